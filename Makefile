@@ -1,0 +1,47 @@
+# make quickstart   trains the arithmetic task end to end and prints a table
+# make test         the whole test suite
+# Both make .venv first if it is not there. NPROC, TP, PP, SEED and CONFIG change the quickstart.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+SEED ?= 0
+NPROC ?= 1
+TP ?= 1
+PP ?= 1
+CONFIG ?= configs/quickstart.yaml
+TASK := runs/task_seed$(SEED)
+RUN ?= runs/quickstart
+SETTINGS = run_dir=$(RUN) seed=$(SEED) actor.layout.tensor_parallel=$(TP) actor.layout.pipeline_parallel=$(PP) \
+  model.hf_path=$(TASK)/model data.train_path=$(TASK)/train.jsonl data.eval_paths.heldout=$(TASK)/heldout.jsonl \
+  warm_start.examples_path=$(TASK)/warm_start.jsonl
+
+ifeq ($(NPROC),1)
+TRAIN = $(BIN)/dppo-megatron train
+else
+TRAIN = OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node $(NPROC) -m dppo_megatron.train
+endif
+
+.PHONY: quickstart test lint clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/python tools/make_quickstart.py --out $(TASK) --seed $(SEED)
+	rm -rf $(RUN)
+	$(TRAIN) $(CONFIG) $(SETTINGS)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/.installed: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,202 @@
+"""Every setting of a training job, once, with its meaning under it.
+
+One tree of plain dataclasses rather than an argument namespace: a room is handed its own branch and nothing else,
+so what a function depends on can be read from its signature. Units are in the names. OmegaConf checks the types;
+`checks.py` checks what a type cannot say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dppo_megatron.config.pruning import PruningConfig
+
+
+@dataclass
+class ModelConfig:
+    hf_path: str = ""
+    """Directory of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer). The RL run starts from it."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
+    """Parameter and activation type. bfloat16 keeps float32 main parameters in the optimizer. float64 is for
+    proofs on small batches: gradients only, no optimizer step."""
+
+
+@dataclass
+class DataConfig:
+    train_path: str = ""
+    """JSON Lines file of training problems, one object a line."""
+    eval_paths: dict[str, str] = field(default_factory=dict)
+    """Evaluation sets: name to JSON Lines file. Scores are reported as eval/<name>/pass@1."""
+    problem_field: str = "problem"
+    """Field of a row that holds the problem's text."""
+    answer_field: str = "answer"
+    """Field of a row that holds the reference answer."""
+    source_field: str = "source"
+    """Field of a row that names its subset; a row may lack it."""
+    prompt_template: str = "{problem}"
+    """The prompt's text; {problem} stands for the problem."""
+    apply_chat_template: bool = False
+    """Wrap the prompt as a user turn of the tokenizer's chat template, with the generation prompt appended."""
+    max_prompt_tokens: int = 1024
+    """A longer prompt is an error before the run starts: dropping it in silence would be a selection."""
+
+
+@dataclass
+class WarmStartConfig:
+    """An optional supervised phase before RL, through the same actor. Off while `steps` is 0."""
+
+    examples_path: str = ""
+    """JSON Lines file of worked solutions: the problem field of `data` and `completion_field`."""
+    completion_field: str = "completion"
+    """Field of a row that holds the solution's text; the end-of-sequence token is appended."""
+    steps: int = 0
+    """Optimizer steps."""
+    examples_per_step: int = 128
+    """Worked solutions per optimizer step."""
+    learning_rate: float = 1e-3
+    """Peak learning rate, constant after the warm-up."""
+    lr_warmup_steps: int = 10
+    """Steps of linear warm-up from 0."""
+
+
+@dataclass
+class RolloutConfig:
+    engine: Literal["hf"] = "hf"
+    """What generates: `hf` is transformers' generate, embedded in every rank."""
+    prompts_per_step: int = 64
+    """Nominal prompts of a step, before any pruning: N of every denominator."""
+    completions_per_prompt: int = 8
+    """Completions sampled for each selected prompt: the group size G."""
+    max_completion_tokens: int = 1024
+    """Generation stops here; such a completion has finish reason `length`."""
+    temperature: float = 1.0
+    """Sampling temperature. The actor's log-probabilities are taken at the same temperature."""
+    max_concurrent_sequences: int = 512
+    """Sequences generated in one batch on one rank (bounds the key-value cache)."""
+
+
+@dataclass
+class RewardConfig:
+    function: str = "dppo_megatron.rewards.graders:final_answer"
+    """Grader as `module:function`, called as function(completion_text, answer) -> float."""
+
+
+@dataclass
+class ObjectiveConfig:
+    advantage: Literal["group_std", "group_mean"] = "group_std"
+    """`group_std`: (r - mean) / std of the group (GRPO). `group_mean`: r - mean (Dr.GRPO)."""
+    advantage_eps: float = 1e-6
+    """Added to the group's standard deviation (population form)."""
+    clip_low: float = 0.2
+    """Lower clip: the ratio is clipped at 1 - clip_low where the advantage is negative."""
+    clip_high: float = 0.2
+    """Upper clip: the ratio is clipped at 1 + clip_high where the advantage is positive."""
+    dual_clip: float = 0.0
+    """Bound c > 1 of the dual clip for negative advantages (arXiv 1912.09729); 0 turns it off."""
+    normalization: Literal["sequence_mean", "constant"] = "sequence_mean"
+    """Frozen divisor of a sample's token sum. `sequence_mean`: N G len (GRPO). `constant`: N G
+    max_completion_tokens (Dr.GRPO). N and G are the planned full batch, never the survivors."""
+
+
+@dataclass
+class PackingConfig:
+    max_tokens_per_microbatch: int = 16384
+    """Hard cap of one packed micro-batch. A longer sequence is an error before the run starts."""
+    dense: bool = True
+    """Pack many sequences into a micro-batch. false: one sequence a micro-batch, the unpacked baseline."""
+
+
+@dataclass
+class LayoutConfig:
+    tensor_parallel: int = 1
+    """Tensor-parallel size."""
+    pipeline_parallel: int = 1
+    """Pipeline stages (1F1B)."""
+    sequence_parallel: bool = True
+    """Shard activations over the tensor-parallel ranks; without effect at tensor_parallel=1."""
+
+
+@dataclass
+class OptimizerConfig:
+    learning_rate: float = 1e-6
+    """Peak learning rate of the RL phase."""
+    min_learning_rate: float = 0.0
+    """Learning rate at the last step; used by the decaying schedules."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up."""
+    lr_warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    adam_beta1: float = 0.9
+    """Decay of Adam's first moment."""
+    adam_beta2: float = 0.95
+    """Decay of Adam's second moment."""
+    adam_eps: float = 1e-8
+    """Adam's epsilon."""
+    max_grad_norm: float = 1.0
+    """Global gradient-norm clip; 0 turns clipping off."""
+    distributed: bool = True
+    """Shard optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
+
+
+@dataclass
+class ActorConfig:
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    """How the model is split over ranks; data parallelism takes the remaining factor of the world size."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer of the RL phase; the warm start overrides the learning rate."""
+    recompute: Literal["none", "full"] = "none"
+    """Activation recomputation: `full` recomputes every layer in the backward pass."""
+
+
+@dataclass
+class EvalConfig:
+    every_steps: int = 0
+    """Greedy evaluation every so many steps, beside the one before and the one after training; 0: only those two."""
+
+
+@dataclass
+class CheckpointConfig:
+    every_steps: int = 0
+    """Save a resumable checkpoint every so many steps, beside the one at the end; 0: only at the end."""
+    resume_from: str = ""
+    """Directory of a checkpoint to go on from (runs/x/checkpoints/step_000020), at this or another layout. The
+    record goes to a new run_dir and starts at the next step."""
+
+
+@dataclass
+class Config:
+    """A whole training job."""
+
+    run_dir: str = ""
+    """Where the run writes; see docs/run_directory.md. A directory that already holds a run is an error."""
+    seed: int = 0
+    """Seeds data order, sampling and every selection draw, each through its own counter-based stream."""
+    steps: int = 100
+    """RL steps: one rollout and one optimizer step each. 0: only the warm start, evaluated and saved under hf/."""
+    threads_per_rank: int = 0
+    """CPU threads of torch in each rank; 0: cores of the machine divided by the ranks on it."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model that is trained."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Problems to train and evaluate on."""
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    """Supervised phase before RL."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Generation."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """Grading."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """Advantage and policy loss."""
+    pruning: PruningConfig = field(default_factory=PruningConfig)
+    """What is skipped before rollout and dropped before the update."""
+    packing: PackingConfig = field(default_factory=PackingConfig)
+    """Micro-batches."""
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """Megatron-core: layout and optimizer."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Evaluation during training."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints."""

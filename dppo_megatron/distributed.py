@@ -1,0 +1,64 @@
+"""The two ways ranks talk in the loop: rank 0 decides and tells, every rank does a share and collects.
+
+Decisions (selection, pruning, packing, history) are made on rank 0 alone and sent, so that ranks cannot disagree.
+An exception on rank 0 is raised on every rank, instead of leaving the others waiting. Without a process group all
+of it is the plain single-process thing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def launched_world_size() -> int:
+    """Processes of this job according to the launcher's environment; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launched_rank() -> int:
+    """This process's rank according to the launcher's environment; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def from_rank_zero(decide: Callable[[], T]) -> T:
+    """Call `decide` on rank 0 and return its result on every rank. Collective; the result must pickle."""
+    if _world_size() == 1:
+        return decide()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = decide()
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: T = outcome[0]
+    return result
+
+
+def share(items: Sequence[T]) -> list[T]:
+    """This rank's part of `items`: every world_size-th, so that ranks get alike parts of a sorted list."""
+    return list(items[dist.get_rank() :: dist.get_world_size()]) if _world_size() > 1 else list(items)
+
+
+def collect(mine: Sequence[T]) -> list[T]:
+    """The inverse of `share`: every rank's results in the order of the shared items, on every rank. Collective."""
+    if _world_size() == 1:
+        return list(mine)
+    parts: list[Sequence[T]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, list(mine))
+    merged: list[T] = []
+    for position in range(max(len(part) for part in parts)):
+        merged += [part[position] for part in parts if position < len(part)]
+    return merged
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

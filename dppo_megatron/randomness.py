@@ -1,0 +1,84 @@
+"""Random numbers that belong to what they decide, not to when or where they are asked for.
+
+Every number is a function of (seed, purpose, counters, id): the same prompt gets the same number whatever the order
+of the batch, the number of ranks, the retries before it or the restarts between. There is no generator state to save.
+The cost is a hash per draw instead of a stream; 16k numbers take about 2 ms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+from dppo_megatron.types import FloatArray, IntArray
+
+_Words = npt.NDArray[np.uint64]
+
+_LOW32 = np.uint64(0xFFFFFFFF)
+_SHIFT32 = np.uint64(32)
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def _key(seed: int, purpose: str, counters: tuple[int, ...], num_bytes: int) -> int:
+    """Hash of the whole address; two purposes or counters never share a stream by accident."""
+    address = repr((int(seed), str(purpose), tuple(int(c) for c in counters)))
+    return int.from_bytes(hashlib.blake2b(address.encode(), digest_size=num_bytes).digest(), "little")
+
+
+def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
+    """A fresh Philox generator for one decision, for example `generator(seed, "prompt", step, minibatch)`.
+
+    Args:
+        seed: the run's seed.
+        purpose: name of the decision; different names are independent.
+        counters: step, epoch, mini-batch: whatever tells this decision from its repetitions.
+    """
+    return np.random.Generator(np.random.Philox(key=_key(seed, purpose, counters, 16)))
+
+
+def uniforms(seed: int, purpose: str, ids: IntArray, *counters: int) -> FloatArray:
+    """One uniform number in [0, 1) for each id, a function of the id and not of its position.
+
+    Philox4x32-10 (Salmon et al., SC'11), keyed by (seed, purpose, counters), with the id as the counter.
+
+    Args:
+        ids: [n], or [n, 2] for pairs such as (prompt, completion); integers >= 0. Equal ids get equal numbers.
+
+    Returns:
+        [n] float64 with 53 random bits.
+    """
+    ids = np.asarray(ids)
+    if ids.ndim not in (1, 2) or (ids.ndim == 2 and ids.shape[1] != 2):
+        raise ValueError(f"ids has shape {ids.shape}; expected [n] or [n, 2]")
+    pairs = ids.reshape(len(ids), -1).astype(np.uint64)
+    first = pairs[:, 0]
+    second = pairs[:, 1] if pairs.shape[1] == 2 else np.zeros_like(first)
+    key = _key(seed, purpose, counters, 8)
+    words = philox4x32((first & _LOW32, first >> _SHIFT32, second & _LOW32, second >> _SHIFT32), key)
+    high, low = words[0] >> np.uint64(5), words[1] >> np.uint64(6)
+    return (high * np.float64(1 << 26) + low) / np.float64(1 << 53)
+
+
+def philox4x32(counter: tuple[_Words, _Words, _Words, _Words], key: int) -> tuple[_Words, _Words, _Words, _Words]:
+    """Ten rounds of Philox4x32 on arrays of 32-bit words held in uint64, so that products do not overflow.
+
+    Args:
+        counter: four arrays [n], least significant word first.
+        key: 64 bits, low word first.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key & 0xFFFFFFFF, key >> 32
+    for _ in range(_ROUNDS):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            (product1 >> _SHIFT32) ^ c1 ^ np.uint64(k0),
+            product1 & _LOW32,
+            (product0 >> _SHIFT32) ^ c3 ^ np.uint64(k1),
+            product0 & _LOW32,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
+    return c0, c1, c2, c3

@@ -1,0 +1,128 @@
+"""The nouns of one training step, in the order in which the data meets them.
+
+Prompt -> SelectedPrompt -> Group(completions, rewards, advantages) -> TrainSample -> PackPlan -> metrics.
+
+Everything here is plain data: numpy arrays and scalars, no torch, no process group. It crosses process
+boundaries by pickling between the ranks of one job, so every class is a slotted dataclass and cheap to send.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+IntArray: TypeAlias = npt.NDArray[np.int64]
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+
+Label: TypeAlias = Literal["exact", "unbiased", "ratio", "biased"]
+"""What a selection does to the expected gradient: nothing dropped; corrected; corrected up to O(1/n); changed."""
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+
+class UserError(Exception):
+    """The user's mistake: what was wrong, where, and what would be right. The command line exits with code 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem of a prompt set."""
+
+    index: int
+    """Row in its prompt set, from 0; the key of the pruning history and of every random draw about this prompt."""
+    text: str
+    """What the model is given, before tokenization."""
+    token_ids: tuple[int, ...]
+    """`text` under the model's tokenizer."""
+    answer: str
+    """The reference answer the grader compares with."""
+    source: str
+    """The subset it belongs to (`level_3`, `gsm8k`), for metrics; may be empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedPrompt:
+    """A prompt that survived the selection before rollout."""
+
+    prompt: Prompt
+    inclusion_prob: float
+    """P(selected | history), in (0, 1]."""
+    weight: float
+    """The factor that undoes this selection in the loss; 1 / inclusion_prob for a Horvitz-Thompson estimator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled answer."""
+
+    token_ids: IntArray
+    """Generated tokens [n], including the stop token if it was produced."""
+    logprobs: npt.NDArray[np.float32]
+    """Behaviour log-probability of each generated token [n], at the sampling temperature."""
+    finish_reason: FinishReason
+    text: str
+    """`token_ids` decoded, without special tokens: what the grader reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All completions of one prompt, graded."""
+
+    selected: SelectedPrompt
+    completions: tuple[Completion, ...]
+    rewards: FloatArray
+    """[G]; NaN where the grader failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSample:
+    """One sequence to train on, with its weight and denominator: nothing downstream knows which policy made it."""
+
+    id: str
+    """`prompt index:completion index`, for messages."""
+    token_ids: IntArray
+    """Prompt and completion [n]."""
+    num_prompt_tokens: int
+    behaviour_logprobs: npt.NDArray[np.float32]
+    """[n - num_prompt_tokens], log-probability of each completion token when it was sampled."""
+    advantage: float
+    weight: float
+    """What undoes every selection that this sample survived (W in docs/pruning.md)."""
+    denominator: float
+    """Frozen divisor of this sample's token sum, a count of the planned full batch (1 / omega in docs/pruning.md)."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the model reads for this sample: all but the last, which is only a target."""
+        return len(self.token_ids) - 1
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens that carry loss."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PackPlan:
+    """Which samples share a micro-batch, for every data-parallel rank. Made once, on one rank, and sent."""
+
+    microbatches: tuple[tuple[tuple[int, ...], ...], ...]
+    """[data-parallel rank][micro-batch] -> positions in the list of samples; every rank has the same number."""
+    max_tokens_per_microbatch: int
+    num_tokens: int
+    """Tokens of all samples, padding not counted."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches that each data-parallel rank runs."""
+        return len(self.microbatches[0])
+
+    @property
+    def fill(self) -> float:
+        """Share of the planned micro-batches' capacity that holds tokens to train, in [0, 1]."""
+        capacity = self.max_tokens_per_microbatch * sum(len(rank) for rank in self.microbatches)
+        return self.num_tokens / capacity if capacity else 0.0

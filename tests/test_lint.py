@@ -1,0 +1,18 @@
+"""The code reads as agreed: ruff's rules and format, and the type checker, on the whole repository."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from job import REPOSITORY
+
+
+@pytest.mark.parametrize("arguments", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]])
+def test_clean(arguments: list[str]) -> None:
+    """No finding."""
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
