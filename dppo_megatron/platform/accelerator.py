@@ -1,0 +1,221 @@
+"""The facade that stands for `torch.cuda` inside megatron-core on a machine without CUDA.
+
+Only rewritten megatron-core modules ever see this object (rewrite.py puts its name into them); `torch.cuda` itself
+stays as it is. The rule for what belongs here: a name is answered here only if the honest answer on a CPU is known
+(work is synchronous, there is one device and one random generator). Every other name falls through to the real
+`torch.cuda`, which raises its own error rather than return a made-up number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+from types import ModuleType
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+class CpuEvent:
+    """A point in time. Work is synchronous, so it has always been reached once it was recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._recorded_at_s = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        """Remember the time, for `elapsed_time`."""
+        self._recorded_at_s = time.perf_counter()
+
+    def elapsed_time(self, end: CpuEvent) -> float:
+        """Milliseconds from this event to `end`."""
+        return 1000.0 * (end._recorded_at_s - self._recorded_at_s)
+
+    def query(self) -> bool:
+        """Whether the work before this event is done."""
+        return True
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class CpuStream:
+    """A queue of work. There is one, the program's own order, so waiting for it is free and all streams are equal."""
+
+    device = CPU
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Whether the work in this stream is done."""
+        return True
+
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
+        """A recorded event, new unless one is given."""
+        event = event or CpuEvent()
+        event.record(self)
+        return event
+
+    def __enter__(self) -> CpuStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CpuStream)
+
+    def __hash__(self) -> int:
+        return hash(CpuStream)
+
+
+class _Generators:
+    """`torch.cuda.default_generators`, which is indexed by whatever `current_device` returns."""
+
+    def __getitem__(self, device: Any) -> torch.Generator:
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return 1
+
+
+class _Nvtx:
+    """`torch.cuda.nvtx`: there is no profiler that would read the marks."""
+
+    def range_push(self, message: str) -> None: ...
+
+    def range_pop(self) -> None: ...
+
+    def mark(self, message: str) -> None: ...
+
+    def range(self, message: str, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class Accelerator:
+    """What `torch.cuda` means in a rewritten module."""
+
+    Stream = ExternalStream = CpuStream
+    Event = CpuEvent
+    default_generators = _Generators()
+    nvtx = _Nvtx()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    @property
+    def random(self) -> Accelerator:
+        """`torch.cuda.random`: its functions are those of `torch.cuda`."""
+        return self
+
+    # ---- the one device
+
+    def current_device(self) -> torch.device:
+        """A device, not an index: megatron-core hands the answer to `device=`, where torch reads 0 as CUDA's first."""
+        return CPU
+
+    def device_count(self) -> int:
+        """One."""
+        return 1
+
+    def set_device(self, device: Any) -> None: ...
+
+    def device(self, device: Any) -> contextlib.AbstractContextManager[None]:
+        """Nothing to switch."""
+        return contextlib.nullcontext()
+
+    def synchronize(self, device: Any = None) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def ipc_collect(self) -> None: ...
+
+    def memory_allocated(self, device: Any = None) -> int:
+        """Device memory: none."""
+        return 0
+
+    max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
+
+    def is_current_stream_capturing(self) -> bool:
+        """No graphs. Asked of a CUDA build of torch on a machine without a driver, the real one raises."""
+        return False
+
+    # ---- the one stream
+
+    def current_stream(self, device: Any = None) -> CpuStream:
+        """The program's own order of work."""
+        return CpuStream()
+
+    default_stream = current_stream
+
+    def set_stream(self, stream: Any) -> None: ...
+
+    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
+        """Nothing to switch."""
+        return contextlib.nullcontext()
+
+    # ---- the one generator: the CPU's plays both the host's and the device's part
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the CPU generator, which dropout draws from here."""
+        torch.default_generator.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        """State of the CPU generator."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
+        """Set the CPU generator."""
+        torch.set_rng_state(new_state)
+
+    def _lazy_init(self) -> None: ...
+
+    def _lazy_call(self, callback: Any, **kwargs: Any) -> None:
+        callback()
+
+    # ---- what rewritten expressions call
+
+    def to_device(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """For `x.cuda(...)` and `x.pin_memory(...)`: a tensor or module is where it should be already."""
+        if isinstance(target, (torch.Tensor, torch.nn.Module)):
+            return target
+        return target.cuda(*args, **kwargs)
+
+    def is_device(self, target: Any) -> Any:
+        """For `x.is_cuda`: whether a tensor is on the device that computes."""
+        return target.device.type == "cpu" if isinstance(target, torch.Tensor) else target.is_cuda
+
+    def type_of(self, target: Any) -> Any:
+        """For `x.type()`: megatron-core compares the answer with names such as 'torch.cuda.FloatTensor'."""
+        name = target.type()
+        return name.replace("torch.", "torch.cuda.", 1) if isinstance(target, torch.Tensor) else name
+
+    def import_from(self, module: str, name: str) -> Any:
+        """For `from torch.cuda... import name`: what this facade answers, else the real thing or its ImportError."""
+        if module == "torch.cuda.nvtx":
+            return getattr(self.nvtx, name)
+        if hasattr(type(self), name):
+            return getattr(self, name)
+        owner: ModuleType = importlib.import_module(module)
+        try:
+            return getattr(owner, name)
+        except AttributeError:
+            raise ImportError(f"cannot import name {name!r} from {module!r}") from None
+
+
+ACCELERATOR = Accelerator()
