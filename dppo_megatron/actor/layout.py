@@ -1,0 +1,81 @@
+"""Process group and model-parallel groups: who this rank is.
+
+The only place that calls Megatron's `parallel_state` to build groups. Everything else receives the frozen
+`Layout`, so a test can read what a function depends on.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from dppo_megatron.config.schema import LayoutConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes and coordinates of this rank."""
+
+    rank: int
+    world_size: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    data_parallel: int
+    data_parallel_rank: int
+    sequence_parallel: bool
+    is_last_stage: bool
+    """Holds the output layer, so it computes the loss."""
+    reports: bool
+    """One rank of each data-parallel replica's last stage: its sums count once."""
+    device: torch.device
+
+    @property
+    def token_alignment(self) -> int:
+        """A micro-batch's token count must be a multiple of this."""
+        return self.tensor_parallel if self.sequence_parallel else 1
+
+
+def start_process_group() -> None:
+    """Join the job's process group: NCCL with CUDA, gloo without. Needs no launcher for a single process."""
+    if dist.is_initialized():
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+
+def build_layout(config: LayoutConfig, seed: int) -> Layout:
+    """Create Megatron's process groups on top of the job's and seed its random number generators."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_parallel,
+        pipeline_model_parallel_size=config.pipeline_parallel,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    return Layout(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tensor_parallel=config.tensor_parallel,
+        pipeline_parallel=config.pipeline_parallel,
+        data_parallel=parallel_state.get_data_parallel_world_size(),
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        sequence_parallel=config.sequence_parallel and config.tensor_parallel > 1,
+        is_last_stage=last,
+        reports=last and parallel_state.get_tensor_model_parallel_rank() == 0,
+        device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
+    )
+
+
+def stop_process_group() -> None:
+    """Leave the job in an orderly way."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Dense sequence packing: from lengths to micro-batches, on one rank, deterministically."""

@@ -1,0 +1,94 @@
+"""Every parallel layout trains the same model: the layouts of one job must not be able to tell on the result.
+
+Tolerances: 3 steps in float32. A sum of a few thousand float32 terms taken in another order moves by some 1e-7
+relative. Adam divides by sqrt(v) and so amplifies that for the few single weights whose gradient is nearly 0, which is
+why updated weights are compared as tensors: norm of the difference against norm of the weights, 1e-5.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import run_ranks
+from tiny import Parallel, build_actor, random_samples, write_model
+
+from dppo_megatron.algorithms.objectives import clipped_surrogate
+from dppo_megatron.packing.planner import plan_microbatches
+from dppo_megatron.types import PackPlan, TrainSample
+
+STEPS = 3
+VOCAB = 37
+
+LAYOUTS = [
+    Parallel(tp=2),
+    Parallel(tp=2, sequence_parallel=False),
+    Parallel(pp=2),
+    Parallel(tp=2, pp=2),
+    Parallel(dp=2),
+    Parallel(dp=2, distributed_optimizer=True),
+    Parallel(distributed_optimizer=True),
+    Parallel(tp=2, pp=2, recompute=True),
+    pytest.param(Parallel(tp=2, pp=2, dp=2, distributed_optimizer=True), marks=pytest.mark.slow),
+]
+
+
+def _train(model_path: Path, parallel: Parallel, plan_kind: str) -> dict[str, object]:
+    actor = build_actor(model_path, parallel)
+    samples = random_samples(24, VOCAB)
+    plan = _plan(samples, parallel.dp, plan_kind)
+    objective = clipped_surrogate(0.2, 0.28, 3.0)
+    metrics = [actor.update(samples, plan, objective) for _ in range(STEPS)]
+    return {"metrics": metrics, "weights": {name: tensor.numpy() for name, tensor in actor.weights()}}
+
+
+def _plan(samples: list[TrainSample], data_parallel: int, kind: str) -> PackPlan:
+    if kind == "unpacked":
+        return plan_microbatches(samples, data_parallel=data_parallel, max_tokens_per_microbatch=128, dense=False)
+    if kind == "packed":
+        return plan_microbatches(samples, data_parallel=data_parallel, max_tokens_per_microbatch=128)
+    order = np.random.default_rng(5).permutation(len(samples)).tolist()
+    thirds = tuple(tuple(order[i::3]) for i in range(3))
+    return PackPlan((thirds,), 4096, sum(sample.num_tokens for sample in samples))
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def reference(model_path: Path) -> dict[str, object]:
+    return run_ranks(_train, 1, model_path, Parallel(), "packed")[0]
+
+
+def _assert_same(result: dict, reference: dict) -> None:
+    for step, (mine, theirs) in enumerate(zip(result["metrics"], reference["metrics"], strict=True)):
+        for key in ("loss", "grad_norm", "entropy", "logprob_abs_diff", "ratio", "clip_fraction"):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-6), f"step {step}: {key}"
+        assert mine["learning_rate"] == theirs["learning_rate"]
+    for name, weight in reference["weights"].items():
+        difference = np.linalg.norm(result["weights"][name] - weight) / np.linalg.norm(weight)
+        assert difference < 1e-5, f"{name}: updated weights differ by {difference:.1e}"
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_layout_agrees_with_one_process(model_path: Path, reference: dict, parallel: Parallel) -> None:
+    """Loss, gradient norm and updated weights are those of one process."""
+    results = run_ranks(_train, parallel.world_size, model_path, parallel, "packed")
+    _assert_same(results[0], reference)
+    for other in results[1:]:
+        assert other["metrics"] == results[0]["metrics"], "ranks report different metrics"
+
+
+@pytest.mark.parametrize("kind", ["unpacked", "shuffled"])
+def test_packing_does_not_matter(model_path: Path, reference: dict, kind: str) -> None:
+    """One sequence a micro-batch, or any other packing and order, gives the dense plan's result."""
+    _assert_same(run_ranks(_train, 1, model_path, Parallel(), kind)[0], reference)
+
+
+def test_training_moved_the_weights(model_path: Path, reference: dict) -> None:
+    """Guards the comparisons above: weights that never move agree in every layout."""
+    losses = [metrics["loss"] for metrics in reference["metrics"]]
+    assert len(set(losses)) == STEPS and all(metrics["grad_norm"] > 0 for metrics in reference["metrics"])

@@ -1,0 +1,124 @@
+"""The Megatron model computes what transformers computes, and its weights go back to the same bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from launch import run_ranks
+from safetensors.torch import load_file
+from tiny import Parallel, build_actor, hf_logprobs, random_samples, write_model
+from transformers import AutoModelForCausalLM
+
+from dppo_megatron.actor.batch import build_microbatch
+from dppo_megatron.packing.planner import plan_microbatches
+from dppo_megatron.types import UserError
+from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.weights.hf_files import CheckpointReader, write_checkpoint
+
+CASES = {
+    # 37 and 41 do not divide by 2 or 3, so the vocabulary is padded wherever it is split
+    "untied": ({"vocab_size": 37}, [Parallel(), Parallel(tp=2, pp=2)]),
+    "tied": ({"vocab_size": 41, "tie_word_embeddings": True}, [Parallel(), Parallel(tp=2, pp=2)]),
+    # Megatron wants key-value heads that divide by TP or the reverse: 6/3 heads split by 3, 6/2 heads by 2
+    "gqa_6_3": (
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 66},
+        [Parallel(), Parallel(tp=3, pp=2)],
+    ),
+    "gqa_6_2": ({"num_attention_heads": 6, "num_key_value_heads": 2}, [Parallel(tp=2, pp=2)]),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: write_model(tmp_path_factory.mktemp(name), **sizes) for name, (sizes, _) in CASES.items()}
+
+
+def _check(model_path: Path, parallel: Parallel, out: Path) -> tuple[list[np.ndarray] | None, list[np.ndarray] | None]:
+    """Log-probabilities at two temperatures, and a written checkpoint."""
+    actor = build_actor(model_path, parallel)
+    samples = random_samples(12, read_architecture(model_path).vocab_size)
+    plan = plan_microbatches(samples, data_parallel=1, max_tokens_per_microbatch=128)
+    both = actor.logprobs(samples, plan), actor.logprobs(samples, plan, temperature=0.7)
+    write_checkpoint(out, model_path, actor.weights(), write=actor.layout.rank == 0)
+    return both
+
+
+PAIRS = [pytest.param(name, parallel, id=f"{name}-{parallel}") for name, (_, ps) in CASES.items() for parallel in ps]
+
+
+@pytest.mark.parametrize(("name", "parallel"), PAIRS)
+def test_logprobs_and_round_trip(models: dict[str, Path], tmp_path: Path, name: str, parallel: Parallel) -> None:
+    """Log-probabilities within 1e-4 of transformers (float32, logits of size 10); exported tensors byte for byte."""
+    plain, warm = run_ranks(_check, parallel.world_size, models[name], parallel, tmp_path / "hf")[0]
+    model = AutoModelForCausalLM.from_pretrained(models[name]).eval()
+    samples = random_samples(12, model.config.vocab_size)
+    for temperature, computed in ((1.0, plain), (0.7, warm)):
+        for mine, theirs in zip(computed, hf_logprobs(model, samples, temperature), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-4)
+    original, exported = (load_file(path / "model.safetensors") for path in (models[name], tmp_path / "hf"))
+    assert exported.keys() == original.keys()
+    for key, tensor in original.items():
+        assert tensor.dtype == exported[key].dtype and torch.equal(tensor, exported[key]), key
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert again.num_parameters() == model.num_parameters()
+
+
+def _logits(model_path: Path, parallel: Parallel) -> np.ndarray | None:
+    """Full-vocabulary logits of one pack, gathered over tensor parallel ranks."""
+    actor = build_actor(model_path, parallel)
+    samples = random_samples(6, 37)
+    collected: list[np.ndarray] = []
+    plan = plan_microbatches(samples, data_parallel=1, max_tokens_per_microbatch=4096)
+
+    def keep(_: object, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+        collected.append(gather_from_tensor_model_parallel_region(logits)[0].numpy())
+        return torch.zeros(()), {}
+
+    with torch.no_grad():
+        actor._run_schedule(samples, plan, keep, forward_only=True)
+    return collected[0] if collected else None
+
+
+@pytest.mark.parametrize("parallel", [Parallel(), Parallel(tp=2, pp=2)], ids=str)
+def test_logits_equal_transformers(models: dict[str, Path], parallel: Parallel) -> None:
+    """The logits themselves, position by position in the pack, to 1e-4."""
+    logits = next(x for x in run_ranks(_logits, parallel.world_size, models["untied"], parallel) if x is not None)
+    model = AutoModelForCausalLM.from_pretrained(models["untied"]).eval()
+    samples = random_samples(6, 37)
+    plan = plan_microbatches(samples, data_parallel=1, max_tokens_per_microbatch=4096)
+    pack = build_microbatch(samples, plan.microbatches[0][0], alignment=1, device=torch.device("cpu"))
+    start = 0
+    for member in pack.samples:
+        ids = torch.from_numpy(samples[member].token_ids[:-1])
+        with torch.no_grad():
+            expected = model(ids[None]).logits[0].numpy()
+        np.testing.assert_allclose(logits[start : start + len(ids), :37], expected, rtol=0, atol=1e-4)
+        start += len(ids)
+
+
+def test_unsplittable_heads_are_refused(models: dict[str, Path]) -> None:
+    """Three key-value heads on two ranks: Megatron cannot, so we say it before it starts."""
+    with pytest.raises(UserError, match="3 key-value heads"):
+        read_architecture(models["gqa_6_3"]).check_layout(2, 1)
+
+
+def test_missing_and_unknown_tensors_are_named(models: dict[str, Path], tmp_path: Path) -> None:
+    """A checkpoint that does not fit its config.json is refused by tensor name."""
+    from safetensors.torch import save_file
+
+    architecture = read_architecture(models["untied"])
+    tensors = load_file(models["untied"] / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"lacks 1: model\.norm\.weight"):
+        CheckpointReader(tmp_path, architecture)
+    tensors["model.norm.weight"] = torch.ones(48)
+    tensors["model.extra.bias"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"unknown tensors 1: model\.extra\.bias"):
+        CheckpointReader(tmp_path, architecture)

@@ -1,0 +1,123 @@
+"""Pruning is unbiased through the real Megatron loss and backward pass, by enumeration.
+
+Over all keep patterns of a small batch, the probability-weighted sum of the pruned gradients must equal the full
+batch's gradient: no sampling error, only rounding. The actor runs in float64 (parameters, activations, gradients;
+Megatron's rotary angles and the RMS norm's inputs follow), so the bound is 1e-10 relative to the full gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from launch import run_ranks
+from tiny import Parallel, build_actor, random_samples, write_model
+
+from dppo_megatron.actor.actor import Actor
+from dppo_megatron.algorithms.objectives import Objective, TokenBatch, TokenLoss, clipped_surrogate
+from dppo_megatron.packing.planner import plan_microbatches
+from dppo_megatron.types import TrainSample
+
+PROBABILITIES = np.array([0.9, 0.5, 0.4, 0.3, 0.6, 0.2])
+CAP = 64
+
+
+def _with_k3(batch: TokenBatch) -> TokenLoss:
+    """Clipped and dual-clipped surrogate plus the k3 estimate of the KL to a reference that is not the behaviour."""
+    reference = 1.1 * batch.behaviour_logprobs - 0.2
+    difference = (reference - batch.logprobs) * batch.mask
+    k3 = difference.exp() - difference - 1
+    return TokenLoss(clipped_surrogate(0.2, 0.28, 3.0)(batch).loss + 0.04 * k3)
+
+
+def _gspo(batch: TokenBatch) -> TokenLoss:
+    """Sequence ratio (arXiv 2507.18071) at every token, so that a sequence sums to its length times its loss."""
+    count = int(batch.sequence.max()) + 1
+    zeros = torch.zeros(count, dtype=batch.mask.dtype)
+    lengths = zeros.index_add(0, batch.sequence, batch.mask).clamp_min(1)
+    log_ratio = (batch.logprobs - batch.behaviour_logprobs) * batch.mask
+    ratio = (zeros.index_add(0, batch.sequence, log_ratio) / lengths).exp()[batch.sequence]
+    return TokenLoss(torch.maximum(-ratio * batch.advantages, -ratio.clamp(0.8, 1.28) * batch.advantages))
+
+
+def _cispo(batch: TokenBatch) -> TokenLoss:
+    """Clipped importance weight on the log-probability (arXiv 2506.13585)."""
+    ratio = (batch.logprobs - batch.behaviour_logprobs).exp().detach().clamp_max(1.28)
+    return TokenLoss(-ratio * batch.advantages * batch.logprobs)
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "clip_dual": clipped_surrogate(0.2, 0.28, 3.0),
+    "clip_dual_k3": _with_k3,
+    "gspo": _gspo,
+    "cispo": _cispo,
+}
+NORMALIZATIONS = {
+    "sequence_mean": lambda sample: float(len(PROBABILITIES) * sample.num_completion_tokens),
+    "constant": lambda sample: float(len(PROBABILITIES) * 40),
+    "token_mean": lambda sample: 120.0,  # a count of the full batch's tokens, frozen
+}
+
+
+def _gradient(actor: Actor, samples: list[TrainSample], objective: str) -> np.ndarray:
+    """The accumulated gradient of all parameters as one vector, packed as the planner packs these samples."""
+    plan = plan_microbatches(samples, data_parallel=actor.layout.data_parallel, max_tokens_per_microbatch=CAP)
+    actor.accumulate(samples, plan, OBJECTIVES[objective])
+    return np.concatenate([tensor.double().numpy().ravel() for _, tensor in actor.gradients()])
+
+
+def _batch(normalization: str) -> list[TrainSample]:
+    samples = random_samples(len(PROBABILITIES), 37, seed=3)
+    return [replace(sample, weight=1.0, denominator=NORMALIZATIONS[normalization](sample)) for sample in samples]
+
+
+def _enumerate(model_path: Path, parallel: Parallel, objective: str, normalization: str) -> dict[str, np.ndarray]:
+    """Full gradient, its expectation under Horvitz-Thompson weights, and the same with kept-count denominators."""
+    actor = build_actor(model_path, parallel)
+    batch = _batch(normalization)
+    full = _gradient(actor, batch, objective)
+    weighted, kept_count = np.zeros_like(full), np.zeros_like(full)
+    for pattern in itertools.product((False, True), repeat=len(batch)):
+        probability = np.prod(np.where(pattern, PROBABILITIES, 1 - PROBABILITIES))
+        kept = [replace(s, weight=1 / p) for s, p, keep in zip(batch, PROBABILITIES, pattern, strict=True) if keep]
+        gradient = _gradient(actor, kept, objective)
+        weighted += probability * gradient
+        kept_count += probability * gradient * len(batch) / max(len(kept), 1)
+    return {"full": full, "weighted": weighted, "kept_count": kept_count}
+
+
+CASES = [(Parallel(dtype=torch.float64), name, "sequence_mean") for name in OBJECTIVES]
+CASES += [(Parallel(dtype=torch.float64), "clip_dual_k3", name) for name in ("constant", "token_mean")]
+CASES += [(Parallel(tp=2, pp=2, dtype=torch.float64), "clip_dual", "sequence_mean")]
+
+
+@pytest.mark.parametrize(("parallel", "objective", "normalization"), CASES, ids=str)
+def test_expected_gradient_is_the_full_gradient(
+    tmp_path: Path, parallel: Parallel, objective: str, normalization: str
+) -> None:
+    """64 keep patterns with off-policy ratios, packed differently in each pattern, to 1e-10 relative."""
+    model_path = write_model(tmp_path / "model", num_hidden_layers=2, hidden_size=32, intermediate_size=48)
+    arguments = (model_path, parallel, objective, normalization)
+    result = run_ranks(_enumerate, parallel.world_size, *arguments, timeout_s=300)[0]
+    scale = np.linalg.norm(result["full"])
+    assert scale > 1e-3
+    assert np.linalg.norm(result["weighted"] - result["full"]) < 1e-10 * scale
+    # the same enumeration sees a bias where there is one: dividing by the survivors' count
+    assert np.linalg.norm(result["kept_count"] - result["full"]) > 0.05 * scale
+
+
+def _weights_scale_the_gradient(model_path: Path) -> tuple[np.ndarray, np.ndarray]:
+    actor = build_actor(model_path, Parallel(dtype=torch.float64))
+    batch = _batch("sequence_mean")
+    tripled = _gradient(actor, [replace(sample, weight=3.0) for sample in batch], "clip_dual")
+    return _gradient(actor, batch, "clip_dual"), tripled
+
+
+def test_weights_are_outside_the_clip(tmp_path: Path) -> None:
+    """Tripling every weight triples the gradient exactly: a weight inside the ratio would meet the clip."""
+    plain, tripled = run_ranks(_weights_scale_the_gradient, 1, write_model(tmp_path / "model"))[0]
+    np.testing.assert_allclose(tripled, 3 * plain, rtol=1e-9, atol=1e-12 * np.abs(plain).max())

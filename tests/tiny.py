@@ -1,0 +1,119 @@
+"""Tiny models, samples and actors that the tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from dppo_megatron.actor.actor import Actor
+from dppo_megatron.actor.layout import build_layout
+from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
+from dppo_megatron.types import TrainSample
+from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.weights.hf_files import CheckpointReader
+
+
+def write_model(directory: Path, seed: int = 0, **overrides: Any) -> Path:
+    """A random Qwen3 checkpoint whose norm weights are not all 1 and whose logits are not all alike."""
+    sizes = {
+        "vocab_size": 37,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+    }
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3Config(**(sizes | overrides)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.mul_(3)
+    model.save_pretrained(directory)
+    return directory
+
+
+def random_samples(count: int, vocab_size: int, seed: int = 0, *, longest: int = 40) -> list[TrainSample]:
+    """Samples of varied length with random tokens, advantages, weights and behaviour log-probabilities."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i in range(count):
+        prompt, completion = int(rng.integers(2, 9)), int(rng.integers(1, longest - 9))
+        samples.append(
+            TrainSample(
+                id=f"{i}:0",
+                token_ids=rng.integers(0, vocab_size, prompt + completion),
+                num_prompt_tokens=prompt,
+                behaviour_logprobs=(-np.log(vocab_size) + 0.5 * rng.normal(size=completion)).astype(np.float32),
+                advantage=float(rng.normal()),
+                weight=float(rng.uniform(1, 4)),
+                denominator=float(count * completion),
+            )
+        )
+    return samples
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A layout under test."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = True
+    distributed_optimizer: bool = False
+    recompute: bool = False
+    dtype: torch.dtype = field(default=torch.float32)
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        extra = "+distopt" * self.distributed_optimizer + "+recompute" * self.recompute
+        sp = "" if self.tp == 1 or self.sequence_parallel else "-nosp"
+        return f"tp{self.tp}{sp}pp{self.pp}dp{self.dp}{extra}"
+
+
+def build_actor(model_path: Path, parallel: Parallel, *, max_grad_norm: float = 1.0) -> Actor:
+    """In a rank of `run_ranks`: an actor with the weights of `model_path`."""
+    config = ActorConfig(
+        layout=LayoutConfig(parallel.tp, parallel.pp, parallel.sequence_parallel),
+        optimizer=OptimizerConfig(
+            learning_rate=1e-2,
+            weight_decay=0.01,
+            lr_warmup_steps=2,
+            max_grad_norm=max_grad_norm,
+            distributed=parallel.distributed_optimizer,
+        ),
+        recompute="full" if parallel.recompute else "none",
+    )
+    architecture = read_architecture(model_path)
+    reader = CheckpointReader(model_path, architecture)
+    actor = Actor(config, build_layout(config.layout, seed=0), architecture, reader.get, dtype=parallel.dtype)
+    if parallel.dtype != torch.float64:
+        actor.start_phase(config.optimizer, total_steps=10)
+    return actor
+
+
+def hf_logprobs(model: torch.nn.Module, samples: Sequence[TrainSample], temperature: float = 1.0) -> list[np.ndarray]:
+    """The independent source: transformers, one sequence at a time, no packing."""
+    out = []
+    with torch.no_grad():
+        for sample in samples:
+            ids = torch.from_numpy(sample.token_ids)
+            logits = model(ids[None]).logits[0, sample.num_prompt_tokens - 1 : -1].double() / temperature
+            picked = logits.log_softmax(-1).gather(1, ids[sample.num_prompt_tokens :, None])
+            out.append(picked[:, 0].numpy())
+    return out
