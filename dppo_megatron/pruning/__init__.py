@@ -1,0 +1,30 @@
+"""Skipping prompts and dropping completions without changing the expected gradient, or saying so where it changes.
+
+Pure: numpy, `dppo_megatron.types` and `dppo_megatron.config.pruning` only. Read `designs` and `weights` for the
+mathematics, `prompt_*` and `completion_*` for the methods, `interface` for what the loop sees.
+"""
+
+from dppo_megatron.pruning.interface import (
+    CompletionBatch,
+    CompletionPolicy,
+    LedgerRow,
+    PromptPolicy,
+    Selection,
+)
+from dppo_megatron.pruning.monitors import biased_rows, step_metrics
+from dppo_megatron.pruning.policies import make_completion_policy, make_prompt_policy
+from dppo_megatron.pruning.scores import group_second_moment, surprisal
+
+__all__ = [
+    "CompletionBatch",
+    "CompletionPolicy",
+    "LedgerRow",
+    "PromptPolicy",
+    "Selection",
+    "biased_rows",
+    "group_second_moment",
+    "make_completion_policy",
+    "make_prompt_policy",
+    "step_metrics",
+    "surprisal",
+]

@@ -1,0 +1,61 @@
+"""How far a pruning rate may go: the back-off on gradient noise, and the cost ratio of the self-tuned rule.
+
+The bound on the design effect needs no state, as it is known before a draw. The gradient noise is known only after the
+step, so that loop is closed through a scale on the rate: quick to fall, slow to rise, like congestion control.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dppo_megatron.pruning.interface import check_state
+
+_FALL, _RISE, _SMALLEST = 0.7, 0.02, 0.01
+_COST_DECAY = 0.9
+
+
+@dataclass(slots=True)
+class RateControl:
+    """State of both loops."""
+
+    rate_scale: float = 1.0
+    """Factor on the configured rate, in [0, 1]."""
+    cost_ratio: float = 0.0
+    """Running mean of fixed over variable seconds at full batch; 0 before the first measurement."""
+    kept_cost: float = 1.0
+    """Expected share of the variable cost that the last selection kept."""
+
+    def observe_noise(self, noise_ratio: float | None, max_noise_ratio: float, key: str) -> str | None:
+        """Lower the scale above the bound, raise it slowly within; a line for the log when it is lowered."""
+        if max_noise_ratio == 0 or noise_ratio is None or not noise_ratio > 0:
+            return None
+        before = self.rate_scale
+        if noise_ratio <= max_noise_ratio:
+            self.rate_scale = min(1.0, before + _RISE)
+            return None
+        # Below the smallest scale pruning is over, and a later rise starts from nothing.
+        self.rate_scale = before * _FALL if before * _FALL >= _SMALLEST else 0.0
+        return (
+            f"{key}: gradient noise is {noise_ratio:.2f} times that of an unpruned step, above"
+            f" max_noise_ratio = {max_noise_ratio:g}; rate scaled by {self.rate_scale:.2f} (was {before:.2f})"
+        )
+
+    def observe_cost(self, fixed_s: float, variable_s: float) -> None:
+        """Seconds of a step that pruning saves nothing of, and those that the last selection left of the rest."""
+        if variable_s <= 0 or fixed_s < 0 or self.kept_cost <= 0:
+            return
+        ratio = fixed_s / (variable_s / self.kept_cost)
+        self.cost_ratio = ratio if self.cost_ratio == 0 else _COST_DECAY * self.cost_ratio + (1 - _COST_DECAY) * ratio
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain scalars."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore; raises ValueError on other keys."""
+        check_state(dict(state), set(asdict(self)), "the rate control")
+        self.rate_scale = float(state["rate_scale"])
+        self.cost_ratio = float(state["cost_ratio"])
+        self.kept_cost = float(state["kept_cost"])

@@ -1,0 +1,144 @@
+"""What completion policies share: a checked batch in canonical order, warm-up and annealing, the state.
+
+Everything is computed on rows sorted by (prompt, group, completion), so that the order in which rollouts came back, or
+the number of ranks that made them, cannot change a decision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from dppo_megatron.config.pruning import CompletionPruningConfig
+from dppo_megatron.pruning.designs import Draw, draw
+from dppo_megatron.pruning.interface import CompletionBatch, Selection, check_state, keep_all
+from dppo_megatron.pruning.prompt_base import check_method, scatter
+from dppo_megatron.randomness import generator, uniforms
+from dppo_megatron.types import FloatArray, IntArray
+
+
+class CompletionPolicyBase:
+    """Keeps everything; subclasses override `_prune_sorted`.
+
+    Args:
+        config: the completion section, already checked.
+        seed: the run's seed.
+        total_steps: length of the run, for annealing.
+        kl_coef: coefficient of a KL (or entropy) term in the loss; above 0, completions without advantage still carry
+            gradient and keep a positive probability.
+    """
+
+    def __init__(self, config: CompletionPruningConfig, *, seed: int, total_steps: int, kl_coef: float = 0.0) -> None:
+        self.config = config
+        self.seed = seed
+        self.kl_coef = kl_coef
+        self.last_active_step = math.ceil(config.anneal_fraction * total_steps - 1e-9) - 1
+
+    @property
+    def name(self) -> str:
+        """Name of this selection in the ledger."""
+        return f"completion/{self.config.method}"
+
+    @property
+    def prompts_multiplier(self) -> float:
+        """1: as many prompts as the config says."""
+        return 1.0
+
+    def prune(self, batch: CompletionBatch, *, step: int, epoch: int = 0, minibatch: int = 0) -> Selection:
+        """See `CompletionPolicy.prune`.
+
+        Raises:
+            ValueError: arrays of different lengths, NaN advantages, denominators that are not positive.
+        """
+        check_batch(batch)
+        if len(batch) == 0 or step < self.config.warmup_steps or step > self.last_active_step:
+            late = step > self.last_active_step
+            return keep_all(len(batch), self.name, "annealed" if late else "warm-up" if len(batch) else "empty batch")
+        order = np.lexsort((batch.completion_index, batch.group, batch.prompt_index))
+        return scatter(self._prune_sorted(take_rows(batch, order), (step, epoch, minibatch)), order)
+
+    def feedback(
+        self,
+        *,
+        step: int,
+        rollout_s: float,
+        update_s: float,
+        other_s: float = 0.0,
+        noise_ratio: float | None = None,
+    ) -> str | None:
+        """Ignored: this method has no rate to adapt."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `CompletionPolicy.state_dict`."""
+        return {"method": self.config.method, **self._extra_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `CompletionPolicy.load_state_dict`."""
+        check_state(state, {"method", *self._extra_state()}, self.name)
+        check_method(state, self.config.method)
+        self._load_extra_state({key: state[key] for key in self._extra_state()})
+
+    def _prune_sorted(self, batch: CompletionBatch, counters: tuple[int, int, int]) -> Selection:
+        return keep_all(len(batch), self.name)
+
+    def _extra_state(self) -> dict[str, Any]:
+        return {}
+
+    def _load_extra_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def _ties(self, batch: CompletionBatch, counters: tuple[int, int, int]) -> FloatArray:
+        ids = np.stack([batch.prompt_index, batch.completion_index], axis=1)
+        return uniforms(self.seed, "completion tie", ids, *counters)
+
+    def _draw(self, batch: CompletionBatch, pi: FloatArray, counters: tuple[int, int, int]) -> Draw:
+        """Draw along (prompt, sign of A, random): a group's kept completions then balance right and wrong answers."""
+        ids = np.stack([batch.prompt_index, batch.completion_index], axis=1)
+        ties = self._ties(batch, counters)
+        return draw(
+            self.config.design,
+            pi,
+            order=np.lexsort((ties, np.sign(batch.advantages), batch.group, batch.prompt_index)),
+            start=float(generator(self.seed, "completion start", *counters).random()),
+            uniform=uniforms(self.seed, "completion coin", ids, *counters),
+        )
+
+
+def take_rows(batch: CompletionBatch, rows: IntArray) -> CompletionBatch:
+    """The batch with its rows reordered."""
+    arrays = {f.name: getattr(batch, f.name)[rows] for f in fields(batch) if f.name != "num_nominal"}
+    return CompletionBatch(**arrays, num_nominal=batch.num_nominal)
+
+
+def check_batch(batch: CompletionBatch) -> None:
+    """Check shapes and values; a NaN reward is a failed grading and allowed, a NaN advantage is not.
+
+    Raises:
+        ValueError: names the array, the prompt and the completion.
+    """
+    n = len(batch)
+    for f in fields(batch):
+        if f.name != "num_nominal" and np.shape(getattr(batch, f.name)) != (n,):
+            raise ValueError(f"CompletionBatch.{f.name} has shape {np.shape(getattr(batch, f.name))}, expected ({n},)")
+    if n and (batch.group.min() < 0 or batch.group.max() >= n):
+        raise ValueError("CompletionBatch.group must hold labels 0..groups-1")
+    wrong = {
+        "advantages": ~np.isfinite(batch.advantages),
+        "rewards": np.isinf(batch.rewards),
+        "lengths": batch.lengths < 0,
+        "surprisal": ~(np.isfinite(batch.surprisal) & (batch.surprisal >= 0)),
+        "denominator": ~(np.isfinite(batch.denominator) & (batch.denominator > 0)),
+        "prompt_weight": ~(np.isfinite(batch.prompt_weight) & (batch.prompt_weight >= 0)),
+    }
+    for name, rows in wrong.items():
+        if rows.any():
+            row = int(np.flatnonzero(rows)[0])
+            raise ValueError(
+                f"{name} of prompt {batch.prompt_index[row]}, completion {batch.completion_index[row]}"
+                f" is {getattr(batch, name)[row]}"
+            )

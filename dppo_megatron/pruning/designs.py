@@ -1,0 +1,249 @@
+"""Sampling designs: from a size measure to inclusion probabilities, and from those to a draw.
+
+A design here is a pure function of probabilities and uniform numbers. Each returns the kept mask together with the
+exact first-order inclusion probabilities, because a weight built from an approximate probability is a bias nobody sees.
+Systematic sampling is the default: its size is fixed, so C/(1-P) scaling and Horvitz-Thompson agree, and a sorted list
+makes it stratify for free. The price is that some pairs are never drawn together, so its own variance cannot be
+estimated without bias; the Poisson formula is reported instead.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from dppo_megatron.types import BoolArray, FloatArray, IntArray
+
+_SMALLEST_RELATIVE_SIZE = 1e-12
+"""Positive sizes are raised to this share of the largest one: 1/size stays finite, and the floor rules there anyway."""
+
+_CERTAIN = 1.0 - 1e-11
+"""Above this a systematic draw keeps an element always, and reports 1: a sum of thousands has no finer resolution."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One drawn sample."""
+
+    kept: BoolArray
+    """[n]."""
+    inclusion_prob: FloatArray
+    """[n] float64, P(kept) under the design, exact."""
+    fixed_size: bool
+    """The number kept is the same in every draw."""
+
+
+class WaterFiller:
+    """Solves pi = clip(lambda * size, lower, 1) with sum(cost * pi) = target for many targets after one sort.
+
+    The sum is piecewise linear in lambda with a kink where an element leaves its floor and one where it reaches 1;
+    sorting the kinks once leaves O(n) work per target. Among all pi with that budget and floor, this one minimises
+    sum((size * sqrt(cost))^2 / pi), the design variance, when size = score / sqrt(cost) (KKT conditions).
+
+    Args:
+        size: [n] finite, >= 0.
+        lower: [n] or scalar in [0, 1], floor of pi; elements with size 0 and lower 0 have no support and get pi = 0.
+        cost: [n] > 0, default 1.
+    """
+
+    def __init__(self, size: FloatArray, lower: FloatArray | float, cost: FloatArray | None = None) -> None:
+        size = np.asarray(size, dtype=np.float64)
+        self.lower = np.broadcast_to(np.asarray(lower, dtype=np.float64), size.shape)
+        self.cost = np.ones_like(size) if cost is None else np.asarray(cost, dtype=np.float64)
+        _check_finite("size", size, least=0.0)
+        _check_finite("lower", self.lower, least=0.0, most=1.0)
+        _check_finite("cost", self.cost, least=np.finfo(np.float64).tiny)
+        largest = size.max(initial=0.0)
+        positive = size > 0
+        scaled = size / largest if largest > 0 else size
+        self.size = np.where(positive, np.maximum(scaled, _SMALLEST_RELATIVE_SIZE), 0.0)
+        self.support: BoolArray = positive | (self.lower > 0)
+        self._movable = np.flatnonzero(positive & (self.lower < 1))
+        size_m, cost_m = self.size[self._movable], self.cost[self._movable]
+        self._leaves_floor = self.lower[self._movable] / size_m
+        self._reaches_one = 1.0 / size_m
+        kinks = np.concatenate([self._leaves_floor, self._reaches_one])
+        slopes = np.concatenate([size_m * cost_m, -size_m * cost_m])
+        order = np.argsort(kinks, kind="stable")
+        self._kinks = kinks[order]
+        widths = np.diff(self._kinks, prepend=0.0)
+        slope_before = np.concatenate([[0.0], np.cumsum(slopes[order])[:-1]]) if len(kinks) else np.zeros(0)
+        self._spent_at_kink = float(np.sum(self.cost * self.lower)) + np.cumsum(slope_before * widths)
+
+    def at(self, level: float) -> FloatArray:
+        """pi [n] at a given lambda, in units of the largest size."""
+        return np.clip(level * self.size, self.lower, 1.0)
+
+    def solve(self, target: float) -> FloatArray:
+        """pi [n] float64 with sum(cost * pi) = target to rounding.
+
+        A target below the floors returns the floors; one above the support returns 1 on the support. Elements of size
+        0 with a floor are raised last, in proportion to their floors.
+        """
+        if not math.isfinite(target):
+            raise ValueError(f"target = {target}: must be finite")
+        ones = self.support.astype(np.float64)
+        if target >= float(np.sum(self.cost * ones)):
+            return ones
+        if target <= float(np.sum(self.cost * self.lower)):
+            return self.lower.copy()
+        after = int(np.searchsorted(self._spent_at_kink, target))
+        if after >= len(self._kinks):
+            return self._raise_sizeless(target)
+        # The level is solved afresh from the active set: the running sums above only had to find the segment.
+        left = self._kinks[after - 1] if after else 0.0
+        middle = 0.5 * (left + self._kinks[after])
+        free = (self._leaves_floor < middle) & (middle < self._reaches_one)
+        free_index = self._movable[free]
+        fixed = self.at(middle)
+        fixed[free_index] = 0.0
+        slope = float(np.sum(self.cost[free_index] * self.size[free_index]))
+        level = (target - float(np.sum(self.cost * fixed))) / slope if slope > 0 else self._kinks[after]
+        return self.at(min(max(level, left), self._kinks[after]))
+
+    def _raise_sizeless(self, target: float) -> FloatArray:
+        pi = np.where(self.size > 0, 1.0, self.lower)
+        rest = np.flatnonzero((self.size == 0) & (self.lower > 0))
+        if len(rest):
+            spent = float(np.sum(np.where(self.size > 0, self.cost, 0.0)))
+            pi[rest] = WaterFiller(self.lower[rest], self.lower[rest], self.cost[rest]).solve(target - spent)
+        return pi
+
+
+def waterfill(
+    size: FloatArray, target: float, lower: FloatArray | float = 0.0, cost: FloatArray | None = None
+) -> FloatArray:
+    """Inclusion probabilities proportional to size within [lower, 1] that spend `target`; see `WaterFiller`.
+
+    Returns:
+        [n] float64; sum(cost * pi) = target unless the floors exceed it or the support is smaller.
+
+    Raises:
+        ValueError: sizes negative or not finite, floors outside [0, 1], costs not positive.
+    """
+    return WaterFiller(size, lower, cost).solve(target)
+
+
+def systematic(inclusion_prob: FloatArray, *, order: IntArray, start: float) -> Draw:
+    """Systematic sampling with unequal probabilities: equally spaced points on the cumulated probabilities.
+
+    Args:
+        inclusion_prob: [n] in [0, 1].
+        order: [n] permutation along which probabilities are cumulated; neighbours are rarely kept together.
+        start: one uniform number in [0, 1).
+
+    Returns:
+        A draw with P(kept) = inclusion_prob exactly; the count is floor or ceil of the sum, and fixed if that is whole.
+    """
+    pi = checked_probabilities(inclusion_prob)
+    pi = np.where(pi > _CERTAIN, 1.0, pi)
+    kept = pi >= 1.0
+    # Certain elements stay out of the cumulated sum, where rounding could give one two points or none.
+    ordered = pi[order]
+    rest = order[(ordered > 0.0) & (ordered < 1.0)]
+    total, cumulated = 0.0, np.cumsum(pi[rest])
+    if len(rest):
+        total = float(cumulated[-1])
+        if _is_whole(total):
+            total = float(round(total))
+            cumulated = np.minimum(cumulated, total)
+            cumulated[-1] = total
+        points = np.floor(np.concatenate([[0.0], cumulated]) - start)
+        kept[rest] = np.diff(points) > 0.5
+    return Draw(kept, pi, fixed_size=_is_whole(total))
+
+
+def poisson(inclusion_prob: FloatArray, *, uniform: FloatArray) -> Draw:
+    """Independent coins: kept where uniform < probability. The count is random.
+
+    Args:
+        inclusion_prob: [n] in [0, 1].
+        uniform: [n] in [0, 1).
+    """
+    pi = checked_probabilities(inclusion_prob)
+    return Draw(uniform < pi, pi, fixed_size=bool(np.all((pi == 0.0) | (pi == 1.0))))
+
+
+def deterministic(
+    score: FloatArray, num_kept: IntArray | int, *, uniform: FloatArray, group: IntArray | None = None
+) -> Draw:
+    """The highest scores, ties broken at random: what CPPO and Algorithm 1 of DPPO do.
+
+    The inclusion probabilities are exact: 1 above the threshold, 0 below it, (places left) / (tied) on it. Since some
+    are 0 where there is gradient, no weight can make this unbiased.
+
+    Args:
+        score: [n], no NaN.
+        num_kept: how many to keep, of each group if groups are given (scalar or [groups]).
+        uniform: [n] for the ties.
+        group: [n] labels 0..groups-1; None is one group.
+    """
+    if np.isnan(score).any():
+        raise ValueError(f"score of row {int(np.flatnonzero(np.isnan(score))[0])} is NaN")
+    n = len(score)
+    if n == 0:
+        return Draw(np.zeros(0, dtype=np.bool_), np.zeros(0), fixed_size=True)
+    label = np.zeros(n, dtype=np.int64) if group is None else group
+    sizes = np.bincount(label)
+    wanted = np.minimum(np.broadcast_to(np.asarray(num_kept, dtype=np.int64), sizes.shape), sizes)
+    order = np.lexsort((uniform, -score, label))
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    rank = np.empty(n, dtype=np.int64)
+    rank[order] = np.arange(n) - starts[label[order]]
+    kept = rank < wanted[label]
+    last = np.clip(starts + wanted - 1, 0, n - 1)
+    threshold = np.where(wanted > 0, score[order][last], np.inf)[label]
+    above, tied = score > threshold, score == threshold
+    places = wanted - np.bincount(label[above], minlength=len(sizes))
+    share = places / np.maximum(np.bincount(label[tied], minlength=len(sizes)), 1)
+    pi = np.where(above, 1.0, np.where(tied, share[label], 0.0))
+    return Draw(kept, pi, fixed_size=True)
+
+
+def draw(design: str, inclusion_prob: FloatArray, *, order: IntArray, start: float, uniform: FloatArray) -> Draw:
+    """Draw by the design's name in the config: `systematic` or `poisson`."""
+    if design == "systematic":
+        return systematic(inclusion_prob, order=order, start=start)
+    if design == "poisson":
+        return poisson(inclusion_prob, uniform=uniform)
+    raise ValueError(f"design '{design}' draws from no probabilities; known: systematic, poisson")
+
+
+def count_kept(count: int, rate: float) -> int:
+    """`count` less floor(rate * count), with the floor taken in exact arithmetic.
+
+    Plain int(160 * (1 - 0.9)) is 15 in binary floating point; a nudge of 1e-9 makes it the 16 that was meant.
+    """
+    return count - math.floor(rate * count + 1e-9)
+
+
+def design_effect(score: FloatArray, inclusion_prob: FloatArray) -> float:
+    """sum(s^2 / pi) / sum(s^2), the variance of a Poisson draw relative to no pruning; 1 without pruning or score."""
+    squared = np.where(inclusion_prob > 0, score, 0.0) ** 2
+    total = float(np.sum(squared))
+    return float(np.sum(squared / np.where(inclusion_prob > 0, inclusion_prob, 1.0))) / total if total > 0 else 1.0
+
+
+def checked_probabilities(inclusion_prob: FloatArray) -> FloatArray:
+    """The argument as float64.
+
+    Raises:
+        ValueError: a value is NaN or outside [0, 1]; the message names the row.
+    """
+    pi = np.asarray(inclusion_prob, dtype=np.float64)
+    _check_finite("inclusion_prob", pi, least=0.0, most=1.0)
+    return pi
+
+
+def _check_finite(name: str, values: FloatArray, *, least: float, most: float = math.inf) -> None:
+    wrong = ~(np.isfinite(values) & (values >= least) & (values <= most))
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        upper = f", {most:g}]" if math.isfinite(most) else ", inf)"
+        raise ValueError(f"{name}[{row}] = {values[row]}: must be finite and in [{least:g}{upper}")
+
+
+def _is_whole(total: float) -> bool:
+    return abs(total - round(total)) < 1e-7

@@ -1,0 +1,196 @@
+"""What is remembered about every prompt: one array per quantity, indexed by the prompt's row.
+
+40 bytes a prompt, so a million prompts are 40 MB and a step touches only the rows it visits. Kept as posteriors and
+running means and not as a list of visits: the list grows with the run, and the scores need nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dppo_megatron.pruning.interface import check_state
+from dppo_megatron.types import FloatArray, IntArray, UserError
+
+_NEVER = -1
+
+
+class PromptHistory:
+    """Beta evidence, moments and visits per prompt.
+
+    Args:
+        num_prompts: rows of the prompt set.
+        prior: both parameters of the Beta prior.
+        discount: what a visit leaves of older evidence, and an epoch without a visit of its distance to the prior.
+        steps_per_epoch: turns steps into epochs for the discount by age.
+    """
+
+    def __init__(self, num_prompts: int, *, prior: float, discount: float, steps_per_epoch: float) -> None:
+        self.prior, self.discount, self.steps_per_epoch = prior, discount, steps_per_epoch
+        self.arrays: dict[str, npt.NDArray[Any]] = {
+            "successes": np.full(num_prompts, prior, dtype=np.float64),
+            "failures": np.full(num_prompts, prior, dtype=np.float64),
+            "moment": np.full(num_prompts, np.nan, dtype=np.float32),
+            "variance": np.zeros(num_prompts, dtype=np.float32),
+            "tokens": np.zeros(num_prompts, dtype=np.float32),
+            "mean_abs": np.zeros(num_prompts, dtype=np.float32),
+            "last_step": np.full(num_prompts, _NEVER, dtype=np.int32),
+            "visits": np.zeros(num_prompts, dtype=np.int32),
+        }
+
+    def __len__(self) -> int:
+        return len(self.arrays["visits"])
+
+    @property
+    def bytes_per_prompt(self) -> float:
+        """Memory of the arrays over the number of prompts."""
+        return sum(array.nbytes for array in self.arrays.values()) / max(len(self), 1)
+
+    def seen(self, ids: IntArray) -> npt.NDArray[np.bool_]:
+        """[n], visited at least once."""
+        return np.asarray(self.arrays["visits"][ids] > 0)
+
+    def age_epochs(self, ids: IntArray, step: int) -> FloatArray:
+        """[n], epochs since the last visit; 0 for prompts never visited."""
+        last = self.arrays["last_step"][ids].astype(np.float64)
+        return np.where(last == _NEVER, 0.0, np.maximum(step - last, 0.0) / self.steps_per_epoch)
+
+    def posterior(self, ids: IntArray, step: int) -> tuple[FloatArray, FloatArray]:
+        """Beta parameters [n], [n]. Evidence older than an epoch fades back to the prior, that is to ignorance."""
+        keep = self.discount ** np.maximum(self.age_epochs(ids, step) - 1.0, 0.0)
+        successes = self.prior + keep * (self.arrays["successes"][ids] - self.prior)
+        failures = self.prior + keep * (self.arrays["failures"][ids] - self.prior)
+        return successes, failures
+
+    def update(
+        self, ids: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int, second_moment: FloatArray | None
+    ) -> None:
+        """Visits of prompts ids [K]: rewards and lengths [K, G]; a NaN reward is no evidence, a row of them no visit.
+
+        A prompt that occurs twice counts as visited twice.
+        """
+        for rows in _rounds_of_distinct(ids):
+            moment = None if second_moment is None else second_moment[rows]
+            self._update_distinct(ids[rows], rewards[rows], lengths[rows], step, moment)
+
+    def _update_distinct(
+        self, ids: IntArray, rewards: FloatArray, lengths: IntArray, step: int, second_moment: FloatArray | None
+    ) -> None:
+        graded = ~np.isnan(rewards)
+        counts = graded.sum(axis=1)
+        visited = counts > 0
+        ids, graded, counts = ids[visited], graded[visited], counts[visited]
+        filled = np.where(graded, rewards[visited], 0.0)
+        a, first = self.arrays, self.arrays["visits"][ids] == 0
+
+        successes, failures = self.posterior(ids, step)
+        right = np.clip(filled, 0.0, 1.0).sum(axis=1)
+        a["successes"][ids] = self.discount * successes + right
+        a["failures"][ids] = self.discount * failures + (counts - right)
+
+        deviation = np.where(graded, filled - (filled.sum(axis=1) / counts)[:, None], 0.0)
+        variance = np.square(deviation).sum(axis=1) / counts
+        std = np.sqrt(variance)
+        a["mean_abs"][ids] = np.abs(deviation).sum(axis=1) / counts / np.where(std > 1e-12, std, 1.0)
+        a["variance"][ids] = self._average(a["variance"][ids], variance, first)
+        if second_moment is not None:
+            # Degenerate visits are the posterior's business; counting their zero here would count them twice.
+            informative = std > 1e-12
+            rows, moment = ids[informative], second_moment[visited][informative]
+            a["moment"][rows] = self._average(a["moment"][rows], moment, np.isnan(a["moment"][rows]))
+        a["tokens"][ids] = self._average(a["tokens"][ids], lengths[visited].mean(axis=1), first)
+        a["last_step"][ids] = step
+        a["visits"][ids] += 1
+
+    def _average(self, old: npt.NDArray[np.float32], new: FloatArray, first: npt.NDArray[np.bool_]) -> FloatArray:
+        return np.where(first, new, self.discount * old + (1.0 - self.discount) * new)
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Share of prompts ever visited, and mean and largest epochs since their last visit."""
+        last = self.arrays["last_step"]
+        seen = last != _NEVER
+        num_seen = int(np.count_nonzero(seen))
+        total = float(np.sum(last, dtype=np.float64)) - _NEVER * (len(self) - num_seen)
+        oldest = int(np.min(last, where=seen, initial=step))
+        return {
+            "prune/history_coverage": num_seen / max(len(self), 1),
+            "prune/history_staleness_mean_epochs": (step - total / num_seen) / self.steps_per_epoch
+            if num_seen
+            else 0.0,
+            "prune/history_staleness_max_epochs": (step - oldest) / self.steps_per_epoch,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the arrays."""
+        return {name: array.copy() for name, array in self.arrays.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore; raises ValueError on other keys or another number of prompts."""
+        load_arrays(self.arrays, state, "the pruning history")
+
+
+def load_arrays(arrays: dict[str, npt.NDArray[Any]], state: dict[str, Any], owner: str) -> None:
+    """Copy saved arrays over `arrays` in place.
+
+    Raises:
+        ValueError: keys, shapes or types differ.
+    """
+    check_state(state, set(arrays), owner)
+    loaded = {name: np.asarray(value) for name, value in state.items()}
+    for name, array in arrays.items():
+        if loaded[name].shape != array.shape or loaded[name].dtype != array.dtype:
+            raise ValueError(
+                f"state of {owner}: '{name}' is {loaded[name].dtype}{loaded[name].shape},"
+                f" expected {array.dtype}{array.shape}; was the prompt set changed?"
+            )
+    for name, array in arrays.items():
+        array[...] = loaded[name]
+
+
+def check_ids(ids: IntArray, num_prompts: int) -> IntArray:
+    """The argument as int64 [n].
+
+    Raises:
+        ValueError: not one-dimensional, not integers, or outside the prompt set.
+    """
+    ids = np.asarray(ids)
+    if ids.ndim != 1 or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
+        raise ValueError(f"prompt_index must be integers [n], got {ids.dtype}{ids.shape}")
+    if ids.size and (ids.min() < 0 or ids.max() >= num_prompts):
+        raise ValueError(f"prompt_index spans {ids.min()}..{ids.max()}; the prompt set has rows 0..{num_prompts - 1}")
+    return ids.astype(np.int64, copy=False)
+
+
+def check_visits(ids: IntArray, rewards: FloatArray, lengths: IntArray, *, binary_score: bool) -> FloatArray:
+    """Rewards as float64 [K, G].
+
+    Raises:
+        ValueError: shapes disagree.
+        UserError: infinite rewards, or rewards outside [0, 1] under a score that counts them as successes.
+    """
+    rewards, lengths = np.asarray(rewards, dtype=np.float64), np.asarray(lengths)
+    if rewards.ndim != 2 or rewards.shape[0] != len(ids) or lengths.shape != rewards.shape:
+        raise ValueError(f"rewards {rewards.shape} and lengths {lengths.shape} must both be [{len(ids)}, G]")
+    outside = np.isinf(rewards)
+    if binary_score:
+        outside |= (rewards < 0) | (rewards > 1)
+    if outside.any():
+        row, column = (int(i) for i in np.argwhere(outside)[0])
+        wanted = "in [0, 1], or NaN for a failed grading, with pruning.prompt.score=beta; score=rms takes any reward"
+        raise UserError(
+            f"reward of prompt {ids[row]}, completion {column} is {rewards[row, column]}:"
+            f" must be {wanted if binary_score else 'finite, or NaN for a failed grading'}"
+        )
+    return rewards
+
+
+def _rounds_of_distinct(ids: IntArray) -> list[IntArray]:
+    """Row numbers split so that no round holds a prompt twice; one round in the usual case."""
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order]
+    new = np.concatenate([[True], ordered[1:] != ordered[:-1]]) if len(ids) else np.zeros(0, dtype=np.bool_)
+    begins = np.flatnonzero(new)
+    occurrence = np.arange(len(ids)) - np.repeat(begins, np.diff(np.append(begins, len(ids))))
+    return [order[occurrence == k] for k in range(int(occurrence.max(initial=-1)) + 1)]

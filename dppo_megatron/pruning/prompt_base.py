@@ -1,0 +1,183 @@
+"""What prompt policies share: warm-up and annealing, a canonical order, the history, the rate's back-off, the state.
+
+Batches are sorted by prompt before anything is computed, so that even the rounding of a sum does not depend on the
+order in which prompts arrive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dppo_megatron.config.pruning import PromptPruningConfig
+from dppo_megatron.pruning.designs import draw
+from dppo_megatron.pruning.history import PromptHistory, check_ids, check_visits
+from dppo_megatron.pruning.interface import Selection, check_state, keep_all
+from dppo_megatron.pruning.weights import weigh
+from dppo_megatron.randomness import generator, uniforms
+from dppo_megatron.types import FloatArray, IntArray
+
+
+class PromptPolicyBase:
+    """Keeps everything; subclasses override `_select_sorted` and what they learn.
+
+    Args:
+        config: the prompt section, already checked.
+        num_prompts: rows of the prompt set.
+        completions_per_prompt: G.
+        prompts_per_step: nominal prompts of a step, N.
+        total_steps: length of the run, for annealing.
+        seed: the run's seed.
+    """
+
+    def __init__(
+        self,
+        config: PromptPruningConfig,
+        *,
+        num_prompts: int,
+        completions_per_prompt: int,
+        prompts_per_step: int,
+        total_steps: int,
+        seed: int,
+    ) -> None:
+        self.config = config
+        self.completions_per_prompt = completions_per_prompt
+        self.prompts_per_step = prompts_per_step
+        self.seed = seed
+        steps_per_epoch = num_prompts / prompts_per_step
+        self.warmup_steps = math.ceil(config.warmup_epochs * steps_per_epoch - 1e-9)
+        self.last_active_step = math.ceil(config.anneal_fraction * total_steps - 1e-9) - 1
+        self.history = PromptHistory(
+            num_prompts, prior=config.prior, discount=config.discount, steps_per_epoch=steps_per_epoch
+        )
+
+    @property
+    def name(self) -> str:
+        """Name of this selection in the ledger."""
+        return f"prompt/{self.config.method}"
+
+    def select(self, prompt_index: IntArray, *, step: int, minibatch: int = 0) -> Selection:
+        """See `PromptPolicy.select`; pi = 1 for all during warm-up and after annealing."""
+        ids = check_ids(prompt_index, len(self.history))
+        resting = self._resting(step)
+        if resting or len(ids) == 0:
+            return keep_all(len(ids), self.name, resting)
+        order = np.argsort(ids, kind="stable")
+        return scatter(self._select_sorted(ids[order], step, minibatch), order)
+
+    def observe(
+        self,
+        prompt_index: IntArray,
+        rewards: FloatArray,
+        lengths: IntArray,
+        *,
+        step: int,
+        second_moment: FloatArray | None = None,
+    ) -> None:
+        """See `PromptPolicy.observe`."""
+        ids = check_ids(prompt_index, len(self.history))
+        rewards = check_visits(ids, rewards, lengths, binary_score=self._needs_binary_rewards())
+        order = np.argsort(ids, kind="stable")
+        moment = None if second_moment is None else np.asarray(second_moment, dtype=np.float64)[order]
+        self._learn(ids[order], rewards[order], np.asarray(lengths)[order], step, moment)
+
+    def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
+        """0: this method does not refill."""
+        return 0
+
+    def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
+        """All groups: this method drops none after rollout."""
+        return keep_all(len(rewards), f"{self.name}/groups")
+
+    def history_metrics(self, *, step: int) -> dict[str, float]:
+        """See `PromptPolicy.history_metrics`."""
+        return self.history.metrics(step)
+
+    def feedback(
+        self,
+        *,
+        step: int,
+        rollout_s: float,
+        update_s: float,
+        other_s: float = 0.0,
+        noise_ratio: float | None = None,
+    ) -> str | None:
+        """Ignored: this method has no rate to adapt."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `PromptPolicy.state_dict`."""
+        return {"method": self.config.method, "history": self.history.state_dict(), **self._extra_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `PromptPolicy.load_state_dict`."""
+        check_state(state, {"method", "history", *self._extra_state()}, self.name)
+        check_method(state, self.config.method)
+        self.history.load_state_dict(state["history"])
+        self._load_extra_state({key: state[key] for key in self._extra_state()})
+
+    def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
+        return keep_all(len(ids), self.name)
+
+    def _learn(
+        self, ids: IntArray, rewards: FloatArray, lengths: IntArray, step: int, second_moment: FloatArray | None
+    ) -> None:
+        self.history.update(ids, rewards, lengths, step=step, second_moment=second_moment)
+
+    def _needs_binary_rewards(self) -> bool:
+        return False
+
+    def _extra_state(self) -> dict[str, Any]:
+        return {}
+
+    def _load_extra_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def _resting(self, step: int) -> str:
+        if step < self.warmup_steps:
+            return f"warm-up until step {self.warmup_steps}"
+        return f"annealed after step {self.last_active_step}" if step > self.last_active_step else ""
+
+    def _draw_and_weigh(
+        self, ids: IntArray, pi: FloatArray, order: IntArray, step: int, minibatch: int, *, note: str = ""
+    ) -> Selection:
+        """Draw with the configured design along `order`, and weigh with the configured estimator and cap."""
+        drawn = draw(
+            self.config.design,
+            pi,
+            order=order,
+            start=float(generator(self.seed, "prompt start", step, minibatch).random()),
+            uniform=uniforms(self.seed, "prompt coin", ids, step, minibatch),
+        )
+        config = self.config
+        return weigh(drawn, name=self.name, estimator=config.estimator, max_weight=config.max_weight, note=note)
+
+    def _ties(self, ids: IntArray, step: int, minibatch: int) -> FloatArray:
+        return uniforms(self.seed, "prompt tie", ids, step, minibatch)
+
+
+def scatter(selection: Selection, order: IntArray) -> Selection:
+    """A selection of sorted rows, put back into the caller's order."""
+    back = np.empty(len(order), dtype=np.int64)
+    back[order] = np.arange(len(order))
+    return Selection(
+        kept=selection.kept[back],
+        inclusion_prob=selection.inclusion_prob[back],
+        weight=selection.weight[back],
+        ledger=selection.ledger,
+        metrics=selection.metrics,
+    )
+
+
+def with_metrics(selection: Selection, metrics: dict[str, float]) -> Selection:
+    """The selection with its figures."""
+    return Selection(selection.kept, selection.inclusion_prob, selection.weight, selection.ledger, metrics)
+
+
+def check_method(state: Mapping[str, Any], method: str) -> None:
+    """Raise ValueError if a state was saved by another method."""
+    if state["method"] != method:
+        raise ValueError(f"the saved pruning state is of method '{state['method']}', this run uses '{method}'")

@@ -1,0 +1,224 @@
+"""Methods that roll out more prompts until enough groups have reward variance: DAPO's dynamic sampling and GRESO.
+
+Their target is the mean gradient over groups with variance, not the full batch's, and how many prompts are sampled
+depends on the rewards, so no weight makes them unbiased; they carry that label. `greso_ht` keeps GRESO's skip
+probabilities, raises their floor, weights by 1/pi and never refills: that one is unbiased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dppo_megatron.pruning.designs import Draw
+from dppo_megatron.pruning.history import load_arrays
+from dppo_megatron.pruning.interface import Selection, check_state, keep_all
+from dppo_megatron.pruning.prompt_base import PromptPolicyBase, with_metrics
+from dppo_megatron.pruning.scores import spread
+from dppo_megatron.pruning.weights import weigh, weigh_biased
+from dppo_megatron.randomness import uniforms
+from dppo_megatron.types import BoolArray, FloatArray, IntArray
+
+_SURPLUS = 1.25
+"""GRESO asks for a quarter more prompts than its estimate."""
+
+
+class DynamicSamplingPolicy(PromptPolicyBase):
+    """Method `dynamic_sampling`: DAPO (arXiv 2503.14476, section 3.2), bounded.
+
+    Offers whole rounds of prompts until the step's nominal number of groups has reward variance, then trains on the
+    first of those. Groups of one answer count as having variance, as in verl. verl raises when `max_rounds` are not
+    enough; here the step trains on what there is, as a mean over it, and the ledger says so.
+    """
+
+    def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
+        """See `PromptPolicy.missing_prompts`."""
+        refill = self.config.refill
+        if not refill.enabled or rounds >= refill.max_rounds:
+            return 0
+        if int(has_variance(rewards, lone_groups=True).sum()) >= self.prompts_per_step:
+            return 0
+        return refill.prompts_per_round or self.prompts_per_step
+
+    def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
+        """See `PromptPolicy.keep_groups`."""
+        informative = has_variance(rewards, lone_groups=True)
+        return keep_informative(informative, self.prompts_per_step, f"{self.name}/groups")
+
+    def _resting(self, step: int) -> str:
+        return ""
+
+
+class GresoPolicy(PromptPolicyBase):
+    """Methods `greso` and `greso_ht` (arXiv 2506.02177).
+
+    A prompt whose last z visits were all easy (or all hard) is skipped with probability 1 - max(p^z, floor), with one
+    self-adjusting p for easy and one for hard prompts. Given the same uniform numbers the decisions are those of the
+    authors' code (Infini-AI-Lab/GRESO, b277843), but for: hard groups are all groups with equal rewards at or below
+    `hard_reward`, where theirs counts rewards of exactly 0.1; the group size is free, where theirs is 8; a round
+    without any variance asks for the largest refill, where theirs divides by zero; draws are counter-based.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        start = self.config.greso.initial_keep_probability
+        self.p_easy, self.p_hard = start, start
+        self.runs: dict[str, npt.NDArray[Any]] = {
+            "easy": np.zeros(len(self.history), dtype=np.int32),
+            "hard": np.zeros(len(self.history), dtype=np.int32),
+        }
+        self._counted = {"step": -1, "easy": 0, "hard": 0, "total": 0}
+        self._round = {"step": -1, "groups": 0, "last": 0}
+
+    @property
+    def _weighted(self) -> bool:
+        return self.config.method == "greso_ht"
+
+    def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
+        """See `PromptPolicy.missing_prompts`; the estimate of a round within the largest refill makes it the last."""
+        refill, greso = self.config.refill, self.config.greso
+        if self._weighted or not refill.enabled or rounds >= refill.max_rounds:
+            return 0
+        before = dict(self._round) if self._round["step"] == step and rounds > 1 else {"groups": 0, "last": 0}
+        missing = self.prompts_per_step - int(has_variance(rewards).sum())
+        if missing <= 0 or before["last"]:
+            return 0
+        latest = rewards[before["groups"] :]
+        flat = 1.0 - float(has_variance(latest).mean()) if len(latest) else 1.0
+        prompts, last = next_round(
+            missing, flat, smallest=greso.smallest_refill_prompts, largest=greso.largest_refill_prompts
+        )
+        self._round = {"step": step, "groups": len(rewards), "last": int(last)}
+        return prompts
+
+    def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
+        """See `PromptPolicy.keep_groups`; `greso_ht` keeps all."""
+        if self._weighted:
+            return keep_all(len(rewards), f"{self.name}/groups")
+        return keep_informative(has_variance(rewards), self.prompts_per_step, f"{self.name}/groups")
+
+    def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
+        self._adapt_before(step)
+        floor = self.config.p_min if self._weighted else self.config.greso.keep_floor
+        pi = keep_probability(self.runs["easy"][ids], self.runs["hard"][ids], self.p_easy, self.p_hard, floor)
+        uniform = uniforms(self.seed, "prompt coin", ids, step, minibatch)
+        # Their comparison, not `uniform < pi`: the same numbers then give the same decisions.
+        drawn = Draw(~(uniform < 1.0 - pi), pi, fixed_size=bool(np.all(pi == 1.0)))
+        if self._weighted:
+            config = self.config
+            selection = weigh(drawn, name=self.name, estimator=config.estimator, max_weight=config.max_weight)
+        else:
+            note = f"skips without weights; the expected share of prompts is {float(pi.mean()):.2f}"
+            selection = weigh_biased(drawn, name=self.name, scale=1.0, note=note)
+        return with_metrics(
+            selection,
+            {
+                "rate_effective": 1.0 - float(pi.mean()),
+                "design_effect": float(np.mean(1.0 / pi)) if self._weighted else 1.0,
+                "share_at_floor": float(np.mean(pi <= floor)),
+                "share_at_one": float(np.mean(pi >= 1)),
+                "p_easy": self.p_easy,
+                "p_hard": self.p_hard,
+            },
+        )
+
+    def _learn(
+        self, ids: IntArray, rewards: FloatArray, lengths: IntArray, step: int, second_moment: FloatArray | None
+    ) -> None:
+        super()._learn(ids, rewards, lengths, step, second_moment)
+        self._adapt_before(step)
+        greso = self.config.greso
+        graded = ~np.isnan(rewards)
+        visited = graded.any(axis=1)
+        ids, rewards, graded = ids[visited], rewards[visited], graded[visited]
+        mean = np.where(graded, rewards, 0.0).sum(axis=1) / graded.sum(axis=1)
+        easy, hard = mean >= greso.easy_reward, mean <= greso.hard_reward
+        for row, prompt in enumerate(ids):
+            self.runs["easy"][prompt] = self.runs["easy"][prompt] + 1 if easy[row] else 0
+            self.runs["hard"][prompt] = self.runs["hard"][prompt] + 1 if hard[row] else 0
+        flat = ~has_variance(rewards)
+        counted = self._counted
+        counted["step"] = step
+        counted["easy"] += int((flat & easy).sum())
+        counted["hard"] += int((flat & hard).sum())
+        counted["total"] += len(ids)
+
+    def _adapt_before(self, step: int) -> None:
+        """Once per trained step after the first epoch: fewer prompts of a kind that is too frequent, and vice versa."""
+        counted, greso = self._counted, self.config.greso
+        if counted["total"] == 0 or counted["step"] >= step:
+            return
+        if counted["step"] >= self.history.steps_per_epoch:
+            target = greso.target_zero_variance
+            too_easy = counted["easy"] / counted["total"] >= target / 3
+            too_hard = counted["hard"] / counted["total"] >= target * 2 / 3
+            self.p_easy, self.p_hard = self._moved(self.p_easy, too_easy), self._moved(self.p_hard, too_hard)
+        self._counted = {"step": -1, "easy": 0, "hard": 0, "total": 0}
+
+    def _moved(self, probability: float, too_many: bool) -> float:
+        greso = self.config.greso
+        if too_many:
+            return max(probability - greso.adaptation_step, greso.smallest_probability)
+        return min(probability + greso.adaptation_step, greso.largest_probability)
+
+    def _resting(self, step: int) -> str:
+        # GRESO has neither warm-up nor annealing: prompts without a flat run are never skipped.
+        return ""
+
+    def _extra_state(self) -> dict[str, Any]:
+        return {
+            "runs": {name: array.copy() for name, array in self.runs.items()},
+            "p_easy": self.p_easy,
+            "p_hard": self.p_hard,
+            "counted": dict(self._counted),
+        }
+
+    def _load_extra_state(self, state: Mapping[str, Any]) -> None:
+        load_arrays(self.runs, state["runs"], f"{self.name} runs")
+        check_state(state["counted"], set(self._counted), f"{self.name} counts")
+        self.p_easy, self.p_hard = float(state["p_easy"]), float(state["p_hard"])
+        self._counted = {key: int(value) for key, value in state["counted"].items()}
+
+
+def keep_probability(
+    easy_run: npt.NDArray[np.integer], hard_run: npt.NDArray[np.integer], p_easy: float, p_hard: float, floor: float
+) -> FloatArray:
+    """max(p^z, floor) of the run that is not 0, [n]; 1 without a run. A visit cannot be easy and hard at once."""
+    easy = np.maximum(p_easy ** np.asarray(easy_run, dtype=np.float64), floor)
+    hard = np.maximum(p_hard ** np.asarray(hard_run, dtype=np.float64), floor)
+    return easy * hard
+
+
+def next_round(missing_groups: int, flat_share: float, *, smallest: int, largest: int) -> tuple[int, bool]:
+    """GRESO's adaptive sampling batch: prompts of the next round, and whether it is the last one.
+
+    Args:
+        missing_groups: groups with variance still wanted.
+        flat_share: share of the latest round's groups without variance, in [0, 1].
+        smallest, largest: clamp of the answer.
+    """
+    if flat_share >= 1.0:
+        return largest, False
+    estimate = int(missing_groups / (1.0 - flat_share) * _SURPLUS)
+    return max(min(estimate, largest), smallest), estimate <= largest
+
+
+def has_variance(rewards: FloatArray, *, lone_groups: bool = False) -> BoolArray:
+    """[groups, G] -> [groups]: rewards differ within the group. Groups of one have none, unless `lone_groups`."""
+    if lone_groups and rewards.shape[1] == 1:
+        return ~np.isnan(rewards[:, 0])
+    return spread(rewards) > 0
+
+
+def keep_informative(informative: BoolArray, wanted: int, name: str) -> Selection:
+    """The first `wanted` informative groups [groups], as a mean over them on the step's nominal denominators."""
+    kept = informative & (np.cumsum(informative) <= wanted)
+    count = int(kept.sum())
+    drawn = Draw(kept, kept.astype(np.float64), fixed_size=True)
+    note = "target is the mean over groups with reward variance"
+    if count < wanted:
+        note += f"; only {count} of {wanted} such groups were found"
+    return weigh_biased(drawn, name=name, scale=wanted / count if count else 0.0, note=note)

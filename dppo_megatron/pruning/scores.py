@@ -1,0 +1,129 @@
+"""How much gradient a prompt or a completion is expected to carry, from what is known for free.
+
+A score only steers variance: any positive score gives an unbiased estimate, a good one a quiet estimate. That is why
+these are cheap proxies (rollout log-probabilities, reward history) and none of them runs the model.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from dppo_megatron.pruning.designs import WaterFiller, design_effect
+from dppo_megatron.types import FloatArray
+
+
+def surprisal(logprobs: npt.NDArray[np.floating]) -> float:
+    """sqrt(sum_t (1 - p_t)^2) of one completion, from its behaviour log-probabilities [n].
+
+    1 - p_t is within a factor sqrt(2) of the norm of the log-probability's gradient at the logits. An empty
+    completion has 0.
+    """
+    return float(np.sqrt(np.sum(np.square(-np.expm1(np.asarray(logprobs, dtype=np.float64))))))
+
+
+def completion_score(
+    advantages: FloatArray,
+    surprisals: FloatArray,
+    denominator: FloatArray,
+    prompt_weight: FloatArray,
+    *,
+    kl_coef: float = 0.0,
+    kl_slope: float = 1.0,
+) -> FloatArray:
+    """Proxy of the norm of each completion's weighted gradient, [n].
+
+    prompt weight x omega x sqrt(A^2 + (kl_coef kl_slope)^2) x surprisal. The prompt's weight belongs to it: rarely
+    drawn prompts carry more, so more of their completions are worth keeping.
+    """
+    slope = np.sqrt(np.square(advantages) + (kl_coef * kl_slope) ** 2)
+    return prompt_weight / denominator * slope * surprisals
+
+
+def group_second_moment(scores: FloatArray) -> FloatArray:
+    """Sum of squared scores of each group, [groups, G] -> [groups]: what `PromptPolicy.observe` can learn.
+
+    Pass completion scores with prompt_weight = 1, or the prompt's own weight would feed back into its score.
+    """
+    return np.asarray(np.sum(np.square(scores), axis=-1), dtype=np.float64)
+
+
+def nondegenerate_probability(successes: FloatArray, failures: FloatArray, group_size: int) -> FloatArray:
+    """P(a group of G answers has both a right and a wrong one) when the pass rate is Beta(a, b), [n].
+
+    1 - B(a+G, b)/B(a, b) - B(a, b+G)/B(a, b), each ratio as a product of G fractions, which needs no gamma function.
+    """
+    all_right, all_wrong = np.ones_like(successes), np.ones_like(successes)
+    total = successes + failures
+    for k in range(group_size):
+        all_right *= (successes + k) / (total + k)
+        all_wrong *= (failures + k) / (total + k)
+    return np.clip(1.0 - all_right - all_wrong, 0.0, 1.0)
+
+
+def efficient_probabilities(
+    score: FloatArray, cost: FloatArray, lower: FloatArray | float, fixed_cost: float
+) -> FloatArray:
+    """The self-tuned rule: pi = clip(sqrt(variance share / cost share), lower, 1), [n].
+
+    Minimises (fixed_cost + sum(pi cost)) x sum(score^2 / pi). Setting the derivative to zero gives
+    pi^2 = (s^2 / V) / (c / C), which is water-filling on s / sqrt(c) at one particular level; found by fixed point
+    from pi = 1. Score and floor both 0: pi = 0.
+
+    Args:
+        score, cost: [n]; score >= 0, cost > 0.
+        lower: [n] or scalar, floor.
+        fixed_cost: what the step costs whatever is kept, in the unit of `cost`.
+    """
+    lower = np.broadcast_to(np.asarray(lower, dtype=np.float64), score.shape)
+    size = score / np.sqrt(cost)
+    squared = np.square(score)
+    pi = ((score > 0) | (lower > 0)).astype(np.float64)
+    for _ in range(100):
+        spent = fixed_cost + float(np.sum(pi * cost))
+        variance = float(np.sum(squared / np.where(pi > 0, pi, 1.0)))
+        if variance <= 0:
+            return pi
+        # 1e-12: an element whose score nearly underflows keeps a place in the next variance.
+        updated = np.where(pi > 0, np.clip(size * np.sqrt(spent / variance), np.maximum(lower, 1e-12), 1.0), 0.0)
+        moved = float(np.max(np.abs(updated - pi), initial=0.0))
+        pi = updated
+        if moved < 1e-9:
+            break
+    return pi
+
+
+def budgeted_probabilities(
+    filler: WaterFiller, score: FloatArray, target: float, *, max_design_effect: float, whole: bool
+) -> FloatArray:
+    """Probabilities [n] that spend `target`, or the least above it that keeps the design effect within its bound.
+
+    The design effect falls as the budget grows, so the budget is found by bisection. It depends on scores only,
+    which are known before the draw; the estimate stays unbiased.
+
+    Args:
+        filler: sizes, floors and costs.
+        score: [n], the design effect is sum(score^2 / pi) / sum(score^2).
+        max_design_effect: >= 1, or 0 for no bound.
+        whole: keep the budget a whole number apart from `target`, so that systematic draws have a fixed size.
+    """
+    pi = filler.solve(target)
+    if max_design_effect == 0 or design_effect(score, pi) <= max_design_effect:
+        return pi
+    full = float(np.sum(filler.cost[filler.support]))
+    low, high = 0.0, full - target
+    while high - low > (1.0 if whole else 1e-3 * full):
+        middle = low + (max(round((high - low) / 2), 1) if whole else (high - low) / 2)
+        if design_effect(score, filler.solve(target + middle)) <= max_design_effect:
+            high = middle
+        else:
+            low = middle
+    return filler.solve(target + high)
+
+
+def spread(rewards: FloatArray) -> FloatArray:
+    """max - min of each group, [groups, G] -> [groups]; failed gradings are left out, a group without rewards has 0."""
+    high = np.max(np.where(np.isnan(rewards), -np.inf, rewards), axis=1, initial=-np.inf)
+    low = np.min(np.where(np.isnan(rewards), np.inf, rewards), axis=1, initial=np.inf)
+    # A group without any reward would give -inf - inf.
+    return np.where(high >= low, high - np.where(high >= low, low, 0.0), 0.0)
