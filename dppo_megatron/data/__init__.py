@@ -1,0 +1,1 @@
+"""Problem sets: rows to prompts, worked solutions to training samples, and the order prompts are visited in."""

@@ -1,0 +1,91 @@
+"""A tiny Qwen3 checkpoint in Hugging Face's format, with a tokenizer of its own for the arithmetic task.
+
+The quickstart starts from files, as a job on Qwen3-4B does, so that nothing on its way is special. The shape keeps
+what makes Qwen3's conversion worth testing (grouped-query attention, query and key norms, a vocabulary that tensor
+parallelism has to pad) and divides by two in heads, key-value heads and layers. 0.3 million parameters: two layers of
+width 128 learned the task as well as four of width 96 and took three quarters of the time for a step.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+ANSWER_MARK = "#### "
+VOCABULARY: tuple[str, ...] = (PAD, EOS, UNKNOWN, *"0123456789+-*=\n", ANSWER_MARK)
+
+
+def write_tiny_qwen3(
+    directory: str | Path,
+    seed: int,
+    *,
+    hidden_size: int = 128,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    intermediate_size: int = 256,
+    tie_word_embeddings: bool = False,
+) -> None:
+    """Write a randomly initialised float32 `Qwen3ForCausalLM` and its tokenizer to `directory`.
+
+    The directory appears complete or not at all, and replaces an existing one. The same arguments give the same
+    weights.
+    """
+    config = Qwen3Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=128,
+        tie_word_embeddings=tie_word_embeddings,
+        pad_token_id=VOCABULARY.index(PAD),
+        bos_token_id=None,
+        eos_token_id=VOCABULARY.index(EOS),
+        dtype="float32",
+    )
+    model = Qwen3ForCausalLM(config)
+    _initialize(model, seed)
+    out = Path(directory)
+    temporary = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    model.save_pretrained(temporary)
+    make_tokenizer().save_pretrained(temporary)
+    shutil.rmtree(out, ignore_errors=True)
+    os.replace(temporary, out)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each character of the task, and one for the mark before an answer."""
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{ANSWER_MARK}|[\\s\\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@torch.no_grad()
+def _initialize(model: Qwen3ForCausalLM, seed: int) -> None:
+    """Norms 1, matrices normal with variance 1 / fan-in: transformers' fixed 0.02 learns slowly at this width."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+            assert name.endswith("weight")

@@ -1,0 +1,118 @@
+"""Everything a run needs that can be wrong, loaded and checked before a process group or a model is made."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from dppo_megatron.config.checks import check_world_size
+from dppo_megatron.config.schema import Config
+from dppo_megatron.data.prompts import load_examples, load_prompts
+from dppo_megatron.types import Prompt, TrainSample, UserError
+from dppo_megatron.weights.architecture import Architecture, read_architecture
+from dppo_megatron.weights.hf_files import CheckpointReader
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A checked configuration and what it points at."""
+
+    config: Config
+    architecture: Architecture
+    checkpoint: CheckpointReader
+    tokenizer: PreTrainedTokenizerBase
+    train_prompts: list[Prompt]
+    eval_prompts: dict[str, list[Prompt]]
+    warm_start_examples: list[TrainSample]
+    grade: Callable[[str, str], float]
+
+
+def prepare_job(config: Config, world_size: int) -> Job:
+    """Load the data and read the checkpoint's headers.
+
+    Raises:
+        UserError: anything that would fail later, said now.
+    """
+    check_world_size(config, world_size)
+    architecture = read_architecture(config.model.hf_path)
+    architecture.check_layout(config.actor.layout.tensor_parallel, config.actor.layout.pipeline_parallel)
+    _check_positions(config, architecture)
+    checkpoint = CheckpointReader(config.model.hf_path, architecture)
+    tokenizer = _load_tokenizer(config.model.hf_path, architecture)
+    train_prompts = load_prompts(config.data.train_path, config.data, tokenizer)
+    if len(train_prompts) < config.rollout.prompts_per_step:
+        raise UserError(
+            f"rollout.prompts_per_step = {config.rollout.prompts_per_step}, but {config.data.train_path} holds only"
+            f" {len(train_prompts)} problems"
+        )
+    examples: list[TrainSample] = []
+    if config.warm_start.steps:
+        examples = load_examples(
+            config.warm_start.examples_path,
+            config.warm_start.completion_field,
+            config.data,
+            tokenizer,
+            max_tokens=min(config.packing.max_tokens_per_microbatch, architecture.max_positions),
+        )
+        if len(examples) < config.warm_start.examples_per_step:
+            raise UserError(
+                f"warm_start.examples_per_step = {config.warm_start.examples_per_step}, but"
+                f" {config.warm_start.examples_path} holds only {len(examples)} examples"
+            )
+    return Job(
+        config=config,
+        architecture=architecture,
+        checkpoint=checkpoint,
+        tokenizer=tokenizer,
+        train_prompts=train_prompts,
+        eval_prompts={
+            name: load_prompts(path, config.data, tokenizer) for name, path in config.data.eval_paths.items()
+        },
+        warm_start_examples=examples,
+        grade=load_function("reward.function", config.reward.function),
+    )
+
+
+def load_function(key: str, path: str) -> Callable[..., Any]:
+    """Import `module:function`, named by the config key `key`. Raises UserError if there is no such function."""
+    module_name, separator, name = path.partition(":")
+    if not separator:
+        raise UserError(f"{key} = '{path}': expected module:function")
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{key} = '{path}' cannot be imported: {error}") from None
+    if not callable(function):
+        raise UserError(f"{key} = '{path}' is not callable")
+    loaded: Callable[..., Any] = function
+    return loaded
+
+
+def _check_positions(config: Config, architecture: Architecture) -> None:
+    longest = config.data.max_prompt_tokens + config.rollout.max_completion_tokens
+    if longest > architecture.max_positions:
+        raise UserError(
+            f"data.max_prompt_tokens + rollout.max_completion_tokens = {longest}, more than the"
+            f" {architecture.max_positions} positions of '{config.model.hf_path}'"
+        )
+
+
+def _load_tokenizer(hf_path: str, architecture: Architecture) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(hf_path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.hf_path = '{hf_path}': its tokenizer cannot be loaded: {error}") from None
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"model.hf_path = '{hf_path}': its tokenizer has no end-of-sequence token")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if len(tokenizer) > architecture.vocab_size:
+        raise UserError(
+            f"model.hf_path = '{hf_path}': its tokenizer has {len(tokenizer)} tokens, its config.json only"
+            f" {architecture.vocab_size}"
+        )
+    return tokenizer

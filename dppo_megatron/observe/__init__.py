@@ -1,0 +1,1 @@
+"""Metrics, phase timers, progress and the closing table."""

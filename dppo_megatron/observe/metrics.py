@@ -1,0 +1,89 @@
+"""metrics.jsonl, the phase timers and the progress that a person watches. Only rank 0 writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Timers:
+    """Seconds spent in each phase of a step."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def drain(self) -> dict[str, float]:
+        """`time/<phase>_s` of everything since the last call."""
+        seconds = {f"time/{name}_s": value for name, value in self._seconds.items()}
+        self._seconds.clear()
+        return seconds
+
+
+class JsonLines:
+    """One JSON object a line, written whole and flushed, so that a reader never sees a torn line."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the life of the run
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one object."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Progress:
+    """A live bar on a terminal, one plain line a step in a pipe; silent on every rank but 0."""
+
+    def __init__(self, total_steps: int, *, visible: bool) -> None:
+        self._total = total_steps
+        self._visible = visible
+        live = visible and sys.stderr.isatty()
+        self._bar = tqdm(total=total_steps, unit="step", dynamic_ncols=True) if live else None
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        if not self._visible:
+            return
+        if self._bar is not None:
+            self._bar.write(text)
+        else:
+            print(text, flush=True)
+
+    def step(self, step: int, metrics: dict[str, Any]) -> None:
+        """Show the end of `step`."""
+        text = (
+            f"reward {metrics['reward/mean']:.3f}"
+            f"  generated {metrics['prune/completions_generated']:.0f}"
+            f"  trained {metrics['prune/completions_trained']:.0f}"
+            f"  grad {metrics['train/grad_norm']:.2f}"
+        )
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(step - self._bar.n)
+        else:
+            self.say(f"step {step:>4}/{self._total}  {text}  {metrics['time/step_s']:.2f} s")
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,78 @@
+"""summary.json and the closing table: what a run did, in figures that another tool can add up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+_COUNTS = {
+    "prompts_considered": "prune/prompts_considered",
+    "prompts_generated": "prune/prompts_generated",
+    "completions_generated": "prune/completions_generated",
+    "completions_trained": "prune/completions_trained",
+    "tokens_generated": "tokens/generated",
+    "tokens_trained": "tokens/trained",
+}
+
+
+@dataclass
+class Summary:
+    """Totals over the RL steps. `train_s` is the sum of the steps; `wall_s` is the whole run, from its start."""
+
+    steps: int = 0
+    wall_s: float = 0.0
+    warm_start_s: float = 0.0
+    train_s: float = 0.0
+    eval_before: dict[str, float] = field(default_factory=dict)
+    eval_after: dict[str, float] = field(default_factory=dict)
+    prompts_considered: int = 0
+    prompts_generated: int = 0
+    completions_generated: int = 0
+    completions_trained: int = 0
+    tokens_generated: int = 0
+    tokens_trained: int = 0
+    phase_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of each phase of the steps."""
+
+    def add(self, metrics: dict[str, Any]) -> None:
+        """Account for one finished step."""
+        self.steps += 1
+        for name, key in _COUNTS.items():
+            setattr(self, name, getattr(self, name) + int(metrics[key]))
+        for key, seconds in metrics.items():
+            if key.startswith("time/"):
+                phase = key.removeprefix("time/").removesuffix("_s")
+                self.phase_s[phase] = self.phase_s.get(phase, 0.0) + seconds
+        self.train_s = self.phase_s["step"]
+
+    def write(self, path: Path) -> None:
+        """Write as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    def table(self) -> str:
+        """The closing table for people."""
+        rows: list[tuple[str, str]] = []
+        for name, after in self.eval_after.items():
+            before = self.eval_before[name]
+            gain = 100 * (after - before)
+            rows.append((f"{name} pass@1", f"{100 * before:.1f} % -> {100 * after:.1f} %  ({gain:+.1f} points)"))
+        not_generated = self.prompts_considered - self.prompts_generated
+        not_trained = self.completions_generated - self.completions_trained
+        rows += [
+            ("steps", f"{self.steps}"),
+            ("prompts", f"{self.prompts_generated} generated, {not_generated} pruned of {self.prompts_considered}"),
+            (
+                "completions",
+                f"{self.completions_trained} trained, {not_trained} pruned of {self.completions_generated} generated",
+            ),
+            ("completion tokens", f"{self.tokens_trained} trained of {self.tokens_generated} generated"),
+            ("warm start", f"{self.warm_start_s:.1f} s"),
+            ("RL steps", f"{self.train_s:.1f} s"),
+        ]
+        parts = sorted(((s, name) for name, s in self.phase_s.items() if name != "step"), reverse=True)
+        rows += [(f"  {name}", f"{seconds:.1f} s") for seconds, name in parts]
+        rows.append(("whole run", f"{self.wall_s:.1f} s"))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,159 @@
+"""The embedded engine: a transformers model in every rank, for CPUs and small models.
+
+It needs no server and gives exact behaviour log-probabilities. The decoding loop is ours rather than `generate`'s for
+two reasons. A token is chosen by inverting the cumulative distribution at a counter-based uniform, so a completion
+depends on its (seed, step, prompt, completion index) and not on the batch or rank it is generated in. And sequences
+that have ended leave the batch, where `generate` carries them along until the longest one ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerBase
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.randomness import generator
+from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.types import Completion
+from dppo_megatron.weights.hf_files import CheckpointReader
+
+_COMPACT_BELOW = 0.75
+"""Rows leave the batch once this share of it is still running: each compaction copies the key-value cache."""
+
+
+class HFEngine:
+    """transformers' model of the checkpoint at `hf_path`; its weights come from the actor, not from the files."""
+
+    def __init__(
+        self,
+        hf_path: str | Path,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_concurrent_sequences: int,
+    ) -> None:
+        with torch.device(device):
+            self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(hf_path), dtype=dtype).eval()
+        self._tokenizer = tokenizer
+        self._device = device
+        self._batch = max_concurrent_sequences
+        self._state = dict(self._model.named_parameters())
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy every tensor into the model. Raises ValueError if a parameter was not given."""
+        missing = set(self._state)
+        for name, tensor in tensors:
+            self._state[name].copy_(tensor)
+            missing.discard(name)
+        if missing:
+            raise ValueError(f"the weight stream lacks {sorted(missing)}")
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """See `Engine.generate`. Prompts of similar length share a batch, so little is spent on padding."""
+        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt.token_ids))
+        completions: dict[int, Completion] = {}
+        for start in range(0, len(order), self._batch):
+            chunk = order[start : start + self._batch]
+            completions.update(zip(chunk, self._generate([requests[i] for i in chunk], sampling), strict=True))
+        return [completions[i] for i in range(len(requests))]
+
+    @torch.inference_mode()
+    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        eos = self._tokenizer.eos_token_id
+        inputs, attention = self._left_pad(requests)
+        positions = (attention.cumsum(-1) - 1).clamp_min(0)
+        choose = _Chooser(requests, sampling, self._device)
+        shape = (len(requests), sampling.max_completion_tokens)
+        generated = torch.full(shape, eos, dtype=torch.int64, device=self._device)
+        logprobs = torch.zeros(shape, dtype=torch.float32, device=self._device)
+        rows = torch.arange(len(requests), device=self._device)
+        running = torch.ones(len(requests), dtype=torch.bool, device=self._device)
+        cache = DynamicCache()
+        for t in range(sampling.max_completion_tokens):
+            logits = self._model(
+                inputs, attention_mask=attention, position_ids=positions, past_key_values=cache, logits_to_keep=1
+            ).logits[:, -1]
+            chosen, chosen_logprobs = choose(logits, rows, t)
+            # a row that has ended but is still carried along writes behind its end, where nobody reads
+            generated[rows, t], logprobs[rows, t] = chosen, chosen_logprobs
+            running &= chosen != eos
+            num_running = int(running.sum())
+            if num_running == 0:
+                break
+            if num_running <= _COMPACT_BELOW * len(rows):
+                keep = running.nonzero()[:, 0]
+                cache.batch_select_indices(keep)
+                rows, running, chosen = rows[keep], running[keep], chosen[keep]
+                attention, positions = attention[keep], positions[keep]
+            inputs = chosen[:, None]
+            positions = positions[:, -1:] + 1
+            attention = torch.cat([attention, attention.new_ones(len(rows), 1)], dim=1)
+        arrays = generated.cpu().numpy(), logprobs.cpu().numpy()
+        return [self._completion(ids, values, eos) for ids, values in zip(*arrays, strict=True)]
+
+    def _left_pad(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
+        longest = max(len(request.prompt.token_ids) for request in requests)
+        tokens = torch.full((len(requests), longest), self._tokenizer.pad_token_id, dtype=torch.int64)
+        attention = torch.zeros_like(tokens)
+        for row, request in enumerate(requests):
+            length = len(request.prompt.token_ids)
+            tokens[row, longest - length :] = torch.tensor(request.prompt.token_ids)
+            attention[row, longest - length :] = 1
+        return tokens.to(self._device), attention.to(self._device)
+
+    def _completion(self, ids: np.ndarray, logprobs: np.ndarray, eos: int) -> Completion:
+        ends = np.flatnonzero(ids == eos)
+        length = int(ends[0]) + 1 if ends.size else len(ids)
+        return Completion(
+            token_ids=ids[:length].astype(np.int64),
+            logprobs=logprobs[:length].astype(np.float32),
+            finish_reason="stop" if ends.size else "length",
+            text=self._tokenizer.decode(ids[:length], skip_special_tokens=True),
+        )
+
+
+def engine_from_files(config: Config, tokenizer: PreTrainedTokenizerBase, checkpoint: CheckpointReader) -> HFEngine:
+    """An engine with the checkpoint's own weights, without an actor: for scoring a finished model."""
+    engine = HFEngine(
+        config.model.hf_path,
+        tokenizer,
+        dtype=getattr(torch, config.model.dtype),
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        max_concurrent_sequences=config.rollout.max_concurrent_sequences,
+    )
+    engine.load_weights((name, checkpoint.get(name)) for name in checkpoint.names)
+    return engine
+
+
+class _Chooser:
+    """Picks each row's next token: at its counter-based uniform, or the most likely one at temperature 0."""
+
+    def __init__(self, requests: Sequence[Request], sampling: Sampling, device: torch.device) -> None:
+        self._temperature = sampling.temperature
+        if sampling.temperature > 0:
+            draws = [
+                generator(sampling.seed, "sample", r.step, r.prompt.index, r.completion_index).random(
+                    sampling.max_completion_tokens
+                )
+                for r in requests
+            ]
+            self._uniforms = torch.from_numpy(np.stack(draws)).to(device)
+
+    def __call__(self, logits: Tensor, rows: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """logits [n, V] of requests `rows` [n] at completion token `position` -> tokens [n], log-probabilities [n]."""
+        if self._temperature > 0:
+            logprobs = (logits.float() / self._temperature).log_softmax(-1)
+            cumulative = logprobs.double().exp().cumsum(-1)
+            target = self._uniforms[rows, position] * cumulative[:, -1]
+            chosen = torch.searchsorted(cumulative, target[:, None], right=True).clamp_max(logits.size(-1) - 1)
+        else:
+            logprobs = logits.float().log_softmax(-1)
+            chosen = logits.argmax(-1, keepdim=True)
+        return chosen[:, 0], logprobs.gather(1, chosen)[:, 0]

@@ -1,0 +1,113 @@
+"""trace.jsonl: what every rollout of a run came to, small enough to keep, complete enough to replay a selection on.
+
+The first line describes the run; each later line is a step. `dppo-megatron simulate` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from dppo_megatron.config.load import config_from_values
+from dppo_megatron.config.schema import Config
+from dppo_megatron.selection import Decision, Rollouts
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError
+
+_FORMAT = "dppo_megatron trace 1"
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """One step of a trace."""
+
+    step: int
+    prompt_index: IntArray
+    """[K] prompts that were rolled out."""
+    rollouts: Rollouts
+    """Their outcomes, [K, G]."""
+    kept: BoolArray
+    """[K * G] what was trained."""
+    seconds: dict[str, float]
+    """`rollout` (with grading), `update` and `other`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A whole trace."""
+
+    config: Config
+    num_prompts: int
+    steps: list[TracedStep]
+
+
+def trace_header(config: Config, num_prompts: int) -> dict[str, Any]:
+    """The first line."""
+    values = OmegaConf.to_container(OmegaConf.structured(config))
+    return {"format": _FORMAT, "num_prompts": num_prompts, "config": values}
+
+
+def trace_row(step: int, decision: Decision, rollouts: Rollouts) -> dict[str, Any]:
+    """A step's line, without its seconds. Failed gradings are null; surprisal has four significant digits."""
+    rewards = [[None if np.isnan(r) else float(f"{r:.6g}") for r in group] for group in rollouts.rewards]
+    return {
+        "step": step,
+        "offered": decision.offered.tolist(),
+        "prompts": decision.prompts.prompt_index.tolist(),
+        "inclusion_prob": [float(f"{p:.6g}") for p in decision.prompts.inclusion_prob],
+        "rewards": rewards,
+        "lengths": rollouts.lengths.tolist(),
+        "surprisal": [[float(f"{s:.4g}") for s in group] for group in rollouts.surprisal],
+        "kept": np.flatnonzero(decision.kept).tolist(),
+    }
+
+
+def trace_seconds(metrics: dict[str, Any]) -> dict[str, float]:
+    """A step's seconds by what they grow with."""
+    rollout = metrics["time/rollout_s"] + metrics["time/reward_s"]
+    update = metrics["time/update_s"]
+    return {"rollout": rollout, "update": update, "other": max(0.0, metrics["time/step_s"] - rollout - update)}
+
+
+def read_trace(path: str) -> Trace:
+    """Read a trace file.
+
+    Raises:
+        UserError: no such file, not a trace, a broken line (named), or no steps.
+    """
+    if not Path(path).is_file():
+        raise UserError(f"trace '{path}': no such file")
+    rows = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise UserError(f"{path}:{number}: not valid JSON: {error}") from None
+    if not rows or rows[0].get("format") != _FORMAT:
+        raise UserError(f"trace '{path}': does not begin with a line of format '{_FORMAT}'")
+    if len(rows) == 1:
+        raise UserError(f"trace '{path}': holds no steps")
+    config = config_from_values(rows[0]["config"], where=path)
+    try:
+        return Trace(config, rows[0]["num_prompts"], [_read_step(row) for row in rows[1:]])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"trace '{path}': a step lacks or garbles a field: {error}") from None
+
+
+def _read_step(row: dict[str, Any]) -> TracedStep:
+    rewards: FloatArray = np.array(row["rewards"], dtype=np.float64)  # null becomes NaN
+    lengths = np.array(row["lengths"], dtype=np.int64)
+    kept = np.zeros(rewards.size, dtype=np.bool_)
+    kept[row["kept"]] = True
+    return TracedStep(
+        step=row["step"],
+        prompt_index=np.array(row["prompts"], dtype=np.int64),
+        rollouts=Rollouts(rewards, lengths, np.array(row["surprisal"], dtype=np.float64)),
+        kept=kept,
+        seconds=row["seconds"],
+    )

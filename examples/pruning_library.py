@@ -1,0 +1,61 @@
+"""The pruning room alone, in somebody else's trainer: no Megatron, no engine, only arrays.
+
+    python examples/pruning_library.py
+
+A made-up problem set stands in for rollouts. Three calls a step: `select` before rollout, `observe` and `prune` after
+the rewards. The trainer multiplies each kept completion's loss by its weight and divides by the planned batch's counts.
+"""
+
+import numpy as np
+
+from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig
+from dppo_megatron.pruning import CompletionBatch, make_completion_policy, make_prompt_policy
+
+NUM_PROMPTS, PROMPTS_PER_STEP, GROUP, STEPS = 256, 32, 8, 64
+rng = np.random.default_rng(0)
+pass_rate = rng.choice([0.0, 0.1, 0.5, 0.9, 1.0], NUM_PROMPTS)
+
+prompts = make_prompt_policy(
+    PromptPruningConfig(rate=0.3),
+    num_prompts=NUM_PROMPTS,
+    completions_per_prompt=GROUP,
+    prompts_per_step=PROMPTS_PER_STEP,
+    total_steps=STEPS,
+    seed=0,
+)
+completions = make_completion_policy(CompletionPruningConfig(rate=0.7), seed=0, total_steps=STEPS)
+
+for step in range(STEPS):
+    nominal = rng.permutation(NUM_PROMPTS)[:PROMPTS_PER_STEP]
+    chosen = prompts.select(nominal, step=step)
+    index = nominal[chosen.kept]
+
+    # your rollout and grader
+    rewards = (rng.random((len(index), GROUP)) < pass_rate[index, None]).astype(float)
+    lengths = rng.integers(50, 500, rewards.shape)
+    surprisal = 0.3 * np.sqrt(lengths)  # sqrt(sum (1 - p_t)^2), from your engine's log-probabilities
+
+    prompts.observe(index, rewards, lengths, step=step)
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    advantages = centred / (rewards.std(axis=1, keepdims=True) + 1e-6)
+    batch = CompletionBatch(
+        prompt_index=np.repeat(index, GROUP),
+        completion_index=np.tile(np.arange(GROUP), len(index)),
+        group=np.repeat(np.arange(len(index)), GROUP),
+        rewards=rewards.ravel(),
+        advantages=advantages.ravel(),
+        lengths=lengths.ravel(),
+        surprisal=surprisal.ravel(),
+        denominator=(PROMPTS_PER_STEP * GROUP * lengths).ravel().astype(float),  # nominal counts, not the survivors'
+        prompt_weight=np.repeat(chosen.weight[chosen.kept], GROUP),
+        num_nominal=PROMPTS_PER_STEP * GROUP,
+    )
+    kept = completions.prune(batch, step=step)
+    weight = batch.prompt_weight * kept.weight  # multiply each sequence's whole loss by this
+
+    if step % 16 == 15:
+        print(f"step {step}: {len(index)} prompts, {int(kept.kept.sum())} completions, max weight {weight.max():.1f}")
+        print(
+            "  "
+            + ", ".join(f"{row.name}: {row.label} ({row.kept_fraction:.0%})" for row in chosen.ledger + kept.ledger)
+        )

@@ -1,0 +1,56 @@
+"""A small real job for tests: the quickstart's task and model, with few steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dppo_megatron.config import Config, load_config
+from dppo_megatron.data.arithmetic import write_task
+from dppo_megatron.data.tiny_model import write_tiny_qwen3
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def write_job_files(directory: Path) -> Path:
+    """Problems and model under `directory`."""
+    write_task(directory, seed=0, num_train=48, num_heldout=24, num_warm_start=256)
+    write_tiny_qwen3(directory / "model", seed=0)
+    return directory
+
+
+def settings(files: Path, run_dir: Path, **extra: Any) -> list[str]:
+    """Overrides that turn the quickstart's config into a job of seconds. Keyword names use `__` for a dot."""
+    values = {
+        "run_dir": run_dir,
+        "steps": 4,
+        "threads_per_rank": 1,
+        "model.hf_path": files / "model",
+        "data.train_path": files / "train.jsonl",
+        "data.eval_paths.heldout": files / "heldout.jsonl",
+        "warm_start.examples_path": files / "warm_start.jsonl",
+        "warm_start.steps": 30,
+        "warm_start.examples_per_step": 64,
+        "rollout.prompts_per_step": 16,
+        "rollout.max_completion_tokens": 16,
+        "actor.optimizer.lr_warmup_steps": 1,
+        # three steps make an epoch here: without these two, nothing would be pruned before the run ends
+        "pruning.prompt.warmup_epochs": 0.34,
+        "pruning.prompt.anneal_fraction": 1.0,
+        "packing.max_tokens_per_microbatch": 512,
+        "eval.every_steps": 0,
+    }
+    values |= {key.replace("__", "."): value for key, value in extra.items()}
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def job_config(files: Path, run_dir: Path, **extra: Any) -> Config:
+    """The checked config of such a job."""
+    return load_config(str(REPOSITORY / "configs" / "quickstart.yaml"), settings(files, run_dir, **extra))
+
+
+def read_metrics(run_dir: Path, *, with_time: bool = False) -> list[dict[str, Any]]:
+    """metrics.jsonl, without the clock."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{k: v for k, v in row.items() if with_time or not k.startswith("time/")} for row in rows]

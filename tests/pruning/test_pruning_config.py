@@ -1,0 +1,103 @@
+"""A wrong setting fails before the run, and the message says where, what, and what would be right."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from dppo_megatron.config.pruning import (
+    COMPLETION_METHODS,
+    PROMPT_METHODS,
+    CompletionPruningConfig,
+    PromptPruningConfig,
+    PruningConfig,
+    check_pruning,
+)
+from dppo_megatron.pruning import make_completion_policy, make_prompt_policy
+from dppo_megatron.types import UserError
+
+
+def load(*overrides):
+    merged = OmegaConf.merge(OmegaConf.structured(PruningConfig), OmegaConf.from_dotlist(list(overrides)))
+    return OmegaConf.to_object(merged)
+
+
+def test_the_defaults_are_valid_and_survive_omegaconf():
+    config = load()
+    check_pruning(config)
+    assert config == PruningConfig()
+    assert (config.prompt.method, config.completion.method) == ("dppo", "dppo")
+    assert (config.prompt.rate, config.prompt.p_min, config.completion.rate) == (0.3, 0.2, 0.5)
+
+
+@pytest.mark.parametrize("method", PROMPT_METHODS)
+def test_every_prompt_method_is_constructible(method):
+    config = load(f"prompt.method={method}")
+    check_pruning(config)
+    policy = make_prompt_policy(
+        config.prompt, num_prompts=10, completions_per_prompt=4, prompts_per_step=5, total_steps=10, seed=0
+    )
+    assert policy.state_dict()["method"] == method
+
+
+@pytest.mark.parametrize("method", COMPLETION_METHODS)
+def test_every_completion_method_is_constructible(method):
+    config = load(f"completion.method={method}")
+    check_pruning(config)
+    assert make_completion_policy(config.completion, seed=0, total_steps=10).state_dict()["method"] == method
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("prompt.rate=1.0", r"pruning.prompt.rate = 1.0: must be in \[0, 1\); 1 would drop everything"),
+        ("completion.rate=1.0", r"pruning.completion.rate = 1.0: must be in \[0, 1\)"),
+        ("completion.rate=-0.1", r"pruning.completion.rate = -0.1: must be in \[0, 1\)"),
+        ("prompt.rate=.nan", r"pruning.prompt.rate = nan: must be in"),
+        (
+            "prompt.method=dpo",
+            r"pruning.prompt.method = 'dpo': no such choice; did you mean 'dppo'\? known: none, dppo,",
+        ),
+        ("completion.method=cpo", r"did you mean 'cppo'"),
+        ("prompt.p_min=0", r"pruning.prompt.p_min = 0.0: must be in \(0, 1\]"),
+        ("prompt.p_min=0.8", r"pruning.prompt.p_min = 0.8: must be at most 1 - rate = 0.7"),
+        ("completion.p_min=0", r"pruning.completion.p_min = 0: must be in \(0, 1\]; .* biased"),
+        ("prompt.discount=0", r"pruning.prompt.discount = 0.0: must be in \(0, 1\]"),
+        ("prompt.anneal_fraction=1.5", r"pruning.prompt.anneal_fraction = 1.5: must be in \[0, 1\]"),
+        ("prompt.design=sistematic", r"did you mean 'systematic'"),
+        ("completion.estimator=hayek", r"did you mean 'hajek'"),
+        ("completion.max_weight=0.5", r"pruning.completion.max_weight = 0.5: must be at least 1"),
+        ("prompt.score=betta", r"did you mean 'beta'"),
+        ("prompt.greso.hard_reward=0.99", r"pruning.prompt.greso.easy_reward = 0.98: must be in \(0.99"),
+        ("prompt.greso.initial_keep_probability=0.99", r"pruning.prompt.greso.initial_keep_probability = 0.99"),
+        ("prompt.refill.max_rounds=0", r"pruning.prompt.refill.max_rounds = 0: must be in \[1, inf\)"),
+    ],
+)
+def test_wrong_values_are_explained(override, message):
+    with pytest.raises(UserError, match=message):
+        check_pruning(load(override))
+
+
+def test_settings_that_contradict_each_other_are_explained():
+    with pytest.raises(UserError, match="needs a bound to work"):
+        check_pruning(load("completion.method=dppo_auto", "completion.auto_rule=design_effect"))
+    with pytest.raises(UserError, match="use estimator=ht"):
+        check_pruning(load("completion.cost_aware=true", "completion.estimator=c_form"))
+
+
+def test_the_factories_check_too():
+    with pytest.raises(UserError, match=r"pruning.prompt.rate"):
+        make_prompt_policy(
+            PromptPruningConfig(rate=1.0),
+            num_prompts=4,
+            completions_per_prompt=2,
+            prompts_per_step=2,
+            total_steps=1,
+            seed=0,
+        )
+    with pytest.raises(UserError, match=r"pruning.completion.method"):
+        make_completion_policy(CompletionPruningConfig(method="all"), seed=0, total_steps=1)
+    with pytest.raises(ValueError, match="num_prompts = 0"):
+        make_prompt_policy(
+            PromptPruningConfig(), num_prompts=0, completions_per_prompt=2, prompts_per_step=2, total_steps=1, seed=0
+        )

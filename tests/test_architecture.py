@@ -1,0 +1,113 @@
+"""The floors of the house: who may import whom (docs/architecture.md), and train.py on one screen."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "dppo_megatron"
+GROUND = {"types", "config", "randomness"}
+# room or module: what else of the package it may import, beside itself and the ground
+MAY_IMPORT: dict[str, set[str]] = {
+    "types": set(),
+    "randomness": set(),
+    "config": set(),
+    "distributed": set(),
+    "platform": set(),
+    "pruning": set(),
+    "algorithms": set(),
+    "packing": set(),
+    "rewards": set(),
+    "observe": set(),
+    "data": set(),
+    "weights": {"platform"},
+    "actor": {"platform", "weights", "algorithms"},
+    "rollout": {"weights"},
+    "checkpoint": {"platform", "weights"},
+    "job": {"data", "weights", "distributed"},
+    "evaluate": {"distributed", "job", "rewards", "rollout"},
+    "selection": {"pruning", "algorithms", "data"},
+    "loop": {
+        "actor",
+        "algorithms",
+        "data",
+        "distributed",
+        "evaluate",
+        "job",
+        "observe",
+        "packing",
+        "pruning",
+        "rewards",
+        "rollout",
+        "selection",
+        "trace",
+    },
+    "trace": {"selection"},
+    "compare": {"observe"},
+    "simulate": {"algorithms", "selection", "trace"},
+    "run": {"actor", "checkpoint", "distributed", "job", "loop", "observe", "pruning", "trace", "weights"},
+    "train": {"run", "cli"},
+    "cli": {"job", "run", "train", "evaluate", "rollout", "distributed", "simulate", "trace", "compare"},
+}
+PURE = {"pruning", "algorithms", "packing"}
+PURE_MAY_IMPORT = {"numpy", "torch", "dppo_megatron"}
+
+
+def _imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.update(
+                f"{node.module}.{alias.name}" if node.module == "dppo_megatron" else node.module for alias in node.names
+            )
+    return found
+
+
+def _room(path: Path) -> str:
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0].removesuffix(".py")
+
+
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_floors_hold(path: Path) -> None:
+    """A room imports the ground, itself and what the table allows."""
+    room = _room(path)
+    assert room in MAY_IMPORT, f"{room} is a new room: give it a floor in this table and in docs/architecture.md"
+    allowed = GROUND | {room, "__version__"} | MAY_IMPORT[room] if room not in GROUND else GROUND | MAY_IMPORT[room]
+    used = {name.split(".")[1] for name in _imports(path) if name.startswith("dppo_megatron.")}
+    assert used <= allowed, f"{room} must not import {sorted(used - allowed)}"
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if _room(p) in PURE], ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_pure_rooms_are_pure(path: Path) -> None:
+    """No Megatron, no engine, no process group where the mathematics is."""
+    import sys
+
+    outside = {name.split(".")[0] for name in _imports(path)} - PURE_MAY_IMPORT
+    assert outside <= set(sys.stdlib_module_names)
+    assert not any(name.startswith("torch.distributed") for name in _imports(path))
+
+
+def test_train_is_one_screen() -> None:
+    """The loop can be read without scrolling."""
+    assert len((PACKAGE / "train.py").read_text(encoding="utf-8").splitlines()) <= 60
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_sizes(path: Path) -> None:
+    """Files under 500 lines, functions under 80."""
+    source = path.read_text(encoding="utf-8")
+    assert source.count("\n") <= 500
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < 80, f"{node.name} is too long"

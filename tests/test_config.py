@@ -1,0 +1,66 @@
+"""The configs that ship, and the schema's own promises."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+
+import pytest
+from job import REPOSITORY, settings, write_job_files
+
+from dppo_megatron.config import Config, load_config, save_config
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job_files(tmp_path_factory.mktemp("task"))
+
+
+def _load(name: str, files: Path, tmp_path: Path) -> Config:
+    path = str(REPOSITORY / "configs" / name)
+    keys = ("run_dir", "model.hf_path", "data.", "warm_start.examples_path")
+    return load_config(path, [s for s in settings(files, tmp_path / "run") if s.startswith(keys)])
+
+
+def test_grpo_twin_differs_in_pruning_only(files: Path, tmp_path: Path) -> None:
+    """quickstart_grpo.yaml is the quickstart with both methods off."""
+    dppo, grpo = (asdict(_load(f"{name}.yaml", files, tmp_path)) for name in ("quickstart", "quickstart_grpo"))
+    assert [key for key in dppo if dppo[key] != grpo[key]] == ["pruning"]
+    for level in ("prompt", "completion"):
+        assert dppo["pruning"][level] | {"method": "none"} == grpo["pruning"][level]
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs_load_and_round_trip(files: Path, tmp_path: Path, path: Path) -> None:
+    """Every config that ships passes the checks once its paths exist, and survives being written and read."""
+    config = _load(path.name, files, tmp_path)
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(str(tmp_path / "config.yaml"), []) == config
+
+
+def test_every_field_is_explained() -> None:
+    """Each setting has a docstring under it, in the schema and in the pruning section."""
+    for path in (REPOSITORY / "dppo_megatron" / "config" / name for name in ("schema.py", "pruning.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for item, following in zip(node.body, [*node.body[1:], None], strict=True):
+                if isinstance(item, ast.AnnAssign):
+                    explained = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                    assert explained, f"{path.name}: {node.name}.{ast.unparse(item.target)} has no docstring"
+
+
+def test_no_two_settings_share_a_section_and_name() -> None:
+    """Dotted keys are unique and plain: what the unknown-key hint relies on."""
+
+    def keys(schema: type, prefix: str) -> list[str]:
+        found = []
+        for item in fields(schema):
+            found.append(prefix + item.name)
+            if is_dataclass(item.default_factory):
+                found += keys(item.default_factory, f"{prefix}{item.name}.")  # type: ignore[arg-type]
+        return found
+
+    everything = keys(Config, "")
+    assert len(everything) == len(set(everything)) and all(key.islower() for key in everything)

@@ -1,0 +1,145 @@
+"""Predictions of `simulate` against what a real run then does, and `compare` end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job import REPOSITORY, job_config, read_metrics, settings, write_job_files
+from launch import run_ranks
+
+from dppo_megatron.cli import main
+from dppo_megatron.config.methods import METHODS
+from dppo_megatron.job import prepare_job
+from dppo_megatron.run import Run
+from dppo_megatron.simulate import CostModel, fit_costs, simulate
+from dppo_megatron.trace import read_trace
+from dppo_megatron.train import train
+from dppo_megatron.types import UserError
+
+COSTS = CostModel(rollout_s_per_1k_tokens=2.0, update_s_per_1k_tokens=5.0, fixed_s=0.5)
+STEPS = 9  # three epochs of three steps
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job_files(tmp_path_factory.mktemp("task"))
+
+
+def _run(files: Path, run_dir: Path, method: str, learning_rate: float) -> list[dict[str, Any]]:
+    prompt, completion = METHODS[method]
+    extra = {
+        "steps": STEPS,
+        "actor__optimizer__learning_rate": learning_rate,
+        "pruning__prompt__method": prompt,
+        "pruning__completion__method": completion,
+    }
+
+    def job() -> None:
+        with Run(prepare_job(job_config(files, run_dir, **extra), 1)) as run:
+            train(run)
+
+    run_ranks(job, 1)
+    return read_metrics(run_dir)[1:]
+
+
+@pytest.fixture(scope="module")
+def still(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An unpruned run whose policy does not move, so that a replay knows everything."""
+    run_dir = tmp_path_factory.mktemp("runs") / "still"
+    _run(files, run_dir, "grpo", 1e-12)
+    return run_dir
+
+
+MEASURED = {
+    "prompts_generated": "prune/prompts_generated",
+    "completions_generated": "prune/completions_generated",
+    "completions_trained": "prune/completions_trained",
+    "tokens_generated": "tokens/generated",
+    "tokens_trained": "tokens/trained",
+}
+
+
+@pytest.mark.parametrize("method", ["dppo", "cppo", "greso_ht", "infobatch", "dppo_paper"])
+def test_prediction_is_what_a_real_run_does(files: Path, still: Path, tmp_path: Path, method: str) -> None:
+    """With a policy that stands still the replay is exact: every count, of every step's mean."""
+    prediction = simulate(read_trace(str(still / "trace.jsonl")), method, COSTS)
+    rows = _run(files, tmp_path / method, method, 1e-12)
+    for name, key in MEASURED.items():
+        assert getattr(prediction, name) == pytest.approx(sum(row[key] for row in rows) / STEPS, rel=1e-12), name
+    assert prediction.imputed_share == 0
+    expected_s = 0.5 + 2e-3 * prediction.tokens_generated + 5e-3 * prediction.tokens_trained
+    assert prediction.step_s == pytest.approx(expected_s)
+
+
+def test_prediction_for_a_policy_that_learns(files: Path, tmp_path: Path) -> None:
+    """From a trace of GRPO to a run of DPPO, both learning slowly: within 15 %, as the policies differ by then."""
+    _run(files, tmp_path / "grpo", "grpo", 1e-4)
+    prediction = simulate(read_trace(str(tmp_path / "grpo" / "trace.jsonl")), "dppo", COSTS)
+    rows = _run(files, tmp_path / "dppo", "dppo", 1e-4)
+    for name, key in MEASURED.items():
+        assert getattr(prediction, name) == pytest.approx(sum(row[key] for row in rows) / STEPS, rel=0.15), name
+
+
+def test_variance_ratio_and_labels(still: Path) -> None:
+    """An unpruned replay changes nothing; a method's label is the worst of its ledger."""
+    trace = read_trace(str(still / "trace.jsonl"))
+    full = simulate(trace, "grpo", COSTS)
+    assert (full.label, full.variance_ratio, full.scale) == ("exact", pytest.approx(1.0), pytest.approx(1.0))
+    assert simulate(trace, "dppo", COSTS).label == "unbiased"
+    assert simulate(trace, "cppo", COSTS).label == "biased"
+
+
+def test_costs_are_fitted_from_the_trace(still: Path) -> None:
+    """The fitted model gives the trace's own mean step back."""
+    trace = read_trace(str(still / "trace.jsonl"))
+    mean = sum(sum(step.seconds.values()) for step in trace.steps) / len(trace.steps)
+    assert simulate(trace, "grpo", fit_costs(trace, None, None)).step_s == pytest.approx(mean, rel=0.05)
+
+
+def test_simulate_command(still: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command prints a row a method and writes the same figures; bad input is one clear line."""
+    trace, out = str(still / "trace.jsonl"), tmp_path / "out.json"
+    assert main(["simulate", trace, "--methods", "grpo,dppo", "--rollout-cost", "1", "--json", str(out)]) == 0
+    assert capsys.readouterr().out.count("\n") == 4
+    assert [row["method"] for row in json.loads(out.read_text())["methods"]] == ["grpo", "dppo"]
+    for arguments, expected in (
+        ([str(tmp_path / "none.jsonl")], "no such file"),
+        ([str(still / "metrics.jsonl")], "does not begin with a line of format"),
+        ([trace, "--methods", "grpo,dpo"], "no method 'dpo'"),
+        ([trace, "--update-cost", "-1"], "must not be negative"),
+    ):
+        assert main(["simulate", *arguments]) == 2
+        assert expected in capsys.readouterr().err
+
+
+def test_broken_trace_is_named(still: Path, tmp_path: Path) -> None:
+    """A torn line is an error with its number."""
+    lines = (still / "trace.jsonl").read_text().splitlines()
+    torn = tmp_path / "trace.jsonl"
+    torn.write_text("\n".join([*lines[:2], lines[2][:50]]))
+    with pytest.raises(UserError, match=r"trace\.jsonl:3: not valid JSON"):
+        read_trace(str(torn))
+
+
+@pytest.mark.slow
+def test_compare_command(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two methods on two seeds, for real: the same start, the speed-ups, and a report that stands alone."""
+    config = str(REPOSITORY / "configs" / "quickstart.yaml")
+    overrides = [s for s in settings(files, tmp_path / "unused") if not s.startswith("run_dir")]
+    code = main(["compare", config, *overrides, "--methods", "grpo,dppo", "--seeds", "2", "--out", str(tmp_path / "c")])
+    assert code == 0
+    printed = capsys.readouterr().out
+    assert "grpo" in printed and "dppo" in printed
+    results = json.loads((tmp_path / "c" / "results.json").read_text())
+    assert [(run["method"], run["seed"]) for run in results["runs"]] == [
+        ("grpo", 0), ("grpo", 1), ("dppo", 0), ("dppo", 1),
+    ]  # fmt: skip
+    for seed in (0, 1):
+        starts = {run["curve"][0]["accuracy"] for run in results["runs"] if run["seed"] == seed}
+        assert len(starts) == 1, "the methods did not start from the same model"
+    assert all(value >= 1 for value in results["speedups"]["grpo"])
+    page = (tmp_path / "c" / "report.html").read_text()
+    assert page.count("<svg") == 3 and "http" not in page.replace("http://www.w3.org", "").split("<svg")[0]

@@ -1,0 +1,246 @@
+"""Whole runs: what the loop does with real data, a real model and a real engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from job import job_config, read_metrics, write_job_files
+from launch import run_ranks
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dppo_megatron.evaluate import evaluate
+from dppo_megatron.job import prepare_job
+from dppo_megatron.loop import Loop
+from dppo_megatron.rollout.hf import engine_from_files
+from dppo_megatron.run import Run
+from dppo_megatron.train import train
+from dppo_megatron.types import Group, TrainSample
+from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.weights.hf_files import CheckpointReader
+
+TP2 = {"actor__layout__tensor_parallel": 2}
+PROMISED = {
+    "reward/mean",
+    "train/loss",
+    "train/grad_norm",
+    "prune/prompts_considered",
+    "prune/prompts_generated",
+    "prune/completions_generated",
+    "prune/completions_trained",
+    "prune/ess",
+    "pack/fill",
+    "pack/microbatches",
+    "mismatch/logprob_abs_diff_mean",
+    "time/rollout_s",
+    "time/reward_s",
+    "time/update_s",
+    "time/sync_s",
+    "time/step_s",
+    "tokens/generated",
+    "tokens/trained",
+}
+PP2 = {"actor__layout__pipeline_parallel": 2}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job_files(tmp_path_factory.mktemp("task"))
+
+
+def _train(files: Path, run_dir: Path, world_size: int, extra: dict[str, Any]) -> None:
+    with Run(prepare_job(job_config(files, run_dir, **extra), world_size)) as run:
+        train(run)
+
+
+def _run(files: Path, run_dir: Path, world_size: int = 1, **extra: Any) -> list[dict[str, Any]]:
+    run_ranks(_train, world_size, files, run_dir, world_size, extra)
+    return read_metrics(run_dir)
+
+
+@pytest.fixture(scope="module")
+def finished(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished single-process run of four steps, with a checkpoint after the second."""
+    run_dir = tmp_path_factory.mktemp("runs") / "one"
+    _run(files, run_dir, checkpoint__every_steps=2)
+    return run_dir
+
+
+def test_same_seed_same_metrics(files: Path, finished: Path, tmp_path: Path) -> None:
+    """Bit for bit, in everything but the clock; another seed differs."""
+    assert _run(files, tmp_path / "again") == read_metrics(finished)
+    assert _run(files, tmp_path / "other", seed=1) != read_metrics(finished)
+
+
+def test_pruning_happened(finished: Path) -> None:
+    """Guards the tests around it: both levels pruned something in this job."""
+    rows = read_metrics(finished)[1:]
+    assert any(row["prune/prompts_generated"] < row["prune/prompts_considered"] for row in rows)
+    assert any(0 < row["prune/completions_trained"] < row["prune/completions_generated"] for row in rows)
+
+
+def test_grpo_prunes_nothing(files: Path, tmp_path: Path) -> None:
+    """The same job with both methods off trains on everything with weight 1."""
+    rows = _run(files, tmp_path / "grpo", pruning__prompt__method="none", pruning__completion__method="none")[1:]
+    for row in rows:
+        assert row["prune/prompts_generated"] == row["prune/prompts_considered"] == 16
+        assert row["prune/completions_trained"] == row["prune/completions_generated"] == row["prune/ess"] == 128
+
+
+def test_a_biased_method_says_so_once(files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """On the terminal the first time, and in the ledger of every step."""
+    rows = _run(files, tmp_path / "cppo", pruning__prompt__method="none", pruning__completion__method="cppo")[1:]
+    assert capfd.readouterr().out.count("warning: completion/cppo is biased") == 1
+    assert all("biased" in {entry["label"] for entry in row["prune/ledger"]} for row in rows)
+
+
+@pytest.mark.parametrize(("method", "bitwise"), [("infobatch", True), ("dppo", False)])
+def test_rate_zero_is_the_unpruned_run(files: Path, tmp_path: Path, method: str, bitwise: bool) -> None:
+    """At rate 0 a method trains as GRPO does: bit for bit where it keeps everything. DPPO still leaves out completions
+    with advantage 0, whose gradient is exactly 0, so that only the packing and with it the rounding differs."""
+    off = _run(files, tmp_path / "off", pruning__prompt__method="none", pruning__completion__method="none")
+    rate_zero = {
+        "pruning__prompt__method": method,
+        "pruning__completion__method": method,
+        "pruning__prompt__rate": 0.0,
+        "pruning__completion__rate": 0.0,
+    }
+    kept = _run(files, tmp_path / "kept", **rate_zero)
+    for mine, theirs in zip(kept, off, strict=True):
+        for key in theirs.keys() & {"train/loss", "train/grad_norm", "tokens/generated", "eval/heldout/pass@1"}:
+            assert mine[key] == (theirs[key] if bitwise else pytest.approx(theirs[key], rel=1e-3, abs=1e-6)), key
+
+
+def test_resume_continues_at_any_layout(
+    files: Path, finished: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Steps 3 and 4 after a resume are those of the uninterrupted run: exactly at the same layout, to rounding at
+    TP2 x PP2 (float32; counts are equal, losses to 1e-4)."""
+    resume = {"checkpoint__resume_from": finished / "checkpoints" / "step_000002"}
+    original = read_metrics(finished)[3:]
+    assert _run(files, tmp_path / "same", **resume) == original
+    resharded = _run(files, tmp_path / "tp2pp2", 4, **resume, **TP2, **PP2)
+    assert "differs from rank 0" not in capfd.readouterr().err, "ranks saved different states"
+    for mine, theirs in zip(resharded, original, strict=True):
+        for key in theirs.keys() - {"prune/ledger"}:
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-5), key
+
+
+def _all_samples(groups: list[Group]) -> list[TrainSample]:
+    """Every completion, pruned or not."""
+    return [
+        TrainSample(
+            id=f"{group.selected.prompt.index}:{index}",
+            token_ids=np.concatenate([np.array(group.selected.prompt.token_ids), completion.token_ids]),
+            num_prompt_tokens=len(group.selected.prompt.token_ids),
+            behaviour_logprobs=completion.logprobs,
+            advantage=0.0,
+            weight=1.0,
+            denominator=1.0,
+        )
+        for group in groups
+        for index, completion in enumerate(group.completions)
+    ]
+
+
+def _steps(files: Path, run_dir: Path, world_size: int, extra: dict[str, Any]) -> list[dict[str, Any]]:
+    """Drives the loop as train.py does and reports what was drawn and how far engine and actor are apart."""
+    loop = Loop(prepare_job(job_config(files, run_dir, **extra), world_size))
+    loop.warm_start()
+    loop.start_rl()
+    loop.sync()
+    report = []
+    for step in range(1, 5):
+        selected = loop.select(step)
+        groups = loop.generate(selected, step)
+        everything = _all_samples(groups)
+        recomputed = loop.actor.logprobs(everything, loop.pack(everything))
+        samples = loop.prune(groups, step)
+        if recomputed is not None:
+            recorded = np.concatenate([sample.behaviour_logprobs for sample in everything])
+            report.append(
+                {
+                    "prompts": [(item.prompt.index, item.inclusion_prob) for item in selected],
+                    "completions": [(sample.id, sample.weight) for sample in samples],
+                    "mismatch": np.abs(np.concatenate(recomputed) - recorded),
+                }
+            )
+        loop.update(samples, loop.pack(samples))
+        loop.sync()
+    return report
+
+
+@pytest.fixture(scope="module")
+def one_process(files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(_steps, 1, files, tmp_path_factory.mktemp("runs") / "x", 1, {})[0]
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, {}), (4, TP2 | PP2)], ids=["dp2", "tp2pp2"])
+def test_draws_do_not_depend_on_the_layout(
+    files: Path, tmp_path: Path, one_process: list, world_size: int, layout: dict
+) -> None:
+    """The same prompts and completions are drawn at DP1, DP2 and TP2 x PP2, with the same probabilities to rounding."""
+    report = run_ranks(_steps, world_size, files, tmp_path / "run", world_size, layout)[0]
+    assert any(weight > 1 for step in report for _, weight in step["completions"]), "nothing was pruned"
+    for mine, theirs in zip(report, one_process, strict=True):
+        for level in ("prompts", "completions"):
+            assert [key for key, _ in mine[level]] == [key for key, _ in theirs[level]]
+            np.testing.assert_allclose([p for _, p in mine[level]], [p for _, p in theirs[level]], rtol=1e-4)
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(1, {}), (4, TP2 | PP2)], ids=["tp1", "tp2pp2"])
+def test_behaviour_logprobs_are_the_actors(
+    files: Path, tmp_path: Path, one_process: list, world_size: int, layout: dict
+) -> None:
+    """After each of several updates the engine still has the actor's weights: mean |difference| < 1e-4 in float32."""
+    report = one_process if world_size == 1 else run_ranks(_steps, 4, files, tmp_path / "run", 4, layout)[0]
+    assert len(report) == 4
+    for step in report:
+        assert step["mismatch"].mean() < 1e-4 and step["mismatch"].max() < 1e-3
+
+
+def test_run_directory(files: Path, finished: Path) -> None:
+    """What other tools read is there, complete and consistent."""
+    rows = read_metrics(finished, with_time=True)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert set(rows[0]) == {"step", "eval/heldout/pass@1"}
+    for row in rows[1:]:
+        assert set(row) >= PROMISED
+        assert all(np.isfinite(value) for key, value in row.items() if key != "prune/ledger")
+        assert {entry["label"] for entry in row["prune/ledger"]} <= {"exact", "unbiased"}
+    assert "eval/heldout/pass@1" in rows[4] and "eval/heldout/pass@1" not in rows[3]
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["steps"] == 4
+    assert summary["eval_before"] == {"heldout": rows[0]["eval/heldout/pass@1"]}
+    assert summary["eval_after"] == {"heldout": rows[4]["eval/heldout/pass@1"]}
+    for total, key in (("tokens_trained", "tokens/trained"), ("completions_generated", "prune/completions_generated")):
+        assert summary[total] == sum(row[key] for row in rows[1:])
+    assert summary["train_s"] == pytest.approx(sum(row["time/step_s"] for row in rows[1:]))
+    resolved = yaml.safe_load((finished / "config.yaml").read_text())
+    assert resolved["steps"] == 4 and resolved["objective"]["clip_low"] == 0.2
+    assert {path.name for path in (finished / "checkpoints").iterdir()} == {"step_000002", "step_000004"}
+
+
+def test_trained_checkpoint_loads_in_transformers(files: Path, finished: Path, tmp_path: Path) -> None:
+    """from_pretrained loads it, generate decodes the same greedy answers as our engine, and it scores as recorded."""
+    model = AutoModelForCausalLM.from_pretrained(finished / "hf").eval()
+    tokenizer = AutoTokenizer.from_pretrained(finished / "hf")
+    config = job_config(files, tmp_path / "unused", model__hf_path=finished / "hf")
+    job = prepare_job(config, 1)
+    reader = CheckpointReader(finished / "hf", read_architecture(finished / "hf"))
+    engine = engine_from_files(config, tokenizer, reader)
+    scores = evaluate(engine, job)
+    assert scores["eval/heldout/pass@1"] == read_metrics(finished)[-1]["eval/heldout/pass@1"]
+    from dppo_megatron.rollout.engine import Request, Sampling
+
+    prompts = job.eval_prompts["heldout"][:8]
+    ours = engine.generate([Request(p, 0, 0) for p in prompts], Sampling(16, 0.0, 0))
+    for prompt, completion in zip(prompts, ours, strict=True):
+        ids = torch.tensor([prompt.token_ids])
+        theirs = model.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.size(1) :]
+        assert theirs[: len(completion.token_ids)].tolist() == completion.token_ids.tolist()

@@ -1,0 +1,152 @@
+"""A user's mistake gives one clear line and exit code 2, before a process group or a model exists.
+
+The commands run for real, in a process of their own, because the exit code and what was imported are the point.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from job import REPOSITORY, settings, write_job_files
+
+from dppo_megatron.cli import main
+
+CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job_files(tmp_path_factory.mktemp("task"))
+
+
+def _edit_config(files: Path, tmp_path: Path, **values: object) -> str:
+    """A copy of the model directory with other sizes in config.json."""
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for path in (files / "model").iterdir():
+        copy.joinpath(path.name).write_bytes(path.read_bytes())
+    raw = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(raw | values))
+    return f"model.hf_path={copy}"
+
+
+def _rows(tmp_path: Path, *lines: str) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+GOOD = '{"problem": "1+1=", "answer": "2"}'
+NO_ANSWER = '{"problem": "1+1="}'
+
+# name: (overrides made from (files, tmp_path), what the message must say)
+CASES = {
+    "unknown_key": (lambda f, t: ["rollout.prompts_per_stp=4"], "did you mean 'rollout.prompts_per_step'?"),
+    "unknown_section": (lambda f, t: ["optimizer.learning_rate=1"], "did you mean 'actor.optimizer'?"),
+    "wrong_type": (lambda f, t: ["steps=many"], "steps: Value 'many' of type 'str' could not be converted to Integer"),
+    "wrong_choice": (lambda f, t: ["model.dtype=fp8"], "expected one of ['float32', 'bfloat16', 'float64']"),
+    "section_as_value": (lambda f, t: ["rollout=3"], "'rollout' is a section of settings"),
+    "no_equals_sign": (lambda f, t: ["steps"], "override 'steps': expected key=value"),
+    "out_of_range": (lambda f, t: ["rollout.temperature=0"], "rollout.temperature = 0.0: must be greater than 0"),
+    "group_of_one": (lambda f, t: ["rollout.completions_per_prompt=1"], "needs at least 2"),
+    "pruning_everything": (lambda f, t: ["pruning.prompt.rate=1.0"], "pruning.prompt.rate = 1.0"),
+    "pruning_method": (lambda f, t: ["pruning.completion.method=dpo"], "did you mean 'dppo'?"),
+    "missing_data": (lambda f, t: ["data.train_path=nowhere.jsonl"], "data.train_path = 'nowhere.jsonl': no such file"),
+    "missing_model": (lambda f, t: ["model.hf_path=nowhere"], "model.hf_path = 'nowhere': no such directory"),
+    "empty_dataset": (lambda f, t: [f"data.train_path={_rows(t, '')}"], "rows.jsonl: holds no problems"),
+    "row_without_field": (
+        lambda f, t: [f"data.train_path={_rows(t, GOOD, NO_ANSWER)}"],
+        "rows.jsonl:2: the row lacks the field 'answer'; it has: problem",
+    ),
+    "row_not_json": (lambda f, t: [f"data.train_path={_rows(t, GOOD, '[oops')}"], "rows.jsonl:2: not valid JSON"),
+    "too_few_problems": (lambda f, t: [f"data.train_path={_rows(t, GOOD)}"], "holds only 1 problems"),
+    "prompt_too_long": (lambda f, t: ["data.max_prompt_tokens=3"], "more than data.max_prompt_tokens = 3"),
+    "sequence_over_cap": (
+        lambda f, t: ["packing.max_tokens_per_microbatch=31"],
+        "data.max_prompt_tokens + rollout.max_completion_tokens = 32 tokens and must fit",
+    ),
+    "sequence_over_positions": (
+        lambda f, t: ["rollout.max_completion_tokens=500", "packing.max_tokens_per_microbatch=1000"],
+        "more than the 128 positions",
+    ),
+    "heads_by_tp": (
+        lambda f, t: [_edit_config(f, t, num_attention_heads=3), "actor.layout.tensor_parallel=2"],
+        "the model's 3 attention heads do not divide by it",
+    ),
+    "layers_by_pp": (
+        lambda f, t: [_edit_config(f, t, num_hidden_layers=3), "actor.layout.pipeline_parallel=2"],
+        "the model's 3 layers do not divide by it",
+    ),
+    "architecture": (
+        lambda f, t: [_edit_config(f, t, architectures=["GPT2LMHeadModel"])],
+        "architecture GPT2LMHeadModel is not supported; supported: Qwen3ForCausalLM",
+    ),
+    "grader": (lambda f, t: ["reward.function=dppo_megatron.rewards.graders:nope"], "cannot be imported"),
+    "resume_from": (lambda f, t: ["checkpoint.resume_from=nowhere"], "checkpoint.resume_from = 'nowhere'"),
+}
+WORLD_SIZE = {"heads_by_tp": "2", "layers_by_pp": "2"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_message_and_exit_code(
+    files: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line on stderr that says what, where and what would be right; nothing written."""
+    make_overrides, expected = CASES[case]
+    monkeypatch.setenv("WORLD_SIZE", WORLD_SIZE.get(case, "1"))
+    run_dir = tmp_path / "run"
+    code = main(["train", CONFIG, *settings(files, run_dir), *make_overrides(files, tmp_path)])
+    message = capsys.readouterr().err
+    assert code == 2
+    assert expected in message
+    assert message.startswith("error: ") and message.count("\n") == 1
+    assert not run_dir.exists()
+
+
+def _command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        cwd=REPOSITORY,
+    )
+
+
+def test_world_size_and_no_megatron(files: Path, tmp_path: Path) -> None:
+    """The command itself, as torchrun starts it: exit code 2 on every rank, said once, Megatron never imported."""
+    overrides = [*settings(files, tmp_path / "run"), "actor.layout.tensor_parallel=2"]
+    probe = (
+        "import sys; from dppo_megatron.cli import main; code = main(sys.argv[1:]);"
+        "print([m for m in sys.modules if m.startswith('megatron')]); sys.exit(code)"
+    )
+    for rank in ("0", "1"):
+        done = _command("-c", probe, "train", CONFIG, *overrides, WORLD_SIZE="3", RANK=rank)
+        assert done.returncode == 2
+        assert done.stdout.strip() == "[]"
+        said = "needs a multiple of 2 processes, but the world size is 3; launch with torchrun" in done.stderr
+        assert said == (rank == "0")
+
+
+def test_missing_config_and_used_run_dir(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run directory that holds a run is never written over."""
+    assert main(["train", "nowhere.yaml"]) == 2
+    assert "config file 'nowhere.yaml' does not exist" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert main(["train", CONFIG, *settings(files, tmp_path)]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_help_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
+    """Help exists for the program and each command, and names no command that is not there."""
+    for arguments in (["--help"], ["train", "--help"], ["eval", "--help"]):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 0
+        assert "dppo-megatron" in capsys.readouterr().out
