@@ -21,6 +21,7 @@ from dppo_megatron.distributed import collect, from_rank_zero, share
 from dppo_megatron.evaluate import evaluate
 from dppo_megatron.job import Job
 from dppo_megatron.observe.metrics import Timers
+from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.pruning import surprisal
 from dppo_megatron.rewards.grading import grade_group
@@ -137,11 +138,11 @@ class Loop:
         def decide() -> PackPlan:
             plan = plan_microbatches(
                 samples,
-                data_parallel=self.actor.layout.data_parallel,
+                layout=packing_layout(self.job.config.actor, self.actor.layout.world_size),
                 max_tokens_per_microbatch=config.max_tokens_per_microbatch,
-                dense=config.dense,
+                mode=config.mode,
             )
-            self.metrics |= {"pack/fill": plan.fill, "pack/microbatches": plan.num_microbatches}
+            self.metrics |= {f"pack/{name}": value for name, value in plan.metrics.items()}
             return plan
 
         with self.timers.phase("pack"):

@@ -94,6 +94,11 @@ class TrainSample:
     """What undoes every selection that this sample survived (W in docs/pruning.md)."""
     denominator: float
     """Frozen divisor of this sample's token sum, a count of the planned full batch (1 / omega in docs/pruning.md)."""
+    old_logprobs: FloatArray | None = None
+    """[n - num_prompt_tokens] under the actor's own weights before the step's first update: the centre of the clip.
+    None: the behaviour's are used."""
+    reference_logprobs: FloatArray | None = None
+    """[n - num_prompt_tokens] under the frozen reference policy; None without a KL term."""
 
     @property
     def num_tokens(self) -> int:
@@ -107,14 +112,36 @@ class TrainSample:
 
 
 @dataclass(frozen=True, slots=True)
-class PackPlan:
-    """Which samples share a micro-batch, for every data-parallel rank. Made once, on one rank, and sent."""
+class PackedMicrobatch:
+    """Which samples share one micro-batch, in order, and where each lies.
 
-    microbatches: tuple[tuple[tuple[int, ...], ...], ...]
-    """[data-parallel rank][micro-batch] -> positions in the list of samples; every rank has the same number."""
+    Segment i holds sample `members[i]`; where padding is left at the end it is one more segment, of dummy tokens.
+    """
+
+    members: tuple[int, ...]
+    """Positions in the list of samples."""
+    cu_seqlens: tuple[int, ...]
+    """[segments + 1] cumulative true lengths; a closing dummy segment counts in full."""
+    cu_seqlens_padded: tuple[int, ...]
+    """[segments + 1] offsets in the micro-batch, where each segment's slot is rounded up to the layout's alignment."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model runs over, padding included."""
+        return self.cu_seqlens_padded[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class PackPlan:
+    """The micro-batches of one optimizer step, for every data-parallel rank. Made once, on one rank, and sent."""
+
+    microbatches: tuple[tuple[PackedMicrobatch, ...], ...]
+    """[data-parallel rank][micro-batch], in the order they run; every rank has the same number."""
     max_tokens_per_microbatch: int
     num_tokens: int
     """Tokens of all samples, padding not counted."""
+    metrics: dict[str, float]
+    """The plan's quality: `fill`, `microbatches`, `padding`, `imbalance` (see packing/planner.py)."""
 
     @property
     def num_microbatches(self) -> int:

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launch import run_ranks
-from tiny import Parallel, build_actor, random_samples, write_model
+from tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.algorithms.objectives import clipped_surrogate
-from dppo_megatron.packing.planner import plan_microbatches
+from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.types import PackPlan, TrainSample
 
 STEPS = 3
@@ -37,20 +37,21 @@ LAYOUTS = [
 def _train(model_path: Path, parallel: Parallel, plan_kind: str) -> dict[str, object]:
     actor = build_actor(model_path, parallel)
     samples = random_samples(24, VOCAB)
-    plan = _plan(samples, parallel.dp, plan_kind)
+    plan = _plan(samples, parallel, plan_kind)
     objective = clipped_surrogate(0.2, 0.28, 3.0)
     metrics = [actor.update(samples, plan, objective) for _ in range(STEPS)]
     return {"metrics": metrics, "weights": {name: tensor.numpy() for name, tensor in actor.weights()}}
 
 
-def _plan(samples: list[TrainSample], data_parallel: int, kind: str) -> PackPlan:
+def _plan(samples: list[TrainSample], parallel: Parallel, kind: str) -> PackPlan:
     if kind == "unpacked":
-        return plan_microbatches(samples, data_parallel=data_parallel, max_tokens_per_microbatch=128, dense=False)
+        return plan_for(samples, parallel, mode="none")
     if kind == "packed":
-        return plan_microbatches(samples, data_parallel=data_parallel, max_tokens_per_microbatch=128)
+        return plan_for(samples, parallel)
     order = np.random.default_rng(5).permutation(len(samples)).tolist()
-    thirds = tuple(tuple(order[i::3]) for i in range(3))
-    return PackPlan((thirds,), 4096, sum(sample.num_tokens for sample in samples))
+    lengths = [sample.num_tokens for sample in samples]
+    thirds = tuple(PackingLayout().place(order[i::3], lengths) for i in range(3))
+    return PackPlan((thirds,), 4096, sum(lengths), {})
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,10 @@ import pytest
 import torch
 from launch import run_ranks
 from safetensors.torch import load_file
-from tiny import Parallel, build_actor, hf_logprobs, random_samples, write_model
+from tiny import Parallel, build_actor, hf_logprobs, plan_for, random_samples, write_model
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.actor.batch import build_microbatch
-from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader, write_checkpoint
@@ -40,7 +39,7 @@ def _check(model_path: Path, parallel: Parallel, out: Path) -> tuple[list[np.nda
     """Log-probabilities at two temperatures, and a written checkpoint."""
     actor = build_actor(model_path, parallel)
     samples = random_samples(12, read_architecture(model_path).vocab_size)
-    plan = plan_microbatches(samples, data_parallel=1, max_tokens_per_microbatch=128)
+    plan = plan_for(samples, parallel)
     both = actor.logprobs(samples, plan), actor.logprobs(samples, plan, temperature=0.7)
     write_checkpoint(out, model_path, actor.weights(), write=actor.layout.rank == 0)
     return both
@@ -71,7 +70,7 @@ def _logits(model_path: Path, parallel: Parallel) -> np.ndarray | None:
     actor = build_actor(model_path, parallel)
     samples = random_samples(6, 37)
     collected: list[np.ndarray] = []
-    plan = plan_microbatches(samples, data_parallel=1, max_tokens_per_microbatch=4096)
+    plan = plan_for(samples, parallel, cap=4096)
 
     def keep(_: object, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -90,8 +89,8 @@ def test_logits_equal_transformers(models: dict[str, Path], parallel: Parallel) 
     logits = next(x for x in run_ranks(_logits, parallel.world_size, models["untied"], parallel) if x is not None)
     model = AutoModelForCausalLM.from_pretrained(models["untied"]).eval()
     samples = random_samples(6, 37)
-    plan = plan_microbatches(samples, data_parallel=1, max_tokens_per_microbatch=4096)
-    pack = build_microbatch(samples, plan.microbatches[0][0], alignment=1, device=torch.device("cpu"))
+    plan = plan_for(samples, parallel, cap=4096)
+    pack = build_microbatch(samples, plan.microbatches[0][0], device=torch.device("cpu"))
     start = 0
     for member in pack.samples:
         ids = torch.from_numpy(samples[member].token_ids[:-1])

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 from launch import run_ranks
-from tiny import Parallel, build_actor, random_samples, write_model
+from tiny import Parallel, build_actor, plan_for, random_samples, write_model
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.algorithms.advantages import group_advantages
 from dppo_megatron.algorithms.objectives import clipped_surrogate, supervised
-from dppo_megatron.packing.planner import plan_microbatches
 
 OBJECTIVES = {
     "grpo": clipped_surrogate(0.2, 0.2, 0.0),
@@ -39,7 +38,7 @@ def _reference_loss(name: str, logp: torch.Tensor, behaviour: torch.Tensor, adva
 def _actor_gradient(model_path: Path, parallel: Parallel, name: str) -> tuple[float, dict[str, np.ndarray]]:
     actor = build_actor(model_path, parallel)
     samples = random_samples(16, 37, seed=1)
-    plan = plan_microbatches(samples, data_parallel=1, max_tokens_per_microbatch=128)
+    plan = plan_for(samples, parallel)
     sums = actor.accumulate(samples, plan, OBJECTIVES[name], temperature=0.9)
     return sums["loss"], {key: tensor.clone().numpy() for key, tensor in actor.gradients()}
 

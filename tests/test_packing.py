@@ -54,7 +54,7 @@ def test_fewest_microbatches_on_a_known_case() -> None:
     """Six halves, thirds and sixths of the cap fill exactly three packs."""
     lengths = [32, 32, 32, 21, 21, 21, 11, 11, 11]
     samples = [_sample(i, n) for i, n in enumerate(lengths)]
-    plan = plan_microbatches(samples, data_parallel=1, max_tokens_per_microbatch=64)
+    plan = plan_for(samples, cap=64)
     assert plan.num_microbatches == 3 and plan.fill == pytest.approx(1.0)
 
 

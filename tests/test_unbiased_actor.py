@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 import torch
 from launch import run_ranks
-from tiny import Parallel, build_actor, random_samples, write_model
+from tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.algorithms.objectives import Objective, TokenBatch, TokenLoss, clipped_surrogate
-from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.types import TrainSample
 
 PROBABILITIES = np.array([0.9, 0.5, 0.4, 0.3, 0.6, 0.2])
@@ -65,7 +64,8 @@ NORMALIZATIONS = {
 
 def _gradient(actor: Actor, samples: list[TrainSample], objective: str) -> np.ndarray:
     """The accumulated gradient of all parameters as one vector, packed as the planner packs these samples."""
-    plan = plan_microbatches(samples, data_parallel=actor.layout.data_parallel, max_tokens_per_microbatch=CAP)
+    parallel = Parallel(tp=actor.layout.tensor_parallel, pp=actor.layout.pipeline_parallel)
+    plan = plan_for(samples, parallel, cap=CAP)
     actor.accumulate(samples, plan, OBJECTIVES[objective])
     return np.concatenate([tensor.double().numpy().ravel() for _, tensor in actor.gradients()])
 

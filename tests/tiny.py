@@ -14,7 +14,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.layout import build_layout
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
-from dppo_megatron.types import TrainSample
+from dppo_megatron.packing.alignment import packing_layout
+from dppo_megatron.packing.planner import plan_microbatches
+from dppo_megatron.types import PackPlan, TrainSample
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
 
@@ -71,6 +73,10 @@ class Parallel:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 0
     sequence_parallel: bool = True
     distributed_optimizer: bool = False
     recompute: bool = False
@@ -78,18 +84,42 @@ class Parallel:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def layout(self) -> LayoutConfig:
+        return LayoutConfig(
+            tensor_parallel=self.tp,
+            pipeline_parallel=self.pp,
+            virtual_pipeline=self.vpp,
+            context_parallel=self.cp,
+            expert_parallel=self.ep,
+            expert_tensor_parallel=self.etp,
+            sequence_parallel=self.sequence_parallel,
+        )
 
     def __str__(self) -> str:
-        extra = "+distopt" * self.distributed_optimizer + "+recompute" * self.recompute
         sp = "" if self.tp == 1 or self.sequence_parallel else "-nosp"
-        return f"tp{self.tp}{sp}pp{self.pp}dp{self.dp}{extra}"
+        more = "".join(
+            f"{name}{size}" for name in ("vpp", "cp", "ep", "etp") if (size := getattr(self, name)) not in (0, 1)
+        )
+        extra = "+distopt" * self.distributed_optimizer + "+recompute" * self.recompute
+        return f"tp{self.tp}{sp}pp{self.pp}dp{self.dp}{more}{extra}"
+
+
+def plan_for(
+    samples: Sequence[TrainSample], parallel: Parallel | None = None, *, cap: int = 128, mode: str = "balanced"
+) -> PackPlan:
+    """The planner's micro-batches for a layout under test."""
+    parallel = parallel or Parallel()
+    layout = packing_layout(ActorConfig(layout=parallel.layout), parallel.world_size)
+    return plan_microbatches(samples, layout=layout, max_tokens_per_microbatch=cap, mode=mode)
 
 
 def build_actor(model_path: Path, parallel: Parallel, *, max_grad_norm: float = 1.0) -> Actor:
     """In a rank of `run_ranks`: an actor with the weights of `model_path`."""
     config = ActorConfig(
-        layout=LayoutConfig(parallel.tp, parallel.pp, parallel.sequence_parallel),
+        layout=parallel.layout,
         optimizer=OptimizerConfig(
             learning_rate=1e-2,
             weight_decay=0.01,

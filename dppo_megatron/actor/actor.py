@@ -188,8 +188,8 @@ class Actor:
         forward_only: bool,
     ) -> None:
         packs = (
-            build_microbatch(samples, members, alignment=self.layout.token_alignment, device=self.layout.device)
-            for members in plan.microbatches[self.layout.data_parallel_rank]
+            build_microbatch(samples, packed, device=self.layout.device)
+            for packed in plan.microbatches[self.layout.data_parallel_rank]
         )
 
         def forward(iterator: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:

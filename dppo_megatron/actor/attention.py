@@ -20,6 +20,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from dppo_megatron.types import PackedMicrobatch
+
 
 @dataclass(frozen=True, slots=True)
 class LengthBucket:
@@ -40,11 +42,12 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     """[T] where each token's output lies among the rows of all buckets."""
 
     @classmethod
-    def from_lengths(cls, lengths: list[int], device: torch.device) -> PackedSequences:
-        """A pack of sequences with these lengths, in this order."""
-        cumulative = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        on_device = cumulative.to(device)
-        buckets, row_of_token = _length_buckets(lengths, cumulative.tolist())
+    def of(cls, plan: PackedMicrobatch, device: torch.device) -> PackedSequences:
+        """A planned micro-batch. Attention runs over whole slots: causal masking hides a slot's padding tail."""
+        slots = torch.tensor(plan.cu_seqlens_padded, dtype=torch.int32)
+        lengths = slots.diff().tolist()
+        on_device = slots.to(device)
+        buckets, row_of_token = _length_buckets(lengths, slots.tolist())
         return cls(
             qkv_format="thd",
             cu_seqlens_q=on_device,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dppo_megatron.actor.attention import PackedSequences
-from dppo_megatron.types import TrainSample
+from dppo_megatron.types import PackedMicrobatch, TrainSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,52 +32,53 @@ class Microbatch:
     """[T] float64, weight / denominator of the token's sample where `mask` is 1, else 0."""
     behaviour_logprobs: Tensor
     """[T] float64, 0 where `mask` is 0."""
+    old_logprobs: Tensor
+    """[T] float64, the behaviour's where the samples carry none."""
+    reference_logprobs: Tensor
+    """[T] float64, 0 where the samples carry none."""
     advantages: Tensor
     """[T] float64."""
     sequence: Tensor
     """[T] int64, position of the token's sequence in this pack; padding is a sequence of its own."""
 
 
-def build_microbatch(
-    samples: Sequence[TrainSample], members: Sequence[int], *, alignment: int, device: torch.device
-) -> Microbatch:
-    """Pack `samples[i] for i in members`, closing with a dummy sequence up to a multiple of `alignment` tokens.
+def build_microbatch(samples: Sequence[TrainSample], packed: PackedMicrobatch, *, device: torch.device) -> Microbatch:
+    """Lay `samples[i] for i in packed.members` into their slots; the rest of the slots is padding without loss.
 
-    An empty pack becomes one dummy sequence: the schedule is collective, so every rank must run it. Padding is a
-    sequence of its own and never the tail of a real one, so that no real token attends to it.
+    A pack without members is one dummy sequence: the schedule is collective, so every rank must run it.
     """
-    chosen = [samples[i] for i in members]
-    lengths = [sample.num_tokens for sample in chosen]
-    total = sum(lengths)
-    padding = -total % alignment if total else alignment
-    if padding:
-        lengths.append(padding)
-    num_tokens = total + padding
+    num_tokens, slots = packed.num_tokens, packed.cu_seqlens_padded
     tokens, targets = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int64)
     mask, coefficient, behaviour, advantages = (np.zeros(num_tokens) for _ in range(4))
-    start = 0
-    for sample in chosen:
+    old, reference = np.zeros(num_tokens), np.zeros(num_tokens)
+    for start, member in zip(slots, packed.members, strict=False):
+        sample = samples[member]
         end = start + sample.num_tokens
         tokens[start:end], targets[start:end] = sample.token_ids[:-1], sample.token_ids[1:]
         trained = slice(start + sample.num_prompt_tokens - 1, end)
         mask[trained] = 1.0
         coefficient[trained] = sample.weight / sample.denominator
         behaviour[trained] = sample.behaviour_logprobs
+        old[trained] = sample.behaviour_logprobs if sample.old_logprobs is None else sample.old_logprobs
+        if sample.reference_logprobs is not None:
+            reference[trained] = sample.reference_logprobs
         advantages[trained] = sample.advantage
-        start = end
 
     def send(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
 
+    slot_lengths = np.diff(slots)
     return Microbatch(
-        samples=tuple(members),
+        samples=packed.members,
         tokens=send(tokens)[None],
-        position_ids=send(np.concatenate([np.arange(n) for n in lengths]))[None],
-        packed=PackedSequences.from_lengths(lengths, device),
+        position_ids=send(np.concatenate([np.arange(n) for n in slot_lengths]))[None],
+        packed=PackedSequences.of(packed, device),
         targets=send(targets),
         mask=send(mask),
         coefficient=send(coefficient),
         behaviour_logprobs=send(behaviour),
+        old_logprobs=send(old),
+        reference_logprobs=send(reference),
         advantages=send(advantages),
-        sequence=send(np.repeat(np.arange(len(lengths)), lengths)),
+        sequence=send(np.repeat(np.arange(len(slot_lengths)), slot_lengths)),
     )

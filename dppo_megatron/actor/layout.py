@@ -33,11 +33,6 @@ class Layout:
     """One rank of each data-parallel replica's last stage: its sums count once."""
     device: torch.device
 
-    @property
-    def token_alignment(self) -> int:
-        """A micro-batch's token count must be a multiple of this."""
-        return self.tensor_parallel if self.sequence_parallel else 1
-
 
 def start_process_group() -> None:
     """Join the job's process group: NCCL with CUDA, gloo without. Needs no launcher for a single process."""

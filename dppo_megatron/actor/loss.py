@@ -49,6 +49,8 @@ class LossHook:
                 logprobs=logprobs,
                 entropy=entropy,
                 behaviour_logprobs=behaviour,
+                old_logprobs=microbatch.old_logprobs.to(dtype),
+                reference_logprobs=microbatch.reference_logprobs.to(dtype),
                 advantages=microbatch.advantages.to(dtype),
                 mask=microbatch.mask.to(dtype),
                 sequence=microbatch.sequence,

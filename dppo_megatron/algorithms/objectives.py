@@ -24,6 +24,11 @@ class TokenBatch:
     """[T] entropy of the policy at each position; differentiable."""
     behaviour_logprobs: Tensor
     """[T] log-probability of each target when it was sampled; 0 where `mask` is 0."""
+    old_logprobs: Tensor
+    """[T] under the actor before the step's first update: the denominator of the policy ratio. The behaviour's unless
+    the step recomputed them."""
+    reference_logprobs: Tensor
+    """[T] under the frozen reference policy; 0 where there is none."""
     advantages: Tensor
     """[T] advantage of the sequence each token belongs to."""
     mask: Tensor

@@ -103,8 +103,9 @@ class ObjectiveConfig:
 class PackingConfig:
     max_tokens_per_microbatch: int = 16384
     """Hard cap of one packed micro-batch. A longer sequence is an error before the run starts."""
-    dense: bool = True
-    """Pack many sequences into a micro-batch. false: one sequence a micro-batch, the unpacked baseline."""
+    mode: Literal["balanced", "window", "first_fit_decreasing", "none"] = "balanced"
+    """`balanced`: fewest micro-batches, then even step time over ranks and pipeline slots. `window`: the paper's Dense
+    Prompt Packing, window-based greedy. `none`: one sequence a micro-batch, the unpacked baseline."""
 
 
 @dataclass
@@ -112,7 +113,15 @@ class LayoutConfig:
     tensor_parallel: int = 1
     """Tensor-parallel size."""
     pipeline_parallel: int = 1
-    """Pipeline stages (1F1B)."""
+    """Pipeline stages: 1F1B, or interleaved with virtual_pipeline above 1."""
+    virtual_pipeline: int = 1
+    """Model chunks per pipeline stage (interleaved schedule). Above 1 every pack of a step is padded to one length."""
+    context_parallel: int = 1
+    """Ranks that share each sequence (zig-zag halves); for contexts that do not fit one rank."""
+    expert_parallel: int = 1
+    """Ranks that share the experts of a mixture-of-experts model."""
+    expert_tensor_parallel: int = 0
+    """Tensor-parallel size inside experts; 0: as tensor_parallel."""
     sequence_parallel: bool = True
     """Shard activations over the tensor-parallel ranks; without effect at tensor_parallel=1."""
 
@@ -149,6 +158,18 @@ class ActorConfig:
     """Optimizer of the RL phase; the warm start overrides the learning rate."""
     recompute: Literal["none", "full"] = "none"
     """Activation recomputation: `full` recomputes every layer in the backward pass."""
+    layer_spec: Literal["auto", "te", "local"] = "auto"
+    """Layers of the model: `te` is Transformer Engine's (CUDA), `local` Megatron's own with this project's packed
+    attention. `auto` takes te where it is installed and a CUDA device is there."""
+    logprob_chunk_tokens: int = 2048
+    """Tokens whose full-vocabulary float32 logits exist at a time when log-probabilities are taken."""
+    fp8: Literal["off", "tensorwise", "delayed", "blockwise", "mxfp8"] = "off"
+    """FP8 recipe of Transformer Engine for the linear layers; H100: tensorwise, delayed or blockwise. mxfp8 needs a
+    Blackwell chip. Run `dppo-megatron doctor --fp8-gate CONFIG` before a long job."""
+    fp8_bf16_layers: int = 0
+    """This many first and as many last layers stay in bfloat16 (not with fp8=delayed)."""
+    fp8_param: bool = False
+    """Keep parameters in FP8 too, gathered in FP8 by the distributed optimizer (not with fp8=off)."""
 
 
 @dataclass

@@ -16,21 +16,23 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.types import PackPlan, TrainSample, UserError
 
 
 def plan_microbatches(
-    samples: Sequence[TrainSample], *, data_parallel: int, max_tokens_per_microbatch: int, dense: bool = True
+    samples: Sequence[TrainSample], *, layout: PackingLayout, max_tokens_per_microbatch: int, mode: str = "balanced"
 ) -> PackPlan:
     """Assign every sample to a micro-batch of a data-parallel rank.
 
     Args:
-        dense: False puts every sample into a micro-batch of its own.
+        mode: `none` puts every sample into a micro-batch of its own.
 
     Raises:
         UserError: a sample is longer than the cap.
     """
     lengths = [sample.num_tokens for sample in samples]
+    data_parallel = layout.data_parallel
     for sample, length in zip(samples, lengths, strict=True):
         if length > max_tokens_per_microbatch:
             raise UserError(
@@ -38,14 +40,17 @@ def plan_microbatches(
                 f" {max_tokens_per_microbatch}"
             )
     order = sorted(range(len(samples)), key=lambda i: (-lengths[i], samples[i].id))
-    if dense:
+    if mode != "none":
         fewest = len(_first_fit(order, lengths, max_tokens_per_microbatch))
         count = max(1, -(-fewest // data_parallel)) * data_parallel
         bins = _level(order, lengths, count, max_tokens_per_microbatch)
     else:
         bins = [[i] for i in order]
     ranks = _deal(bins, lengths, data_parallel)
-    return PackPlan(ranks, max_tokens_per_microbatch, sum(lengths))
+    microbatches = tuple(tuple(layout.place(members, lengths) for members in rank) for rank in ranks)
+    plan = PackPlan(microbatches, max_tokens_per_microbatch, sum(lengths), {})
+    plan.metrics.update(fill=plan.fill, microbatches=float(plan.num_microbatches))
+    return plan
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], cap: int) -> list[list[int]]:
