@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.prompts import load_examples, load_prompts
+from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.types import Prompt, TrainSample, UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
@@ -39,7 +40,11 @@ def prepare_job(config: Config, world_size: int) -> Job:
     """
     check_world_size(config, world_size)
     architecture = read_architecture(config.model.hf_path)
-    architecture.check_layout(config.actor.layout.tensor_parallel, config.actor.layout.pipeline_parallel)
+    architecture.check_layout(config.actor.layout)
+    architecture.check_bf16_layers(config.actor)
+    layout, machine = config.actor.layout, this_machine()
+    machine.choose_layer_spec(config.actor.layer_spec, config.actor.fp8)
+    machine.check_experts(layout.expert_parallel, layout.expert_tensor_parallel or layout.tensor_parallel)
     _check_positions(config, architecture)
     checkpoint = CheckpointReader(config.model.hf_path, architecture)
     tokenizer = _load_tokenizer(config.model.hf_path, architecture)

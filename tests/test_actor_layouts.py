@@ -21,6 +21,7 @@ from dppo_megatron.types import PackPlan, TrainSample
 STEPS = 3
 VOCAB = 37
 
+slow = pytest.mark.slow
 LAYOUTS = [
     Parallel(tp=2),
     Parallel(tp=2, sequence_parallel=False),
@@ -30,7 +31,22 @@ LAYOUTS = [
     Parallel(dp=2, distributed_optimizer=True),
     Parallel(distributed_optimizer=True),
     Parallel(tp=2, pp=2, recompute=True),
-    pytest.param(Parallel(tp=2, pp=2, dp=2, distributed_optimizer=True), marks=pytest.mark.slow),
+    Parallel(pp=2, vpp=2),
+    Parallel(pp=2, vpp=2, dp=2, distributed_optimizer=True),
+    Parallel(tp=2, pp=2, vpp=2),
+    Parallel(cp=2),
+    Parallel(cp=2, pp=2),
+    Parallel(tp=2, cp=2, dp=2, distributed_optimizer=True),
+    pytest.param(Parallel(tp=2, pp=2, dp=2, distributed_optimizer=True), marks=slow),
+    pytest.param(Parallel(tp=2, pp=2, vpp=2, cp=2, distributed_optimizer=True), marks=slow),
+]
+MOE_LAYOUTS = [
+    Parallel(ep=2, dp=2),
+    Parallel(ep=2, dp=2, distributed_optimizer=True),
+    Parallel(tp=2, etp=2),
+    Parallel(tp=2, ep=2, etp=1, pp=2),
+    Parallel(cp=2, ep=2),
+    pytest.param(Parallel(ep=2, dp=2, pp=2, vpp=2, distributed_optimizer=True), marks=slow),
 ]
 
 
@@ -60,18 +76,28 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("moe"), family="qwen3_moe", vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def moe_reference(moe_path: Path) -> dict[str, object]:
+    return run_ranks(_train, 1, moe_path, Parallel(), "packed")[0]
+
+
+@pytest.fixture(scope="module")
 def reference(model_path: Path) -> dict[str, object]:
     return run_ranks(_train, 1, model_path, Parallel(), "packed")[0]
 
 
-def _assert_same(result: dict, reference: dict) -> None:
+def _assert_same(result: dict, reference: dict, bound: float = 1e-5) -> None:
     for step, (mine, theirs) in enumerate(zip(result["metrics"], reference["metrics"], strict=True)):
         for key in ("loss", "grad_norm", "entropy", "logprob_abs_diff", "ratio", "clip_fraction"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-6), f"step {step}: {key}"
         assert mine["learning_rate"] == theirs["learning_rate"]
     for name, weight in reference["weights"].items():
         difference = np.linalg.norm(result["weights"][name] - weight) / np.linalg.norm(weight)
-        assert difference < 1e-5, f"{name}: updated weights differ by {difference:.1e}"
+        assert difference < bound, f"{name}: updated weights differ by {difference:.1e}"
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
@@ -81,6 +107,13 @@ def test_layout_agrees_with_one_process(model_path: Path, reference: dict, paral
     _assert_same(results[0], reference)
     for other in results[1:]:
         assert other["metrics"] == results[0]["metrics"], "ranks report different metrics"
+
+
+@pytest.mark.parametrize("parallel", MOE_LAYOUTS, ids=str)
+def test_experts_agree_with_one_process(moe_path: Path, moe_reference: dict, parallel: Parallel) -> None:
+    """The same for a mixture of experts, whose routed tokens cross ranks."""
+    results = run_ranks(_train, parallel.world_size, moe_path, parallel, "packed")
+    _assert_same(results[0], moe_reference, bound=3e-5)
 
 
 @pytest.mark.parametrize("kind", ["unpacked", "shuffled"])

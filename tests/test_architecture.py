@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "actor": {"platform", "weights", "algorithms"},
     "rollout": {"weights"},
     "checkpoint": {"platform", "weights"},
-    "job": {"data", "weights", "distributed"},
+    "job": {"data", "platform", "weights", "distributed"},
     "evaluate": {"distributed", "job", "rewards", "rollout"},
     "selection": {"pruning", "algorithms", "data"},
     "loop": {

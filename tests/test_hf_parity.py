@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,21 +13,27 @@ from safetensors.torch import load_file
 from tiny import Parallel, build_actor, hf_logprobs, plan_for, random_samples, write_model
 from transformers import AutoModelForCausalLM
 
-from dppo_megatron.actor.batch import build_microbatch
+from dppo_megatron.actor.model import output_weight
+from dppo_megatron.config.schema import LayoutConfig
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader, write_checkpoint
 
-CASES = {
+ONE, FOUR = Parallel(), Parallel(tp=2, pp=2)
+CASES: dict[str, tuple[dict[str, Any], list[Parallel]]] = {
     # 37 and 41 do not divide by 2 or 3, so the vocabulary is padded wherever it is split
-    "untied": ({"vocab_size": 37}, [Parallel(), Parallel(tp=2, pp=2)]),
-    "tied": ({"vocab_size": 41, "tie_word_embeddings": True}, [Parallel(), Parallel(tp=2, pp=2)]),
+    "untied": ({"vocab_size": 37}, [ONE, FOUR]),
+    "tied": ({"vocab_size": 41, "tie_word_embeddings": True}, [ONE, FOUR, Parallel(pp=2, vpp=2)]),
     # Megatron wants key-value heads that divide by TP or the reverse: 6/3 heads split by 3, 6/2 heads by 2
     "gqa_6_3": (
         {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 66},
-        [Parallel(), Parallel(tp=3, pp=2)],
+        [ONE, Parallel(tp=3, pp=2)],
     ),
-    "gqa_6_2": ({"num_attention_heads": 6, "num_key_value_heads": 2}, [Parallel(tp=2, pp=2)]),
+    "gqa_6_2": ({"num_attention_heads": 6, "num_key_value_heads": 2}, [FOUR]),
+    "qwen2.5": ({"family": "qwen2", "tie_word_embeddings": True}, [ONE, FOUR]),
+    "llama3": ({"family": "llama3"}, [ONE, Parallel(cp=2)]),
+    "moe": ({"family": "qwen3_moe"}, [ONE, Parallel(tp=2, pp=2, ep=2, etp=1), Parallel(tp=2, ep=2, etp=1)]),
+    "moe_raw_weights": ({"family": "qwen3_moe", "norm_topk_prob": False}, [ONE]),
 }
 
 
@@ -67,43 +74,47 @@ def test_logprobs_and_round_trip(models: dict[str, Path], tmp_path: Path, name: 
 
 def _logits(model_path: Path, parallel: Parallel) -> np.ndarray | None:
     """Full-vocabulary logits of one pack, gathered over tensor parallel ranks."""
+    from megatron.core.tensor_parallel import (
+        gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
+    )
+
     actor = build_actor(model_path, parallel)
-    samples = random_samples(6, 37)
+    samples = random_samples(6, 37, longest=200)
     collected: list[np.ndarray] = []
-    plan = plan_for(samples, parallel, cap=4096)
 
-    def keep(_: object, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-        collected.append(gather_from_tensor_model_parallel_region(logits)[0].numpy())
+    def keep(_: object, hidden: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        rows = gather_from_sequence_parallel_region(hidden[0]) if actor.layout.sequence_parallel else hidden[0]
+        logits = rows @ output_weight(actor._chunks[-1]).t()
+        collected.append(gather_from_tensor_model_parallel_region(logits).numpy())
         return torch.zeros(()), {}
 
     with torch.no_grad():
-        actor._run_schedule(samples, plan, keep, forward_only=True)
+        actor._run_schedule(samples, plan_for(samples, parallel, cap=4096), keep, forward_only=True)
     return collected[0] if collected else None
 
 
-@pytest.mark.parametrize("parallel", [Parallel(), Parallel(tp=2, pp=2)], ids=str)
-def test_logits_equal_transformers(models: dict[str, Path], parallel: Parallel) -> None:
+LOGITS = [("untied", ONE), ("untied", FOUR), ("qwen2.5", ONE), ("llama3", ONE), ("moe", ONE), ("moe", FOUR)]
+
+
+@pytest.mark.parametrize(("name", "parallel"), LOGITS, ids=str)
+def test_logits_equal_transformers(models: dict[str, Path], name: str, parallel: Parallel) -> None:
     """The logits themselves, position by position in the pack, to 1e-4."""
-    logits = next(x for x in run_ranks(_logits, parallel.world_size, models["untied"], parallel) if x is not None)
-    model = AutoModelForCausalLM.from_pretrained(models["untied"]).eval()
-    samples = random_samples(6, 37)
-    plan = plan_for(samples, parallel, cap=4096)
-    pack = build_microbatch(samples, plan.microbatches[0][0], device=torch.device("cpu"))
-    start = 0
-    for member in pack.samples:
+    logits = next(x for x in run_ranks(_logits, parallel.world_size, models[name], parallel) if x is not None)
+    model = AutoModelForCausalLM.from_pretrained(models[name]).eval()
+    samples = random_samples(6, 37, longest=200)
+    packed = plan_for(samples, parallel, cap=4096).microbatches[0][0]
+    for start, member in zip(packed.cu_seqlens_padded, packed.members, strict=False):
         ids = torch.from_numpy(samples[member].token_ids[:-1])
         with torch.no_grad():
             expected = model(ids[None]).logits[0].numpy()
         np.testing.assert_allclose(logits[start : start + len(ids), :37], expected, rtol=0, atol=1e-4)
-        start += len(ids)
 
 
 def test_unsplittable_heads_are_refused(models: dict[str, Path]) -> None:
     """Three key-value heads on two ranks: Megatron cannot, so we say it before it starts."""
     with pytest.raises(UserError, match="3 key-value heads"):
-        read_architecture(models["gqa_6_3"]).check_layout(2, 1)
+        read_architecture(models["gqa_6_3"]).check_layout(LayoutConfig(tensor_parallel=2))
 
 
 def test_missing_and_unknown_tensors_are_named(models: dict[str, Path], tmp_path: Path) -> None:

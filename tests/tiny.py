@@ -9,7 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.layout import build_layout
@@ -20,9 +29,35 @@ from dppo_megatron.types import PackPlan, TrainSample
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
 
+FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    ),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "llama3": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {
+            "max_position_embeddings": 16384,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+}
 
-def write_model(directory: Path, seed: int = 0, **overrides: Any) -> Path:
-    """A random Qwen3 checkpoint whose norm weights are not all 1 and whose logits are not all alike."""
+
+def write_model(directory: Path, seed: int = 0, family: str = "qwen3", **overrides: Any) -> Path:
+    """A random checkpoint whose norm weights are not all 1, nor its biases 0, nor its logits all alike."""
+    config_class, model_class, special = FAMILIES[family]
     sizes = {
         "vocab_size": 37,
         "hidden_size": 48,
@@ -30,15 +65,15 @@ def write_model(directory: Path, seed: int = 0, **overrides: Any) -> Path:
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": 12 if family == "qwen2" else 16,
         "max_position_embeddings": 256,
         "tie_word_embeddings": False,
     }
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**(sizes | overrides)))
+    model = model_class(config_class(**(sizes | special | overrides)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or "bias" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.mul_(3)

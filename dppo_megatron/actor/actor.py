@@ -7,8 +7,10 @@ parameters under their Hugging Face names. All three are collective: every rank 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import tee
 from typing import Any
 
 import numpy as np
@@ -22,12 +24,12 @@ from torch import Tensor
 
 from dppo_megatron.actor.batch import Microbatch, build_microbatch
 from dppo_megatron.actor.layout import Layout
-from dppo_megatron.actor.logprobs import vocab_parallel_logprobs
-from dppo_megatron.actor.loss import LossHook, reduce_sums
+from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
 from dppo_megatron.actor.model import build_model, transformer_config
 from dppo_megatron.actor.optimizer import build_optimizer, build_schedule
 from dppo_megatron.algorithms.objectives import Objective
 from dppo_megatron.config.schema import ActorConfig, OptimizerConfig
+from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.types import PackPlan, TrainSample
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.sharded import WeightStream, load_hf_weights
@@ -54,25 +56,34 @@ class Actor:
         self._config = config
         self._architecture = architecture
         self._dtype = dtype
-        megatron_config = transformer_config(architecture, layout, dtype, recompute=config.recompute == "full")
+        spec, self.layer_spec_reason = this_machine().choose_layer_spec(config.layer_spec, config.fp8)
+        self.layer_spec = spec
+        megatron_config = transformer_config(architecture, layout, dtype, config, spec)
         megatron_config.finalize_model_grads_func = finalize_model_grads
-        model = build_model(architecture, megatron_config).to(layout.device)
-        load_hf_weights([model], architecture, get_weight)
-        self._model = DistributedDataParallel(
-            megatron_config,
-            DistributedDataParallelConfig(
-                use_distributed_optimizer=config.optimizer.distributed and dtype != torch.float64,
-                grad_reduce_in_fp32=dtype == torch.bfloat16,
-            ),
-            model,
-        )
-        self._stream = WeightStream([model], architecture)
+        self._chunks = [chunk.to(layout.device) for chunk in build_model(architecture, megatron_config, spec)]
+        load_hf_weights(self._chunks, architecture, get_weight)
+        self._model = [
+            DistributedDataParallel(
+                megatron_config,
+                DistributedDataParallelConfig(
+                    use_distributed_optimizer=config.optimizer.distributed and dtype != torch.float64,
+                    grad_reduce_in_fp32=dtype == torch.bfloat16,
+                    fp8_param_gather=config.fp8_param,
+                ),
+                chunk,
+                disable_bucketing=index
+                > 0,  # as Megatron's own training does: later chunks' gradients come late anyway
+            )
+            for index, chunk in enumerate(self._chunks)
+        ]
+        self._stream = WeightStream(self._chunks, architecture)
         self._optimizer: Any = None
         self._schedule: Any = None
+        self._reference: list[Tensor] | None = None
 
     def start_phase(self, optimizer: OptimizerConfig, total_steps: int) -> None:
         """Begin a training phase with a fresh optimizer and schedule; the weights stay."""
-        self._optimizer = build_optimizer(optimizer, [self._model], self._dtype)
+        self._optimizer = build_optimizer(optimizer, self._model, self._dtype)
         self._schedule = build_schedule(optimizer, self._optimizer, total_steps)
 
     def update(
@@ -101,11 +112,12 @@ class Actor:
         Returns:
             The loss hook's sums over the job.
         """
-        self._model.zero_grad_buffer()
+        for model in self._model:
+            model.zero_grad_buffer()
+            model.train()
         if self._optimizer is not None:
             self._optimizer.zero_grad()
-        self._model.train()
-        hook = LossHook(objective, self.layout, self._architecture.vocab_size, temperature, plan.num_microbatches)
+        hook = LossHook(objective, self._scorer(temperature), self.layout, plan.num_microbatches)
         self._run_schedule(samples, plan, hook, forward_only=False)
         return reduce_sums(hook.sums, self.layout)
 
@@ -114,12 +126,12 @@ class Actor:
 
         Replicated over data-parallel ranks only without the distributed optimizer (which leaves each rank a shard).
         """
-        parameters = [p for p in self._model.module.parameters() if p.requires_grad]
+        parameters = self._parameters()
         saved = [p.data for p in parameters]
         try:
             for parameter in parameters:
-                parameter.data = parameter.main_grad.to(parameter.dtype).view_as(parameter)
-            yield from WeightStream([self._model.module], self._architecture)
+                parameter.data = parameter.main_grad.to(parameter.dtype).view_as(parameter)  # type: ignore[attr-defined]
+            yield from WeightStream(self._chunks, self._architecture)
         finally:
             for parameter, data in zip(parameters, saved, strict=True):
                 parameter.data = data
@@ -133,21 +145,17 @@ class Actor:
             On rank 0 one array [num_completion_tokens] a sample, in the order of `samples`; None elsewhere.
         """
         collected: dict[int, npt.NDArray[np.float64]] = {}
+        score = self._scorer(temperature)
 
-        def collect(microbatch: Microbatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            values, _ = vocab_parallel_logprobs(
-                logits[0],
-                microbatch.targets,
-                vocab_size=self._architecture.vocab_size,
-                temperature=temperature,
-                group=parallel_state.get_tensor_model_parallel_group(),
-            )
+        def collect(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            values, _ = score(microbatch, hidden)
             for position, sample in enumerate(microbatch.samples):
                 mine = (microbatch.sequence == position) & (microbatch.mask > 0)
                 collected[sample] = values[mine].double().cpu().numpy()
-            return torch.zeros((), device=logits.device), {}
+            return torch.zeros((), device=hidden.device), {}
 
-        self._model.eval()
+        for model in self._model:
+            model.eval()
         with torch.no_grad():
             self._run_schedule(samples, plan, collect, forward_only=True)
         gathered: list[Any] | None = [None] * self.layout.world_size if self.layout.rank == 0 else None
@@ -156,6 +164,20 @@ class Actor:
             return None
         merged = {sample: values for part in gathered for sample, values in part.items()}
         return [merged[i] for i in range(len(samples))]
+
+    def freeze_reference(self) -> None:
+        """Keep a copy of the current weights, on the host, as the reference policy of a KL term."""
+        self._reference = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
+
+    @contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """Within the block the actor is the reference policy; for `logprobs`. `freeze_reference` comes first."""
+        assert self._reference is not None, "freeze_reference has not been called"
+        self._swap_with_reference()
+        try:
+            yield
+        finally:
+            self._swap_with_reference()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters under their Hugging Face names, one full tensor at a time, on every rank. Collective."""
@@ -169,13 +191,18 @@ class Actor:
             "singleton_local_shards": False,
             "chained_optim_avoid_prefix": True,
         }
-        model = self._model.module.sharded_state_dict(metadata=metadata)
-        optimizer = self._optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
-        return {"model": model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
+        chunks = [chunk.sharded_state_dict(metadata=metadata) for chunk in self._chunks]
+        names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+        model = dict(zip(names, chunks, strict=True))
+        optimizer = self._optimizer.sharded_state_dict(
+            model if len(chunks) > 1 else chunks[0], is_loading=loading, metadata=metadata
+        )
+        return {**model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Take over a state that was loaded into the template of `sharded_state(loading=True)`."""
-        self._model.module.load_state_dict(state["model"])
+        for index, chunk in enumerate(self._chunks):
+            chunk.load_state_dict(state["model" if len(self._chunks) == 1 else f"model{index}"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
 
@@ -188,24 +215,45 @@ class Actor:
         forward_only: bool,
     ) -> None:
         packs = (
-            build_microbatch(samples, packed, device=self.layout.device)
+            build_microbatch(samples, packed, device=self.layout.device, context=self.layout.context)
             for packed in plan.microbatches[self.layout.data_parallel_rank]
         )
 
         def forward(iterator: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             pack = next(iterator)
-            logits = model(pack.tokens, pack.position_ids, None, packed_seq_params=pack.packed)
-            return logits, partial(hook, pack)
+            output = model(pack.local_tokens, pack.local_position_ids, None, packed_seq_params=pack.packed)
+            return output, partial(hook, pack)
 
+        interleaved = len(self._model) > 1
         get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=packs,
-            model=self._model,
+            data_iterator=list(tee(packs, len(self._model))) if interleaved else packs,
+            model=self._model if interleaved else self._model[0],
             num_microbatches=plan.num_microbatches,
-            seq_length=plan.max_tokens_per_microbatch,  # unused with variable lengths, but asked for
+            # with variable lengths only asked for; the interleaved schedule exchanges this one shape
+            seq_length=plan.microbatches[0][0].num_tokens,
             micro_batch_size=1,
             forward_only=forward_only,
         )
+
+    def _scorer(self, temperature: float) -> Scorer:
+        return Scorer(
+            self._chunks[-1],
+            self.layout,
+            self._architecture.vocab_size,
+            temperature,
+            self._config.logprob_chunk_tokens,
+        )
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for chunk in self._chunks for p in chunk.parameters() if p.requires_grad]
+
+    def _swap_with_reference(self) -> None:
+        assert self._reference is not None
+        for parameter, kept in zip(self._parameters(), self._reference, strict=True):
+            current = parameter.detach().to("cpu", copy=True)
+            parameter.data.copy_(kept)
+            kept.copy_(current)
 
 
 def warm_start_optimizer(optimizer: OptimizerConfig, learning_rate: float, lr_warmup_steps: int) -> OptimizerConfig:

@@ -9,17 +9,22 @@ masking makes right padding harmless, and a few large calls beat one small call 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.types import PackedMicrobatch
 
 
@@ -27,56 +32,97 @@ from dppo_megatron.types import PackedMicrobatch
 class LengthBucket:
     """Sequences of one pack that attend in the same call: similar lengths, so little padding."""
 
-    index: Tensor
-    """[B * L] position in the pack of each row's tokens; a row's padding repeats its last token."""
+    query_index: Tensor
+    """[B * Q] position, among this rank's tokens, of each row's queries; a row's padding repeats its last token."""
+    key_index: Tensor
+    """[B * L] position in the whole pack of each row's keys, padded in the same way."""
     batch: int
-    padded_length: int
+    mask: Tensor | None
+    """[B, 1, Q, L] True where a query may look; None: causal, which is all that one rank alone needs."""
+
+
+class Attending(NamedTuple):
+    """How one rank attends over a pack."""
+
+    buckets: tuple[LengthBucket, ...]
+    row_of_token: Tensor
+    """[T / CP] where each of this rank's tokens lies among the query rows of all buckets."""
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]
-    """Megatron's description of a pack, with the length buckets computed once for all layers."""
+    """Megatron's description of a pack, with what this project's attention derives from it once for all layers."""
 
-    buckets: tuple[LengthBucket, ...] = ()
-    row_of_token: Tensor | None = None
-    """[T] where each token's output lies among the rows of all buckets."""
+    slots: tuple[int, ...] = (0,)
+    context: ContextShare = field(default_factory=ContextShare)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod
-    def of(cls, plan: PackedMicrobatch, device: torch.device) -> PackedSequences:
-        """A planned micro-batch. Attention runs over whole slots: causal masking hides a slot's padding tail."""
-        slots = torch.tensor(plan.cu_seqlens_padded, dtype=torch.int32)
-        lengths = slots.diff().tolist()
-        on_device = slots.to(device)
-        buckets, row_of_token = _length_buckets(lengths, slots.tolist())
+    def of(cls, plan: PackedMicrobatch, context: ContextShare, device: torch.device) -> PackedSequences:
+        """A planned micro-batch.
+
+        Attention runs over whole slots: causal masking hides a slot's padding tail from its sequence, and the kernels
+        meet one set of offsets instead of two.
+        """
+        slots = plan.cu_seqlens_padded
+        offsets = torch.tensor(slots, dtype=torch.int32, device=device)
+        longest = max(end - start for start, end in pairwise(slots))
         return cls(
             qkv_format="thd",
-            cu_seqlens_q=on_device,
-            cu_seqlens_kv=on_device,
-            max_seqlen_q=max(lengths),
-            max_seqlen_kv=max(lengths),
-            buckets=tuple(LengthBucket(b.index.to(device), b.batch, b.padded_length) for b in buckets),
-            row_of_token=row_of_token.to(device),
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            slots=slots,
+            context=context,
+            device=device,
         )
 
+    @cached_property
+    def whole_pack_index(self) -> Tensor:
+        """[T] where each token of the pack lies among the ranks' shares, concatenated."""
+        shares = [replace(self.context, rank=rank).indices(self.slots) for rank in range(self.context.size)]
+        return torch.argsort(torch.cat(shares)).to(self.device)
 
-def _length_buckets(lengths: list[int], starts: list[int]) -> tuple[list[LengthBucket], Tensor]:
-    by_size: dict[int, list[int]] = {}
-    for i, length in enumerate(lengths):
-        by_size.setdefault(length.bit_length(), []).append(i)
-    buckets: list[LengthBucket] = []
-    row_of_token = torch.empty(starts[-1], dtype=torch.int64)
-    rows = 0
-    for members in by_size.values():
-        longest = max(lengths[i] for i in members)
-        start = torch.tensor([starts[i] for i in members])[:, None]
-        last = torch.tensor([lengths[i] - 1 for i in members])[:, None]
-        position = torch.arange(longest)[None]
-        index = (start + torch.minimum(position, last)).flatten()
-        real = (position <= last).flatten()
-        row_of_token[index[real]] = rows + torch.arange(len(index))[real]
-        buckets.append(LengthBucket(index, len(members), longest))
-        rows += len(index)
-    return buckets, row_of_token
+    @cached_property
+    def attending(self) -> Attending:
+        """The length buckets; made at the first layer, and not at all where a kernel takes the offsets."""
+        by_size: dict[int, list[tuple[int, int]]] = {}
+        for start, end in pairwise(self.slots):
+            by_size.setdefault((end - start).bit_length(), []).append((start, end - start))
+        buckets: list[LengthBucket] = []
+        row_of_token = torch.empty(self.slots[-1] // self.context.size, dtype=torch.int64)
+        rows = 0
+        for members in by_size.values():
+            bucket, real = _bucket(members, self.context)
+            row_of_token[bucket.query_index[real]] = rows + torch.nonzero(real)[:, 0]
+            rows += len(real)
+            buckets.append(
+                LengthBucket(
+                    bucket.query_index.to(self.device),
+                    bucket.key_index.to(self.device),
+                    bucket.batch,
+                    None if bucket.mask is None else bucket.mask.to(self.device),
+                )
+            )
+        return Attending(tuple(buckets), row_of_token.to(self.device))
+
+
+def _bucket(members: Sequence[tuple[int, int]], context: ContextShare) -> tuple[LengthBucket, Tensor]:
+    """The bucket of slots (start, length), and [B * Q] which of its query rows are no padding."""
+    start = torch.tensor([start for start, _ in members])[:, None]
+    length = torch.tensor([length for _, length in members])[:, None]
+    key = torch.arange(int(length.max()))[None]
+    key_index = start + torch.minimum(key, length - 1)
+    local_length = length // context.size
+    row = torch.arange(int(local_length.max()))[None]
+    query = torch.minimum(row, local_length - 1)
+    query_index = (start // context.size + query).flatten()
+    mask = None
+    if context.size > 1:
+        position = context.position(query, length)
+        mask = (key[:, None] <= position[:, :, None])[:, None]
+    return LengthBucket(query_index, key_index.flatten(), len(members), mask), (row < local_length).flatten()
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
@@ -94,6 +140,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        self._context_group = groups.cp
         self._scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -106,9 +154,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """query [T, H, D], key and value [T, K, D] with K dividing H -> [T, H * D]."""
+        """query [T, H, D], key and value [T, K, D] with K dividing H -> [T, H * D]; T tokens of this rank."""
         assert packed_seq_params is not None, "the actor always packs"
-        if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        one_rank = packed_seq_params.context.size == 1
+        if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and one_rank:
             out = self._flash(query, key, value, packed_seq_params)
         else:
             out = self._bucketed(query, key, value, packed_seq_params)
@@ -133,20 +182,36 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         return out
 
     def _bucketed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        context = packed.context
+        if context.size > 1:
+            key, value = (self._whole_pack(tensor, packed) for tensor in (key, value))
         rows = []
-        for bucket in packed.buckets:
+        for bucket in packed.attending.buckets:
             q, k, v = (
-                tensor.index_select(0, bucket.index)
-                .view(bucket.batch, bucket.padded_length, tensor.size(1), tensor.size(2))
-                .transpose(1, 2)
-                for tensor in (query, key, value)
+                tensor.index_select(0, index).view(bucket.batch, -1, *tensor.shape[1:]).transpose(1, 2)
+                for tensor, index in (
+                    (query, bucket.query_index),
+                    (key, bucket.key_index),
+                    (value, bucket.key_index),
+                )
             )
             attended = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self._scale, enable_gqa=query.size(1) != key.size(1)
+                q,
+                k,
+                v,
+                attn_mask=bucket.mask,
+                is_causal=bucket.mask is None,
+                scale=self._scale,
+                enable_gqa=query.size(1) != key.size(1),
             )
             rows.append(attended.transpose(1, 2).reshape(-1, query.size(1), query.size(2)))
-        assert packed.row_of_token is not None
-        return torch.cat(rows).index_select(0, packed.row_of_token)
+        return torch.cat(rows).index_select(0, packed.attending.row_of_token)
+
+    def _whole_pack(self, tensor: Tensor, packed: PackedSequences) -> Tensor:
+        """Keys or values of all ranks in the pack's own order; the backward pass sums their gradients over ranks."""
+        shares = gather_from_sequence_parallel_region(tensor.contiguous(), group=self._context_group)
+        whole: Tensor = shares.index_select(0, packed.whole_pack_index)
+        return whole
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -155,6 +220,8 @@ class RMSNorm(torch.nn.RMSNorm):
     Megatron's WrappedTorchNorm refuses sequence parallelism. Tagging the weight is all that is missing: Megatron
     then sums its gradient over the tensor-parallel ranks.
     """
+
+    returns_residual = False  # read by megatron-core from 0.19 on
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)

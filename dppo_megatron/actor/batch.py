@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dppo_megatron.actor.attention import PackedSequences
+from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.types import PackedMicrobatch, TrainSample
 
 
@@ -39,14 +40,33 @@ class Microbatch:
     advantages: Tensor
     """[T] float64."""
     sequence: Tensor
-    """[T] int64, position of the token's sequence in this pack; padding is a sequence of its own."""
+    """[T] int64, position of the token's sequence in this pack; a closing dummy segment is a sequence of its own."""
+    local: Tensor
+    """[T / CP] int64, positions in the pack of the tokens that this context-parallel rank holds."""
+
+    @property
+    def local_tokens(self) -> Tensor:
+        """[1, T / CP] what the model of this rank reads."""
+        return self.tokens[:, self.local]
+
+    @property
+    def local_position_ids(self) -> Tensor:
+        """[1, T / CP]."""
+        return self.position_ids[:, self.local]
 
 
-def build_microbatch(samples: Sequence[TrainSample], packed: PackedMicrobatch, *, device: torch.device) -> Microbatch:
+def build_microbatch(
+    samples: Sequence[TrainSample],
+    packed: PackedMicrobatch,
+    *,
+    device: torch.device,
+    context: ContextShare | None = None,
+) -> Microbatch:
     """Lay `samples[i] for i in packed.members` into their slots; the rest of the slots is padding without loss.
 
     A pack without members is one dummy sequence: the schedule is collective, so every rank must run it.
     """
+    context = context or ContextShare()
     num_tokens, slots = packed.num_tokens, packed.cu_seqlens_padded
     tokens, targets = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int64)
     mask, coefficient, behaviour, advantages = (np.zeros(num_tokens) for _ in range(4))
@@ -72,7 +92,7 @@ def build_microbatch(samples: Sequence[TrainSample], packed: PackedMicrobatch, *
         samples=packed.members,
         tokens=send(tokens)[None],
         position_ids=send(np.concatenate([np.arange(n) for n in slot_lengths]))[None],
-        packed=PackedSequences.of(packed, device),
+        packed=PackedSequences.of(packed, context, device),
         targets=send(targets),
         mask=send(mask),
         coefficient=send(coefficient),
@@ -81,4 +101,5 @@ def build_microbatch(samples: Sequence[TrainSample], packed: PackedMicrobatch, *
         reference_logprobs=send(reference),
         advantages=send(advantages),
         sequence=send(np.repeat(np.arange(len(slot_lengths)), slot_lengths)),
+        local=context.indices(slots).to(device),
     )

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.config.schema import LayoutConfig
 
 
@@ -26,6 +27,7 @@ class Layout:
     pipeline_parallel: int
     data_parallel: int
     data_parallel_rank: int
+    context: ContextShare
     sequence_parallel: bool
     is_last_stage: bool
     """Holds the output layer, so it computes the loss."""
@@ -52,10 +54,15 @@ def build_layout(config: LayoutConfig, seed: int) -> Layout:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_parallel,
         pipeline_model_parallel_size=config.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+        context_parallel_size=config.context_parallel,
+        expert_model_parallel_size=config.expert_parallel,
+        expert_tensor_parallel_size=config.expert_tensor_parallel or None,
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    context = ContextShare(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
     return Layout(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -63,9 +70,10 @@ def build_layout(config: LayoutConfig, seed: int) -> Layout:
         pipeline_parallel=config.pipeline_parallel,
         data_parallel=parallel_state.get_data_parallel_world_size(),
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        context=context,
         sequence_parallel=config.sequence_parallel and config.tensor_parallel > 1,
         is_last_stage=last,
-        reports=last and parallel_state.get_tensor_model_parallel_rank() == 0,
+        reports=last and parallel_state.get_tensor_model_parallel_rank() == 0 and context.rank == 0,
         device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
     )
 

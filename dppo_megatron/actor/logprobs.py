@@ -1,78 +1,123 @@
-"""Token log-probabilities and entropy from logits whose vocabulary is split over the tensor-parallel ranks.
+"""Token log-probabilities and entropy from hidden states, without ever holding the logits of a whole pack.
 
-Megatron's vocab-parallel cross entropy overwrites its input and gives no entropy. One autograd function gives both
-with two all-reduces. It keeps one probability tensor of the size of the local logits for the backward pass.
+A pack of 16k tokens at a vocabulary of 150k has 10 GB of float32 logits, and their gradient as much again. So the
+output projection, the softmax and their backward pass run over chunks of tokens: the forward pass keeps two numbers a
+token, the backward pass multiplies again. Only positions that predict a completion token take part, which gives back
+part of what the second multiplication costs. Peak memory beside the model: some four float32 tensors of
+[chunk, V / tp], plus one float32 tensor of the weight's shape for its gradient.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-def vocab_parallel_logprobs(
-    logits: Tensor, targets: Tensor, *, vocab_size: int, temperature: float, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
+class Projection(NamedTuple):
+    """The output layer, its vocabulary split over the tensor-parallel ranks."""
+
+    vocab_size: int
+    """Columns from here on are padding and have probability 0."""
+    temperature: float
+    """The logits are divided by it."""
+    chunk_tokens: int
+    """Tokens whose logits exist at a time."""
+    group: dist.ProcessGroup
+    """The tensor-parallel group."""
+
+
+def chunked_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, both differentiable.
 
     Args:
-        logits: [T, V / tp] this rank's columns; computed in float32 (float64 stays float64), never modified.
+        hidden: [T, H], the same on every rank of the group; its gradient is this rank's vocabulary's part only.
+        weight: [V / tp, H] this rank's rows of the output projection.
         targets: [T] int64 global token ids.
-        vocab_size: columns from here on are padding and have probability 0.
-        temperature: the logits are divided by it first.
-        group: the tensor-parallel group.
 
     Returns:
-        ([T], [T]), the same on every rank of the group.
+        ([T], [T]) in float32 (float64 stays float64), the same on every rank of the group.
     """
-    logprobs, entropy = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
-        logits, targets, vocab_size, temperature, group
-    )
+    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, targets, projection)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 
-class _VocabParallelLogprobs(torch.autograd.Function):
+class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, temperature: float, group: dist.ProcessGroup
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, projection: Projection
     ) -> tuple[Tensor, Tensor]:
-        scaled = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-        first = group.rank() * scaled.size(-1)
-        num_real = max(0, min(scaled.size(-1), vocab_size - first))
-        scaled[:, num_real:] = -torch.inf
-        peak = scaled.amax(-1)
-        dist.all_reduce(peak, dist.ReduceOp.MAX, group)
-        shifted = scaled.sub_(peak[:, None])
-        local = targets - first
-        inside = (local >= 0) & (local < num_real)
-        column = local.clamp(0, scaled.size(-1) - 1)[:, None]
-        picked = torch.where(inside, shifted.gather(1, column)[:, 0], 0.0)
-        exp = shifted.exp()
-        # 0 * -inf on the padding columns would be NaN
-        exp_shifted = (exp * shifted.masked_fill(exp == 0, 0.0)).sum(-1)
-        sums = torch.stack([exp.sum(-1), exp_shifted, picked])
-        dist.all_reduce(sums, group=group)
-        normalizer, weighted, target_logit = sums
-        log_normalizer = normalizer.log()
-        entropy = log_normalizer - weighted / normalizer
-        ctx.save_for_backward(exp.div_(normalizer[:, None]), entropy, column, inside)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs, entropy, log_normalizer = hidden.new_empty(3, len(hidden), dtype=dtype)
+        for rows in _chunks(len(hidden), projection.chunk_tokens):
+            scaled = _scaled_logits(hidden[rows], weight, projection, dtype)
+            column, inside = _column(targets[rows], scaled.size(-1), projection)
+            peak = scaled.amax(-1)
+            dist.all_reduce(peak, dist.ReduceOp.MAX, projection.group)
+            shifted = scaled.sub_(peak[:, None])
+            picked = torch.where(inside, shifted.gather(1, column)[:, 0], 0.0)
+            exp = shifted.exp()
+            # 0 * -inf on the padding columns would be NaN
+            exp_shifted = shifted.masked_fill_(exp == 0, 0.0).mul_(exp).sum(-1)
+            sums = torch.stack([exp.sum(-1), exp_shifted, picked])
+            dist.all_reduce(sums, group=projection.group)
+            normalizer, weighted, target_logit = sums
+            logprobs[rows] = target_logit - normalizer.log()
+            entropy[rows] = normalizer.log() - weighted / normalizer
+            log_normalizer[rows] = normalizer.log() + peak
+        ctx.save_for_backward(hidden, weight, targets, entropy, log_normalizer)
+        ctx.projection = projection
         ctx.set_materialize_grads(False)
-        return target_logit - log_normalizer, entropy
+        return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None, None]:
         grad_logprobs, grad_entropy = grads
-        probs, entropy, column, inside = ctx.saved_tensors
-        if grad_logprobs is None:
-            grad = torch.zeros_like(probs)
-        else:
-            grad = -probs * grad_logprobs[:, None]
-            grad.scatter_add_(1, column, torch.where(inside, grad_logprobs, 0.0)[:, None])
-        if grad_entropy is not None:
-            log_probs = probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
-            grad -= probs * (log_probs + entropy[:, None]) * grad_entropy[:, None]
-        return (grad / ctx.temperature).to(ctx.dtype), None, None, None, None
+        hidden, weight, targets, entropy, log_normalizer = ctx.saved_tensors
+        projection: Projection = ctx.projection
+        grad_hidden = torch.zeros_like(hidden)
+        # chunk after chunk is added to it: in bfloat16 the small ones would be lost
+        grad_weight = torch.zeros_like(weight, dtype=log_normalizer.dtype)
+        for rows in _chunks(len(hidden), projection.chunk_tokens):
+            log_probs = _scaled_logits(hidden[rows], weight, projection, log_normalizer.dtype)
+            log_probs -= log_normalizer[rows, None]
+            probs = log_probs.exp()
+            if grad_entropy is None:
+                grad = torch.zeros_like(probs)
+            else:
+                log_probs.masked_fill_(probs == 0, 0.0).add_(entropy[rows, None])
+                grad = log_probs.mul_(probs).mul_(-grad_entropy[rows, None])
+            if grad_logprobs is not None:
+                column, inside = _column(targets[rows], probs.size(-1), projection)
+                grad -= probs * grad_logprobs[rows, None]
+                grad.scatter_add_(1, column, torch.where(inside, grad_logprobs[rows], 0.0)[:, None])
+            grad_logits = grad.div_(projection.temperature).to(hidden.dtype)
+            grad_hidden[rows] = grad_logits @ weight
+            grad_weight += grad_logits.t() @ hidden[rows]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
+
+
+def _chunks(count: int, size: int) -> Iterator[slice]:
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+def _scaled_logits(hidden: Tensor, weight: Tensor, projection: Projection, dtype: torch.dtype) -> Tensor:
+    """[chunk, V / tp] with -inf on the padding columns. Multiplied in the model's type, as rollout engines do."""
+    scaled = (hidden @ weight.t()).to(dtype) / projection.temperature
+    scaled[:, _num_real(scaled.size(-1), projection) :] = -torch.inf
+    return scaled
+
+
+def _num_real(columns: int, projection: Projection) -> int:
+    return max(0, min(columns, projection.vocab_size - projection.group.rank() * columns))
+
+
+def _column(targets: Tensor, columns: int, projection: Projection) -> tuple[Tensor, Tensor]:
+    """[chunk, 1] the targets' local columns, and [chunk] whether this rank holds them."""
+    local = targets - projection.group.rank() * columns
+    inside = (local >= 0) & (local < _num_real(columns, projection))
+    return local.clamp(0, columns - 1)[:, None], inside

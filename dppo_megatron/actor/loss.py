@@ -3,7 +3,8 @@
 The hook returns sum_t coefficient_t * loss_t, with coefficient = weight / frozen denominator carried by the sample.
 Megatron's schedule then divides by the number of micro-batches and its data-parallel wrapper averages over ranks,
 so the hook multiplies by both: the gradient is exactly that of the weighted full-batch objective, however the
-samples were packed, split over ranks or cut into pipeline micro-batches.
+samples were packed, split over ranks or cut into pipeline micro-batches. (Under context parallelism every rank of the
+group computes the same loss and differentiates its own tokens; the schedule's factor cp undoes the average over them.)
 """
 
 from __future__ import annotations
@@ -13,35 +14,69 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
 from dppo_megatron.actor.batch import Microbatch
+from dppo_megatron.actor.context import gather_pack
 from dppo_megatron.actor.layout import Layout
-from dppo_megatron.actor.logprobs import vocab_parallel_logprobs
+from dppo_megatron.actor.logprobs import Projection, chunked_logprobs
+from dppo_megatron.actor.model import output_weight
 from dppo_megatron.algorithms.objectives import Objective, TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """From the hidden states of one micro-batch to log-probabilities and entropies of the whole pack."""
+
+    model: GPTModel
+    """The chunk with the output layer."""
+    layout: Layout
+    vocab_size: int
+    temperature: float
+    chunk_tokens: int
+
+    def __call__(self, microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[1, T / cp (/ tp with sequence parallelism), H] -> ([T], [T]), 0 where the mask is 0, alike on all ranks."""
+        if self.layout.sequence_parallel:
+            rows = gather_from_sequence_parallel_region(hidden[0])
+        else:
+            rows = copy_to_tensor_model_parallel_region(hidden[0])
+        trained = torch.nonzero(microbatch.mask[microbatch.local] > 0)[:, 0]
+        projection = Projection(
+            self.vocab_size,
+            self.temperature,
+            self.chunk_tokens,
+            parallel_state.get_tensor_model_parallel_group(),
+        )
+        targets = microbatch.targets[microbatch.local[trained]]
+        both = chunked_logprobs(rows.index_select(0, trained), output_weight(self.model), targets, projection)
+        group = parallel_state.get_context_parallel_group()
+        index = microbatch.packed.whole_pack_index if group.size() > 1 else microbatch.local
+        logprobs, entropy = (
+            gather_pack(values.new_zeros(len(rows)).index_copy(0, trained, values), index, group) for values in both
+        )
+        return logprobs, entropy
 
 
 @dataclass
 class LossHook:
-    """Called by Megatron's schedule with the logits of one micro-batch, on the last pipeline stage."""
+    """Called by Megatron's schedule with the hidden states of one micro-batch, on the last pipeline stage."""
 
     objective: Objective
+    score: Scorer
     layout: Layout
-    vocab_size: int
-    temperature: float
     num_microbatches: int
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Sums over this rank's completion tokens so far, float64: `loss` (weighted), `tokens`, and each diagnostic."""
 
-    def __call__(self, microbatch: Microbatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """logits [1, T, V / tp] -> (scalar loss, nothing for the schedule to collect)."""
-        logprobs, entropy = vocab_parallel_logprobs(
-            logits[0],
-            microbatch.targets,
-            vocab_size=self.vocab_size,
-            temperature=self.temperature,
-            group=parallel_state.get_tensor_model_parallel_group(),
-        )
+    def __call__(self, microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Scorer` for the shape -> (scalar loss, nothing for the schedule to collect)."""
+        logprobs, entropy = self.score(microbatch, hidden)
         dtype = logprobs.dtype
         behaviour = microbatch.behaviour_logprobs.to(dtype)
         result = self.objective(
@@ -57,7 +92,7 @@ class LossHook:
             )
         )
         trained = microbatch.mask > 0
-        # where, not a product: a prompt position may be infinite, and infinity times 0 is NaN
+        # where, not a product: a user's loss may be infinite on a prompt position, and infinity times 0 is NaN
         loss = torch.where(trained, result.loss, 0.0) @ microbatch.coefficient.to(dtype)
         self._add("loss", loss.detach())
         self._add("tokens", trained.sum())

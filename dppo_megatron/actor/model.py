@@ -1,32 +1,46 @@
-"""A megatron-core GPTModel with the shape of a Hugging Face checkpoint."""
+"""A megatron-core GPTModel with the shape of a Hugging Face checkpoint.
+
+Two layer specs, one model: Transformer Engine's where it is installed on CUDA, and Megatron's local one with this
+project's packed attention and norm. Their sharded keys are the same, so checkpoints and the weight table are too.
+The output layer is deferred: the model returns hidden states and `logprobs.py` multiplies them in chunks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from dppo_megatron.actor.attention import PackedAttention, RMSNorm
 from dppo_megatron.actor.layout import Layout
+from dppo_megatron.actor.precision import fp8_settings
+from dppo_megatron.config.schema import ActorConfig
+from dppo_megatron.platform.capabilities import LayerSpec
 from dppo_megatron.weights.architecture import Architecture
 
 
 def transformer_config(
-    architecture: Architecture, layout: Layout, dtype: torch.dtype, *, recompute: bool
+    architecture: Architecture, layout: Layout, dtype: torch.dtype, config: ActorConfig, spec: LayerSpec
 ) -> TransformerConfig:
     """Megatron's configuration for this architecture and layout.
 
-    The fusions that are off need CUDA extensions of Apex or Transformer Engine; the local layer spec has none.
+    The fusions that are off need CUDA extensions of Apex or Transformer Engine. They stay off with Transformer Engine
+    too: fused rotary and activation kernels differ from the rollout engine's by enough to show as ratio spikes.
     """
-    recomputation: dict[str, Any] = {}
-    if recompute:
-        recomputation = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    chunks = config.layout.virtual_pipeline
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -36,21 +50,22 @@ def transformer_config(
         kv_channels=architecture.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=architecture.norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=architecture.qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=False,
+        add_qkv_bias=architecture.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=layout.tensor_parallel,
         pipeline_model_parallel_size=layout.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        context_parallel_size=layout.context.size,
         pipeline_dtype=dtype,
         sequence_parallel=layout.sequence_parallel,
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, for dense models too
+        variable_seq_lengths=chunks == 1,  # Megatron's interleaved schedule exchanges one shape only
         batch_p2p_comm=False,
         use_cpu_initialization=layout.device.type == "cpu",
         attention_softmax_in_fp32=True,
@@ -60,26 +75,114 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        **recomputation,
+        **_recomputation(config),
+        **_experts(architecture, config, spec),
+        **fp8_settings(config),
     )
 
 
-def build_model(architecture: Architecture, config: TransformerConfig) -> GPTModel:
-    """This rank's part of the model, with random weights."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention, attention.q_layernorm, attention.k_layernorm = PackedAttention, RMSNorm, RMSNorm
-    block = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
-    return GPTModel(
+def _recomputation(config: ActorConfig) -> dict[str, Any]:
+    if config.recompute == "none":
+        return {}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _experts(architecture: Architecture, config: ActorConfig, spec: LayerSpec) -> dict[str, Any]:
+    # Megatron asks for this dispatcher with variable lengths, for dense models too
+    settings: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
+    experts = architecture.experts
+    if experts is None:
+        return settings
+    return settings | {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.per_token,
+        "moe_ffn_hidden_size": experts.ffn_size,
+        "moe_router_pre_softmax": not experts.normalize_weights,
+        "moe_router_score_function": "softmax",
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",  # its statistics would see the kept completions only
+        "moe_grouped_gemm": spec == "te",
+        "moe_router_padding_for_quantization": config.fp8 != "off",
+        "expert_model_parallel_size": config.layout.expert_parallel,
+        "expert_tensor_parallel_size": config.layout.expert_tensor_parallel or config.layout.tensor_parallel,
+    }
+
+
+def build_model(architecture: Architecture, config: TransformerConfig, spec: LayerSpec) -> list[GPTModel]:
+    """This rank's model chunks, with random weights: one, or one for each virtual pipeline stage."""
+    chunks = config.virtual_pipeline_model_parallel_size
+    return [_build_chunk(architecture, config, spec, stage) for stage in (range(chunks) if chunks else [None])]
+
+
+def _build_chunk(
+    architecture: Architecture, config: TransformerConfig, spec: LayerSpec, virtual_stage: int | None
+) -> GPTModel:
+    at: dict[str, Any] = {"ignore_virtual": virtual_stage is None, "vp_stage": virtual_stage}
+    model = GPTModel(
         config=config,
-        transformer_layer_spec=block,
+        transformer_layer_spec=_LAYER_SPECS[spec](architecture, config, virtual_stage),
         vocab_size=architecture.padded_vocab_size(config.tensor_model_parallel_size),
         max_sequence_length=architecture.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        pre_process=parallel_state.is_pipeline_first_stage(**at),
+        post_process=parallel_state.is_pipeline_last_stage(**at),
         parallel_output=True,
         share_embeddings_and_output_weights=architecture.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=architecture.rope_theta,
+        rope_scaling=architecture.rope_factor > 0,
+        rope_scaling_factor=architecture.rope_factor,
+        vp_stage=virtual_stage,
     )
+    if model.post_process:
+        model.output_layer.__class__ = DeferredOutputLayer
+    return model
+
+
+class DeferredOutputLayer(ColumnParallelLinear):  # type: ignore[misc]
+    """Passes hidden states on: whole logits of a long pack, in float32 for the loss, would be the largest tensor of a
+    step. The weight stays where Megatron put it, with all that it knows of sharding and tying."""
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        """[T / tp, 1, H] (with sequence parallelism) -> the same."""
+        return input_, None
+
+
+def output_weight(model: GPTModel) -> Tensor:
+    """[V / tp, H] this rank's rows of the output projection, on the last pipeline stage."""
+    weight: Tensor = (
+        model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else model.output_layer.weight
+    )
+    return weight
+
+
+def _local_spec(
+    architecture: Architecture, config: TransformerConfig, virtual_stage: int | None
+) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=architecture.qk_norm, normalization="RMSNorm"
+    )
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if architecture.experts:  # a norm of its own in Transformer Engine's spec, so its key must not be fc1's here
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if architecture.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    count = get_num_layers_to_build(config, vp_stage=virtual_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+
+
+def _te_spec(architecture: Architecture, config: TransformerConfig, _: int | None) -> ModuleSpec:
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=architecture.qk_norm,
+    )
+
+
+_LAYER_SPECS: dict[LayerSpec, Callable[[Architecture, TransformerConfig, int | None], Any]] = {
+    "local": _local_spec,
+    "te": _te_spec,
+}

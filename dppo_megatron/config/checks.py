@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.pruning import check_pruning
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
@@ -15,20 +16,29 @@ from dppo_megatron.types import UserError
 def check_values(config: Config) -> None:
     """Raise `UserError` for the first value that is out of range or contradicts another one."""
     _check_ranges(config)
+    _check_actor(config)
     _check_required(config)
     _check_files(config)
     check_pruning(config.pruning)
+    _check_objective(config)
 
 
 def check_world_size(config: Config, world_size: int) -> None:
     """Raise `UserError` unless `world_size` ranks can hold the layout."""
     layout = config.actor.layout
-    ranks = layout.tensor_parallel * layout.pipeline_parallel
-    if world_size % ranks:
+    tp, pp, cp = layout.tensor_parallel, layout.pipeline_parallel, layout.context_parallel
+    etp, ep = layout.expert_tensor_parallel or tp, layout.expert_parallel
+    attention, experts = tp * pp * cp, etp * ep * pp
+    if world_size % attention:
         raise UserError(
-            f"actor.layout: tensor_parallel={layout.tensor_parallel} x pipeline_parallel={layout.pipeline_parallel}"
-            f" needs a multiple of {ranks} processes, but the world size is {world_size};"
-            f" launch with torchrun --nproc-per-node {ranks} -m dppo_megatron.train ..."
+            f"actor.layout: tensor_parallel={tp} x pipeline_parallel={pp} x context_parallel={cp} needs a multiple of"
+            f" {attention} processes, but the world size is {world_size};"
+            f" launch with torchrun --nproc-per-node {attention} -m dppo_megatron.train ..."
+        )
+    if world_size % experts:
+        raise UserError(
+            f"actor.layout: expert_tensor_parallel={etp} x expert_parallel={ep} x pipeline_parallel={pp} needs a"
+            f" multiple of {experts} processes, but the world size is {world_size}"
         )
 
 
@@ -55,6 +65,10 @@ def _check_ranges(config: Config) -> None:
         "packing.max_tokens_per_microbatch": config.packing.max_tokens_per_microbatch,
         "actor.layout.tensor_parallel": config.actor.layout.tensor_parallel,
         "actor.layout.pipeline_parallel": config.actor.layout.pipeline_parallel,
+        "actor.layout.virtual_pipeline": config.actor.layout.virtual_pipeline,
+        "actor.layout.context_parallel": config.actor.layout.context_parallel,
+        "actor.layout.expert_parallel": config.actor.layout.expert_parallel,
+        "actor.logprob_chunk_tokens": config.actor.logprob_chunk_tokens,
         "warm_start.examples_per_step": config.warm_start.examples_per_step,
     }
     for key, count in at_least_one.items():
@@ -74,9 +88,8 @@ def _check_ranges(config: Config) -> None:
         "warm_start.lr_warmup_steps": config.warm_start.lr_warmup_steps,
         "eval.every_steps": config.eval.every_steps,
         "checkpoint.every_steps": config.checkpoint.every_steps,
-        "objective.clip_low": config.objective.clip_low,
-        "objective.clip_high": config.objective.clip_high,
-        "objective.advantage_eps": config.objective.advantage_eps,
+        "actor.layout.expert_tensor_parallel": config.actor.layout.expert_tensor_parallel,
+        "actor.fp8_bf16_layers": config.actor.fp8_bf16_layers,
         "actor.optimizer.lr_warmup_steps": optimizer.lr_warmup_steps,
         "actor.optimizer.weight_decay": optimizer.weight_decay,
         "actor.optimizer.max_grad_norm": optimizer.max_grad_norm,
@@ -99,12 +112,41 @@ def _check_ranges(config: Config) -> None:
             f"actor.optimizer.min_learning_rate = {optimizer.min_learning_rate} is above"
             f" learning_rate = {optimizer.learning_rate}"
         )
-    if config.objective.clip_low >= 1:
-        raise UserError(f"objective.clip_low = {config.objective.clip_low}: must be below 1 (the ratio is positive)")
-    if config.objective.dual_clip and config.objective.dual_clip <= 1 + config.objective.clip_high:
+
+
+def _check_actor(config: Config) -> None:
+    actor = config.actor
+    if actor.layout.virtual_pipeline > 1 and actor.layout.pipeline_parallel == 1:
         raise UserError(
-            f"objective.dual_clip = {config.objective.dual_clip}: must be 0 (off) or above 1 + clip_high"
-            f" = {1 + config.objective.clip_high}"
+            f"actor.layout.virtual_pipeline = {actor.layout.virtual_pipeline} needs pipeline_parallel above 1"
+        )
+    if actor.fp8 == "off":
+        extra = {"fp8_bf16_layers": actor.fp8_bf16_layers, "fp8_param": actor.fp8_param}
+        for key, value in extra.items():
+            if value:
+                raise UserError(f"actor.{key} = {value} has no effect while actor.fp8 = off")
+        return
+    if actor.layer_spec == "local":
+        raise UserError(f"actor.fp8 = {actor.fp8} needs Transformer Engine's layers; set actor.layer_spec = auto")
+    if config.model.dtype != "bfloat16":
+        raise UserError(f"actor.fp8 = {actor.fp8} needs model.dtype = bfloat16, not {config.model.dtype}")
+    if actor.fp8 == "delayed" and actor.fp8_bf16_layers:
+        raise UserError("actor.fp8_bf16_layers does not work with fp8 = delayed: its scales are kept over all layers")
+    if actor.fp8_param and not actor.optimizer.distributed:
+        raise UserError("actor.fp8_param needs actor.optimizer.distributed = true, which keeps the float32 parameters")
+
+
+def _check_objective(config: Config) -> None:
+    check_objective(
+        config.objective,
+        prompts_per_step=config.rollout.prompts_per_step,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+    )
+    if config.objective.kl.coef and config.warm_start.steps and config.checkpoint.resume_from:
+        raise UserError(
+            "checkpoint.resume_from with objective.kl.coef and warm_start.steps: the reference is the warm-started model,"
+            " which a checkpoint does not hold. Write that model once with steps=0 and start RL from its hf/ directory"
+            " as model.hf_path, with warm_start.steps=0"
         )
 
 

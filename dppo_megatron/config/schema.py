@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dppo_megatron.config.objective import ObjectiveConfig
 from dppo_megatron.config.pruning import PruningConfig
 
 
@@ -83,29 +84,15 @@ class RewardConfig:
 
 
 @dataclass
-class ObjectiveConfig:
-    advantage: Literal["group_std", "group_mean"] = "group_std"
-    """`group_std`: (r - mean) / std of the group (GRPO). `group_mean`: r - mean (Dr.GRPO)."""
-    advantage_eps: float = 1e-6
-    """Added to the group's standard deviation (population form)."""
-    clip_low: float = 0.2
-    """Lower clip: the ratio is clipped at 1 - clip_low where the advantage is negative."""
-    clip_high: float = 0.2
-    """Upper clip: the ratio is clipped at 1 + clip_high where the advantage is positive."""
-    dual_clip: float = 0.0
-    """Bound c > 1 of the dual clip for negative advantages (arXiv 1912.09729); 0 turns it off."""
-    normalization: Literal["sequence_mean", "constant"] = "sequence_mean"
-    """Frozen divisor of a sample's token sum. `sequence_mean`: N G len (GRPO). `constant`: N G
-    max_completion_tokens (Dr.GRPO). N and G are the planned full batch, never the survivors."""
-
-
-@dataclass
 class PackingConfig:
     max_tokens_per_microbatch: int = 16384
     """Hard cap of one packed micro-batch. A longer sequence is an error before the run starts."""
     mode: Literal["balanced", "window", "first_fit_decreasing", "none"] = "balanced"
     """`balanced`: fewest micro-batches, then even step time over ranks and pipeline slots. `window`: the paper's Dense
-    Prompt Packing, window-based greedy. `none`: one sequence a micro-batch, the unpacked baseline."""
+    Prompt Packing, window-based greedy. `first_fit_decreasing`: what most packers do. `none`: one sequence a
+    micro-batch, the unpacked baseline."""
+    window: int = 64
+    """Sequences that mode=window chooses from; the other modes see all."""
 
 
 @dataclass
@@ -131,11 +118,11 @@ class OptimizerConfig:
     learning_rate: float = 1e-6
     """Peak learning rate of the RL phase."""
     min_learning_rate: float = 0.0
-    """Learning rate at the last step; used by the decaying schedules."""
+    """Learning rate at the last update; used by the decaying schedules."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up."""
     lr_warmup_steps: int = 0
-    """Steps of linear warm-up from 0."""
+    """Optimizer updates of linear warm-up from 0."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     adam_beta1: float = 0.9
@@ -196,7 +183,7 @@ class Config:
     seed: int = 0
     """Seeds data order, sampling and every selection draw, each through its own counter-based stream."""
     steps: int = 100
-    """RL steps: one rollout and one optimizer step each. 0: only the warm start, evaluated and saved under hf/."""
+    """RL steps: one rollout and `objective.updates_per_step` optimizer updates each. 0: only the warm start, evaluated and saved under hf/."""
     threads_per_rank: int = 0
     """CPU threads of torch in each rank; 0: cores of the machine divided by the ranks on it."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -210,7 +197,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     """Grading."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    """Advantage and policy loss."""
+    """Advantage, policy loss, KL, corrections, and the updates on each rollout."""
     pruning: PruningConfig = field(default_factory=PruningConfig)
     """What is skipped before rollout and dropped before the update."""
     packing: PackingConfig = field(default_factory=PackingConfig)

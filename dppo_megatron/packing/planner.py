@@ -1,95 +1,211 @@
-"""From sequence lengths to packed micro-batches.
+"""From sequence lengths to packed micro-batches for every data-parallel rank.
 
-Invariants, asserted by the tests:
+Invariants, asserted by the tests, in every mode:
   - every sample is in exactly one micro-batch;
-  - no micro-batch holds more than `max_tokens_per_microbatch` tokens; a longer sample is an error that names it;
-  - every data-parallel rank has the same number of micro-batches (some may be empty: the schedule is collective);
-  - the plan depends on the set of (length, id) pairs, not on the order they come in.
+  - no micro-batch is longer than `max_tokens_per_microbatch`, padding for alignment included; a sample whose slot
+    would be is an error that names it, before any work;
+  - every rank has the same number of micro-batches, a multiple of the interleaved schedule's group; some may hold
+    padding only;
+  - each sample's slot is a multiple of the layout's `sequence_multiple`, each micro-batch of its `microbatch_multiple`,
+    and what the latter adds is a segment of its own at the end;
+  - with a virtual pipeline all micro-batches have one length, as its exchanges between stages need;
+  - the plan depends on the samples' lengths and ids, not on the order they come in.
 
-First-fit decreasing finds the fewest micro-batches, then samples are dealt again to exactly that number, longest
-first to the lightest that has room: first-fit alone leaves the last one nearly empty, and a pipeline or
-data-parallel step is as slow as its largest part.
+Objective: fewest micro-batches, then the least time of the slowest rank by the cost model. The two are found one after
+the other. A number of micro-batches is tried from the lower bound up, each time by levelling costs under the cap (which
+also evens what a pipeline step waits for, its largest micro-batch) and where that finds no room by best or first fit. Samples
+are then exchanged between ranks.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+
+import numpy as np
 
 from dppo_megatron.packing.alignment import PackingLayout
-from dppo_megatron.types import PackPlan, TrainSample, UserError
+from dppo_megatron.packing.balance import deal, exchange
+from dppo_megatron.packing.bins import Bins, best_fit, first_fit, level, split_to, window_greedy
+from dppo_megatron.packing.cost import TOKENS, CostModel
+from dppo_megatron.types import FloatArray, IntArray, PackedMicrobatch, PackPlan, TrainSample, UserError
+
+_GREEDY_SHARES = (1.0, 0.5)
+"""Shares of the samples that are levelled by cost before best fit places the rest; the second fits more tightly."""
 
 
 def plan_microbatches(
-    samples: Sequence[TrainSample], *, layout: PackingLayout, max_tokens_per_microbatch: int, mode: str = "balanced"
+    samples: Sequence[TrainSample],
+    *,
+    layout: PackingLayout,
+    max_tokens_per_microbatch: int,
+    mode: str = "balanced",
+    cost: CostModel = TOKENS,
+    window: int = 64,
 ) -> PackPlan:
     """Assign every sample to a micro-batch of a data-parallel rank.
 
     Args:
-        mode: `none` puts every sample into a micro-batch of its own.
+        max_tokens_per_microbatch: hard cap; what does not divide by the layout's `microbatch_multiple` stays unused.
+        mode: `balanced`; `window`, the greedy packing of DPPO (arXiv 2603.04135) over the samples in the order of their
+            ids; `first_fit_decreasing`; `none`, a micro-batch for every sample.
+        cost: what a sequence costs; the default counts tokens.
+        window: sequences that `window` chooses from.
+
+    Returns:
+        A plan with the metrics
+        `fill`: true tokens over the cap times the number of micro-batches;
+        `microbatches`: of each rank;
+        `padding`: share of the tokens run that belong to no sample;
+        `imbalance`: time of the slowest rank over the mean, where with p pipeline stages a rank takes the sum of its
+        micro-batches' costs and (p - 1) times its largest;
+        `largest_over_mean`: cost of the costliest micro-batch over the mean.
 
     Raises:
-        UserError: a sample is longer than the cap.
+        UserError: the cap holds no token, a sample does not fit, or the mode is unknown.
     """
     lengths = [sample.num_tokens for sample in samples]
-    data_parallel = layout.data_parallel
-    for sample, length in zip(samples, lengths, strict=True):
-        if length > max_tokens_per_microbatch:
-            raise UserError(
-                f"sample {sample.id} has {length} tokens, more than packing.max_tokens_per_microbatch ="
-                f" {max_tokens_per_microbatch}"
-            )
-    order = sorted(range(len(samples)), key=lambda i: (-lengths[i], samples[i].id))
-    if mode != "none":
-        fewest = len(_first_fit(order, lengths, max_tokens_per_microbatch))
-        count = max(1, -(-fewest // data_parallel)) * data_parallel
-        bins = _level(order, lengths, count, max_tokens_per_microbatch)
+    capacity = usable_capacity(layout, max_tokens_per_microbatch)
+    slots = layout.slots(np.array(lengths, dtype=np.int64))
+    _check_fit(samples, slots, layout, max_tokens_per_microbatch)
+    # From here on a sample is its place in this order: longest first, then by id. What ties in both is alike.
+    by_id = np.array(sorted(range(len(samples)), key=lambda i: samples[i].id), dtype=np.int64)
+    stream = np.argsort(-slots[by_id], kind="stable")
+    origin = by_id[stream]
+    slots = slots[origin]
+    costs = cost.of(slots.astype(np.float64))
+    count_of = partial(quantised, quantum=layout.data_parallel * layout.microbatch_group)
+    if mode == "balanced":
+        ranks = _balanced(slots, costs, capacity, count_of, layout)
     else:
-        bins = [[i] for i in order]
-    ranks = _deal(bins, lengths, data_parallel)
-    microbatches = tuple(tuple(layout.place(members, lengths) for members in rank) for rank in ranks)
+        bins = _greedy_bins(mode, slots.tolist(), capacity, np.argsort(stream).tolist(), window)
+        bins = split_to(bins, costs.tolist(), count_of(len(bins)))
+        ranks = deal(bins, costs.tolist(), layout.data_parallel)
+    microbatches = _place(ranks, origin.tolist(), lengths, slots.tolist(), costs.tolist(), layout)
     plan = PackPlan(microbatches, max_tokens_per_microbatch, sum(lengths), {})
-    plan.metrics.update(fill=plan.fill, microbatches=float(plan.num_microbatches))
+    plan.metrics.update(_metrics(plan, layout, cost))
     return plan
 
 
-def _first_fit(order: Sequence[int], lengths: Sequence[int], cap: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for i in order:
-        target = next((b for b, free in enumerate(room) if free >= lengths[i]), None)
-        if target is None:
-            bins.append([])
-            room.append(cap)
-            target = len(bins) - 1
-        bins[target].append(i)
-        room[target] -= lengths[i]
-    return bins
+def usable_capacity(layout: PackingLayout, max_tokens_per_microbatch: int) -> int:
+    """The largest multiple of the layout's `microbatch_multiple` within the cap; `UserError` if that is 0."""
+    multiple = layout.microbatch_multiple
+    if max_tokens_per_microbatch < multiple:
+        raise UserError(
+            f"packing.max_tokens_per_microbatch = {max_tokens_per_microbatch}: this layout and number format run"
+            f" micro-batches in multiples of {multiple} tokens, so it must be at least that"
+        )
+    return max_tokens_per_microbatch // multiple * multiple
 
 
-def _level(order: Sequence[int], lengths: Sequence[int], count: int, cap: int) -> list[list[int]]:
-    """Longest first into the lightest of `count` bins; falls back to first-fit where that would not fit."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0, b) for b in range(count)]
-    for i in order:
-        load, lightest = heapq.heappop(loads)
-        if load + lengths[i] > cap:
-            fitted = _first_fit(order, lengths, cap)
-            return fitted + [[] for _ in range(count - len(fitted))]
-        bins[lightest].append(i)
-        heapq.heappush(loads, (load + lengths[i], lightest))
-    return bins
+def quantised(count: int, quantum: int) -> int:
+    """`count` micro-batches rounded up so that every rank has the same whole number of groups, and at least one."""
+    return max(1, -(-count // quantum)) * quantum
 
 
-def _deal(bins: list[list[int]], lengths: Sequence[int], data_parallel: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Heaviest bin first to the rank with the fewest tokens among those with the fewest bins."""
-    ranks: list[list[tuple[int, ...]]] = [[] for _ in range(data_parallel)]
-    tokens = [0] * data_parallel
-    per_rank = max(1, -(-len(bins) // data_parallel))
-    for members in sorted(bins, key=lambda b: -sum(lengths[i] for i in b)):
-        rank = min((r for r in range(data_parallel) if len(ranks[r]) < per_rank), key=lambda r: tokens[r])
-        ranks[rank].append(tuple(members))
-        tokens[rank] += sum(lengths[i] for i in members)
-    for rank_bins in ranks:
-        rank_bins.extend(() for _ in range(per_rank - len(rank_bins)))
-    return tuple(tuple(rank_bins) for rank_bins in ranks)
+def _check_fit(samples: Sequence[TrainSample], slots: IntArray, layout: PackingLayout, max_tokens: int) -> None:
+    capacity = usable_capacity(layout, max_tokens)
+    too_long = [(samples[i].id, i) for i in np.flatnonzero(slots > capacity).tolist()]
+    if too_long:
+        name, i = min(too_long)
+        length, multiple = samples[i].num_tokens, layout.sequence_multiple
+        aligned = f", {slots[i]} aligned to {multiple}" if slots[i] != length else ""
+        usable = f" ({capacity} usable, a multiple of {layout.microbatch_multiple})" if capacity != max_tokens else ""
+        raise UserError(
+            f"sample {name} has {length} tokens{aligned}, more than packing.max_tokens_per_microbatch ="
+            f" {max_tokens}{usable}"
+        )
+
+
+def _greedy_bins(mode: str, slots: Sequence[int], capacity: int, by_id: Sequence[int], window: int) -> Bins:
+    if mode == "window":
+        return window_greedy(by_id, slots, capacity, window)
+    if mode == "first_fit_decreasing":
+        return first_fit(range(len(slots)), slots, capacity)
+    if mode == "none":
+        return [[i] for i in range(len(slots))]
+    raise UserError(f"packing.mode = '{mode}': no such choice; known: balanced, window, first_fit_decreasing, none")
+
+
+def _balanced(
+    slots: IntArray, costs: FloatArray, capacity: int, count_of: Callable[[int], int], layout: PackingLayout
+) -> list[Bins]:
+    order, sizes, prices = range(len(slots)), slots.tolist(), costs.tolist()
+    # Two samples of more than half the capacity never share a micro-batch.
+    count = count_of(max(-(-int(slots.sum()) // capacity), int((2 * slots > capacity).sum())))
+    bins, tightest = _levelled(order, sizes, prices, capacity, count), None
+    while bins is None:
+        if tightest is None:
+            tightest = min((fit(order, sizes, capacity) for fit in (best_fit, first_fit)), key=len)
+        if len(tightest) <= count:
+            bins = split_to(tightest, prices, count)
+        else:
+            count = count_of(count + 1)
+            bins = _levelled(order, sizes, prices, capacity, count)
+    return exchange(
+        deal(bins, prices, layout.data_parallel),
+        slots,
+        costs,
+        capacity=capacity,
+        pipeline_parallel=layout.pipeline_parallel,
+        most=2 * layout.data_parallel + 16,
+    )
+
+
+def _levelled(
+    order: Sequence[int], slots: Sequence[int], costs: Sequence[float], capacity: int, count: int
+) -> Bins | None:
+    for share in _GREEDY_SHARES:
+        bins = level(order, slots, costs, capacity, count, greedy=int(share * len(order)))
+        if bins is not None:
+            return bins
+    return None
+
+
+def _place(
+    ranks: list[Bins],
+    origin: Sequence[int],
+    lengths: Sequence[int],
+    slots: Sequence[int],
+    costs: Sequence[float],
+    layout: PackingLayout,
+) -> tuple[tuple[PackedMicrobatch, ...], ...]:
+    """Order each rank's bins and lay out their samples, longest first.
+
+    Costliest first, so that ranks that meet in collectives within a micro-batch meet with similar ones. In a pipeline
+    the cheap ones go to both ends, where stages wait for the first and the last.
+
+    Args:
+        origin: position in the caller's list, of each sample of the bins.
+        lengths: [samples] in the caller's order; slots and costs in that of the bins.
+    """
+    longest = 0
+    if layout.virtual_pipeline > 1:
+        fullest = max(sum(slots[i] for i in members) for rank in ranks for members in rank)
+        longest = quantised(fullest, layout.microbatch_multiple)
+    placed = []
+    for rank in ranks:
+        members = sorted((sorted(bin_) for bin_ in rank), key=lambda bin_: -sum(costs[i] for i in bin_))
+        if layout.pipeline_parallel > 1:
+            members = members[::-2] + members[len(members) % 2 :: 2]
+        placed.append(tuple(layout.place([origin[i] for i in bin_], lengths, longest) for bin_ in members))
+    return tuple(placed)
+
+
+def _metrics(plan: PackPlan, layout: PackingLayout, cost: CostModel) -> dict[str, float]:
+    run = [microbatch for rank in plan.microbatches for microbatch in rank]
+    tokens = sum(microbatch.num_tokens for microbatch in run)
+    ends = np.array(list(chain.from_iterable(microbatch.cu_seqlens_padded for microbatch in run)), dtype=np.float64)
+    starts = np.cumsum([0] + [len(microbatch.cu_seqlens_padded) for microbatch in run[:-1]])
+    segments = np.diff(ends, prepend=0.0)
+    segments[starts] = 0.0
+    price = np.add.reduceat(cost.of(segments), starts).reshape(len(plan.microbatches), -1)
+    time = price.sum(axis=1) + (layout.pipeline_parallel - 1) * price.max(axis=1)
+    return {
+        "fill": plan.fill,
+        "microbatches": float(plan.num_microbatches),
+        "padding": 1.0 - plan.num_tokens / tokens,
+        "imbalance": float(time.max() / time.mean()),
+        "largest_over_mean": float(price.max() / price.mean()),
+    }

@@ -8,68 +8,98 @@ every layout; where a shard lies inside the full tensor is Megatron's own knowle
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from dppo_megatron.weights.architecture import Architecture
 
-_LAYER = "model.layers.{layer}."
+Place: TypeAlias = tuple[int, ...]
+"""Which copy of a key: () outside the layers, (layer,), or (layer, expert)."""
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
-_QKV = "decoder.layers.self_attention.linear_qkv.weight"
+_LAYERS = "decoder.layers."
+_QKV = _LAYERS + "self_attention.linear_qkv."
+_EXPERT = _LAYERS + "mlp.experts.experts."
+_HF = "model.layers.{layer}."
 
-TABLE: dict[str, tuple[str, ...]] = {
+_EVERY = {
     EMBEDDING: ("model.embed_tokens.weight",),
     OUTPUT: ("lm_head.weight",),
     "decoder.final_layernorm.weight": ("model.norm.weight",),
-    "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (_LAYER + "input_layernorm.weight",),
-    _QKV: tuple(_LAYER + f"self_attn.{part}_proj.weight" for part in "qkv"),
-    "decoder.layers.self_attention.q_layernorm.weight": (_LAYER + "self_attn.q_norm.weight",),
-    "decoder.layers.self_attention.k_layernorm.weight": (_LAYER + "self_attn.k_norm.weight",),
-    "decoder.layers.self_attention.linear_proj.weight": (_LAYER + "self_attn.o_proj.weight",),
-    "decoder.layers.mlp.linear_fc1.layer_norm_weight": (_LAYER + "post_attention_layernorm.weight",),
-    "decoder.layers.mlp.linear_fc1.weight": (_LAYER + "mlp.gate_proj.weight", _LAYER + "mlp.up_proj.weight"),
-    "decoder.layers.mlp.linear_fc2.weight": (_LAYER + "mlp.down_proj.weight",),
+    _QKV + "layer_norm_weight": (_HF + "input_layernorm.weight",),
+    _QKV + "weight": tuple(_HF + f"self_attn.{part}_proj.weight" for part in "qkv"),
+    _LAYERS + "self_attention.linear_proj.weight": (_HF + "self_attn.o_proj.weight",),
 }
-"""Global Megatron key to Hugging Face names; more than one are joined along dimension 0 (queries, keys and values
-are interleaved by key-value head)."""
+_QKV_BIAS = {_QKV + "bias": tuple(_HF + f"self_attn.{part}_proj.bias" for part in "qkv")}
+_QK_NORM = {
+    _LAYERS + f"self_attention.{part}_layernorm.weight": (_HF + f"self_attn.{part}_norm.weight",) for part in "qk"
+}
+_DENSE = {
+    _LAYERS + "mlp.linear_fc1.layer_norm_weight": (_HF + "post_attention_layernorm.weight",),
+    _LAYERS + "mlp.linear_fc1.weight": (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"),
+    _LAYERS + "mlp.linear_fc2.weight": (_HF + "mlp.down_proj.weight",),
+}
+_MOE = {
+    _LAYERS + "pre_mlp_layernorm.weight": (_HF + "post_attention_layernorm.weight",),
+    _LAYERS + "mlp.router.weight": (_HF + "mlp.gate.weight",),
+    _EXPERT + "linear_fc1.weight": tuple(_HF + f"mlp.experts.{{expert}}.{part}_proj.weight" for part in ("gate", "up")),
+    _EXPERT + "linear_fc2.weight": (_HF + "mlp.experts.{expert}.down_proj.weight",),
+}
 
 PADDED_TO_VOCAB = (EMBEDDING, OUTPUT)
 """Keys whose dimension 0 is the vocabulary, padded to a multiple of the tensor-parallel size."""
 
 
-def hf_names(key: str, layer: int | None) -> list[str]:
-    """Hugging Face names of the tensors behind Megatron's global `key` in `layer` (None outside the layers)."""
-    return [name.format(layer=layer) for name in TABLE[key]]
+def table(architecture: Architecture) -> dict[str, tuple[str, ...]]:
+    """Global Megatron key to Hugging Face name patterns; more than one are joined along dimension 0.
+
+    Queries, keys and values are interleaved by key-value head. A tied output layer has no row.
+    """
+    rows = dict(_EVERY)
+    if architecture.tied_embeddings:
+        del rows[OUTPUT]
+    if architecture.qkv_bias:
+        rows |= _QKV_BIAS
+    if architecture.qk_norm:
+        rows |= _QK_NORM
+    return rows | (_MOE if architecture.experts else _DENSE)
+
+
+def hf_names(key: str, place: Place, architecture: Architecture) -> list[str]:
+    """Hugging Face names of the tensors behind Megatron's global `key` at `place`."""
+    layer, expert = (*place, 0, 0)[:2]
+    return [name.format(layer=layer, expert=expert) for name in table(architecture)[key]]
 
 
 def all_hf_names(architecture: Architecture) -> set[str]:
     """Every tensor a checkpoint of this architecture must hold."""
-    names: set[str] = set()
-    for key in TABLE:
-        if key == OUTPUT and architecture.tied_embeddings:
-            continue
-        layers = range(architecture.num_layers) if _LAYER in TABLE[key][0] else [None]
-        for layer in layers:
-            names.update(hf_names(key, layer))
-    return names
+    experts = architecture.experts.count if architecture.experts else 1
+    return {
+        name.format(layer=layer, expert=expert)
+        for names in table(architecture).values()
+        for name in names
+        for layer in range(architecture.num_layers)
+        for expert in range(experts)
+    }
 
 
 def join(key: str, parts: Sequence[Tensor], architecture: Architecture) -> Tensor:
     """Hugging Face tensors of one key -> Megatron's full (unsharded) tensor."""
-    if key == _QKV:
+    if len(parts) == 3:
         groups = architecture.num_kv_heads
-        return torch.cat([part.reshape(groups, -1, part.shape[-1]) for part in parts], dim=1).flatten(0, 1)
+        return torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
 def split(key: str, full: Tensor, architecture: Architecture) -> list[Tensor]:
     """Megatron's full tensor -> the Hugging Face tensors of its key; the inverse of `join`."""
-    if key == _QKV:
+    count = len(table(architecture)[key])
+    if count == 3:
         groups, head = architecture.num_kv_heads, architecture.head_dim
         rows = [architecture.num_heads // groups * head, head, head]
-        parts = full.reshape(groups, sum(rows), full.shape[-1]).split(rows, dim=1)  # type: ignore[no-untyped-call]
-        return [part.reshape(-1, full.shape[-1]) for part in parts]
-    return list(full.chunk(len(TABLE[key])))
+        parts = full.reshape(groups, sum(rows), *full.shape[1:]).split(rows, dim=1)  # type: ignore[no-untyped-call]
+        return [part.reshape(-1, *full.shape[1:]) for part in parts]
+    return list(full.chunk(count))

@@ -18,16 +18,16 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from torch import Tensor
 
 from dppo_megatron.weights.architecture import Architecture
-from dppo_megatron.weights.mapping import PADDED_TO_VOCAB, hf_names, join, split
+from dppo_megatron.weights.mapping import PADDED_TO_VOCAB, Place, hf_names, join, split
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Where one shard lies in the full tensor of (key, layer), and which rank holds it."""
+    """Where one shard lies in the full tensor of (key, place), and which rank holds it."""
 
     rank: int
     key: str
-    layer: int | None
+    place: Place
     index: tuple[slice, ...]
     shape: tuple[int, ...]
 
@@ -37,7 +37,7 @@ def load_hf_weights(model: Sequence[torch.nn.Module], architecture: Architecture
     """Copy full Hugging Face tensors into this rank's shards. `get(name)` returns one full tensor, on the CPU."""
     for shard in _local_shards(model):
         piece = _describe(shard)
-        full = join(piece.key, [get(name) for name in hf_names(piece.key, piece.layer)], architecture)
+        full = join(piece.key, [get(name) for name in hf_names(piece.key, piece.place, architecture)], architecture)
         if piece.key in PADDED_TO_VOCAB:
             padding = full.new_zeros(piece.shape[0] - full.shape[0], *full.shape[1:])
             full = torch.cat([full, padding])
@@ -55,19 +55,19 @@ class WeightStream:
 
     def __init__(self, model: Sequence[torch.nn.Module], architecture: Architecture) -> None:
         self._architecture = architecture
-        self._local: dict[tuple[str, int | None, str], ShardedTensor] = {}
+        self._local: dict[tuple[str, Place, str], ShardedTensor] = {}
         mine: list[_Piece] = []
         for shard in _local_shards(model):
             if is_main_replica(shard.replica_id):
                 piece = _describe(shard)
                 mine.append(piece)
-                self._local[piece.key, piece.layer, str(piece.index)] = shard
+                self._local[piece.key, piece.place, str(piece.index)] = shard
         gathered: list[list[_Piece]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, mine)
-        self._pieces: dict[tuple[str, int | None], list[_Piece]] = {}
+        self._pieces: dict[tuple[str, Place], list[_Piece]] = {}
         for piece in (p for pieces in gathered for p in pieces):
-            self._pieces.setdefault((piece.key, piece.layer), []).append(piece)
-        self._order = sorted(self._pieces, key=lambda item: (-1 if item[1] is None else item[1], item[0]))
+            self._pieces.setdefault((piece.key, piece.place), []).append(piece)
+        self._order = sorted(self._pieces, key=lambda item: (item[1], item[0]))
         parameter = next(iter(model[0].parameters()))
         self._dtype, self._device = parameter.dtype, parameter.device
 
@@ -75,12 +75,12 @@ class WeightStream:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, full tensor) in a fixed order. A yielded tensor is the receiver's to keep."""
         rank = dist.get_rank()
-        for key, layer in self._order:
-            pieces = self._pieces[key, layer]
+        for key, place in self._order:
+            pieces = self._pieces[key, place]
             full = torch.empty(pieces[0].shape, dtype=self._dtype, device=self._device)
             for piece in pieces:
                 if piece.rank == rank:
-                    data = self._local[key, layer, str(piece.index)].data
+                    data = self._local[key, place, str(piece.index)].data
                     assert data is not None
                     full[piece.index] = data
                 if dist.get_world_size() > 1:
@@ -89,7 +89,8 @@ class WeightStream:
                     full[piece.index] = part
             if key in PADDED_TO_VOCAB:
                 full = full[: self._architecture.vocab_size]
-            for name, tensor in zip(hf_names(key, layer), split(key, full, self._architecture), strict=True):
+            names = hf_names(key, place, self._architecture)
+            for name, tensor in zip(names, split(key, full, self._architecture), strict=True):
                 yield name, tensor.contiguous()
 
 
@@ -109,4 +110,4 @@ def _describe(shard: ShardedTensor) -> _Piece:
     offset, shape = shard.global_offset[axes:], shard.global_shape[axes:]
     assert shard.data is not None
     index = tuple(slice(start, start + size) for start, size in zip(offset, shard.data.shape, strict=True))
-    return _Piece(dist.get_rank(), shard.key, shard.global_offset[0] if axes else None, index, tuple(shape))
+    return _Piece(dist.get_rank(), shard.key, tuple(shard.global_offset[:axes]), index, tuple(shape))

@@ -1,0 +1,174 @@
+"""Bins to data-parallel ranks: a step is as slow as its slowest rank.
+
+Dealing the costliest bin to the lightest rank is good for many bins and poor for the three or four that a rank of a
+wide job has. So the slowest rank then exchanges bins, or single samples where there is room, with the lightest ones
+for as long as that helps, a bounded number of times. One exchange is a few numpy calls on a matrix of the two ranks'
+samples.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dppo_megatron.packing.bins import Bins
+from dppo_megatron.types import BoolArray, FloatArray, IntArray
+
+_PARTNERS = 4
+"""Ranks, lightest first, that the slowest one tries to exchange with before the search ends."""
+
+_LEVEL = 5e-4
+"""A slowest rank within this share of the mean is level: kernels' own scatter is larger."""
+
+
+def deal(bins: Bins, costs: Sequence[float], num_ranks: int) -> list[Bins]:
+    """The same number of bins for each rank: the costliest first, to the lightest rank that may have more.
+
+    Args:
+        bins: a multiple of `num_ranks`.
+        costs: [samples].
+    """
+    per_rank = len(bins) // num_ranks
+    ranks: list[Bins] = [[] for _ in range(num_ranks)]
+    lightest = [(0.0, r) for r in range(num_ranks)]
+    sums = [sum(costs[i] for i in members) for members in bins]
+    for b in sorted(range(len(bins)), key=lambda b: -sums[b]):
+        total, r = lightest[0]
+        ranks[r].append(bins[b])
+        if len(ranks[r]) < per_rank:
+            heapq.heapreplace(lightest, (total + sums[b], r))
+        else:
+            heapq.heappop(lightest)
+    return ranks
+
+
+def exchange(
+    ranks: list[Bins],
+    slots: npt.NDArray[np.int64],
+    costs: FloatArray,
+    *,
+    capacity: int,
+    pipeline_parallel: int,
+    most: int,
+) -> list[Bins]:
+    """Swap bins or samples, or move samples, between the slowest rank and light ones; at most `most` times.
+
+    A rank takes about sum + (p - 1) x largest of its micro-batches with p pipeline stages. With p > 1 an exchange
+    never makes a rank's largest micro-batch larger, so what it moves is the sum.
+
+    Args:
+        slots, costs: [samples] tokens and cost.
+        capacity: tokens of a bin.
+    """
+    search = _Search(ranks, slots, costs, capacity, pipeline_parallel)
+    for _ in range(most):
+        if not search.improve_slowest():
+            break
+    return search.ranks()
+
+
+class _Search:
+    """Assignment of units (samples, then one phantom of no tokens for each bin) to bins, and of bins to ranks.
+
+    A move is a swap with the phantom of the bin it goes to.
+    """
+
+    def __init__(
+        self, ranks: list[Bins], slots: IntArray, costs: FloatArray, capacity: int, pipeline_parallel: int
+    ) -> None:
+        bins = [members for rank in ranks for members in rank]
+        self.num_samples, self.num_bins = len(slots), len(bins)
+        self.stages = pipeline_parallel
+        self.slot = np.concatenate([slots, np.zeros(len(bins), np.int64)])
+        self.cost = np.concatenate([costs, np.zeros(len(bins))])
+        self.bin_of = np.empty(len(self.slot), np.int64)
+        self.bin_of[[i for members in bins for i in members]] = np.repeat(np.arange(len(bins)), [len(b) for b in bins])
+        self.bin_of[self.num_samples :] = np.arange(len(bins))
+        self.room = capacity - np.bincount(self.bin_of, weights=self.slot).astype(np.int64)
+        self.bin_cost = np.bincount(self.bin_of, weights=self.cost)
+        self.bins = np.arange(len(bins)).reshape(len(ranks), -1)
+        """[ranks, bins of a rank]."""
+        phantoms = self.num_samples + self.bins
+        self.units = [
+            np.concatenate([np.array([i for members in rank for i in members], np.int64), mine])
+            for rank, mine in zip(ranks, phantoms, strict=True)
+        ]
+        """[ranks][units of a rank]."""
+        self.time = np.array([self._time(r) for r in range(len(ranks))])
+
+    def ranks(self) -> list[Bins]:
+        """Bins of each rank, as `deal` returns them."""
+        bins: Bins = [[] for _ in range(self.num_bins)]
+        for i, b in enumerate(self.bin_of[: self.num_samples].tolist()):
+            bins[b].append(i)
+        return [[bins[b] for b in mine] for mine in self.bins.tolist()]
+
+    def improve_slowest(self) -> bool:
+        """One exchange that leaves both ranks faster than the slowest was; False if none is known."""
+        slow = int(self.time.argmax())
+        if self.time[slow] <= (1 + _LEVEL) * self.time.mean():
+            return False
+        lightest = self.time.argsort(kind="stable")[:_PARTNERS]
+        return any(self._improve(slow, int(light)) for light in lightest if light != slow)
+
+    def _improve(self, slow: int, light: int) -> bool:
+        wanted = 0.5 * float(self.time[slow] - self.time[light])
+        ours, theirs = self.units[slow], self.units[light]
+        off = np.abs(np.subtract.outer(self.cost[ours], self.cost[theirs]) - wanted)
+        off[self._forbidden(ours, theirs)] = np.inf
+        i, j = divmod(int(off.argmin()), len(theirs))
+        bins_off = np.abs(np.subtract.outer(self.bin_cost[self.bins[slow]], self.bin_cost[self.bins[light]]) - wanted)
+        a, b = divmod(int(bins_off.argmin()), self.bins.shape[1])
+        if min(off[i, j], bins_off[a, b]) >= (1 - 1e-3) * wanted:
+            return False
+        if off[i, j] <= bins_off[a, b]:
+            self._swap_samples(slow, i, light, j)
+        else:
+            self._swap_bins(slow, a, light, b)
+        self.time[slow], self.time[light] = self._time(slow), self._time(light)
+        return True
+
+    def _forbidden(self, ours: IntArray, theirs: IntArray) -> BoolArray:
+        """[ours, theirs]: a bin could not hold what it is given, or a rank's largest micro-batch would grow."""
+        growth = np.subtract.outer(self.slot[ours], self.slot[theirs])
+        mine, other = self.bin_of[ours], self.bin_of[theirs]
+        forbidden = (growth > self.room[other]) | (-growth > self.room[mine][:, None])
+        if self.stages > 1:
+            gain = np.subtract.outer(self.cost[ours], self.cost[theirs])
+            forbidden |= gain > self.bin_cost[other].max() - self.bin_cost[other]
+            forbidden |= -gain > (self.bin_cost[mine].max() - self.bin_cost[mine])[:, None]
+        return np.asarray(forbidden)
+
+    def _swap_samples(self, slow: int, i: int, light: int, j: int) -> None:
+        ours, theirs = int(self.units[slow][i]), int(self.units[light][j])
+        a, b = int(self.bin_of[ours]), int(self.bin_of[theirs])
+        tokens, cost = self.slot[ours] - self.slot[theirs], self.cost[ours] - self.cost[theirs]
+        self.room[a] += tokens
+        self.room[b] -= tokens
+        self.bin_cost[a] -= cost
+        self.bin_cost[b] += cost
+        real = [(ours, slow, i, light, b), (theirs, light, j, slow, a)]
+        for unit, source, place, target, into in real:
+            if unit < self.num_samples:
+                self.bin_of[unit] = into
+                self.units[source][place] = -1
+                self.units[target] = np.append(self.units[target], unit)
+        for r in (slow, light):
+            self.units[r] = self.units[r][self.units[r] >= 0]
+
+    def _swap_bins(self, slow: int, a: int, light: int, b: int) -> None:
+        ours, theirs = self.bins[slow, a], self.bins[light, b]
+        self.bins[slow, a], self.bins[light, b] = theirs, ours
+        gone = self.bin_of[self.units[slow]] == ours
+        come = self.bin_of[self.units[light]] == theirs
+        self.units[slow], self.units[light] = (
+            np.concatenate([self.units[slow][~gone], self.units[light][come]]),
+            np.concatenate([self.units[light][~come], self.units[slow][gone]]),
+        )
+
+    def _time(self, r: int) -> float:
+        costs = self.bin_cost[self.bins[r]]
+        return float(costs.sum() + (self.stages - 1) * costs.max())

@@ -1,0 +1,71 @@
+"""What the machine can do, asked before a model is built: which layers, which FP8 recipe.
+
+Megatron ignores `fp8=...` in silence where there is no Transformer Engine, so asking is not optional.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+from dppo_megatron.types import UserError
+
+LayerSpec: TypeAlias = Literal["te", "local"]
+
+_LEAST_CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+"""Compute capability from which Transformer Engine has the recipe: Ada and Hopper, Hopper, Blackwell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What decides between the layer specs."""
+
+    cuda_capability: tuple[int, int] | None
+    """Compute capability of the current device; None without CUDA."""
+    has_transformer_engine: bool
+
+    def choose_layer_spec(self, wanted: str, fp8: str) -> tuple[LayerSpec, str]:
+        """The layer spec for `actor.layer_spec` and `actor.fp8`, and why.
+
+        Raises:
+            UserError: the wanted spec or recipe cannot run here.
+        """
+        lacks = self._lacks()
+        if fp8 != "off":
+            self._check_fp8(fp8, lacks)
+        if wanted == "te" and lacks:
+            raise UserError(f"actor.layer_spec = te: {lacks}; use layer_spec = auto or local")
+        if wanted == "local":
+            return "local", "as configured"
+        return ("local", lacks) if lacks else ("te", "Transformer Engine is installed")
+
+    def check_experts(self, expert_parallel: int, expert_tensor_parallel: int) -> None:
+        """Raise `UserError` for an expert layout whose collectives gloo does not have."""
+        if self.cuda_capability is None and expert_parallel > 1 and expert_tensor_parallel > 1:
+            raise UserError(
+                f"actor.layout: expert_parallel = {expert_parallel} with expert_tensor_parallel ="
+                f" {expert_tensor_parallel} gathers shares of different sizes, which gloo cannot; on a CPU set one to 1"
+            )
+
+    def _lacks(self) -> str:
+        if self.cuda_capability is None:
+            return "there is no CUDA device"
+        return "" if self.has_transformer_engine else "Transformer Engine (transformer_engine) is not installed"
+
+    def _check_fp8(self, fp8: str, lacks: str) -> None:
+        if lacks:
+            raise UserError(f"actor.fp8 = {fp8}: {lacks}; use fp8 = off")
+        least = _LEAST_CAPABILITY[fp8]
+        assert self.cuda_capability is not None
+        if self.cuda_capability < least:
+            have = "sm_{}{}".format(*self.cuda_capability)
+            raise UserError(f"actor.fp8 = {fp8} needs a chip of sm_{least[0]}{least[1]} or newer; this one is {have}")
+
+
+def this_machine() -> Machine:
+    """The current process's device and installed packages."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    return Machine(capability, importlib.util.find_spec("transformer_engine") is not None)
