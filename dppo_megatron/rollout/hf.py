@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from dppo_megatron.config.schema import Config
 from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.hf_names import by_checkpoint_name
 from dppo_megatron.types import Completion
 from dppo_megatron.weights.hf_files import CheckpointReader
 
@@ -43,7 +44,8 @@ class HFEngine:
         self._tokenizer = tokenizer
         self._device = device
         self._batch = max_concurrent_sequences
-        self._state = dict(self._model.named_parameters())
+        with torch.no_grad():
+            self._state = by_checkpoint_name(self._model)
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

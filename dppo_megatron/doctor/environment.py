@@ -1,0 +1,62 @@
+"""What is installed and what the machine can do, in one table."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform as python_platform
+
+import torch
+
+from dppo_megatron.platform.capabilities import Machine, this_machine
+from dppo_megatron.types import UserError
+
+_PACKAGES = {
+    "torch": "required",
+    "megatron-core": "required",
+    "transformers": "required",
+    "transformer-engine": "FP8 and fused layers on CUDA",
+    "flash-attn": "used by Transformer Engine where it is installed",
+    "vllm": "only where the rollout engine runs",
+    "sglang": "only where the rollout engine runs",
+}
+_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
+
+
+def report() -> list[tuple[str, str]]:
+    """(what, finding) rows for people to read."""
+    machine = this_machine()
+    rows = [("python", python_platform.python_version())]
+    rows += [(name, _version(name, purpose)) for name, purpose in _PACKAGES.items()]
+    rows.append(("device", _device(machine)))
+    spec, reason = machine.choose_layer_spec("auto", "off")
+    rows.append(("layers", f"{spec} ({reason})"))
+    rows.append(("fp8", _recipes(machine)))
+    return rows
+
+
+def _version(package: str, purpose: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"not installed ({purpose})"
+
+
+def _device(machine: Machine) -> str:
+    if machine.cuda_capability is None:
+        return "CPU: megatron-core runs on gloo, for tests and small models"
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return (
+        f"{torch.cuda.device_count()} x {properties.name}, sm_{properties.major}{properties.minor},"
+        f" {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+    )
+
+
+def _recipes(machine: Machine) -> str:
+    available, refusal = [], ""
+    for recipe in _RECIPES:
+        try:
+            machine.choose_layer_spec("auto", recipe)
+            available.append(recipe)
+        except UserError as error:
+            refusal = refusal or str(error)
+    return ", ".join(available) if available else f"none: {refusal}"

@@ -1,0 +1,117 @@
+"""The doctor: what it says of a machine, and that the gate passes safe packing and stops unsafe packing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from job import REPOSITORY, job_config, settings, write_job_files
+from launch import run_ranks
+from tiny import random_samples
+
+from dppo_megatron.cli import main
+from dppo_megatron.doctor.fp8_gate import Finding, run_gate, unsafe_patterns
+from dppo_megatron.packing.alignment import PackingLayout
+from dppo_megatron.platform.capabilities import Machine
+from dppo_megatron.types import PackedMicrobatch, PackPlan, UserError
+from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.weights.hf_files import CheckpointReader
+
+CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job_files(tmp_path_factory.mktemp("task"))
+
+
+def test_report_names_versions_and_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    """A table with the torch that runs and the layers that a job would get."""
+    assert main(["doctor"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["torch"] == torch.__version__
+    assert lines["layers"].startswith("te" if lines["transformer-engine"][0].isdigit() else "local")
+
+
+@pytest.mark.parametrize(
+    ("capability", "te", "wanted", "fp8", "outcome"),
+    [
+        ((9, 0), True, "auto", "off", "te"),
+        ((9, 0), True, "local", "off", "local"),
+        ((9, 0), True, "auto", "blockwise", "te"),
+        ((9, 0), True, "auto", "mxfp8", "needs a chip of sm_100 or newer; this one is sm_90"),
+        ((8, 0), True, "auto", "tensorwise", "needs a chip of sm_89 or newer; this one is sm_80"),
+        ((8, 9), True, "auto", "blockwise", "needs a chip of sm_90"),
+        ((9, 0), False, "auto", "off", "local"),
+        ((9, 0), False, "te", "off", "is not installed; use layer_spec = auto or local"),
+        ((9, 0), False, "auto", "delayed", "is not installed; use fp8 = off"),
+        (None, True, "auto", "off", "local"),
+        (None, True, "auto", "tensorwise", "there is no CUDA device; use fp8 = off"),
+    ],
+)
+def test_layers_and_recipes_by_machine(
+    capability: tuple[int, int] | None, te: bool, wanted: str, fp8: str, outcome: str
+) -> None:
+    """Transformer Engine where it can run, else Megatron's own layers; what cannot run is said, with what would."""
+    machine = Machine(capability, te)
+    if outcome in ("te", "local"):
+        assert machine.choose_layer_spec(wanted, fp8)[0] == outcome
+    else:
+        with pytest.raises(UserError) as raised:
+            machine.choose_layer_spec(wanted, fp8)
+        assert outcome in str(raised.value)
+
+
+def _findings(files: Path, run_dir: Path, tensor_parallel: int, pipeline_parallel: int) -> list[Finding]:
+    config = job_config(
+        files,
+        run_dir,
+        actor__layout__tensor_parallel=tensor_parallel,
+        actor__layout__pipeline_parallel=pipeline_parallel,
+        packing__max_tokens_per_microbatch=1024,
+    )
+    architecture = read_architecture(config.model.hf_path)
+    return run_gate(config, architecture, CheckpointReader(config.model.hf_path, architecture).get)
+
+
+@pytest.mark.parametrize("split", [(1, 1), (2, 2)], ids=str)
+def test_gate_passes_safe_packing(files: Path, tmp_path: Path, split: tuple[int, int]) -> None:
+    """No unsafe pattern; log-probabilities and gradients of the packed batch are those of single samples."""
+    results = run_ranks(_findings, split[0] * split[1], files, tmp_path / "run", *split)
+    assert all(findings == results[0] for findings in results)
+    assert [finding.bound for finding in results[0]] == [0, 1e-4, 1e-4]
+    assert all(finding.passed for finding in results[0]), results[0]
+    assert results[0][2].value > 0, "two different packings cannot round alike: nothing was compared"
+
+
+def test_gate_refuses_a_grown_sequence() -> None:
+    """The pattern that corrupts FP8 training: the last real sequence takes the padding as its own."""
+    samples = random_samples(3, 37)
+    layout = PackingLayout(recipe="tensorwise")
+    lengths = [sample.num_tokens for sample in samples]
+    safe = layout.place([0, 1, 2], lengths)
+    plan = PackPlan(((safe,),), 4096, sum(lengths), {})
+    assert unsafe_patterns(plan, samples, layout) == []
+    grown = PackedMicrobatch(safe.members, safe.cu_seqlens[:-1], (*safe.cu_seqlens_padded[:-2], safe.num_tokens))
+    found = unsafe_patterns(replace(plan, microbatches=((grown,),)), samples, layout)
+    assert len(found) == 1 and f"slot of sample {samples[2].id} is grown" in found[0]
+    longer = replace(grown, cu_seqlens=grown.cu_seqlens_padded)
+    found = unsafe_patterns(replace(plan, microbatches=((longer,),)), samples, layout)
+    assert len(found) == 1 and f"sample {samples[2].id} is described as" in found[0]
+    short = replace(safe, cu_seqlens=safe.cu_seqlens[:-1], cu_seqlens_padded=safe.cu_seqlens_padded[:-1])
+    assert "no multiple of 16" in unsafe_patterns(replace(plan, microbatches=((short,),)), samples, layout)[0]
+
+
+def test_gate_fails_on_nan() -> None:
+    """A difference that is not a number is not within its bound."""
+    assert not Finding("x", float("nan"), 1.0).passed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has CUDA")
+def test_fp8_without_cuda_is_the_users_mistake(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron would ignore the setting in silence."""
+    overrides = settings(files, tmp_path / "run", actor__fp8="blockwise", model__dtype="bfloat16")
+    assert main(["doctor", "--fp8-gate", CONFIG, *overrides]) == 2
+    assert "actor.fp8 = blockwise: there is no CUDA device; use fp8 = off" in capsys.readouterr().err
