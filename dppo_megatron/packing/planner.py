@@ -11,10 +11,10 @@ Invariants, asserted by the tests, in every mode:
   - with a virtual pipeline all micro-batches have one length, as its exchanges between stages need;
   - the plan depends on the samples' lengths and ids, not on the order they come in.
 
-Objective: fewest micro-batches, then the least time of the slowest rank by the cost model. The two are found one after
-the other. A number of micro-batches is tried from the lower bound up, each time by levelling costs under the cap (which
-also evens what a pipeline step waits for, its largest micro-batch) and where that finds no room by best or first fit. Samples
-are then exchanged between ranks.
+Objective: fewest micro-batches, then the least time of the slowest rank by the cost model, one after the other.
+Costs are levelled under the cap over the lower bound of micro-batches, which also evens what a pipeline waits for, its
+largest micro-batch. Where that finds no room, best and first fit say how many are needed. Samples are then exchanged
+between ranks.
 """
 
 from __future__ import annotations
@@ -120,6 +120,8 @@ def _check_fit(samples: Sequence[TrainSample], slots: IntArray, layout: PackingL
 
 def _greedy_bins(mode: str, slots: Sequence[int], capacity: int, by_id: Sequence[int], window: int) -> Bins:
     if mode == "window":
+        if window < 1:
+            raise UserError(f"packing.window = {window}: must be at least 1")
         return window_greedy(by_id, slots, capacity, window)
     if mode == "first_fit_decreasing":
         return first_fit(range(len(slots)), slots, capacity)
@@ -131,20 +133,23 @@ def _greedy_bins(mode: str, slots: Sequence[int], capacity: int, by_id: Sequence
 def _balanced(
     slots: IntArray, costs: FloatArray, capacity: int, count_of: Callable[[int], int], layout: PackingLayout
 ) -> list[Bins]:
-    order, sizes, prices = range(len(slots)), slots.tolist(), costs.tolist()
+    order, sizes = range(len(slots)), slots.tolist()
+    # Where all micro-batches have one length it is the longest one's, so tokens are levelled, and stay so.
+    one_length = layout.virtual_pipeline > 1
+    prices = [float(size) for size in sizes] if one_length else costs.tolist()
     # Two samples of more than half the capacity never share a micro-batch.
     count = count_of(max(-(-int(slots.sum()) // capacity), int((2 * slots > capacity).sum())))
-    bins, tightest = _levelled(order, sizes, prices, capacity, count), None
-    while bins is None:
-        if tightest is None:
-            tightest = min((fit(order, sizes, capacity) for fit in (best_fit, first_fit)), key=len)
-        if len(tightest) <= count:
-            bins = split_to(tightest, prices, count)
-        else:
-            count = count_of(count + 1)
-            bins = _levelled(order, sizes, prices, capacity, count)
+    bins = _levelled(order, sizes, prices, capacity, count)
+    if bins is None:
+        tightest = min((fit(order, sizes, capacity) for fit in (best_fit, first_fit)), key=len)
+        needed = count_of(len(tightest))
+        # Levelling has failed at `count`; at a larger number it is the better choice if it succeeds.
+        bins = _levelled(order, sizes, prices, capacity, needed) if needed > count else None
+        bins = split_to(tightest, prices, needed) if bins is None else bins
+    if one_length:
+        capacity = max(sum(sizes[i] for i in members) for members in bins)
     return exchange(
-        deal(bins, prices, layout.data_parallel),
+        deal(bins, costs.tolist(), layout.data_parallel),
         slots,
         costs,
         capacity=capacity,

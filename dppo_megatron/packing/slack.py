@@ -33,7 +33,8 @@ class TokenCapacity:
     def microbatches(self, tokens: IntArray, inclusion_prob: FloatArray) -> int:
         """Micro-batches that the expected tokens need, over all ranks."""
         expected = float(np.sum(self.layout.slots(tokens) * inclusion_prob))
-        return quantised(math.ceil(expected / self._usable - 1e-9), self.layout.data_parallel * self.layout.microbatch_group)
+        quantum = self.layout.data_parallel * self.layout.microbatch_group
+        return quantised(math.ceil(expected / self._usable - 1e-9), quantum)
 
     def holds(self, microbatches: int, tokens: IntArray, inclusion_prob: FloatArray, *, fixed_size: bool) -> bool:
         """Whether a draw will fit into `microbatches`, its scatter included.
@@ -49,8 +50,9 @@ class TokenCapacity:
         """
         slots = self.layout.slots(tokens).astype(np.float64)
         large = (2 * slots > usable_capacity(self.layout, self.max_tokens_per_microbatch)).astype(np.float64)
-        return self._bound(slots, inclusion_prob, fixed_size) <= microbatches * self._usable and (
-            self._bound(large, inclusion_prob, fixed_size) <= microbatches
+        return bool(
+            self._bound(slots, inclusion_prob, fixed_size) <= microbatches * self._usable
+            and self._bound(large, inclusion_prob, fixed_size) <= microbatches
         )
 
     @property

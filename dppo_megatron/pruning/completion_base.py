@@ -15,7 +15,7 @@ import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.pruning.designs import Draw, draw
-from dppo_megatron.pruning.interface import CompletionBatch, Selection, check_state, keep_all
+from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, check_state, keep_all
 from dppo_megatron.pruning.prompt_base import check_method, scatter
 from dppo_megatron.randomness import generator, uniforms
 from dppo_megatron.types import FloatArray, IntArray
@@ -48,7 +48,15 @@ class CompletionPolicyBase:
         """1: as many prompts as the config says."""
         return 1.0
 
-    def prune(self, batch: CompletionBatch, *, step: int, epoch: int = 0, minibatch: int = 0) -> Selection:
+    def prune(
+        self,
+        batch: CompletionBatch,
+        *,
+        step: int,
+        epoch: int = 0,
+        minibatch: int = 0,
+        capacity: StepCapacity | None = None,
+    ) -> Selection:
         """See `CompletionPolicy.prune`.
 
         Raises:
@@ -59,7 +67,7 @@ class CompletionPolicyBase:
             late = step > self.last_active_step
             return keep_all(len(batch), self.name, "annealed" if late else "warm-up" if len(batch) else "empty batch")
         order = np.lexsort((batch.completion_index, batch.group, batch.prompt_index))
-        return scatter(self._prune_sorted(take_rows(batch, order), (step, epoch, minibatch)), order)
+        return scatter(self._prune_sorted(take_rows(batch, order), (step, epoch, minibatch), capacity), order)
 
     def feedback(
         self,
@@ -83,7 +91,9 @@ class CompletionPolicyBase:
         check_method(state, self.config.method)
         self._load_extra_state({key: state[key] for key in self._extra_state()})
 
-    def _prune_sorted(self, batch: CompletionBatch, counters: tuple[int, int, int]) -> Selection:
+    def _prune_sorted(
+        self, batch: CompletionBatch, counters: tuple[int, int, int], capacity: StepCapacity | None
+    ) -> Selection:
         return keep_all(len(batch), self.name)
 
     def _extra_state(self) -> dict[str, Any]:
@@ -111,8 +121,14 @@ class CompletionPolicyBase:
 
 def take_rows(batch: CompletionBatch, rows: IntArray) -> CompletionBatch:
     """The batch with its rows reordered."""
-    arrays = {f.name: getattr(batch, f.name)[rows] for f in fields(batch) if f.name != "num_nominal"}
-    return CompletionBatch(**arrays, num_nominal=batch.num_nominal)
+    return CompletionBatch(
+        **{name: array[rows] for name, array in _arrays(batch).items()}, num_nominal=batch.num_nominal
+    )
+
+
+def _arrays(batch: CompletionBatch) -> dict[str, Any]:
+    arrays = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "num_nominal"}
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def check_batch(batch: CompletionBatch) -> None:
@@ -122,9 +138,9 @@ def check_batch(batch: CompletionBatch) -> None:
         ValueError: names the array, the prompt and the completion.
     """
     n = len(batch)
-    for f in fields(batch):
-        if f.name != "num_nominal" and np.shape(getattr(batch, f.name)) != (n,):
-            raise ValueError(f"CompletionBatch.{f.name} has shape {np.shape(getattr(batch, f.name))}, expected ({n},)")
+    for name, array in _arrays(batch).items():
+        if np.shape(array) != (n,):
+            raise ValueError(f"CompletionBatch.{name} has shape {np.shape(array)}, expected ({n},)")
     if n and (batch.group.min() < 0 or batch.group.max() >= n):
         raise ValueError("CompletionBatch.group must hold labels 0..groups-1")
     wrong = {

@@ -15,12 +15,13 @@ import numpy as np
 
 from dppo_megatron.pruning.budget import RateControl
 from dppo_megatron.pruning.completion_base import CompletionPolicyBase
+from dppo_megatron.pruning.completion_slack import fill_slack
 from dppo_megatron.pruning.designs import WaterFiller, count_kept, design_effect
-from dppo_megatron.pruning.interface import CompletionBatch, Selection, keep_all
+from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, keep_all
 from dppo_megatron.pruning.prompt_base import with_metrics
 from dppo_megatron.pruning.scores import budgeted_probabilities, completion_score, efficient_probabilities
 from dppo_megatron.pruning.weights import weigh
-from dppo_megatron.types import BoolArray, FloatArray
+from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
 
 class DppoCompletionPolicy(CompletionPolicyBase):
@@ -30,7 +31,9 @@ class DppoCompletionPolicy(CompletionPolicyBase):
         super().__init__(*args, **kwargs)
         self.control = RateControl()
 
-    def _prune_sorted(self, batch: CompletionBatch, counters: tuple[int, int, int]) -> Selection:
+    def _prune_sorted(
+        self, batch: CompletionBatch, counters: tuple[int, int, int], capacity: StepCapacity | None
+    ) -> Selection:
         config = self.config
         live = self._can_carry_gradient(batch)
         score = np.where(live, self._score(batch), 0.0)
@@ -50,6 +53,12 @@ class DppoCompletionPolicy(CompletionPolicyBase):
         if config.max_design_effect and spent > target * (1 + 1e-9) and spent > float(np.sum(filler.cost * lower)):
             kept = spent / float(filler.cost.sum())
             note = f"max_design_effect {config.max_design_effect:g} lowers the rate to {1 - kept:.3f}"
+        before, tokens = pi, batch.lengths if batch.tokens is None else batch.tokens
+        if capacity is not None and config.fill_slack:
+            pi = self._filled(filler, before, tokens, capacity, whole=not by_cost)
+            if pi.sum() > before.sum():
+                filled = f"slack filled: rate {1 - before.mean():.3f} -> {1 - pi.mean():.3f}"
+                note = f"{note}; {filled}" if note else filled
         selection = weigh(
             self._draw(batch, pi, counters),
             name=self.name,
@@ -62,6 +71,8 @@ class DppoCompletionPolicy(CompletionPolicyBase):
             selection,
             {
                 "rate_effective": 1.0 - float(pi.mean()),
+                "rate_before_slack": 1.0 - float(before.mean()),
+                "slack_filled_tokens": float(np.sum(tokens * (pi - before))),
                 "design_effect": design_effect(score, pi),
                 "share_at_floor": float(np.mean(live & (pi <= lower + 1e-12))),
                 "share_at_one": float(np.mean(pi >= 1)),
@@ -81,6 +92,17 @@ class DppoCompletionPolicy(CompletionPolicyBase):
         """Dropping a completion saves its update only; rollout and the rest of a step are its fixed cost."""
         self.control.observe_cost(rollout_s + other_s, update_s)
         return self.control.observe_noise(noise_ratio, self.config.max_noise_ratio, "pruning.completion")
+
+    def _filled(
+        self, filler: WaterFiller, pi: FloatArray, tokens: IntArray, capacity: StepCapacity, *, whole: bool
+    ) -> FloatArray:
+        count = capacity.microbatches(tokens, pi)
+        fixed_size = self.config.design == "systematic"
+
+        def holds(raised: FloatArray) -> bool:
+            return capacity.holds(count, tokens, raised, fixed_size=fixed_size)
+
+        return fill_slack(filler, pi, holds, whole=whole)
 
     def _can_carry_gradient(self, batch: CompletionBatch) -> BoolArray:
         carries = (batch.lengths > 0) & (batch.prompt_weight > 0)

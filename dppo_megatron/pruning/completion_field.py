@@ -12,7 +12,7 @@ import numpy as np
 
 from dppo_megatron.pruning.completion_base import CompletionPolicyBase
 from dppo_megatron.pruning.designs import Draw, count_kept, design_effect, deterministic
-from dppo_megatron.pruning.interface import CompletionBatch, Selection
+from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity
 from dppo_megatron.pruning.prompt_base import with_metrics
 from dppo_megatron.pruning.prompt_infobatch import two_class
 from dppo_megatron.pruning.subsets import max_variance_draw
@@ -35,7 +35,9 @@ class CppoPolicy(CompletionPolicyBase):
         allocates = self.config.allocation and self.config.method in ("cppo", "cppo_verl")
         return 1.0 / (1.0 - self.config.rate) if allocates else 1.0
 
-    def _prune_sorted(self, batch: CompletionBatch, counters: tuple[int, int, int]) -> Selection:
+    def _prune_sorted(
+        self, batch: CompletionBatch, counters: tuple[int, int, int], capacity: StepCapacity | None
+    ) -> Selection:
         score, method, rate = np.abs(batch.advantages), self.config.method, self.config.rate
         sizes = np.bincount(batch.group) if method != "cppo_verl" else np.array([len(batch)])
         group = batch.group if method != "cppo_verl" else np.zeros(len(batch), dtype=np.int64)
@@ -63,7 +65,9 @@ class ZeroVariancePolicy(CompletionPolicyBase):
     and drops groups whose advantages are all 0: exact without a KL term, biased with one.
     """
 
-    def _prune_sorted(self, batch: CompletionBatch, counters: tuple[int, int, int]) -> Selection:
+    def _prune_sorted(
+        self, batch: CompletionBatch, counters: tuple[int, int, int], capacity: StepCapacity | None
+    ) -> Selection:
         score = np.abs(batch.advantages)
         if self.config.method == "greso_ht":
             kept = np.bincount(batch.group, weights=score)[batch.group] > 0
@@ -82,7 +86,9 @@ class ZeroVariancePolicy(CompletionPolicyBase):
 class InfoBatchCompletionPolicy(CompletionPolicyBase):
     """Method `infobatch`: completions below the mean |advantage| are dropped with probability `rate`, weighted 1/pi."""
 
-    def _prune_sorted(self, batch: CompletionBatch, counters: tuple[int, int, int]) -> Selection:
+    def _prune_sorted(
+        self, batch: CompletionBatch, counters: tuple[int, int, int], capacity: StepCapacity | None
+    ) -> Selection:
         config, score = self.config, np.abs(batch.advantages)
         drawn = self._draw(batch, two_class(score < score.mean(), config.rate), counters)
         selection = weigh(drawn, name=self.name, estimator=config.estimator, max_weight=config.max_weight)
@@ -95,7 +101,9 @@ class MaxVariancePolicy(CompletionPolicyBase):
     As a mean over the kept. Advantages stay those of the full group. Failed gradings are never kept.
     """
 
-    def _prune_sorted(self, batch: CompletionBatch, counters: tuple[int, int, int]) -> Selection:
+    def _prune_sorted(
+        self, batch: CompletionBatch, counters: tuple[int, int, int], capacity: StepCapacity | None
+    ) -> Selection:
         drawn = max_variance_draw(batch.rewards, batch.group, self.config.rate, self._ties(batch, counters))
         sizes = np.bincount(batch.group)
         kept = np.maximum(np.bincount(batch.group, weights=drawn.kept), 1)

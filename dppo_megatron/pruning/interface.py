@@ -68,9 +68,24 @@ class CompletionBatch:
     """Weight of the prompt-level selection, >= 0."""
     num_nominal: int
     """N x G of the planned full mini-batch, pruned prompts included."""
+    tokens: IntArray | None = None
+    """Tokens that the model reads to train on each completion, prompt included; None: `lengths`. Read only to fill
+    micro-batches."""
 
     def __len__(self) -> int:
         return len(self.prompt_index)
+
+
+class StepCapacity(Protocol):
+    """What packing tells pruning: how much fits into a step's micro-batches. Depends on no draw."""
+
+    def microbatches(self, tokens: IntArray, inclusion_prob: FloatArray) -> int:
+        """Micro-batches that candidates of `tokens` [n] need when each is drawn with its probability [n]."""
+        ...
+
+    def holds(self, microbatches: int, tokens: IntArray, inclusion_prob: FloatArray, *, fixed_size: bool) -> bool:
+        """Whether such a draw will fit into `microbatches`; fixed_size: the design draws a fixed number."""
+        ...
 
 
 class PromptPolicy(Protocol):
@@ -146,10 +161,18 @@ class CompletionPolicy(Protocol):
         """Planned prompts per step relative to the config's number; above 1 only for CPPO's allocation."""
         ...
 
-    def prune(self, batch: CompletionBatch, *, step: int, epoch: int = 0, minibatch: int = 0) -> Selection:
+    def prune(
+        self,
+        batch: CompletionBatch,
+        *,
+        step: int,
+        epoch: int = 0,
+        minibatch: int = 0,
+        capacity: StepCapacity | None = None,
+    ) -> Selection:
         """Decide about one mini-batch. Call it anew for every epoch: a draw reused after an update is biased.
 
-        Steps count from 0.
+        Steps count from 0. With a capacity, the methods that read `fill_slack` keep more where micro-batches have room.
         """
         ...
 
