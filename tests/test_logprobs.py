@@ -108,4 +108,4 @@ def test_peak_memory_is_that_of_a_chunk() -> None:
     assert peak < 0.15 * 4 * 4096 * vocab, "more than 15 % of one whole float32 logits tensor"
     assert twice - peak < 40 * 4 * 4096
     whole = run_ranks(_peak_bytes, 1, 4096, 4096, vocab)[0]
-    assert whole > 2.5 * 4 * 4096 * vocab, "the counter does not see what one chunk of everything holds"
+    assert whole > 1.5 * 4 * 4096 * vocab, "the counter does not see what one chunk of everything holds"

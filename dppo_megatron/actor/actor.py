@@ -6,6 +6,7 @@ parameters under their Hugging Face names. All three are collective: every rank 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -28,7 +31,7 @@ from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
 from dppo_megatron.actor.model import build_model, transformer_config
 from dppo_megatron.actor.optimizer import build_optimizer, build_schedule
 from dppo_megatron.algorithms.objectives import Objective
-from dppo_megatron.config.schema import ActorConfig, OptimizerConfig
+from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
 from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.types import PackPlan, TrainSample
 from dppo_megatron.weights.architecture import Architecture
@@ -56,8 +59,9 @@ class Actor:
         self._config = config
         self._architecture = architecture
         self._dtype = dtype
-        spec, self.layer_spec_reason = this_machine().choose_layer_spec(config.layer_spec, config.fp8)
-        self.layer_spec = spec
+        spec, reason = this_machine().choose_layer_spec(config.layer_spec, config.fp8)
+        self.description = f"actor: {_describe(config.layout, layout)}; layers: {spec} ({reason}); fp8: {config.fp8}"
+        """One line for the log: how the model is split, which layers were chosen and why."""
         megatron_config = transformer_config(architecture, layout, dtype, config, spec)
         megatron_config.finalize_model_grads_func = finalize_model_grads
         self._chunks = [chunk.to(layout.device) for chunk in build_model(architecture, megatron_config, spec)]
@@ -94,15 +98,22 @@ class Actor:
         Returns:
             `loss`, `grad_norm` (before clipping), `learning_rate`, and means over completion tokens of `entropy`,
             `logprob_abs_diff` (against the behaviour log-probabilities, before the step) and the objective's own
-            diagnostics. The same on every rank.
+            diagnostics. The same on every rank. `skipped_updates` is 1 if the loss or the gradient was not finite:
+            then nothing has changed, the schedule included.
         """
         sums = self.accumulate(samples, plan, objective, temperature=temperature)
-        self._schedule.step(1)
-        _, grad_norm, _ = self._optimizer.step()
         tokens = max(sums.pop("tokens", 0.0), 1.0)
         metrics = {"loss": sums.pop("loss", 0.0)} | {name: value / tokens for name, value in sums.items()}
+        # asked before the step, because Megatron looks for infinities only where it scales an fp16 loss
+        self._optimizer.prepare_grads()
+        grad_norm = float(self._optimizer.get_grad_norm())
+        applied = self._everywhere(math.isfinite(metrics["loss"]) and math.isfinite(grad_norm))
+        if applied:
+            self._schedule.step(1)
+            self._optimizer.step()
         learning_rate = max(group["lr"] for group in self._optimizer.param_groups)
-        return metrics | {"grad_norm": float(grad_norm), "learning_rate": float(learning_rate)}
+        own = {"grad_norm": grad_norm, "learning_rate": float(learning_rate), "skipped_updates": float(not applied)}
+        return metrics | own
 
     def accumulate(
         self, samples: Sequence[TrainSample], plan: PackPlan, objective: Objective, *, temperature: float = 1.0
@@ -197,14 +208,49 @@ class Actor:
         optimizer = self._optimizer.sharded_state_dict(
             model if len(chunks) > 1 else chunks[0], is_loading=loading, metadata=metadata
         )
-        return {**model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
+        if self._config.fp8 == "off":  # what FP8 keeps beside the weights; else empty, and another spec has others
+            model = {name: _tensors_only(chunk) for name, chunk in model.items()}
+        state = {**model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
+        return state if self._reference is None else state | {"reference": self._sharded_reference(metadata)}
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Take over a state that was loaded into the template of `sharded_state(loading=True)`."""
         for index, chunk in enumerate(self._chunks):
-            chunk.load_state_dict(state["model" if len(self._chunks) == 1 else f"model{index}"])
+            loaded = state["model" if len(self._chunks) == 1 else f"model{index}"]
+            missing, unexpected = chunk.load_state_dict(loaded, strict=False)
+            lost = [name for name in missing if not name.endswith("_extra_state")]
+            if lost or unexpected:
+                raise ValueError(f"the checkpoint lacks {lost} and has unknown {unexpected}")
         self._optimizer.load_state_dict(state["optimizer"])
-        self._schedule.load_state_dict(state["schedule"])
+        # Of the schedule only its position: its shape is the config's, which a continuation may have made longer.
+        self._schedule.load_state_dict(self._schedule.state_dict() | {"num_steps": state["schedule"]["num_steps"]})
+        if self._reference is not None:
+            named = [
+                state["reference"][str(index)][name]
+                for index, chunk in enumerate(self._chunks)
+                for name, parameter in chunk.named_parameters()
+                if parameter.requires_grad
+            ]
+            for kept, loaded in zip(self._reference, named, strict=True):
+                kept.copy_(loaded)
+
+    def _sharded_reference(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """The reference policy as sharded tensors: the parameters' own, with a prefix and with its data."""
+        assert self._reference is not None
+        kept = {id(p): tensor for p, tensor in zip(self._parameters(), self._reference, strict=True)}
+        sharded = {
+            str(index): _tensors_only(chunk.sharded_state_dict(metadata=metadata))
+            for index, chunk in enumerate(self._chunks)
+        }
+        for value in nested_values(sharded):
+            value.key, value.data = f"reference.{value.key}", kept[id(value.data)]
+        return sharded
+
+    def _everywhere(self, mine: bool) -> bool:
+        """Whether `mine` is true on all ranks. Collective."""
+        flag = torch.tensor([int(mine)], device=self.layout.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return bool(flag.item())
 
     def _run_schedule(
         self,
@@ -254,6 +300,24 @@ class Actor:
             current = parameter.detach().to("cpu", copy=True)
             parameter.data.copy_(kept)
             kept.copy_(current)
+
+
+def _describe(config: LayoutConfig, layout: Layout) -> str:
+    sizes = {
+        "tp": layout.tensor_parallel,
+        "pp": layout.pipeline_parallel,
+        "vpp": config.virtual_pipeline,
+        "cp": layout.context.size,
+        "ep": config.expert_parallel,
+        "dp": layout.data_parallel,
+    }
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
+
+
+def _tensors_only(sharded: dict[str, Any]) -> dict[str, Any]:
+    kept: dict[str, Any]
+    kept, _ = extract_matching_values(sharded, lambda value: not isinstance(value, ShardedObject))
+    return kept
 
 
 def warm_start_optimizer(optimizer: OptimizerConfig, learning_rate: float, lr_warmup_steps: int) -> OptimizerConfig:

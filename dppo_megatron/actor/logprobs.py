@@ -60,8 +60,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             shifted = scaled.sub_(peak[:, None])
             picked = torch.where(inside, shifted.gather(1, column)[:, 0], 0.0)
             exp = shifted.exp()
-            # 0 * -inf on the padding columns would be NaN
-            exp_shifted = shifted.masked_fill_(exp == 0, 0.0).mul_(exp).sum(-1)
+            shifted[:, _num_real(scaled.size(-1), projection) :] = 0.0  # 0 * -inf would be NaN
+            exp_shifted = shifted.mul_(exp).sum(-1)
             sums = torch.stack([exp.sum(-1), exp_shifted, picked])
             dist.all_reduce(sums, group=projection.group)
             normalizer, weighted, target_logit = sums
@@ -84,20 +84,28 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for rows in _chunks(len(hidden), projection.chunk_tokens):
             log_probs = _scaled_logits(hidden[rows], weight, projection, log_normalizer.dtype)
             log_probs -= log_normalizer[rows, None]
-            probs = log_probs.exp()
             if grad_entropy is None:
-                grad = torch.zeros_like(probs)
+                grad = log_probs.exp_()
+                grad *= -_rows_of(grad_logprobs, rows)
             else:
-                log_probs.masked_fill_(probs == 0, 0.0).add_(entropy[rows, None])
-                grad = log_probs.mul_(probs).mul_(-grad_entropy[rows, None])
+                probs = log_probs.exp()
+                log_probs[:, _num_real(probs.size(-1), projection) :] = 0.0
+                grad = log_probs.add_(entropy[rows, None]).mul_(grad_entropy[rows, None])
+                grad += _rows_of(grad_logprobs, rows)
+                grad *= probs.neg_()
             if grad_logprobs is not None:
-                column, inside = _column(targets[rows], probs.size(-1), projection)
-                grad -= probs * grad_logprobs[rows, None]
+                column, inside = _column(targets[rows], grad.size(-1), projection)
                 grad.scatter_add_(1, column, torch.where(inside, grad_logprobs[rows], 0.0)[:, None])
-            grad_logits = grad.div_(projection.temperature).to(hidden.dtype)
+            if projection.temperature != 1:
+                grad /= projection.temperature
+            grad_logits = grad.to(hidden.dtype)
             grad_hidden[rows] = grad_logits @ weight
             grad_weight += grad_logits.t() @ hidden[rows]
         return grad_hidden, grad_weight.to(weight.dtype), None, None
+
+
+def _rows_of(grad: Tensor | None, rows: slice) -> Tensor | float:
+    return 0.0 if grad is None else grad[rows, None]
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:
@@ -107,7 +115,9 @@ def _chunks(count: int, size: int) -> Iterator[slice]:
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, projection: Projection, dtype: torch.dtype) -> Tensor:
     """[chunk, V / tp] with -inf on the padding columns. Multiplied in the model's type, as rollout engines do."""
-    scaled = (hidden @ weight.t()).to(dtype) / projection.temperature
+    scaled = (hidden @ weight.t()).to(dtype)
+    if projection.temperature != 1:
+        scaled /= projection.temperature
     scaled[:, _num_real(scaled.size(-1), projection) :] = -torch.inf
     return scaled
 
