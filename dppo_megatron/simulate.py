@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from dppo_megatron.algorithms.advantages import group_advantages
 from dppo_megatron.config.methods import with_method
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Decision, Rollouts, Selector
@@ -108,7 +107,7 @@ def simulate(trace: Trace, method: str, costs: CostModel) -> Prediction:
         kept_variance += float(np.sum(np.square(decision.weight * scores)))
         kept_scale += float(np.sum(decision.weight * np.square(scores)))
         everything = outcomes.of(decision.offered[: selector.prompts_per_step], step)
-        full_variance += _full_variance(everything, selector, trace)
+        full_variance += float(np.sum(np.square(selector.full_scores(everything))))
         selector.feedback(
             step, rollout_s=rollout_s, update_s=update_s, other_s=costs.fixed_s, grad_norm=kept_variance**0.5
         )
@@ -203,12 +202,3 @@ def _append(first: Rollouts, second: Rollouts) -> Rollouts:
 def _scores(decision: Decision, rollouts: Rollouts) -> FloatArray:
     scores: FloatArray = np.abs(decision.advantages) * rollouts.surprisal.ravel() / decision.denominator
     return scores
-
-
-def _full_variance(everything: Rollouts, selector: Selector, trace: Trace) -> float:
-    objective = trace.config.objective
-    advantages = group_advantages(
-        everything.rewards, divide_by_std=objective.advantage == "group_std", eps=objective.advantage_eps
-    )
-    scores = advantages * everything.surprisal / selector.denominator(everything.lengths)
-    return float(np.sum(np.square(scores)))

@@ -18,42 +18,26 @@ from launch import run_ranks
 from tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.actor.actor import Actor
-from dppo_megatron.algorithms.objectives import Objective, TokenBatch, TokenLoss, clipped_surrogate
+from dppo_megatron.algorithms.objectives import Objective, make_objective
+from dppo_megatron.config.objective import CorrectionConfig, DivergenceConfig, KLConfig, ObjectiveConfig
 from dppo_megatron.types import TrainSample
 
 PROBABILITIES = np.array([0.9, 0.5, 0.4, 0.3, 0.6, 0.2])
 CAP = 64
 
 
-def _with_k3(batch: TokenBatch) -> TokenLoss:
-    """Clipped and dual-clipped surrogate plus the k3 estimate of the KL to a reference that is not the behaviour."""
-    reference = 1.1 * batch.behaviour_logprobs - 0.2
-    difference = (reference - batch.logprobs) * batch.mask
-    k3 = difference.exp() - difference - 1
-    return TokenLoss(clipped_surrogate(0.2, 0.28, 3.0)(batch).loss + 0.04 * k3)
-
-
-def _gspo(batch: TokenBatch) -> TokenLoss:
-    """Sequence ratio (arXiv 2507.18071) at every token, so that a sequence sums to its length times its loss."""
-    count = int(batch.sequence.max()) + 1
-    zeros = torch.zeros(count, dtype=batch.mask.dtype)
-    lengths = zeros.index_add(0, batch.sequence, batch.mask).clamp_min(1)
-    log_ratio = (batch.logprobs - batch.behaviour_logprobs) * batch.mask
-    ratio = (zeros.index_add(0, batch.sequence, log_ratio) / lengths).exp()[batch.sequence]
-    return TokenLoss(torch.maximum(-ratio * batch.advantages, -ratio.clamp(0.8, 1.28) * batch.advantages))
-
-
-def _cispo(batch: TokenBatch) -> TokenLoss:
-    """Clipped importance weight on the log-probability (arXiv 2506.13585)."""
-    ratio = (batch.logprobs - batch.behaviour_logprobs).exp().detach().clamp_max(1.28)
-    return TokenLoss(-ratio * batch.advantages * batch.logprobs)
-
-
+CLIP = ObjectiveConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
 OBJECTIVES: dict[str, Objective] = {
-    "clip_dual": clipped_surrogate(0.2, 0.28, 3.0),
-    "clip_dual_k3": _with_k3,
-    "gspo": _gspo,
-    "cispo": _cispo,
+    name: make_objective(config)
+    for name, config in {
+        "clip_dual": CLIP,
+        "clip_dual_k3": replace(CLIP, kl=KLConfig(coef=0.04, estimator="k3")),
+        "gspo": ObjectiveConfig(loss="gspo", clip_low=0.2, clip_high=0.28),
+        "cispo_corrected": ObjectiveConfig(
+            loss="cispo", clip_low=1.0, clip_high=0.28, correction=CorrectionConfig("sequence", "truncate", 2.0)
+        ),
+        "divergence_tv": ObjectiveConfig(loss="divergence_tv", divergence=DivergenceConfig(max_shift=0.02)),
+    }.items()
 }
 NORMALIZATIONS = {
     "sequence_mean": lambda sample: float(len(PROBABILITIES) * sample.num_completion_tokens),
@@ -71,8 +55,18 @@ def _gradient(actor: Actor, samples: list[TrainSample], objective: str) -> np.nd
 
 
 def _batch(normalization: str) -> list[TrainSample]:
+    """Samples whose old and reference policies are not the behaviour."""
     samples = random_samples(len(PROBABILITIES), 37, seed=3)
-    return [replace(sample, weight=1.0, denominator=NORMALIZATIONS[normalization](sample)) for sample in samples]
+    return [
+        replace(
+            sample,
+            weight=1.0,
+            denominator=NORMALIZATIONS[normalization](sample),
+            old_logprobs=0.95 * sample.behaviour_logprobs.astype(np.float64) - 0.1,
+            reference_logprobs=1.1 * sample.behaviour_logprobs.astype(np.float64) - 0.2,
+        )
+        for sample in samples
+    ]
 
 
 def _enumerate(model_path: Path, parallel: Parallel, objective: str, normalization: str) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Group-relative advantages.
+"""Group-relative advantages, and the reward shaping that goes before them.
 
 Computed in float64 from the full group before anything is pruned: recomputing them on the survivors makes the
 estimator nonlinear in the selection and breaks the unbiasedness that the weights buy.
@@ -8,7 +8,41 @@ from __future__ import annotations
 
 import numpy as np
 
-from dppo_megatron.types import FloatArray
+from dppo_megatron.config.objective import ObjectiveConfig, OverlongConfig
+from dppo_megatron.types import FloatArray, IntArray
+
+
+def overlong_penalty(lengths: IntArray, config: OverlongConfig, max_completion_tokens: int) -> FloatArray:
+    """What is added to the reward for length: DAPO's soft overlong punishment (arXiv 2503.14476 eq. 13), any shape.
+
+    0 up to max_completion_tokens - buffer_tokens, then linear down to -penalty at max_completion_tokens.
+    """
+    if config.buffer_tokens == 0:
+        return np.zeros(lengths.shape)
+    exceeding = lengths - (max_completion_tokens - config.buffer_tokens)
+    penalty: FloatArray = -config.penalty * np.clip(exceeding / config.buffer_tokens, 0.0, 1.0)
+    return penalty
+
+
+def make_advantages(
+    rewards: FloatArray, config: ObjectiveConfig, group_weights: FloatArray | None = None
+) -> FloatArray:
+    """The advantages of `config.advantage`.
+
+    Args:
+        rewards: [groups, G] float64, NaN where the grader failed.
+        group_weights: [groups] what undoes the selection of each group's prompt, for statistics over the step; None:
+            nothing was skipped.
+
+    Returns:
+        [groups, G] float64.
+    """
+    if config.advantage == "rloo":
+        return rloo_advantages(rewards)
+    if config.advantage == "reinforce_baseline":
+        weights = np.ones(len(rewards)) if group_weights is None else group_weights
+        return whitened_advantages(rewards, weights, eps=config.advantage_eps)
+    return group_advantages(rewards, divide_by_std=config.advantage == "group_std", eps=config.advantage_eps)
 
 
 def group_advantages(rewards: FloatArray, *, divide_by_std: bool, eps: float) -> FloatArray:
@@ -36,4 +70,43 @@ def group_advantages(rewards: FloatArray, *, divide_by_std: bool, eps: float) ->
         return centred
     std = np.sqrt(np.square(centred).sum(axis=1, keepdims=True) / count)
     scaled: FloatArray = centred / (std + eps)
+    return scaled
+
+
+def rloo_advantages(rewards: FloatArray) -> FloatArray:
+    """Each reward less the mean of the group's other rewards: leave-one-out (RLOO, arXiv 2402.14740 eq. 8).
+
+    It is the group-centred reward times n / (n - 1), n the graded completions of the group. NaN and groups without
+    information as in `group_advantages`.
+
+    Args:
+        rewards: [groups, G] float64.
+
+    Returns:
+        [groups, G] float64.
+    """
+    graded = (~np.isnan(rewards)).sum(axis=1, keepdims=True)
+    scaled: FloatArray = group_advantages(rewards, divide_by_std=False, eps=0.0) * graded / np.maximum(graded - 1, 1)
+    return scaled
+
+
+def whitened_advantages(rewards: FloatArray, group_weights: FloatArray, *, eps: float) -> FloatArray:
+    """Group-centred rewards over their standard deviation in the whole step: REINFORCE++-baseline (arXiv 2501.03262).
+
+    The step's mean of group-centred rewards is 0 by construction, so whitening only divides. With some prompts
+    skipped, the second moment is the weighted mean over the rolled-out groups, sum(w S) / sum(w n): a ratio estimate
+    of the full batch's, with a bias of order 1 / groups. NaN and groups without information as in `group_advantages`.
+
+    Args:
+        rewards: [groups, G] float64.
+        group_weights: [groups].
+        eps: added to the standard deviation.
+
+    Returns:
+        [groups, G] float64.
+    """
+    centred = group_advantages(rewards, divide_by_std=False, eps=0.0)
+    count = float(group_weights @ (~np.isnan(rewards)).sum(axis=1))
+    moment = float(group_weights @ np.square(centred).sum(axis=1)) / count if count > 0 else 0.0
+    scaled: FloatArray = centred / (np.sqrt(moment) + eps) if moment > 0 else centred
     return scaled

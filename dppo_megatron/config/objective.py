@@ -1,0 +1,211 @@
+"""Settings of the policy objective: advantages, the per-token loss, what is added to it, how often a rollout is used.
+
+One section with choices instead of a class for each named algorithm: GRPO, DAPO, Dr.GRPO, GSPO, CISPO, RLOO and
+REINFORCE++ differ in three or four words of it (docs/objectives.md lists them as `key=value` lines). The price is that
+some combinations make no sense; `check_objective` says which, and why.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dppo_megatron.types import UserError
+
+
+@dataclass
+class KLConfig:
+    """KL to the reference policy, as a term of the loss. The reference is the policy at the start of RL."""
+
+    coef: float = 0.0
+    """Factor of the term; 0 turns it off, and with it the reference's forward pass. DeepSeekMath has 0.04 (arXiv
+    2402.03300), DAPO and Dr.GRPO none."""
+    estimator: Literal["k1", "k2", "k3", "k3_unbiased"] = "k3"
+    """With d = log reference - log policy: `k1` -d, `k2` d^2/2, `k3` exp(d) - d - 1 (GRPO's), `k3_unbiased` k3 times
+    policy / behaviour. All but k2 estimate the value of KL(policy || reference). As a loss, k3's expected gradient is
+    that of KL(reference || policy) and k1's is 0; k2's is right on-policy, k3_unbiased's always (arXiv 2506.09477)."""
+
+
+@dataclass
+class CorrectionConfig:
+    """A factor on the policy loss for rollouts whose log-probabilities are not the trainer's."""
+
+    level: Literal["none", "token", "sequence"] = "none"
+    """What the ratio old / behaviour is taken of: each token, or the whole completion (their product, which is exact
+    and varies more). `none`: no factor and no extra forward pass."""
+    mode: Literal["truncate", "mask"] = "truncate"
+    """`truncate`: min(ratio, max_ratio), truncated importance sampling. `mask`: the ratio inside
+    [min_ratio, max_ratio], 0 outside (IcePop, arXiv 2510.18855)."""
+    max_ratio: float = 2.0
+    """Largest ratio that counts in full."""
+    min_ratio: float = 0.0
+    """mode=mask: smallest ratio that counts; IcePop's range is [0.5, 5]."""
+
+
+@dataclass
+class OverlongConfig:
+    """What DAPO does about completions near or at the length limit (arXiv 2503.14476, section 3.4)."""
+
+    buffer_tokens: int = 0
+    """Soft punishment: the reward falls linearly, by `penalty` in all, over the last so many tokens before
+    max_completion_tokens. 0: off. Metrics, prompt scores and dynamic sampling see the reward without it."""
+    penalty: float = 1.0
+    """What a completion of max_completion_tokens loses."""
+    filter: bool = False
+    """Do not train on completions that ran into max_completion_tokens. They still count in their group's advantages.
+    A selection by outcome that no weight corrects: a biased row of the ledger."""
+
+
+@dataclass
+class DivergenceConfig:
+    """Trust region of loss=divergence_tv (Divergence PPO, arXiv 2602.04879, binary total variation)."""
+
+    max_shift: float = 0.15
+    """A token is masked when its probability has moved from the behaviour's by more than this, and the advantage
+    would move it further."""
+    max_ratio: float = 20.0
+    """Cap of the ratio policy / behaviour that multiplies the gradient."""
+
+
+@dataclass
+class ObjectiveConfig:
+    """Advantage, policy loss and what is added to it."""
+
+    loss: Literal["clip", "gspo", "cispo", "divergence_tv"] = "clip"
+    """`clip`: PPO's surrogate, in GRPO (arXiv 2402.03300), DAPO (2503.14476) and Dr.GRPO (2503.20783). `gspo`: the same
+    with one ratio a sequence (2507.18071). `cispo`: a clipped importance weight on the log-probability (2506.13585).
+    `divergence_tv`: Divergence PPO's token mask (2602.04879)."""
+    function: str = ""
+    """A loss of your own as `module:function`, in place of `loss`, with the signature of the built-in ones:
+    function(TokenBatch, ObjectiveConfig) -> TokenLoss. See docs/objectives.md."""
+    clip_low: float = 0.2
+    """The ratio is clipped at 1 - clip_low. loss=clip and gspo: where the advantage is negative. cispo: always; 1 turns
+    its lower bound off, as in the paper."""
+    clip_high: float = 0.2
+    """The ratio is clipped at 1 + clip_high. loss=clip and gspo: where the advantage is positive. cispo: always."""
+    dual_clip: float = 0.0
+    """loss=clip: bound c > 1 of the dual clip for negative advantages (arXiv 1912.09729); 0 turns it off."""
+    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
+    """Trust region of loss=divergence_tv."""
+    advantage: Literal["group_std", "group_mean", "rloo", "reinforce_baseline"] = "group_std"
+    """`group_std`: (r - mean) / std of the group (GRPO). `group_mean`: r - mean (Dr.GRPO). `rloo`: r less the mean of
+    the others (arXiv 2402.14740). `reinforce_baseline`: r - mean, divided by the step's standard deviation
+    (REINFORCE++-baseline, 2501.03262)."""
+    advantage_eps: float = 1e-6
+    """Added to a standard deviation (population form)."""
+    normalization: Literal["sequence_mean", "token_mean", "constant"] = "sequence_mean"
+    """Frozen divisor of a sample's token sum, for a mini-batch of N nominal prompts with G completions.
+    `sequence_mean`: N G len (GRPO). `token_mean`: the mini-batch's completion tokens (DAPO); while prompts are skipped
+    N G mean length of earlier steps. `constant`: N G max_completion_tokens (Dr.GRPO). Never a survivors' count."""
+    kl: KLConfig = field(default_factory=KLConfig)
+    """KL to the reference policy."""
+    entropy_coef: float = 0.0
+    """Factor of an entropy bonus: entropy_coef x entropy is subtracted from each token's loss."""
+    zero_advantage_slope: float = 0.0
+    """Only for `function`: about how steep your loss is in the log-probability where the advantage is 0. Above 0,
+    completions with advantage 0 keep a chance to be trained on, as they do with a KL term."""
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    """Rollout/trainer mismatch."""
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    """Completions near the length limit."""
+    updates_per_step: int = 1
+    """Optimizer updates on each rollout. A step's nominal prompts are split into so many mini-batches before anything
+    is selected; each has its own draws and denominators. Learning-rate settings count updates."""
+    old_logprobs: Literal["auto", "recompute", "behaviour"] = "auto"
+    """Where the policy ratio's denominator comes from. `behaviour`: the engine's log-probabilities. `recompute`: a
+    forward pass of the actor over the kept samples before the step's first update. `auto`: recompute if
+    updates_per_step > 1 or a correction is on, and the loss reads them."""
+
+
+def needs_old_logprobs(config: ObjectiveConfig) -> bool:
+    """Whether a step begins with a forward pass of the actor over its kept samples."""
+    if config.old_logprobs != "auto":
+        return config.old_logprobs == "recompute"
+    reads_them = bool(config.function) or config.loss != "divergence_tv"
+    return reads_them and (config.updates_per_step > 1 or config.correction.level != "none")
+
+
+def zero_advantage_slope(config: ObjectiveConfig) -> float:
+    """About how steep the loss is in a log-probability where the advantage is 0; completion pruning has to know."""
+    return config.kl.coef + config.entropy_coef + config.zero_advantage_slope
+
+
+def check_objective(
+    config: ObjectiveConfig, *, prompts_per_step: int, max_completion_tokens: int, prefix: str = "objective"
+) -> None:
+    """Check the section.
+
+    Raises:
+        UserError: the key path, what is wrong with its value, and what would be right.
+    """
+    _check_ranges(config, prefix)
+    if config.loss == "clip" and config.dual_clip and config.dual_clip <= 1 + config.clip_high:
+        raise UserError(
+            f"{prefix}.dual_clip = {config.dual_clip}: must be 0 (off) or above 1 + clip_high = {1 + config.clip_high}"
+        )
+    if config.dual_clip and config.loss != "clip":
+        raise UserError(f"{prefix}.dual_clip = {config.dual_clip} is read by loss=clip only, not loss={config.loss}")
+    if config.zero_advantage_slope and not config.function:
+        raise UserError(
+            f"{prefix}.zero_advantage_slope = {config.zero_advantage_slope} describes a loss of your own, but"
+            f" {prefix}.function is not set; the KL and entropy terms are known"
+        )
+    correction = config.correction
+    if correction.level != "none":
+        if config.old_logprobs == "behaviour":
+            raise UserError(
+                f"{prefix}.correction.level = {correction.level} compares the actor with the engine, but"
+                f" {prefix}.old_logprobs = behaviour takes both from the engine; use auto"
+            )
+        if config.loss == "divergence_tv" and not config.function:
+            raise UserError(
+                f"{prefix}.correction.level = {correction.level} with loss=divergence_tv would count the mismatch"
+                " twice: its ratio is already the one to the behaviour; use correction.level=none"
+            )
+        if correction.min_ratio > correction.max_ratio:
+            raise UserError(
+                f"{prefix}.correction.min_ratio = {correction.min_ratio} is above max_ratio = {correction.max_ratio}"
+            )
+    if config.overlong.buffer_tokens > max_completion_tokens:
+        raise UserError(
+            f"{prefix}.overlong.buffer_tokens = {config.overlong.buffer_tokens}: must be at most"
+            f" rollout.max_completion_tokens = {max_completion_tokens}"
+        )
+    if prompts_per_step % config.updates_per_step:
+        raise UserError(
+            f"{prefix}.updates_per_step = {config.updates_per_step}: rollout.prompts_per_step = {prompts_per_step}"
+            " does not divide by it, and mini-batches hold whole groups"
+        )
+
+
+def _check_ranges(config: ObjectiveConfig, prefix: str) -> None:
+    at_least_zero = {
+        "clip_low": config.clip_low,
+        "clip_high": config.clip_high,
+        "dual_clip": config.dual_clip,
+        "advantage_eps": config.advantage_eps,
+        "kl.coef": config.kl.coef,
+        "entropy_coef": config.entropy_coef,
+        "zero_advantage_slope": config.zero_advantage_slope,
+        "correction.min_ratio": config.correction.min_ratio,
+        "overlong.buffer_tokens": config.overlong.buffer_tokens,
+        "overlong.penalty": config.overlong.penalty,
+    }
+    for key, value in at_least_zero.items():
+        if not (value >= 0 and math.isfinite(value)):
+            raise UserError(f"{prefix}.{key} = {value}: must be finite and not negative")
+    positive = {
+        "correction.max_ratio": config.correction.max_ratio,
+        "divergence.max_shift": config.divergence.max_shift,
+        "divergence.max_ratio": config.divergence.max_ratio,
+    }
+    for key, value in positive.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise UserError(f"{prefix}.{key} = {value}: must be finite and greater than 0")
+    if config.clip_low > 1 or (config.clip_low == 1 and config.loss != "cispo"):
+        raise UserError(
+            f"{prefix}.clip_low = {config.clip_low}: must be below 1 (the ratio is positive); 1 is for loss=cispo only"
+        )
+    if config.updates_per_step < 1:
+        raise UserError(f"{prefix}.updates_per_step = {config.updates_per_step}: must be at least 1")

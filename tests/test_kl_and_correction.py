@@ -1,0 +1,207 @@
+"""KL terms and the rollout correction against exact sums over a small vocabulary, and what a user's loss is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dppo_megatron.algorithms.correction import effective_share, importance_factor, mismatch_metrics
+from dppo_megatron.algorithms.kl import kl_estimate
+from dppo_megatron.algorithms.objectives import check_policy_loss, make_objective
+from dppo_megatron.algorithms.policy_losses import clip
+from dppo_megatron.algorithms.tokens import TokenBatch, TokenLoss
+from dppo_megatron.config.objective import CorrectionConfig, KLConfig, ObjectiveConfig
+from dppo_megatron.types import UserError
+
+VOCABULARY = 7
+ESTIMATORS = ("k1", "k2", "k3", "k3_unbiased")
+
+
+def _distributions(*seeds: int) -> list[Tensor]:
+    """Random logits over a small vocabulary, float64."""
+    return [torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in seeds]
+
+
+def _batch(logprobs: Tensor, **fields: Tensor) -> TokenBatch:
+    """Every token a sequence of its own, unless told otherwise."""
+    plain = logprobs.detach()
+    values = {
+        "entropy": torch.zeros_like(plain),
+        "behaviour_logprobs": plain,
+        "old_logprobs": plain,
+        "reference_logprobs": torch.zeros_like(plain),
+        "advantages": torch.ones_like(plain),
+        "mask": torch.ones_like(plain),
+        "sequence": torch.arange(len(plain)),
+    }
+    return TokenBatch(logprobs=logprobs, **(values | fields))
+
+
+def _expected_gradient(logits: Tensor, behaviour: Tensor, reference: Tensor, estimator: str) -> tuple[float, Tensor]:
+    """Value and gradient of the estimate, as the exact expectation over tokens drawn from `behaviour`."""
+    logits = logits.clone().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    batch = _batch(logprobs, behaviour_logprobs=behaviour.log_softmax(0), reference_logprobs=reference.log_softmax(0))
+    value = behaviour.softmax(0) @ kl_estimate(batch, KLConfig(estimator=estimator))  # type: ignore[arg-type]
+    (gradient,) = torch.autograd.grad(value, logits)
+    return value.item(), gradient
+
+
+def _exact(logits: Tensor, reference: Tensor, *, reverse: bool) -> tuple[float, Tensor]:
+    """KL(policy || reference) and its gradient, or with the two exchanged."""
+    logits = logits.clone().requires_grad_()
+    policy, other = logits.log_softmax(0), reference.log_softmax(0)
+    kl = other.exp() @ (other - policy) if reverse else policy.exp() @ (policy - other)
+    return kl.item(), torch.autograd.grad(kl, logits)[0]
+
+
+def test_expected_kl_gradients_by_enumeration() -> None:
+    """On-policy: k2 and k3_unbiased have the KL's gradient, k3 the reverse KL's, k1 none; all values but k2's right."""
+    policy, reference = _distributions(0, 1)
+    value, gradient = _exact(policy, reference, reverse=False)
+    _, reverse = _exact(policy, reference, reverse=True)
+    expected = {"k1": torch.zeros_like(gradient), "k2": gradient, "k3": reverse, "k3_unbiased": gradient}
+    assert torch.linalg.norm(gradient - reverse) > 0.1 * torch.linalg.norm(gradient)
+    for name in ESTIMATORS:
+        estimated, slope = _expected_gradient(policy, policy, reference, name)
+        torch.testing.assert_close(slope, expected[name], rtol=1e-10, atol=1e-12)
+        assert name == "k2" or estimated == pytest.approx(value, rel=1e-12)
+
+
+def test_unbiased_kl_is_right_off_policy_too() -> None:
+    """Tokens drawn from another policy: only k3_unbiased still has the KL's value and gradient."""
+    policy, behaviour, reference = _distributions(0, 2, 1)
+    value, gradient = _exact(policy, reference, reverse=False)
+    for name in ESTIMATORS:
+        estimated, slope = _expected_gradient(policy, behaviour, reference, name)
+        right = torch.allclose(slope, gradient, rtol=1e-10, atol=1e-12) and estimated == pytest.approx(value)
+        assert right == (name == "k3_unbiased"), name
+
+
+def test_kl_values_by_hand() -> None:
+    """policy 0.5, reference 0.25, behaviour 0.4."""
+    logs = [torch.tensor([p], dtype=torch.float64).log() for p in (0.5, 0.25, 0.4)]
+    batch = _batch(logs[0], reference_logprobs=logs[1], behaviour_logprobs=logs[2])
+    k3 = 0.5 - np.log(0.5) - 1
+    for name, expected in (("k1", np.log(2)), ("k2", np.log(2) ** 2 / 2), ("k3", k3), ("k3_unbiased", 1.25 * k3)):
+        assert kl_estimate(batch, KLConfig(estimator=name)).item() == pytest.approx(expected)  # type: ignore[arg-type]
+
+
+def _correction(level: str, mode: str = "truncate", max_ratio: float = 1e6, min_ratio: float = 0.0) -> ObjectiveConfig:
+    return ObjectiveConfig(correction=CorrectionConfig(level, mode, max_ratio, min_ratio))  # type: ignore[arg-type]
+
+
+def _sequences_gradient(config: ObjectiveConfig, behaviour: Tensor, policy: Tensor, draw_from: Tensor) -> Tensor:
+    """Exact expectation over all sequences of two tokens, with a reward for each sequence, of the loss's gradient."""
+    first, second = (index.ravel() for index in torch.meshgrid(*[torch.arange(VOCABULARY)] * 2, indexing="ij"))
+    tokens = torch.stack([first, second], dim=1)  # [V^2, 2]
+    reward = torch.sin(3.0 * first + second * second).double()
+    logits = policy.clone().requires_grad_()
+
+    def at(values: Tensor) -> Tensor:
+        return values.log_softmax(0)[tokens].ravel()
+
+    batch = _batch(
+        at(logits),
+        behaviour_logprobs=at(behaviour),
+        old_logprobs=at(policy),
+        advantages=reward.repeat_interleave(2),
+        sequence=torch.arange(len(tokens)).repeat_interleave(2),
+    )
+    probability = draw_from.softmax(0)[tokens].prod(dim=1).repeat_interleave(2)
+    return torch.autograd.grad(probability @ make_objective(config)(batch).loss, logits)[0]
+
+
+def test_sequence_correction_makes_the_estimate_right() -> None:
+    """Drawn from an engine that differs, trained with its log-probabilities recomputed: the exact on-policy gradient
+    with the whole sequence's ratio, wrong without a correction, less wrong with a bound on it."""
+    policy, behaviour = _distributions(3, 4)
+    behaviour = policy + 0.4 * (behaviour - policy)
+    target = _sequences_gradient(ObjectiveConfig(), policy, policy, draw_from=policy)
+
+    def error(config: ObjectiveConfig) -> float:
+        gradient = _sequences_gradient(config, behaviour, policy, draw_from=behaviour)
+        return float(torch.linalg.norm(gradient - target) / torch.linalg.norm(target))
+
+    uncorrected = error(ObjectiveConfig())
+    assert error(_correction("sequence")) < 1e-12
+    assert uncorrected > 0.1
+    assert 1e-3 < error(_correction("sequence", max_ratio=2.0)) < uncorrected
+
+
+def test_importance_factors_by_hand() -> None:
+    """Two sequences with a prompt token each; ratios 2, 0.25 | 4, by token and by sequence, truncated and masked."""
+    log_ratio = torch.tensor([5.0, np.log(2), np.log(0.25), 7.0, np.log(4)])
+    mask = torch.tensor([0.0, 1, 1, 0, 1])
+    batch = _batch(torch.zeros(5), old_logprobs=log_ratio, mask=mask, sequence=torch.tensor([0, 0, 0, 1, 1]))
+    cases = {
+        ("token", "truncate", 3.0, 0.0): ([2, 0.25, 3], [0, 0, 1]),
+        ("token", "mask", 3.0, 0.5): ([2, 0, 0], [0, 1, 1]),
+        ("sequence", "truncate", 3.0, 0.0): ([0.5, 0.5, 3], [0, 0, 1]),
+        ("sequence", "mask", 4.5, 0.6): ([0, 0, 4], [1, 1, 0]),
+    }
+    for arguments, (expected, bounded) in cases.items():
+        factor, changed = importance_factor(batch, _correction(*arguments).correction)
+        torch.testing.assert_close(factor[mask > 0], torch.tensor(expected, dtype=factor.dtype))
+        assert changed[mask > 0].tolist() == bounded
+
+
+def test_mismatch_figures_by_hand() -> None:
+    """Kish's effective shares of the sequences' ratios 1 and 3, of weights 2 and 1, and of their product."""
+    old = [np.log([0.5, 0.5]), np.log([0.6])]
+    behaviour = [np.log([0.5, 0.5]), np.log([0.2])]
+    figures = mismatch_metrics(old, behaviour, [2.0, 1.0])
+    assert figures["mismatch/is_ess"] == pytest.approx((1 + 3) ** 2 / (2 * (1 + 9)))
+    assert figures["mismatch/product_ess"] == pytest.approx((2 + 3) ** 2 / (2 * (4 + 9)))
+    assert figures["mismatch/logprob_abs_diff_mean"] == pytest.approx(np.log(3) / 3)
+    assert figures["mismatch/kl"] == pytest.approx((3 - 1 - np.log(3)) / 3)
+    assert figures["mismatch/logprob_abs_diff_p99"] == pytest.approx(0.98 * np.log(3))
+    assert effective_share(np.array([1.0, 1.0, 0.0, 0.0])) == 0.5
+    assert mismatch_metrics([], [], []) == {}
+
+
+def _returns_a_mean(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
+    return TokenLoss(clip(batch, config).loss.mean())
+
+
+def _returns_a_tensor(batch: TokenBatch, config: ObjectiveConfig) -> Tensor:
+    return batch.logprobs
+
+
+def _detached(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
+    return TokenLoss(batch.logprobs.detach() * batch.advantages)
+
+
+def _raises(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
+    return TokenLoss(batch.rewards)  # type: ignore[attr-defined]
+
+
+def _with_own_kl(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
+    return TokenLoss(clip(batch, config).loss + 0.1 * (batch.logprobs - batch.old_logprobs).square())
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_returns_a_mean, r"loss is \[\], expected one value a token, \[8\]"),
+        (_returns_a_tensor, "returned Tensor, expected TokenLoss"),
+        (_detached, "does not depend on batch.logprobs"),
+        (_raises, "raised AttributeError on a small made-up batch"),
+        (_with_own_kl, "set objective.zero_advantage_slope"),
+    ],
+)
+def test_a_wrong_loss_of_ones_own_is_said_at_once(function: object, message: str) -> None:
+    """Each mistake has its own message."""
+    with pytest.raises(UserError, match=message):
+        check_policy_loss(function, ObjectiveConfig(function="mine:loss"))  # type: ignore[arg-type]
+
+
+def test_a_right_loss_of_ones_own_passes() -> None:
+    """Also one that moves completions with advantage 0, once that is declared."""
+    config = ObjectiveConfig(function="mine:loss")
+    check_policy_loss(clip, config)
+    check_policy_loss(_with_own_kl, replace(config, zero_advantage_slope=0.1))
