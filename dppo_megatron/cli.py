@@ -13,7 +13,7 @@ from dppo_megatron import __version__
 from dppo_megatron.config import load_config
 from dppo_megatron.config.methods import parse_methods
 from dppo_megatron.distributed import launched_rank, launched_world_size
-from dppo_megatron.types import UserError
+from dppo_megatron.types import GuardStop, UserError
 
 _METHODS = "grpo,cppo,greso,dppo_paper,dppo,dppo_auto"
 _TRAIN = """\
@@ -53,6 +53,26 @@ Greedy pass@1 of a Hugging Face checkpoint on the evaluation sets of CONFIG, wit
 """
 
 
+_DOCTOR = """\
+Say what is installed and what this machine can do. With --fp8-gate, run CONFIG's model at CONFIG's layout and compare
+packed with unpacked log-probabilities and gradients, and FP8 with bfloat16; exit code 3 if a bound is broken:
+
+  dppo-megatron doctor
+  dppo-megatron doctor --fp8-gate configs/qwen3_4b.yaml actor.fp8=blockwise
+  torchrun --nproc-per-node 8 -m dppo_megatron.cli doctor --fp8-gate CONFIG
+"""
+
+
+_CONVERT = """\
+Convert between Hugging Face and Megatron distributed checkpoints, one tensor at a time (docs/checkpoints.md):
+
+  dppo-megatron convert to-megatron --hf Qwen3-8B --out qwen3-8b
+  dppo-megatron convert to-hf --checkpoint runs/x/checkpoints/step_000020 --out hf --dtype bf16
+
+A distributed checkpoint loads at any tensor, pipeline and expert parallel size.
+"""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand; returns the exit code (0 done, 2 the user's mistake)."""
     arguments = _parser().parse_args(argv)
@@ -83,6 +103,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("config", metavar="CONFIG", help="YAML file")
         command.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the file's")
         command.set_defaults(run=run)
+    commands.choices["train"].add_argument(
+        "--resume",
+        metavar="auto|never|DIR",
+        help="checkpoint.resume: go on with the run in run_dir if there is one (default), never, or from a checkpoint",
+    )
     compare = commands.choices["compare"]
     compare.add_argument("--methods", default=_METHODS, metavar="A,B,...", help=f"default: {_METHODS}")
     compare.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds from the config's on (default: 1)")
@@ -95,6 +120,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--out", type=Path, default=Path("compare"), help="where to write (default: compare/)")
     _add_simulate(commands)
+    doctor = commands.add_parser(
+        "doctor",
+        help="check the installation, and packing and FP8 on your model",
+        description=_DOCTOR,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor.add_argument("--fp8-gate", metavar="CONFIG", help="YAML file of the job to check")
+    doctor.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the file's")
+    doctor.set_defaults(run=_doctor)
+    _add_convert(commands)
     return parser
 
 
@@ -113,17 +148,69 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     simulate.set_defaults(run=_simulate)
 
 
+def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="Hugging Face checkpoint to Megatron's format and back",
+        description=_CONVERT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    directions = convert.add_subparsers(required=True, metavar="to-megatron|to-hf", dest="direction")
+    to_megatron = directions.add_parser("to-megatron", help="from a Hugging Face checkpoint")
+    to_megatron.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint")
+    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
+        to_megatron.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"check {what}-parallel size N")
+    to_hf = directions.add_parser("to-hf", help="from a distributed checkpoint, converted or of a training run")
+    to_hf.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="distributed checkpoint")
+    to_hf.add_argument("--hf", type=Path, metavar="DIR", help="config.json and tokenizer, if the checkpoint has none")
+    to_hf.add_argument("--dtype", default="", metavar="T", help="fp32, bf16 or fp16 (default: as stored)")
+    to_hf.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="size of a file (default: 5)")
+    for direction in (to_megatron, to_hf):
+        direction.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write; must not exist")
+        direction.add_argument("--verify", action="store_true", help="read back, compare every tensor byte for byte")
+        direction.set_defaults(run=_convert)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
+
+    if arguments.direction == "to-megatron":
+        sizes = arguments.tp, arguments.pp, arguments.ep
+        said = hf_to_megatron(arguments.hf, arguments.out, *sizes, verify=arguments.verify)
+    else:
+        said = megatron_to_hf(
+            arguments.checkpoint,
+            arguments.out,
+            hf=arguments.hf,
+            dtype=arguments.dtype,
+            shard_gb=arguments.shard_gb,
+            verify=arguments.verify,
+        )
+    for line in said:
+        print(line)
+    return 0
+
+
 def _train(arguments: argparse.Namespace) -> int:
     _quiet_libraries()
-    config = load_config(arguments.config, arguments.overrides)
+    resume = [f"checkpoint.resume={arguments.resume}"] if arguments.resume else []
+    config = load_config(arguments.config, [*arguments.overrides, *resume])
     from dppo_megatron.job import prepare_job
 
     job = prepare_job(config, launched_world_size())
-    from dppo_megatron.run import Run
+    from dppo_megatron.run import Run, Stopped
     from dppo_megatron.train import train
 
-    with Run(job) as run:
-        train(run)
+    try:
+        with Run(job) as run:
+            train(run)
+    except GuardStop as stop:
+        if launched_rank() == 0:
+            print(f"stopped: {stop}", file=sys.stderr)
+        return 3
+    except Stopped as stopped:
+        if launched_rank() == 0:
+            print(stopped, file=sys.stderr)
     return 0
 
 
@@ -186,9 +273,39 @@ def _simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(arguments: argparse.Namespace) -> int:
+    _quiet_libraries()
+    if not arguments.fp8_gate:
+        from dppo_megatron.doctor.environment import report
+
+        if arguments.overrides:
+            raise UserError(f"{arguments.overrides[0]}: settings belong to a job; give --fp8-gate CONFIG before them")
+        print("\n".join(f"{what:<20}{finding}" for what, finding in report()))
+        return 0
+    config = load_config(arguments.fp8_gate, arguments.overrides, writes_run=False)
+    from dppo_megatron.job import prepare_job
+
+    job = prepare_job(config, launched_world_size())
+    from dppo_megatron.actor.layout import start_process_group, stop_process_group
+    from dppo_megatron.doctor.fp8_gate import run_gate
+
+    start_process_group()
+    findings = run_gate(config, job.architecture, job.checkpoint.get)
+    if launched_rank() == 0:
+        for finding in findings:
+            verdict = "ok    " if finding.passed else "BROKEN"
+            print(f"{verdict} {finding.value:9.2e} (bound {finding.bound:g})  {finding.what}")
+    stop_process_group()
+    return 0 if all(finding.passed for finding in findings) else 3
+
+
 def _quiet_libraries() -> None:
     """Before transformers and torch are imported: their notices about absent extras are not ours to show."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

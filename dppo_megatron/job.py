@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
 from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.prompts import load_examples, load_prompts
 from dppo_megatron.platform.capabilities import this_machine
+from dppo_megatron.rewards.grading import Grader
+from dppo_megatron.rewards.pool import GraderPool
 from dppo_megatron.types import Prompt, TrainSample, UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
-from dppo_megatron.weights.hf_files import CheckpointReader
+from dppo_megatron.weights.hf_files import WeightReader
+from dppo_megatron.weights.torch_dist import open_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +30,14 @@ class Job:
 
     config: Config
     architecture: Architecture
-    checkpoint: CheckpointReader
+    checkpoint: WeightReader
     tokenizer: PreTrainedTokenizerBase
     train_prompts: list[Prompt]
     eval_prompts: dict[str, list[Prompt]]
     warm_start_examples: list[TrainSample]
-    grade: Callable[[str, str], float]
+    grade: Grader
+    policy_loss: PolicyLoss | None = None
+    """The user's own, of `objective.function`."""
 
 
 def prepare_job(config: Config, world_size: int) -> Job:
@@ -46,7 +54,7 @@ def prepare_job(config: Config, world_size: int) -> Job:
     machine.choose_layer_spec(config.actor.layer_spec, config.actor.fp8)
     machine.check_experts(layout.expert_parallel, layout.expert_tensor_parallel or layout.tensor_parallel)
     _check_positions(config, architecture)
-    checkpoint = CheckpointReader(config.model.hf_path, architecture)
+    checkpoint = open_checkpoint(config.model.hf_path, architecture)
     tokenizer = _load_tokenizer(config.model.hf_path, architecture)
     train_prompts = load_prompts(config.data.train_path, config.data, tokenizer)
     if len(train_prompts) < config.rollout.prompts_per_step:
@@ -78,15 +86,21 @@ def prepare_job(config: Config, world_size: int) -> Job:
             name: load_prompts(path, config.data, tokenizer) for name, path in config.data.eval_paths.items()
         },
         warm_start_examples=examples,
-        grade=load_function("reward.function", config.reward.function),
+        grade=_load_grader(config),
+        policy_loss=_load_policy_loss(config),
     )
 
 
 def load_function(key: str, path: str) -> Callable[..., Any]:
-    """Import `module:function`, named by the config key `key`. Raises UserError if there is no such function."""
+    """Import `module:function`, named by the config key `key`; modules of the working directory are found too.
+
+    Raises UserError if there is no such function.
+    """
     module_name, separator, name = path.partition(":")
     if not separator:
         raise UserError(f"{key} = '{path}': expected module:function")
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())  # an installed command does not look there by itself
     try:
         function = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
@@ -95,6 +109,19 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
         raise UserError(f"{key} = '{path}' is not callable")
     loaded: Callable[..., Any] = function
     return loaded
+
+
+def _load_grader(config: Config) -> Grader:
+    load_function("reward.function", config.reward.function)  # here and not in its process, so that a typo is said now
+    return GraderPool(config.reward.function, config.reward.processes, config.reward.timeout_s)
+
+
+def _load_policy_loss(config: Config) -> PolicyLoss | None:
+    if not config.objective.function:
+        return None
+    function: PolicyLoss = load_function("objective.function", config.objective.function)
+    check_policy_loss(function, config.objective)
+    return function
 
 
 def _check_positions(config: Config, architecture: Architecture) -> None:

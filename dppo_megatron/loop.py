@@ -6,7 +6,8 @@ Updating and syncing are collective.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,21 +16,28 @@ import torch
 
 from dppo_megatron.actor.actor import Actor, warm_start_optimizer
 from dppo_megatron.actor.layout import build_layout
-from dppo_megatron.algorithms.objectives import clipped_surrogate, supervised
+from dppo_megatron.algorithms.correction import mismatch_metrics
+from dppo_megatron.algorithms.objectives import make_objective, supervised
+from dppo_megatron.config.objective import needs_old_logprobs
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.distributed import collect, from_rank_zero, share
 from dppo_megatron.evaluate import evaluate
 from dppo_megatron.job import Job
 from dppo_megatron.observe.metrics import Timers
 from dppo_megatron.packing.alignment import packing_layout
+from dppo_megatron.packing.cost import CostModel
 from dppo_megatron.packing.planner import plan_microbatches
-from dppo_megatron.pruning import surprisal
+from dppo_megatron.packing.slack import TokenCapacity
+from dppo_megatron.pruning import LedgerRow, surprisal
 from dppo_megatron.rewards.grading import grade_group
-from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.engine import Engine, Request, Sampling
 from dppo_megatron.rollout.hf import HFEngine
+from dppo_megatron.rollout.receipts import canary_difference
+from dppo_megatron.rollout.serving import ServerEngine
 from dppo_megatron.selection import Chosen, Decision, Rollouts, Selector
 from dppo_megatron.trace import trace_row
-from dppo_megatron.types import FloatArray, Group, PackPlan, SelectedPrompt, TrainSample
+from dppo_megatron.types import Completion, FloatArray, Group, PackPlan, Prompt, SelectedPrompt, TrainSample
+from dppo_megatron.weights.architecture import Architecture
 
 
 @dataclass
@@ -37,30 +45,47 @@ class Loop:
     """The rooms of the house, wired for one job."""
 
     job: Job
+    say: Callable[[str], None] = print
+    """Takes a line for the person who watches, on rank 0."""
     actor: Actor = field(init=False)
     timers: Timers = field(default_factory=Timers)
     metrics: dict[str, Any] = field(default_factory=dict)
     """What the current step has measured so far."""
     trace_row: dict[str, Any] = field(default_factory=dict)
     """The current step's outcomes for trace.jsonl, on rank 0."""
+    skipped_in_a_row: int = 0
+    """Updates without one that was applied, up to now: their loss or gradient was not finite."""
+    skipped_samples: str = ""
+    """What was in the last of them, for the person who must find out why."""
 
     def __post_init__(self) -> None:
         config = self.job.config
         dtype = getattr(torch, config.model.dtype)
         layout = build_layout(config.actor.layout, config.seed)
         self.actor = Actor(config.actor, layout, self.job.architecture, self.job.checkpoint.get, dtype=dtype)
-        self._engine = HFEngine(
-            config.model.hf_path,
-            self.job.tokenizer,
-            dtype=dtype,
-            device=layout.device,
-            max_concurrent_sequences=config.rollout.max_concurrent_sequences,
-        )
+        self._engine = self._make_engine(dtype, layout.device)
+        self._ahead: tuple[int, list[SelectedPrompt]] | None = None
+        self._state_at_rest: dict[str, Any] = {}
+        self._selects = False
+        self._num_syncs = 0
+        self._step = 0
+        self.rests_after: int | None = 0
+        """The step whose weights actor and engine both have; None from the first update of a step to its sync."""
         self._group_size = config.rollout.completions_per_prompt
-        self._selector = Selector(config, len(self.job.train_prompts))
-        objective = config.objective
-        self.objective = clipped_surrogate(objective.clip_low, objective.clip_high, objective.dual_clip)
-        self._sampling = Sampling(config.rollout.max_completion_tokens, config.rollout.temperature, config.seed)
+        self._packing_layout = packing_layout(config.actor, layout.world_size)
+        self._cost = cost_model(self.job.architecture)
+        self._selector = Selector(config, len(self.job.train_prompts), capacity=self._capacity())
+        self.objective = make_objective(config.objective, self.job.policy_loss)
+        self._measured: list[dict[str, float]] = []
+        rollout = config.rollout
+        self._sampling = Sampling(
+            rollout.max_completion_tokens,
+            rollout.temperature,
+            config.seed,
+            rollout.top_p,
+            rollout.top_k,
+            tuple(rollout.stop_token_ids),
+        )
 
     def warm_start(self) -> None:
         """The supervised phase, through the same actor; nothing if `warm_start.steps` is 0."""
@@ -75,16 +100,22 @@ class Loop:
             chosen, position = order.take(position, warm.examples_per_step)
             num_tokens = float(sum(examples[i].num_completion_tokens for i in chosen))
             batch = [replace(examples[i], denominator=num_tokens) for i in chosen]
-            self.actor.update(batch, self.pack(batch), supervised())
+            if self.actor.update(batch, self.pack(batch), supervised())["skipped_updates"]:
+                raise FloatingPointError("warm start: the loss or its gradient is not finite; lower its learning rate")
         self.take_metrics()
 
     def start_rl(self) -> None:
-        """A fresh optimizer and schedule for the RL phase."""
+        """A fresh optimizer and schedule for the RL phase; with a KL term, its reference is the policy of now."""
         config = self.job.config
-        self.actor.start_phase(config.actor.optimizer, config.steps)
+        self.actor.start_phase(config.actor.optimizer, config.steps * config.objective.updates_per_step)
+        if config.objective.kl.coef:
+            self.actor.freeze_reference()
 
     def select(self, step: int) -> list[SelectedPrompt]:
         """The prompts of this step that are worth a rollout, with what undoes their selection."""
+        if self._ahead is not None and self._ahead[0] == step:
+            return self._ahead[1]
+        self._state_at_rest, self._selects = deepcopy(self._selector.state_dict()), True
         with self.timers.phase("select"):
             return self._selected(from_rank_zero(lambda: self._selector.begin(step)))
 
@@ -99,8 +130,11 @@ class Loop:
         size = self._group_size
         mine = share(selected)
         with self.timers.phase("rollout"):
-            requests = [Request(item.prompt, index, step) for item in mine for index in range(size)]
-            completions = self._engine.generate(requests, self._sampling)
+            if self._ahead is not None and self._ahead[0] == step:
+                self._ahead = None
+            else:
+                self._engine.start(self._requests(mine, step), self._sampling)
+            completions = self._engine.finish()
         with self.timers.phase("reward"):
             groups = []
             for position, item in enumerate(mine):
@@ -109,27 +143,82 @@ class Loop:
         with self.timers.phase("rollout"):
             return collect(groups)
 
-    def prune(self, groups: Sequence[Group], step: int) -> list[TrainSample]:
-        """Advantages on full groups, then the completions worth training on, each with its weight."""
+    def look_ahead(self, step: int) -> None:
+        """With `rollout.async_steps`, begin to generate for `step` while this step trains; 0: nothing to begin."""
+        if step and self.job.config.rollout.async_steps:
+            selected = self.select(step)
+            self._engine.start(self._requests(share(selected), step), self._sampling)
+            self._ahead = step, selected
 
-        def decide() -> list[TrainSample]:
+    def prune(self, groups: Sequence[Group], step: int) -> list[list[TrainSample]]:
+        """Advantages on full groups, then the completions worth training on, each with its weight.
+
+        Returns:
+            The samples of each optimizer update of the step.
+        """
+
+        def decide() -> list[list[TrainSample]]:
             completions = [completion for group in groups for completion in group.completions]
             shape = (len(groups), self._group_size)
             rollouts = Rollouts(
                 rewards=self._rewards(groups),
                 lengths=np.array([len(c.token_ids) for c in completions], dtype=np.int64).reshape(shape),
                 surprisal=np.array([surprisal(c.logprobs) for c in completions]).reshape(shape),
+                prompt_tokens=np.array([len(group.selected.prompt.token_ids) for group in groups], dtype=np.int64),
+                truncated=np.array([c.finish_reason == "length" for c in completions], dtype=np.bool_).reshape(shape),
             )
             decision = self._selector.finish(rollouts, step)
+            self._selects = False
             self.metrics |= decision.metrics
             self.trace_row = trace_row(step, decision, rollouts)
-            self.metrics["prune/ledger"] = [asdict(row) for row in decision.ledger]
+            measured = self._engine.statistics()
+            self.metrics |= measured
+            cut = measured.get("rollout/cut_completions", 0.0)
+            ledger = [*decision.ledger, *([_cut_row(cut, len(completions))] if cut else [])]
+            self.metrics["prune/ledger"] = [asdict(row) for row in ledger]
             self.metrics["rollout/completion_tokens_mean"] = float(rollouts.lengths.sum() / max(1, len(completions)))
             self.metrics["rollout/truncated"] = sum(c.finish_reason == "length" for c in completions)
-            return _samples(groups, decision, self._group_size)
+            updates = self.job.config.objective.updates_per_step
+            return [_samples(groups, decision, self._group_size, index) for index in range(updates)]
 
+        self._step = step
         with self.timers.phase("prune"):
             return from_rank_zero(decide)
+
+    def recompute_logprobs(self, minibatches: list[list[TrainSample]]) -> list[list[TrainSample]]:
+        """The samples with the log-probabilities that the objective compares with: the actor's before the first update
+        of the step, and the reference's. Without a need for either (docs/objectives.md) nothing is run."""
+        objective = self.job.config.objective
+        needs_old, needs_reference = needs_old_logprobs(objective), objective.kl.coef > 0
+        measures = self.job.config.rollout.engine != "hf"  # another program's kernels: say each step how far apart
+        samples = [sample for minibatch in minibatches for sample in minibatch]
+        self._engine.rest()
+        if not samples or not (needs_old or needs_reference or measures):
+            return minibatches
+        plan = self.pack(samples)
+        with self.timers.phase("update"), self.timers.phase("logprobs"):  # a part of what the update costs
+            old = self._logprobs(samples, plan) if needs_old or measures else None
+            reference = None
+            if needs_reference:
+                with self.actor.reference_weights():
+                    reference = self._logprobs(samples, plan)
+        if old is not None:
+            behaviour, weights = [s.behaviour_logprobs for s in samples], [s.weight for s in samples]
+            self.metrics |= mismatch_metrics(old, behaviour, weights)
+            difference, alarm = self.metrics["mismatch/logprob_abs_diff_mean"], self.job.config.rollout.mismatch_alarm
+            if difference > alarm:
+                self.say(f"warning: mean |log-probability difference| to the engine {difference:.3g} > {alarm:g}")
+        filled = iter(
+            [
+                replace(
+                    sample,
+                    old_logprobs=old[index] if old is not None and needs_old else None,
+                    reference_logprobs=None if reference is None else reference[index],
+                )
+                for index, sample in enumerate(samples)
+            ]
+        )
+        return [[next(filled) for _ in minibatch] for minibatch in minibatches]
 
     def pack(self, samples: Sequence[TrainSample]) -> PackPlan:
         """Micro-batches for every data-parallel rank."""
@@ -138,9 +227,11 @@ class Loop:
         def decide() -> PackPlan:
             plan = plan_microbatches(
                 samples,
-                layout=packing_layout(self.job.config.actor, self.actor.layout.world_size),
+                layout=self._packing_layout,
                 max_tokens_per_microbatch=config.max_tokens_per_microbatch,
                 mode=config.mode,
+                cost=self._cost,
+                window=config.window,
             )
             self.metrics |= {f"pack/{name}": value for name, value in plan.metrics.items()}
             return plan
@@ -149,16 +240,38 @@ class Loop:
             return from_rank_zero(decide)
 
     def update(self, samples: Sequence[TrainSample], plan: PackPlan) -> None:
-        """One optimizer step on the weighted objective."""
+        """One optimizer update on the weighted objective. `train/*` are means over the step's updates so far."""
+        self.rests_after = None
         with self.timers.phase("update"):
             measured = self.actor.update(samples, plan, self.objective, temperature=self.job.config.rollout.temperature)
-        self.metrics["mismatch/logprob_abs_diff_mean"] = measured.pop("logprob_abs_diff", 0.0)
-        self.metrics |= {f"train/{name}": value for name, value in measured.items()}
+        # after the first update the policy has moved on purpose, and this would no longer be a mismatch
+        self.metrics.setdefault("mismatch/logprob_abs_diff_mean", measured.pop("logprob_abs_diff", 0.0))
+        if measured["skipped_updates"]:
+            self.skipped_in_a_row += 1
+            self.skipped_samples = _name_the_broken(samples)
+        else:
+            self.skipped_in_a_row = 0
+        self._measured.append(measured)
+        for name in measured:
+            values = [update[name] for update in self._measured if name in update]
+            self.metrics[f"train/{name}"] = float(np.mean(values))
+        self.metrics["train/skipped_updates"] = sum(update["skipped_updates"] for update in self._measured)
+        self.metrics["train/learning_rate"] = measured["learning_rate"]
 
     def sync(self) -> None:
         """Give the engine the actor's weights."""
+        rollout = self.job.config.rollout
         with self.timers.phase("sync"):
-            self._engine.load_weights(self.actor.weights())
+            self._engine.load_weights(self.actor.weights)
+            every = rollout.verify_every_syncs
+            if rollout.engine != "hf" and every and self._num_syncs % every == 0:
+                self._check_canary()
+            self._num_syncs += 1
+        self.rests_after = self._step
+
+    def close(self) -> None:
+        """Release the engine's servers."""
+        self._engine.close()
 
     def evaluate(self) -> dict[str, float]:
         """Greedy pass@1 of every evaluation set, as `eval/<set>/pass@1`."""
@@ -166,12 +279,18 @@ class Loop:
 
     def take_metrics(self) -> dict[str, Any]:
         """What the phases since the last call measured."""
-        taken = self.metrics | self.timers.drain()
+        taken = self.metrics | self._engine.statistics() | self.timers.drain()
         self.metrics = {}
+        self._measured = []
         return taken
 
     def feedback(self, step: int, metrics: dict[str, Any]) -> list[str]:
-        """Let the pruning policies learn what the step cost; lines for the log if a rate moved."""
+        """Let the pruning policies learn what the step cost; lines for the log if a rate moved.
+
+        They learn nothing from a step with a skipped update: its gradient norm is no number.
+        """
+        if metrics["train/skipped_updates"]:
+            return []
 
         def learn() -> list[str]:
             rollout_s = metrics["time/rollout_s"] + metrics["time/reward_s"]
@@ -187,12 +306,55 @@ class Loop:
         return from_rank_zero(learn)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the policies remember between steps."""
-        return self._selector.state_dict()
+        """What the next step depends on beside the actor; a step that was only begun ahead is not part of it."""
+        begun = self._ahead is not None or self._selects
+        selector = self._state_at_rest if begun else self._selector.state_dict()
+        return {"selector": selector, "skipped_in_a_row": self.skipped_in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved `state_dict`."""
-        self._selector.load_state_dict(state)
+        self._selector.load_state_dict(state["selector"])
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+
+    def _make_engine(self, dtype: torch.dtype, device: torch.device) -> Engine:
+        config = self.job.config
+        if config.rollout.engine == "hf":
+            return HFEngine(
+                config.model.hf_path,
+                self.job.tokenizer,
+                dtype=dtype,
+                device=device,
+                max_concurrent_sequences=config.rollout.max_concurrent_sequences,
+            )
+        engine = ServerEngine(config, self.job.architecture, self.job.tokenizer, self.say)
+        self.say(engine.description)
+        return engine
+
+    def _requests(self, mine: Sequence[SelectedPrompt], step: int) -> list[Request]:
+        return [Request(item.prompt, index, step) for item in mine for index in range(self._group_size)]
+
+    def _check_canary(self) -> None:
+        """One prompt's completions from every server, scored by the actor. Raises GuardStop if they differ."""
+        prompt = self.job.train_prompts[0]
+        answers = self._engine.probe([Request(prompt, i, 0) for i in range(self._group_size)], self._sampling)
+        samples = [unweighted_sample(prompt, completion) for _, completion in answers]
+        scored = self._logprobs(samples, self.pack(samples)) if samples else []
+        bound = self.job.config.rollout.max_canary_logprob_diff
+        servers = [server for server, _ in answers]
+        behaviour = [sample.behaviour_logprobs for sample in samples]
+        self.metrics["rollout/canary_logprob_diff"] = canary_difference(servers, behaviour, scored, bound)
+
+    def _capacity(self) -> TokenCapacity | None:
+        """What a step's micro-batches hold; nothing that could be filled where each holds one sequence."""
+        config = self.job.config.packing
+        if config.mode == "none":
+            return None
+        return TokenCapacity(self._packing_layout, config.max_tokens_per_microbatch)
+
+    def _logprobs(self, samples: Sequence[TrainSample], plan: PackPlan) -> list[FloatArray]:
+        """Of every sample under the actor's present weights, on every rank."""
+        values = self.actor.logprobs(samples, plan, temperature=self.job.config.rollout.temperature)
+        return from_rank_zero(lambda: values or [])
 
     def _rewards(self, groups: Sequence[Group]) -> FloatArray:
         """[groups, G]; a biased method may have skipped every prompt of the step."""
@@ -204,10 +366,39 @@ class Loop:
         return [SelectedPrompt(prompts[index], float(prob), float(weight)) for index, prob, weight in rows]
 
 
-def _samples(groups: Sequence[Group], decision: Decision, size: int) -> list[TrainSample]:
-    """The kept completions with their weights, advantages and frozen denominators."""
+def unweighted_sample(prompt: Prompt, completion: Completion) -> TrainSample:
+    """A completion to be scored, not trained on."""
+    return TrainSample(
+        id=f"{prompt.index}:canary",
+        token_ids=np.concatenate([np.array(prompt.token_ids, np.int64), completion.token_ids]),
+        num_prompt_tokens=len(prompt.token_ids),
+        behaviour_logprobs=completion.logprobs,
+        advantage=0.0,
+        weight=1.0,
+        denominator=1.0,
+    )
+
+
+def _cut_row(cut: float, total: int) -> LedgerRow:
+    note = f"{cut:.0f} completions were cut off by rollout.straggler_share and count as truncated"
+    return LedgerRow("rollout/stragglers", 1.0 - cut / total, "biased", note)
+
+
+def _name_the_broken(samples: Sequence[TrainSample]) -> str:
+    """The samples that hold something not finite, else all of them: then it came out of the model or the loss."""
+    broken = [
+        sample.id
+        for sample in samples
+        if not np.isfinite([sample.advantage, sample.weight, *sample.behaviour_logprobs]).all()
+    ]
+    ids = broken or [sample.id for sample in samples]
+    return f"{', '.join(ids[:8])}{f' and {len(ids) - 8} more' if len(ids) > 8 else ''}"
+
+
+def _samples(groups: Sequence[Group], decision: Decision, size: int, minibatch: int) -> list[TrainSample]:
+    """The kept completions of one optimizer update with their weights, advantages and frozen denominators."""
     samples = []
-    for row in np.flatnonzero(decision.kept).tolist():
+    for row in np.flatnonzero(decision.kept & (decision.minibatch == minibatch)).tolist():
         group = groups[row // size]
         prompt, completion = group.selected.prompt, group.completions[row % size]
         samples.append(
@@ -222,3 +413,19 @@ def _samples(groups: Sequence[Group], decision: Decision, size: int) -> list[Tra
             )
         )
     return samples
+
+
+def cost_model(architecture: Architecture) -> CostModel:
+    """What a sequence of this model costs to train, by its length: what the planner balances."""
+    experts = architecture.experts
+    return CostModel.of_transformer(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_size=experts.ffn_size if experts else architecture.ffn_size,
+        num_heads=architecture.num_heads,
+        num_kv_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim,
+        vocab_size=architecture.vocab_size,
+        active_experts=experts.per_token if experts else 1,
+        num_experts=experts.count if experts else 0,
+    )

@@ -29,17 +29,18 @@ def train(run: Run) -> None:
             groups = loop.generate(selected, step)
             while more := loop.refill(groups, step):
                 groups += loop.generate(more, step)
-            samples = loop.prune(groups, step)
-            plan = loop.pack(samples)
-            loop.update(samples, plan)
+            minibatches = loop.prune(groups, step)
+            loop.look_ahead(run.step_to_look_ahead_to(step))
+            for samples in loop.recompute_logprobs(minibatches):
+                plan = loop.pack(samples)
+                loop.update(samples, plan)
             loop.sync()
         metrics = loop.take_metrics()
         run.say(loop.feedback(step, metrics))
         if run.is_evaluation_step(step):
             metrics |= loop.evaluate()
         run.record(step, metrics)
-        if run.is_checkpoint_step(step):
-            run.save_checkpoint(step)
+        run.save_if_due(step)
     run.finish()
 
 

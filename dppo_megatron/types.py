@@ -28,6 +28,10 @@ class UserError(Exception):
     """The user's mistake: what was wrong, where, and what would be right. The command line exits with code 2."""
 
 
+class GuardStop(Exception):
+    """The run cannot go on through no mistake of the user's: it is checkpointed and ends with exit code 3."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem of a prompt set."""
@@ -66,6 +70,8 @@ class Completion:
     finish_reason: FinishReason
     text: str
     """`token_ids` decoded, without special tokens: what the grader reads."""
+    weights_versions: IntArray | None = None
+    """[n] which weight sync of the run (1, 2, ...) each token was sampled under; None if the engine does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ CASES = {
         "architecture GPT2LMHeadModel is not supported; supported: Qwen3ForCausalLM",
     ),
     "grader": (lambda f, t: ["reward.function=dppo_megatron.rewards.graders:nope"], "cannot be imported"),
-    "resume_from": (lambda f, t: ["checkpoint.resume_from=nowhere"], "checkpoint.resume_from = 'nowhere'"),
+    "resume": (lambda f, t: ["checkpoint.resume=nowhere"], "checkpoint.resume = 'nowhere': must be auto, never or"),
 }
 WORLD_SIZE = {"heads_by_tp": "2", "layers_by_pp": "2"}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.pruning import check_pruning
+from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 
@@ -19,6 +20,7 @@ def check_values(config: Config) -> None:
     _check_actor(config)
     _check_required(config)
     _check_files(config)
+    check_rollout(config.rollout)
     check_pruning(config.pruning)
     _check_objective(config)
 
@@ -43,15 +45,17 @@ def check_world_size(config: Config, world_size: int) -> None:
 
 
 def check_run_dir(config: Config) -> None:
-    """Raise `UserError` unless `run_dir` can be written without touching another run."""
+    """Raise `UserError` unless `run_dir` can be written without touching a run that this is not a continuation of."""
     if not config.run_dir:
         raise UserError("run_dir is not set; give it in the config file or as run_dir=...")
     used = Path(config.run_dir)
     if used.exists() and not used.is_dir():
         raise UserError(f"run_dir = '{config.run_dir}': exists and is not a directory")
-    if (used / "metrics.jsonl").exists():
+    holds_a_run = (used / "metrics.jsonl").exists()
+    if holds_a_run and (config.checkpoint.resume == "never" or not (used / "config.yaml").exists()):
+        why = "checkpoint.resume = never" if config.checkpoint.resume == "never" else "it has no config.yaml"
         raise UserError(
-            f"run_dir = '{config.run_dir}' already holds a run (metrics.jsonl);"
+            f"run_dir = '{config.run_dir}' already holds a run (metrics.jsonl), which is not resumed because {why};"
             " choose another run_dir=... or remove that directory"
         )
 
@@ -63,6 +67,7 @@ def _check_ranges(config: Config) -> None:
         "rollout.max_concurrent_sequences": config.rollout.max_concurrent_sequences,
         "data.max_prompt_tokens": config.data.max_prompt_tokens,
         "packing.max_tokens_per_microbatch": config.packing.max_tokens_per_microbatch,
+        "packing.window": config.packing.window,
         "actor.layout.tensor_parallel": config.actor.layout.tensor_parallel,
         "actor.layout.pipeline_parallel": config.actor.layout.pipeline_parallel,
         "actor.layout.virtual_pipeline": config.actor.layout.virtual_pipeline,
@@ -70,6 +75,7 @@ def _check_ranges(config: Config) -> None:
         "actor.layout.expert_parallel": config.actor.layout.expert_parallel,
         "actor.logprob_chunk_tokens": config.actor.logprob_chunk_tokens,
         "warm_start.examples_per_step": config.warm_start.examples_per_step,
+        "reward.processes": config.reward.processes,
     }
     for key, count in at_least_one.items():
         if count < 1:
@@ -88,6 +94,9 @@ def _check_ranges(config: Config) -> None:
         "warm_start.lr_warmup_steps": config.warm_start.lr_warmup_steps,
         "eval.every_steps": config.eval.every_steps,
         "checkpoint.every_steps": config.checkpoint.every_steps,
+        "checkpoint.keep": config.checkpoint.keep,
+        "guard.max_skipped_updates": config.guard.max_skipped_updates,
+        "guard.watchdog_s": config.guard.watchdog_s,
         "actor.layout.expert_tensor_parallel": config.actor.layout.expert_tensor_parallel,
         "actor.fp8_bf16_layers": config.actor.fp8_bf16_layers,
         "actor.optimizer.lr_warmup_steps": optimizer.lr_warmup_steps,
@@ -103,6 +112,7 @@ def _check_ranges(config: Config) -> None:
         "actor.optimizer.learning_rate": optimizer.learning_rate,
         "actor.optimizer.adam_eps": optimizer.adam_eps,
         "warm_start.learning_rate": config.warm_start.learning_rate,
+        "reward.timeout_s": config.reward.timeout_s,
     }
     for key, value in positive.items():
         if not value > 0:
@@ -142,12 +152,6 @@ def _check_objective(config: Config) -> None:
         prompts_per_step=config.rollout.prompts_per_step,
         max_completion_tokens=config.rollout.max_completion_tokens,
     )
-    if config.objective.kl.coef and config.warm_start.steps and config.checkpoint.resume_from:
-        raise UserError(
-            "checkpoint.resume_from with objective.kl.coef and warm_start.steps: the reference is the warm-started model,"
-            " which a checkpoint does not hold. Write that model once with steps=0 and start RL from its hf/ directory"
-            " as model.hf_path, with warm_start.steps=0"
-        )
 
 
 def _check_required(config: Config) -> None:
@@ -170,9 +174,9 @@ def _check_required(config: Config) -> None:
 
 
 def _check_files(config: Config) -> None:
-    resume_from = config.checkpoint.resume_from
-    if resume_from and not Path(resume_from).is_dir():
-        raise UserError(f"checkpoint.resume_from = '{resume_from}': no such directory")
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        raise UserError(f"checkpoint.resume = '{resume}': must be auto, never or the directory of a checkpoint")
     if not Path(config.model.hf_path).is_dir():
         raise UserError(
             f"model.hf_path = '{config.model.hf_path}': no such directory (working directory: {Path.cwd()})"

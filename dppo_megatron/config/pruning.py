@@ -168,6 +168,9 @@ class CompletionPruningConfig:
     """Bound of sum(s^2/pi)/sum(s^2); 0 for none. The rate backs off to hold it. dppo, dppo_auto."""
     max_noise_ratio: float = 0.0
     """Bound of the measured gradient noise relative to an unpruned step; 0 for none. dppo, dppo_auto."""
+    fill_slack: bool = True
+    """Keep more than the rate asks for where a step's last round of micro-batches has room: less variance for no
+    further micro-batch, but for the time of the tokens added. dppo, dppo_auto."""
     auto_rule: str = "cost"
     """dppo_auto: cost or design_effect, as at prompt level."""
     rollout_cost_ratio: float = 0.0

@@ -12,6 +12,7 @@ from typing import Literal
 
 from dppo_megatron.config.objective import ObjectiveConfig
 from dppo_megatron.config.pruning import PruningConfig
+from dppo_megatron.config.rollout import RolloutConfig
 
 
 @dataclass
@@ -62,25 +63,13 @@ class WarmStartConfig:
 
 
 @dataclass
-class RolloutConfig:
-    engine: Literal["hf"] = "hf"
-    """What generates: `hf` is transformers' generate, embedded in every rank."""
-    prompts_per_step: int = 64
-    """Nominal prompts of a step, before any pruning: N of every denominator."""
-    completions_per_prompt: int = 8
-    """Completions sampled for each selected prompt: the group size G."""
-    max_completion_tokens: int = 1024
-    """Generation stops here; such a completion has finish reason `length`."""
-    temperature: float = 1.0
-    """Sampling temperature. The actor's log-probabilities are taken at the same temperature."""
-    max_concurrent_sequences: int = 512
-    """Sequences generated in one batch on one rank (bounds the key-value cache)."""
-
-
-@dataclass
 class RewardConfig:
     function: str = "dppo_megatron.rewards.graders:final_answer"
-    """Grader as `module:function`, called as function(completion_text, answer) -> float."""
+    """Grader as `module:function`, called as function(completion_text, answer) -> float, in processes of its own."""
+    timeout_s: float = 30.0
+    """A grading that takes longer is given up and its process replaced; it counts in reward/failed, not as a 0."""
+    processes: int = 1
+    """Grader processes of each rank."""
 
 
 @dataclass
@@ -169,9 +158,28 @@ class EvalConfig:
 class CheckpointConfig:
     every_steps: int = 0
     """Save a resumable checkpoint every so many steps, beside the one at the end; 0: only at the end."""
-    resume_from: str = ""
-    """Directory of a checkpoint to go on from (runs/x/checkpoints/step_000020), at this or another layout. The
-    record goes to a new run_dir and starts at the next step."""
+    keep: int = 2
+    """Complete checkpoints that stay; older ones are removed after a newer one is complete. 0: all."""
+    async_save: bool = False
+    """Write while the next rollout runs, through Megatron's asynchronous save (`async` is a keyword of Python). The
+    checkpoint becomes visible at the end of the step in which the last rank has finished writing."""
+    resume: str = "auto"
+    """`auto`: go on from the newest good checkpoint of run_dir, or begin where there is none. `never`: a run_dir that
+    holds a run is an error. A directory (runs/x/checkpoints/step_000020): begin a new run_dir from that checkpoint;
+    once run_dir has checkpoints of its own, as `auto`."""
+    may_change: list[str] = field(default_factory=list)
+    """Settings, or sections of them, that may differ from those of the run that is resumed, beside those that may
+    differ anyway (docs/checkpoints.md), such as [actor.optimizer.learning_rate]."""
+
+
+@dataclass
+class GuardConfig:
+    """What stops a run that has gone wrong, with exit code 3 and a checkpoint."""
+
+    max_skipped_updates: int = 5
+    """An update whose loss or gradient is not finite is skipped; this many in a row stop the run. 0: the first."""
+    watchdog_s: float = 300.0
+    """A rank that gives no sign of life for so long is named, and the others stop. 0: no watchdog."""
 
 
 @dataclass
@@ -179,11 +187,12 @@ class Config:
     """A whole training job."""
 
     run_dir: str = ""
-    """Where the run writes; see docs/run_directory.md. A directory that already holds a run is an error."""
+    """Where the run writes; see docs/run_directory.md. A directory that already holds this run is gone on with."""
     seed: int = 0
     """Seeds data order, sampling and every selection draw, each through its own counter-based stream."""
     steps: int = 100
-    """RL steps: one rollout and `objective.updates_per_step` optimizer updates each. 0: only the warm start, evaluated and saved under hf/."""
+    """RL steps: one rollout and `objective.updates_per_step` optimizer updates each. 0: only the warm start, evaluated
+    and saved under hf/."""
     threads_per_rank: int = 0
     """CPU threads of torch in each rank; 0: cores of the machine divided by the ranks on it."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -208,3 +217,5 @@ class Config:
     """Evaluation during training."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """Faults."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
 from dppo_megatron.types import Completion, Prompt
+
+Weights: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
+"""Starts a pass over all weights: every (Hugging Face name, full tensor) once. Called again for a retry; collective
+where the actor is sharded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,11 @@ class Request:
     step: int
     """With the prompt and completion index, the key of the random numbers that this completion consumes."""
 
+    @property
+    def id(self) -> str:
+        """`step-prompt-completion`: the same on every attempt, so that a repeated request is recognised."""
+        return f"{self.step}-{self.prompt.index}-{self.completion_index}"
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -29,13 +38,45 @@ class Sampling:
     temperature: float
     """0 is greedy."""
     seed: int
+    top_p: float = 1.0
+    """Cuts the distribution to the smallest set of tokens with this probability; behaviour log-probabilities are those
+    of the cut, renormalized distribution."""
+    top_k: int = 0
+    """Cuts to the k most likely tokens; 0: all."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Beside the tokenizer's end of sequence."""
 
 
 class Engine(Protocol):
-    """A generator whose weights follow the actor's."""
+    """A generator whose weights follow the actor's. All calls are collective: every rank makes them."""
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights. `tensors` yields every (Hugging Face name, full tensor) once."""
+    description: str
+    """One line for the log: what generates, where, and how weights reach it."""
+
+    def load_weights(self, weights: Weights) -> None:
+        """Replace all weights and count the weights version up by one."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion for each request, in the order of `requests`."""
+        """One completion for each of this rank's requests, in their order."""
+
+    def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Begin what `generate` does; the caller may do something else before `finish`."""
+
+    def finish(self) -> list[Completion]:
+        """The completions of the last `start`."""
+
+    def rest(self) -> None:
+        """No generation before the next `load_weights`: device memory may be given back."""
+
+    def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+        """As `generate`, but (position, completion) as they finish."""
+
+    def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
+        """(server, completion) of the same requests from every server; nothing for an engine without servers. The
+        requests are the same on every rank."""
+
+    def statistics(self) -> dict[str, float]:
+        """What happened since the last call, as `rollout/*` metrics."""
+
+    def close(self) -> None:
+        """Release servers and sockets."""

@@ -8,7 +8,7 @@ that have ended leave the batch, where `generate` carries them along until the l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.randomness import generator
-from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.engine import Request, Sampling, Weights
 from dppo_megatron.rollout.hf_names import by_checkpoint_name
 from dppo_megatron.types import Completion
-from dppo_megatron.weights.hf_files import CheckpointReader
+from dppo_megatron.weights.hf_files import WeightReader
 
 _COMPACT_BELOW = 0.75
 """Rows leave the batch once this share of it is still running: each compaction copies the key-value cache."""
@@ -46,25 +46,53 @@ class HFEngine:
         self._batch = max_concurrent_sequences
         with torch.no_grad():
             self._state = by_checkpoint_name(self._model)
+        self._version = 0
+        self.description = "rollout: transformers, embedded in every rank"
 
     @torch.no_grad()
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Weights) -> None:
         """Copy every tensor into the model. Raises ValueError if a parameter was not given."""
+        self._version += 1
         missing = set(self._state)
-        for name, tensor in tensors:
+        for name, tensor in weights():
             self._state[name].copy_(tensor)
             missing.discard(name)
         if missing:
             raise ValueError(f"the weight stream lacks {sorted(missing)}")
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """See `Engine.generate`. Prompts of similar length share a batch, so little is spent on padding."""
+        """See `Engine.generate`."""
+        completions = dict(self.stream(requests, sampling))
+        return [completions[i] for i in range(len(requests))]
+
+    def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+        """See `Engine.stream`. Prompts of similar length share a batch, so little is spent on padding."""
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt.token_ids))
-        completions: dict[int, Completion] = {}
         for start in range(0, len(order), self._batch):
             chunk = order[start : start + self._batch]
-            completions.update(zip(chunk, self._generate([requests[i] for i in chunk], sampling), strict=True))
-        return [completions[i] for i in range(len(requests))]
+            yield from zip(chunk, self._generate([requests[i] for i in chunk], sampling), strict=True)
+
+    def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Nothing runs beside the actor here: the work is done in `finish`."""
+        self._started = requests, sampling
+
+    def finish(self) -> list[Completion]:
+        """What `start` was asked for."""
+        return self.generate(*self._started)
+
+    def rest(self) -> None:
+        """Nothing to give back."""
+
+    def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
+        """Nothing: the engine is part of the process that trains."""
+        return []
+
+    def statistics(self) -> dict[str, float]:
+        """Nothing can fail or wait here."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing to release."""
 
     @torch.inference_mode()
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -72,6 +100,7 @@ class HFEngine:
         inputs, attention = self._left_pad(requests)
         positions = (attention.cumsum(-1) - 1).clamp_min(0)
         choose = _Chooser(requests, sampling, self._device)
+        stops = torch.tensor([eos, *sampling.stop_token_ids], device=self._device)
         shape = (len(requests), sampling.max_completion_tokens)
         generated = torch.full(shape, eos, dtype=torch.int64, device=self._device)
         logprobs = torch.zeros(shape, dtype=torch.float32, device=self._device)
@@ -85,7 +114,7 @@ class HFEngine:
             chosen, chosen_logprobs = choose(logits, rows, t)
             # a row that has ended but is still carried along writes behind its end, where nobody reads
             generated[rows, t], logprobs[rows, t] = chosen, chosen_logprobs
-            running &= chosen != eos
+            running &= ~torch.isin(chosen, stops)
             num_running = int(running.sum())
             if num_running == 0:
                 break
@@ -98,7 +127,8 @@ class HFEngine:
             positions = positions[:, -1:] + 1
             attention = torch.cat([attention, attention.new_ones(len(rows), 1)], dim=1)
         arrays = generated.cpu().numpy(), logprobs.cpu().numpy()
-        return [self._completion(ids, values, eos) for ids, values in zip(*arrays, strict=True)]
+        ends = np.array(stops.tolist())
+        return [self._completion(ids, values, ends) for ids, values in zip(*arrays, strict=True)]
 
     def _left_pad(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
         longest = max(len(request.prompt.token_ids) for request in requests)
@@ -110,18 +140,19 @@ class HFEngine:
             attention[row, longest - length :] = 1
         return tokens.to(self._device), attention.to(self._device)
 
-    def _completion(self, ids: np.ndarray, logprobs: np.ndarray, eos: int) -> Completion:
-        ends = np.flatnonzero(ids == eos)
+    def _completion(self, ids: np.ndarray, logprobs: np.ndarray, stops: np.ndarray) -> Completion:
+        ends = np.flatnonzero(np.isin(ids, stops))
         length = int(ends[0]) + 1 if ends.size else len(ids)
         return Completion(
             token_ids=ids[:length].astype(np.int64),
             logprobs=logprobs[:length].astype(np.float32),
             finish_reason="stop" if ends.size else "length",
             text=self._tokenizer.decode(ids[:length], skip_special_tokens=True),
+            weights_versions=np.full(length, self._version, dtype=np.int64),
         )
 
 
-def engine_from_files(config: Config, tokenizer: PreTrainedTokenizerBase, checkpoint: CheckpointReader) -> HFEngine:
+def engine_from_files(config: Config, tokenizer: PreTrainedTokenizerBase, checkpoint: WeightReader) -> HFEngine:
     """An engine with the checkpoint's own weights, without an actor: for scoring a finished model."""
     engine = HFEngine(
         config.model.hf_path,
@@ -130,7 +161,7 @@ def engine_from_files(config: Config, tokenizer: PreTrainedTokenizerBase, checkp
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         max_concurrent_sequences=config.rollout.max_concurrent_sequences,
     )
-    engine.load_weights((name, checkpoint.get(name)) for name in checkpoint.names)
+    engine.load_weights(lambda: ((name, checkpoint.get(name)) for name in checkpoint.names))
     return engine
 
 
@@ -139,6 +170,7 @@ class _Chooser:
 
     def __init__(self, requests: Sequence[Request], sampling: Sampling, device: torch.device) -> None:
         self._temperature = sampling.temperature
+        self._sampling = sampling
         if sampling.temperature > 0:
             draws = [
                 generator(sampling.seed, "sample", r.step, r.prompt.index, r.completion_index).random(
@@ -151,7 +183,8 @@ class _Chooser:
     def __call__(self, logits: Tensor, rows: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """logits [n, V] of requests `rows` [n] at completion token `position` -> tokens [n], log-probabilities [n]."""
         if self._temperature > 0:
-            logprobs = (logits.float() / self._temperature).log_softmax(-1)
+            heated = logits.float() / self._temperature
+            logprobs = cut(heated, self._sampling.top_p, self._sampling.top_k).log_softmax(-1)
             cumulative = logprobs.double().exp().cumsum(-1)
             target = self._uniforms[rows, position] * cumulative[:, -1]
             chosen = torch.searchsorted(cumulative, target[:, None], right=True).clamp_max(logits.size(-1) - 1)
@@ -159,3 +192,18 @@ class _Chooser:
             logprobs = logits.float().log_softmax(-1)
             chosen = logits.argmax(-1, keepdim=True)
         return chosen[:, 0], logprobs.gather(1, chosen)[:, 0]
+
+
+def cut(logits: Tensor, top_p: float, top_k: int) -> Tensor:
+    """Logits [n, V] with -inf where top-k, then top-p on what it leaves, forbid a token: the engines' order.
+
+    A token is kept while the more likely ones have less than `top_p` together, so at least one is.
+    """
+    if 0 < top_k < logits.size(-1):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    if top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        probabilities = ordered.softmax(-1)
+        beyond = probabilities.cumsum(-1) - probabilities >= top_p
+        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), -torch.inf)
+    return logits

@@ -1,86 +1,333 @@
-"""Hugging Face checkpoint directories: lazy reading, atomic writing, and an account of every tensor name."""
+"""Hugging Face checkpoint directories: lazy reading, streamed and atomic writing, and an account of every tensor.
+
+Both directions hold one tensor at a time. Reading maps one file at a time and copies out of it, so that the pages of
+files already read do not stay resident. Writing lays the files out from the shapes, which are known beforehand, and
+puts each tensor where it belongs as it comes: the safetensors library would want a whole file in memory, twice.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dppo_megatron.types import UserError
-from dppo_megatron.weights.architecture import Architecture
-from dppo_megatron.weights.mapping import all_hf_names
+from dppo_megatron.weights.architecture import Architecture, read_architecture
+from dppo_megatron.weights.shapes import Shape, hf_shapes
+
+INDEX = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 10**9
+"""Size of a written file, as transformers has it; only a single larger tensor makes a larger file."""
 
 _NOT_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
+
+
+class WeightReader(Protocol):
+    """Full tensors by their Hugging Face names, from whatever kind of checkpoint."""
+
+    names: list[str]
+    """Every tensor of the architecture."""
+
+    def get(self, name: str) -> Tensor:
+        """One full tensor, on the CPU; the receiver's to keep."""
 
 
 class CheckpointReader:
     """Reads single tensors of a safetensors checkpoint, sharded or not, without loading the rest.
 
     Raises:
-        UserError: no safetensors file, an unreadable one, or names that are missing or unknown.
+        UserError: no safetensors file, an unreadable one, an index that does not fit, or tensors that are missing,
+            unknown or of another shape; all of them are named.
     """
 
     def __init__(self, hf_path: str | Path, architecture: Architecture) -> None:
-        self._files: dict[str, Any] = {}
-        paths = sorted(Path(hf_path).glob("*.safetensors"))
+        directory = Path(hf_path)
+        index = _read_index(directory)
+        paths = sorted({directory / name for name in index.values()}) or sorted(directory.glob("*.safetensors"))
         if not paths:
             raise UserError(f"model.hf_path = '{hf_path}': holds no *.safetensors file")
+        self.files: dict[str, Path] = {}
+        """Tensor name to the file that holds it."""
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._open: tuple[Path, Any] | None = None
+        shapes: dict[str, Shape] = {}
         for path in paths:
-            try:
-                handle = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"{path} is not a readable safetensors file: {error}") from None
-            self._files.update(dict.fromkeys(handle.keys(), handle))  # type: ignore[no-untyped-call]
-        expected = all_hf_names(architecture)
-        surplus = set(self._files) - expected
-        if architecture.tied_embeddings:
-            surplus.discard("lm_head.weight")
-        for what, names in (("lacks", expected - set(self._files)), ("has unknown tensors", surplus)):
-            if names:
-                listed = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
-                raise UserError(f"checkpoint '{hf_path}' {what} {len(names)}: {listed}")
-
-        self.names = sorted(expected)
-        """The tensors of this architecture, all present."""
+            handle = _open(path)
+            for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
+                tensor = handle.get_slice(name)
+                shapes[name], self.dtypes[name] = (
+                    tuple(tensor.get_shape()),
+                    _torch_dtype(path, name, tensor.get_dtype()),
+                )
+                self.files[name] = path
+        _check_index(directory, index, self.files)
+        expected = hf_shapes(architecture)
+        self.redundant = {"lm_head.weight"} & set(shapes) if architecture.tied_embeddings else set()
+        """Tensors that the checkpoint holds beside those of the architecture: a tied model's second copy."""
+        for name in self.redundant:
+            del shapes[name]
+        check_shapes(f"checkpoint '{hf_path}'", expected, shapes)
+        self.names = list(expected)
 
     def get(self, name: str) -> Tensor:
         """One full tensor, on the CPU."""
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
+        path = self.files[name]
+        if self._open is None or self._open[0] != path:
+            self._open = None  # first, so that two files are never mapped at a time
+            self._open = (path, _open(path))
+        tensor: Tensor = self._open[1].get_tensor(name)
+        return tensor.clone()  # the mapping ends with the last view of it
+
+
+def check_shapes(where: str, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
+    """Raise `UserError` that lists what of `expected` is missing, what is unknown, and what has another shape."""
+    both = [name for name in expected if name in found]
+    problems = (
+        ("lacks", [name for name in expected if name not in found]),
+        ("has unknown tensors", [name for name in found if name not in expected]),
+        (
+            "has tensors of another shape than its config.json says",
+            [
+                f"{name} {list(found[name])} instead of {list(expected[name])}"
+                for name in both
+                if found[name] != expected[name]
+            ],
+        ),
+    )
+    said = [
+        f"{what} {len(names)}: {', '.join(sorted(names)[:8])}{', ...' if len(names) > 8 else ''}"
+        for what, names in problems
+        if names
+    ]
+    if said:
+        raise UserError(f"{where} " + "; ".join(said))
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Where a tensor goes."""
+
+    file: BinaryIO
+    offset: int
+    shape: Shape
+
+
+class HFWriter:
+    """A checkpoint that `transformers` loads, written tensor by tensor in any order.
+
+    Everything is written to `<target>.incomplete`; `finish` gives it its name, when all is there and on the disk.
+
+    Args:
+        source: directory with config.json and tokenizer, which are copied.
+        dtype: of what is written; tensors are converted.
+        max_shard_bytes: above it the weights are spread over several files with an index.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        source: str | Path,
+        architecture: Architecture,
+        dtype: torch.dtype | Mapping[str, torch.dtype],
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> None:
+        self._target, self._aside = target, target.with_name(target.name + ".incomplete")
+        shapes = hf_shapes(architecture)
+        self._dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(shapes, dtype)
+        self._bytes = {name: math.prod(shape) * self._dtypes[name].itemsize for name, shape in shapes.items()}
+        shutil.rmtree(self._aside, ignore_errors=True)
+        self._aside.mkdir(parents=True)
+        self._files: list[BinaryIO] = []
+        try:
+            check_space(self._aside, sum(self._bytes.values()))
+            copy_assets(source, self._aside)
+            self._write_config()
+            self._slots = self._lay_out(shapes, max_shard_bytes)
+        except BaseException:
+            self.abandon()
+            raise
+        self._missing = set(shapes)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor. Raises ValueError for an unknown name, a second time, or another shape."""
+        slot = self._slots[name]
+        if name not in self._missing or tuple(tensor.shape) != slot.shape:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, expected {slot.shape}, once")
+        slot.file.seek(slot.offset)
+        data = tensor.detach().to("cpu", self._dtypes[name]).contiguous()
+        slot.file.write(data.reshape(-1).view(torch.uint8).numpy().data)
+        self._missing.discard(name)
+
+    def finish(self) -> None:
+        """Make the directory appear under its name. Raises ValueError if a tensor was not put."""
+        if self._missing:
+            raise ValueError(f"not written: {sorted(self._missing)}")
+        self._close()
+        publish(self._aside, self._target)
+
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        for file in self._files:
+            with contextlib.suppress(OSError):  # what a full disk would not take when it is flushed
+                file.close()
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+    def _lay_out(self, shapes: Mapping[str, Shape], max_shard_bytes: int) -> dict[str, _Slot]:
+        shards: list[list[str]] = [[]]
+        filled = 0
+        for name in shapes:
+            if shards[-1] and filled + self._bytes[name] > max_shard_bytes:
+                shards.append([])
+                filled = 0
+            shards[-1].append(name)
+            filled += self._bytes[name]
+        slots: dict[str, _Slot] = {}
+        weight_map = {}
+        for number, names in enumerate(shards, start=1):
+            only = len(shards) == 1
+            file_name = "model.safetensors" if only else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            file = open(self._aside / file_name, "wb")  # noqa: SIM115 - open until `finish`
+            self._files.append(file)
+            offset, header = 0, {"__metadata__": {"format": "pt"}}
+            for name in names:
+                end = offset + self._bytes[name]
+                dtype = _DTYPES[self._dtypes[name]]
+                header[name] = {"dtype": dtype, "shape": list(shapes[name]), "data_offsets": [offset, end]}  # type: ignore[dict-item]
+                slots[name] = _Slot(file, offset, shapes[name])
+                weight_map[name], offset = file_name, end
+            text = json.dumps(header).encode()
+            text += b" " * (-len(text) % 8)  # the format wants the data aligned to 8 bytes
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in names:
+                slots[name].offset += 8 + len(text)
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": sum(self._bytes.values())}, "weight_map": weight_map}
+            (self._aside / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        return slots
+
+    def _write_config(self) -> None:
+        path = self._aside / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        largest = max(self._bytes, key=lambda name: self._bytes[name])  # norms may be kept in another type
+        config["dtype" if "dtype" in config else "torch_dtype"] = str(self._dtypes[largest]).removeprefix("torch.")
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def _close(self) -> None:
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
 
 
 def write_checkpoint(target: Path, source: str | Path, tensors: Iterable[tuple[str, Tensor]], *, write: bool) -> None:
     """Write a checkpoint that `transformers` loads: new weights, and `source`'s config and tokenizer.
 
-    Every rank must consume `tensors` (the stream is collective), only the one with `write=True` keeps them. The
-    directory appears under its name only when it is complete.
+    Every rank must consume `tensors` (the stream is collective), only the one with `write=True` keeps them. An older
+    directory of that name is replaced when the new one is complete.
     """
-    weights: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        if write:
-            weights[name] = tensor.cpu().clone()
-    if not write:
-        return
-    aside = target.with_name(target.name + ".incomplete")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    writer: HFWriter | None = None
+    try:
+        for name, tensor in tensors:
+            if write:
+                writer = writer or HFWriter(target, source, read_architecture(source), tensor.dtype)
+                writer.put(name, tensor)
+        if writer is not None:
+            writer.finish()
+    except BaseException:
+        if writer is not None:
+            writer.abandon()
+        raise
+
+
+def copy_assets(source: str | Path, target: Path) -> None:
+    """Copy config.json, tokenizer and the like: all that a checkpoint needs beside its weights."""
     for pattern in _NOT_WEIGHTS:
         for path in Path(source).glob(pattern):
-            if path.name != "model.safetensors.index.json":
-                shutil.copy(path, aside / path.name)
-    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    config = json.loads((aside / "config.json").read_text(encoding="utf-8"))
-    config["dtype" if "dtype" in config else "torch_dtype"] = dtype
-    (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
-    with open(aside / "model.safetensors", "rb") as file:
-        os.fsync(file.fileno())
-    shutil.rmtree(target, ignore_errors=True)
+            if path.name not in (INDEX, "metadata.json", "manifest.json"):  # those are about the source's own files
+                shutil.copy(path, target / path.name)
+
+
+def check_space(directory: Path, num_bytes: int) -> None:
+    """Raise `UserError` unless `num_bytes` fit on the file system of `directory`."""
+    free = shutil.disk_usage(directory).free
+    if num_bytes > free:
+        raise UserError(f"'{directory}': needs {num_bytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free there")
+
+
+def publish(aside: Path, target: Path) -> None:
+    """Put every byte of the directory `aside` on the disk, then give it the name `target`; an older one is replaced."""
+    for path in [*sorted(aside.rglob("*")), aside]:
+        sync(path)
+    old = target.with_name(target.name + ".replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)  # a directory cannot be renamed over another
     aside.rename(target)
+    sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Put a file, or the names in a directory, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    """Tensor name to file name; empty without an index."""
+    path = directory / INDEX
+    if not path.is_file():
+        return {}
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = {str(name): str(file) for name, file in index.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not an index of safetensors files: {error!r}") from None
+    missing = sorted({file for file in weight_map.values() if not (directory / file).is_file()})
+    if missing:
+        raise UserError(f"{path} names {len(missing)} files that are not there: {', '.join(missing[:8])}")
+    return weight_map
+
+
+def _check_index(directory: Path, index: Mapping[str, str], files: Mapping[str, Path]) -> None:
+    wrong = sorted(name for name, file in index.items() if files.get(name) != directory / file)
+    if index and not wrong:
+        wrong = sorted(set(files) - set(index))
+    if wrong:
+        raise UserError(
+            f"{directory / INDEX} does not agree with the files about {len(wrong)} tensors: {', '.join(wrong[:8])}"
+        )
+
+
+def _torch_dtype(path: Path, name: str, dtype: str) -> torch.dtype:
+    for known, label in _DTYPES.items():
+        if label == dtype:
+            return known
+    raise UserError(f"{path}: {name} has type {dtype}; supported: {', '.join(_DTYPES.values())}")

@@ -1,0 +1,198 @@
+"""Rollout engines on this machine: start-up, tokens a second, and the seconds of a weight sync through each channel.
+
+    python benchmarks/engines.py [--server-python .venv-vllm/bin/python] [--json FILE]
+
+Throughput is that of the quickstart's model. A sync is that of a Qwen3 of about 100 million parameters into one vLLM
+server, beside what the same bytes cost without an engine: a torch.distributed broadcast between two processes for
+gloo, a safetensors write and read for disk. The best of three of each, taken in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from dppo_megatron.config import Config, load_config
+from dppo_megatron.data.arithmetic import write_task
+from dppo_megatron.data.tiny_model import write_tiny_qwen3
+from dppo_megatron.job import Job, prepare_job
+from dppo_megatron.rollout.engine import Engine, Request, Sampling
+from dppo_megatron.rollout.hf import engine_from_files
+from dppo_megatron.rollout.serving import ServerEngine
+
+_ROUNDS = 3
+_TOKENS = 48
+_LARGE: dict[str, Any] = {
+    "hidden_size": 768,
+    "num_layers": 16,
+    "num_heads": 12,
+    "num_kv_heads": 4,
+    "intermediate_size": 2048,
+}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server-python", default=".venv-vllm/bin/python", metavar="PYTHON")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    figures: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    figures["torch"] = torch.__version__
+    with tempfile.TemporaryDirectory(prefix="engines-") as folder:
+        directory = Path(folder)
+        write_task(directory, seed=0, num_train=64, num_heldout=8, num_warm_start=8)
+        write_tiny_qwen3(directory / "model", seed=0)
+        write_tiny_qwen3(directory / "large", seed=0, **_LARGE)
+        figures |= _throughput(directory, arguments.server_python)
+        figures |= _syncs(directory, arguments.server_python)
+    for name, value in figures.items():
+        print(f"{name:40} {value:.3g}" if isinstance(value, float) else f"{name:40} {value}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def _config(directory: Path, model: str, **extra: str) -> Config:
+    values = {
+        "run_dir": str(directory / "run"),
+        "model.hf_path": str(directory / model),
+        "model.dtype": "float32",
+        "data.train_path": str(directory / "train.jsonl"),
+        "data.max_prompt_tokens": "16",
+        "rollout.max_completion_tokens": str(_TOKENS),
+        "rollout.max_concurrent_sequences": "512",
+        "packing.max_tokens_per_microbatch": "8192",
+        **extra,
+    }
+    quickstart = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
+    values |= {"data.eval_paths.heldout": str(directory / "heldout.jsonl")}
+    values |= {"warm_start.examples_path": str(directory / "warm_start.jsonl")}
+    return load_config(str(quickstart), [f"{key}={value}" for key, value in values.items()], writes_run=False)
+
+
+def _served(directory: Path, model: str, python: str, **extra: str) -> tuple[ServerEngine, Job, float]:
+    local = {"rollout.engine": "vllm", "rollout.launch": "local", "rollout.server_python": python}
+    config = _config(directory, model, **local, **extra)
+    job = prepare_job(config, 1)
+    started = time.perf_counter()
+    engine = ServerEngine(config, job.architecture, job.tokenizer)
+    return engine, job, time.perf_counter() - started
+
+
+def _throughput(directory: Path, python: str) -> dict[str, float]:
+    job = prepare_job(_config(directory, "model"), 1)
+    started = time.perf_counter()
+    embedded = engine_from_files(job.config, job.tokenizer, job.checkpoint)
+    figures = {"hf: start-up, s": time.perf_counter() - started, "hf: tokens/s": _tokens_per_s(embedded, job)}
+    engine, job, figures["vllm: start-up, s"] = _served(directory, "model", python)
+    try:
+        engine.load_weights(lambda: ((name, job.checkpoint.get(name)) for name in job.checkpoint.names))
+        figures["vllm: tokens/s"] = _tokens_per_s(engine, job)
+    finally:
+        engine.close()
+    return figures
+
+
+def _tokens_per_s(engine: Engine, job: Job) -> float:
+    requests = [Request(prompt, index, 1) for prompt in job.train_prompts[:64] for index in range(8)]
+    best = 0.0
+    for seed in range(_ROUNDS):
+        started = time.perf_counter()
+        completions = engine.generate(requests, Sampling(_TOKENS, 1.0, seed))
+        best = max(best, sum(len(c.token_ids) for c in completions) / (time.perf_counter() - started))
+    return best
+
+
+def _syncs(directory: Path, python: str) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for channel, plain in (("gloo", _plain_broadcast), ("disk", _plain_files)):
+        extra = {"rollout.sync_channel": channel, "rollout.verify_every_syncs": "0"}
+        engine, job, _ = _served(directory, "large", python, **extra)
+        tensors = {name: job.checkpoint.get(name) for name in job.checkpoint.names}
+        figures["sync: parameters, millions"] = sum(t.numel() for t in tensors.values()) / 1e6
+        try:
+            engine.load_weights(lambda: iter(tensors.items()))  # noqa: B023 - the group is made and memory is touched
+            ours = bare = float("inf")
+            for _ in range(_ROUNDS):
+                ours = min(ours, _seconds(lambda: engine.load_weights(lambda: iter(tensors.items()))))  # noqa: B023
+                bare = min(bare, plain(tensors, directory))
+        finally:
+            engine.close()
+        figures |= {
+            f"sync {channel}: s": ours,
+            f"plain {channel}: s": bare,
+            f"sync {channel}: plain / ours": bare / ours,
+        }
+    return figures
+
+
+def _seconds(action: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def _plain_files(tensors: dict[str, torch.Tensor], directory: Path) -> float:
+    path = directory / "plain.safetensors"
+
+    def write_and_read() -> None:
+        save_file(tensors, path)
+        for tensor in load_file(path).values():
+            tensor.clone()
+
+    return _seconds(write_and_read)
+
+
+def _plain_broadcast(tensors: dict[str, torch.Tensor], _: Path) -> float:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shapes = [tuple(tensor.shape) for tensor in tensors.values()]
+    receiver = multiprocessing.get_context("spawn").Process(target=_receive, args=(port, shapes))
+    receiver.start()
+    group = _group(0, port)
+    _broadcast(group, torch.zeros(1))  # both are there
+    started = time.perf_counter()
+    for tensor in tensors.values():
+        _broadcast(group, tensor)
+    _broadcast(group, torch.zeros(1), root=1)  # the receiver has all of it
+    seconds = time.perf_counter() - started
+    receiver.join()
+    return seconds
+
+
+def _receive(port: int, shapes: list[tuple[int, ...]]) -> None:
+    group = _group(1, port)
+    _broadcast(group, torch.zeros(1))
+    for shape in shapes:
+        _broadcast(group, torch.empty(shape))
+    _broadcast(group, torch.zeros(1), root=1)
+
+
+def _group(rank: int, port: int) -> Any:
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)  # type: ignore[attr-defined]
+    return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=120))
+
+
+def _broadcast(group: Any, tensor: torch.Tensor, root: int = 0) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    group.broadcast([tensor], options).wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""What may differ between a run and its continuation, and what a run's settings come to in one hash.
+
+A resumed run is the same run only if what shapes its data, its draws and its updates is the same. Those settings make
+the fingerprint. The others change where and how fast it runs, or how long, and may be changed at every resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from dppo_megatron.config.load import config_from_values
+from dppo_megatron.config.schema import Config
+from dppo_megatron.types import UserError
+
+FREE = (
+    "actor.layer_spec",
+    "actor.layout",
+    "actor.logprob_chunk_tokens",
+    "actor.recompute",
+    "checkpoint",
+    "data.eval_paths",
+    "eval",
+    "guard",
+    "packing",
+    "reward.processes",
+    "reward.timeout_s",
+    "rollout.max_concurrent_sequences",
+    "run_dir",
+    "steps",
+    "threads_per_rank",
+)
+"""Settings and sections that may differ. Another layout or packing continues equal to rounding; other `steps` move
+what is planned over the whole run (decaying learning rates, annealed pruning)."""
+
+
+def config_values(config: Config) -> dict[str, Any]:
+    """All settings as plain nested values."""
+    values: dict[str, Any] = OmegaConf.to_container(OmegaConf.structured(config))  # type: ignore[assignment]
+    return values
+
+
+def fingerprint(config: Config) -> str:
+    """SHA-256 of the settings that a continuation must share."""
+    fixed = {key: value for key, value in _flat(config_values(config)).items() if not _under(key, FREE)}
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
+
+
+def check_changes(config: Config, before: dict[str, Any], where: str) -> list[str]:
+    """Compare with the settings of the run that is resumed; returns a line for each difference that is allowed.
+
+    Args:
+        before: those settings, as `config_values` gave them.
+        where: the file they came from.
+
+    Raises:
+        UserError: the differences that are not allowed, all of them.
+    """
+    old, new = _flat(config_values(config_from_values(before, where))), _flat(config_values(config))
+    allowed: list[tuple[str, str]] = []
+    refused: list[tuple[str, str]] = []
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) == new.get(key):
+            continue
+        line = f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
+        (allowed if _under(key, (*FREE, *config.checkpoint.may_change)) else refused).append((key, line))
+    if refused:
+        keys = ", ".join(key for key, _ in refused)
+        raise UserError(
+            f"the run of {where} cannot be resumed with other settings: {'; '.join(line for _, line in refused)}."
+            f" Set them back, choose another run_dir, or permit it with checkpoint.may_change=[{keys}]"
+        )
+    return [line for key, line in allowed if not _under(key, ("checkpoint", "run_dir"))]
+
+
+def saved_values(path: Path) -> dict[str, Any]:
+    """The settings in a run's config.yaml."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read, so the run cannot be resumed: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds no settings, so the run cannot be resumed")
+    return values
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _under(key: str, sections: Iterable[str]) -> bool:
+    return any(key == section or key.startswith(section + ".") for section in sections)

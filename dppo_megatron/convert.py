@@ -1,0 +1,214 @@
+"""Conversion between Hugging Face checkpoints and Megatron distributed checkpoints, both ways, one tensor at a time.
+
+`dppo-megatron convert`, `tools/convert_hf_to_megatron.py` and `tools/convert_megatron_to_hf.py` all end here. Neither
+direction needs a process group, Megatron or a second copy of the model in memory: what lies where is in
+`weights/mapping.py` and `weights/shapes.py`, the same tables that feed the trainer and the live weight sync.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dppo_megatron.config.schema import LayoutConfig
+from dppo_megatron.types import UserError
+from dppo_megatron.weights.architecture import Architecture, read_architecture
+from dppo_megatron.weights.hf_files import (
+    MAX_SHARD_BYTES,
+    CheckpointReader,
+    HFWriter,
+    check_space,
+    copy_assets,
+    publish,
+)
+from dppo_megatron.weights.mapping import Place, hf_names, join, table
+from dppo_megatron.weights.shapes import hf_shapes
+from dppo_megatron.weights.torch_dist import TorchDistReader, is_torch_dist, write_torch_dist
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What `--dtype` may name."""
+
+
+def hf_to_megatron(
+    source: Path, target: Path, tp: int = 1, pp: int = 1, ep: int = 1, *, verify: bool = False
+) -> list[str]:
+    """Write `source`, a Hugging Face checkpoint, as a distributed checkpoint that loads at any layout.
+
+    config.json and the tokenizer come along, so that the way back and the trainer need nothing else.
+
+    Args:
+        tp, pp, ep: a layout to check the model against; the files are the same for every layout.
+        verify: read the result back and compare every tensor byte for byte.
+
+    Returns:
+        Lines for the person who converts.
+
+    Raises:
+        UserError: whatever is wrong with the input, the target or the disk.
+    """
+    if is_torch_dist(source):
+        raise UserError(f"--hf '{source}' is a distributed checkpoint already; the way back is convert_megatron_to_hf")
+    architecture = read_architecture(source)
+    for name, size in (("tp", tp), ("pp", pp), ("ep", ep)):
+        if size < 1:
+            raise UserError(f"--{name} {size}: must be at least 1")
+    architecture.check_layout(LayoutConfig(tensor_parallel=tp, pipeline_parallel=pp, expert_parallel=ep))
+    reader = CheckpointReader(source, architecture)
+    said = _check_redundant(reader, source)
+    dtypes = {key: _dtype_of_key(key, reader, architecture) for key in table(architecture)}
+
+    def read(key: str, place: Place) -> Tensor:
+        return join(key, [reader.get(name) for name in hf_names(key, place, architecture)], architecture)
+
+    with _aside(target) as directory:
+        check_space(directory, sum(path.stat().st_size for path in set(reader.files.values())))
+        copy_assets(source, directory)
+        write_torch_dist(directory, architecture, dtypes, read)
+        if verify:
+            said.append(_verify(reader, TorchDistReader(directory, architecture).get, "the converted checkpoint"))
+    said.append(f"{target}: {len(reader.names)} tensors of {architecture.name}, loadable at any layout")
+    return said
+
+
+def megatron_to_hf(
+    checkpoint: Path,
+    target: Path,
+    *,
+    hf: Path | None = None,
+    dtype: str = "",
+    shard_gb: float = MAX_SHARD_BYTES / 1e9,
+    verify: bool = False,
+) -> list[str]:
+    """Write a distributed checkpoint, converted or from training, as one that `transformers` loads.
+
+    Args:
+        hf: directory with config.json and tokenizer, if the checkpoint does not hold them itself.
+        dtype: a name of `DTYPES`; empty: as stored.
+        shard_gb: the weights are spread over files of at most this many GB (1e9 bytes).
+
+    Returns, raises:
+        As `hf_to_megatron`.
+    """
+    if not is_torch_dist(checkpoint):
+        raise UserError(f"--checkpoint '{checkpoint}': holds no .metadata, so it is no distributed checkpoint")
+    assets = hf or checkpoint
+    if not (assets / "config.json").is_file():
+        raise UserError(f"'{assets}': holds no config.json; give the original Hugging Face directory with --hf")
+    if not shard_gb > 0:
+        raise UserError(f"--shard-gb {shard_gb}: must be greater than 0")
+    if dtype and dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
+    architecture = read_architecture(assets)
+    reader = TorchDistReader(checkpoint, architecture)
+    stored = {
+        name: reader.dtypes[key] for key, patterns in table(architecture).items() for name in patterns
+    }  # by pattern: every layer of a key has one type
+    dtypes = {name: DTYPES[dtype] if dtype else _by_pattern(name, stored) for name in hf_shapes(architecture)}
+    if target.exists():
+        raise UserError(f"--out '{target}' exists already; remove it or choose another")
+    with _disk_errors(target):
+        writer = HFWriter(target, assets, architecture, dtypes, max_shard_bytes=int(shard_gb * 1e9))
+        try:
+            for name, tensor in reader.tensors():
+                writer.put(name, tensor)
+            writer.finish()
+        except BaseException:
+            writer.abandon()
+            raise
+    said = []
+    if verify:
+        written = CheckpointReader(target, architecture)
+
+        def stored_as_written(name: str) -> Tensor:
+            return reader.get(name).to(dtypes[name])
+
+        said.append(_verify(written, stored_as_written, "the checkpoint it came from"))
+    return [*said, f"{target}: {len(reader.names)} tensors of {architecture.name}"]
+
+
+@contextmanager
+def _aside(target: Path) -> Iterator[Path]:
+    """A directory that gets the name `target` if the block succeeds, and is removed if not."""
+    if target.exists():
+        raise UserError(f"--out '{target}' exists already; remove it or choose another")
+    directory = target.with_name(target.name + ".incomplete")
+    with _disk_errors(target):
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        try:
+            yield directory
+            publish(directory, target)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def _disk_errors(target: Path) -> Iterator[None]:
+    """A disk that refuses is the user's to mend, and nothing half-written is left."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):  # torch.save hides it behind an error of its own
+            cause = cause.__cause__ or cause.__context__
+        reasons = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+        if cause is None or cause.errno not in reasons:
+            raise
+        raise UserError(f"--out '{target}' cannot be written: {cause.strerror}; nothing was left there") from None
+
+
+def _check_redundant(reader: CheckpointReader, source: Path) -> list[str]:
+    for name in sorted(reader.redundant):
+        if not torch.equal(reader.get(name), reader.get("model.embed_tokens.weight")):
+            raise UserError(
+                f"'{source}': config.json says tie_word_embeddings, but {name} differs from model.embed_tokens.weight"
+            )
+    return [f"{name}: equal to the tied embedding, stored once" for name in sorted(reader.redundant)]
+
+
+def _dtype_of_key(key: str, reader: CheckpointReader, architecture: Architecture) -> torch.dtype:
+    """One type for all that lies in one distributed tensor."""
+    found: dict[torch.dtype, str] = {}
+    patterns = table(architecture)[key]
+    for name in reader.names:
+        if any(_fits(name, pattern) for pattern in patterns):
+            found.setdefault(reader.dtypes[name], name)
+    if len(found) > 1:
+        listed = ", ".join(f"{name} is {dtype}" for dtype, name in found.items())
+        raise UserError(f"the tensors behind {key} have different types ({listed}); convert them to one first")
+    return next(iter(found))
+
+
+def _by_pattern(name: str, by_pattern: dict[str, torch.dtype]) -> torch.dtype:
+    return next(dtype for pattern, dtype in by_pattern.items() if _fits(name, pattern))
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether `name` is `pattern` with numbers for its fields; dots separate, and no field spans one."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(
+        want == part or (want.startswith("{") and part.isdigit()) for part, want in zip(parts, wanted, strict=True)
+    )
+
+
+def _verify(reader: CheckpointReader, other: Callable[[str], Tensor], what: str) -> str:
+    wrong = [name for name in reader.names if not _same_bytes(reader.get(name), other(name))]
+    if wrong:
+        raise UserError(f"--verify: {len(wrong)} tensors differ from {what}: {', '.join(wrong[:8])}")
+    return f"verified: {len(reader.names)} tensors are byte for byte those of {what}"
+
+
+def _same_bytes(left: Tensor, right: Tensor) -> bool:
+    """Byte equality: NaNs equal themselves, 0.0 does not equal -0.0."""
+    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(_bytes(left), _bytes(right))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

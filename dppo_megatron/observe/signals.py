@@ -1,0 +1,37 @@
+"""SIGTERM, and Slurm's warning before pre-emption, as a request that the loop answers at the end of a step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+ASKS_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
+"""SIGUSR1 is what jobs commonly ask Slurm for, with `sbatch --signal=USR1@300`."""
+
+
+class StopRequests:
+    """Remembers the first of the signals, from `listen` to `restore`. A second SIGTERM ends the process as usual."""
+
+    def __init__(self) -> None:
+        self.received = ""
+        """Name of the signal; empty if none came."""
+        self._before: dict[signal.Signals, Any] = {}
+
+    def listen(self) -> None:
+        """Take the signals over; only the main thread may, elsewhere nothing happens."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._on_signal) for number in ASKS_TO_STOP}
+
+    def restore(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.received = self.received or signal.Signals(number).name

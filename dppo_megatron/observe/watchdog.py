@@ -1,0 +1,107 @@
+"""Signs of life: a rank that dies or hangs is named, and the others stop instead of waiting for it.
+
+A collective whose peer is gone may fail at once, or wait for the process group's timeout, and says in neither case
+who is missing. Here a thread of each rank counts up a key in the job's store. Rank 0 watches all others and the others
+watch rank 0, so the store serves a number of requests that grows with the ranks and not with their square.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+_STOP = "watchdog/stop"
+
+
+class Watchdog:
+    """Runs from `start` to `stop`.
+
+    Args:
+        store: torch's key-value store of the job; this keeps a connection of its own.
+        timeout_s: silence after which a rank counts as dead.
+        leave: ends this process; given the message. Tests replace it.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        leave: Callable[[str], None] | None = None,
+    ) -> None:
+        self._store = store.clone()
+        self._rank, self._timeout_s, self._leave = rank, timeout_s, leave or _leave
+        self._watched = list(range(1, world_size)) if rank == 0 else [0]
+        self._interval_s = min(5.0, timeout_s / 10)
+        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Show the first sign of life and begin to watch."""
+        self._show(0)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """No more signs, and nobody is watched."""
+        self._done.set()
+        self._thread.join()
+
+    def silent(self) -> list[str]:
+        """The watched ranks that have not been heard for three intervals, by name."""
+        now = time.monotonic()
+        return [self._name(rank) for rank, (_, at) in self._heard.items() if now - at > 3 * self._interval_s]
+
+    def wait_for_silence(self) -> list[str]:
+        """After an error: give a rank that has just died the time to be missed. The names of those that are."""
+        deadline = time.monotonic() + 5 * self._interval_s
+        while not self.silent() and time.monotonic() < deadline:
+            time.sleep(self._interval_s / 2)
+        return self.silent()
+
+    def _run(self) -> None:
+        count = 0
+        while not self._done.wait(self._interval_s):
+            count += 1
+            try:
+                self._show(count)
+                self._look()
+                reason = self._store.get(_STOP).decode() if self._store.check([_STOP]) else ""
+            except Exception as error:
+                if self._done.is_set():
+                    return
+                reason = f"rank 0, which keeps the job's store, cannot be reached: {error}".splitlines()[0]
+            if reason:
+                self._leave(reason)
+                return
+
+    def _show(self, count: int) -> None:
+        self._store.set(self._key(self._rank), f"{count} {socket.gethostname()} {os.getpid()}")
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for rank in self._watched:
+            sign = self._store.get(self._key(rank)) if self._store.check([self._key(rank)]) else b""
+            if rank not in self._heard or self._heard[rank][0] != sign:
+                self._heard[rank] = (sign, now)
+        for rank, (_, at) in self._heard.items():
+            if now - at > self._timeout_s:
+                self._store.set(_STOP, f"{self._name(rank)} has given no sign of life for {now - at:.0f} s")
+
+    def _name(self, rank: int) -> str:
+        host, _, pid = self._heard[rank][0].decode().partition(" ")[2].partition(" ")
+        return f"rank {rank} (host {host}, process {pid})"
+
+    def _key(self, rank: int) -> str:
+        return f"watchdog/{rank}"
+
+
+def _leave(reason: str) -> None:
+    print(f"watchdog: {reason}; stopping", file=sys.stderr, flush=True)
+    os._exit(1)  # the main thread may be inside a collective that never returns

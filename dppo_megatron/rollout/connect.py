@@ -1,0 +1,161 @@
+"""Finding the servers of a run, starting those that are the trainer's own, and checking that they are the right ones.
+
+All that a user can get wrong about a server is said here, before the first step: each check names the address, what
+was found and what would be right.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.rollout.fleet import Fleet
+from dppo_megatron.rollout.http import Http, Refused, Unreachable
+from dppo_megatron.rollout.launch import LaunchedServer
+from dppo_megatron.rollout.server import Server, ServerInfo
+from dppo_megatron.rollout.sglang import SGLangServer, sglang_command, sglang_environment
+from dppo_megatron.rollout.sync import ChannelName, choose_channel
+from dppo_megatron.rollout.vllm import VLLMServer, vllm_command, vllm_environment
+from dppo_megatron.types import UserError
+from dppo_megatron.weights.architecture import Architecture
+
+_FIRST_ANSWER_S = 30.0
+
+
+@dataclass
+class Connection:
+    """The checked servers of a run."""
+
+    fleet: Fleet
+    channel: ChannelName
+    world_sizes: dict[str, int]
+    """Workers of each server, by address."""
+    description: str
+    launched: list[LaunchedServer] = field(default_factory=list)
+
+    def restart_dead(self) -> None:
+        """Start launched servers that have ended again; they come back through the fleet's probes."""
+        for server in self.launched:
+            if not server.is_running:
+                self.fleet.say(f"rollout: the launched server {server.url} has ended; starting it again")
+                server.start()
+
+    def close(self) -> None:
+        """Cut connections and end launched servers."""
+        self.fleet.close()
+        for server in self.launched:
+            server.stop()
+
+
+def connect(config: Config, architecture: Architecture, say: Callable[[str], None], max_groups: int) -> Connection:
+    """Reach or start every server and check it.
+
+    Raises:
+        UserError: what is wrong with which server.
+    """
+    rollout = config.rollout
+    launched = launch_servers(config) if rollout.launch == "local" else []
+    try:
+        key = os.environ.get(rollout.api_key_env, "")
+        urls = [server.url for server in launched] or rollout.endpoints
+        servers: list[Server] = [make_server(rollout.engine, url, key) for url in urls]
+        for own, server in zip(launched, servers, strict=False):
+            own.wait_ready(lambda s=server: s.healthy(timeout_s=5.0), rollout.start_timeout_s)  # type: ignore[misc]
+        infos = [describe(server, rollout.api_key_env) for server in servers]
+        for server, info in zip(servers, infos, strict=True):
+            check_server(server.http.url, info, config, architecture)
+        on_gpu = torch.cuda.is_available()
+        channel, why = choose_channel(rollout.sync_channel, [info.channels for info in infos], on_gpu)
+    except BaseException:
+        for own in launched:
+            own.stop()
+        raise
+    return Connection(
+        fleet=Fleet(servers, rollout, say, max_groups),
+        channel=channel,
+        world_sizes={server.http.url: info.world_size for server, info in zip(servers, infos, strict=True)},
+        description=(
+            f"rollout: {rollout.engine} {infos[0].engine_version} at {', '.join(urls)}; weight sync: {channel} ({why})"
+        ),
+        launched=launched,
+    )
+
+
+def make_server(engine: str, url: str, api_key: str) -> Server:
+    """The dialect of `engine` for the server at `url`."""
+    http = Http(url, api_key)
+    return VLLMServer(http) if engine == "vllm" else SGLangServer(http)
+
+
+def describe(server: Server, api_key_env: str) -> ServerInfo:
+    """What the server says of itself; UserError if it cannot be asked."""
+    url = server.http.url
+    try:
+        server.healthy(timeout_s=_FIRST_ANSWER_S)
+        return server.describe(timeout_s=_FIRST_ANSWER_S)
+    except Unreachable as error:
+        raise UserError(f"rollout.endpoints: no server answers at {url}: {error}") from None
+    except Refused as error:
+        if error.status in (401, 403):
+            raise UserError(
+                f"{url} refuses the API key (HTTP {error.status}); it is read from the environment variable"
+                f" {api_key_env} (rollout.api_key_env)"
+            ) from None
+        raise UserError(f"{url} answers a question about itself with {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{url} answers, but not as this engine does: {type(error).__name__} {error}") from None
+
+
+def check_server(url: str, info: ServerInfo, config: Config, architecture: Architecture) -> None:
+    """Raise UserError unless the server can generate what the actor will train on."""
+    model = f"{url} serves '{info.served_model}'"
+    if info.architecture is not None and info.architecture != architecture.name:
+        raise UserError(f"{model}, a {info.architecture}; the actor is a {architecture.name} ({config.model.hf_path})")
+    if info.vocab_size is not None and info.vocab_size != architecture.vocab_size:
+        raise UserError(
+            f"{model} with {info.vocab_size} tokens in its vocabulary; the actor has {architecture.vocab_size}"
+            f" ({config.model.hf_path})"
+        )
+    longest = config.data.max_prompt_tokens + config.rollout.max_completion_tokens
+    if info.max_tokens is not None and info.max_tokens < longest:
+        raise UserError(
+            f"{model} with a context of {info.max_tokens} tokens; data.max_prompt_tokens +"
+            f" rollout.max_completion_tokens = {longest} must fit"
+        )
+    rollout = config.rollout
+    plain = rollout.temperature == 1.0 and rollout.top_p == 1.0 and rollout.top_k == 0
+    if info.logprobs_are_processed is False and not plain:
+        raise UserError(
+            f"{url} reports log-probabilities before temperature and cuts, which are not those of the behaviour;"
+            " start it with --logprobs-mode processed_logprobs"
+        )
+
+
+def launch_servers(config: Config) -> list[LaunchedServer]:
+    """Start `rollout.local_servers` processes, without waiting for them."""
+    rollout = config.rollout
+    python = rollout.server_python or sys.executable
+    cpu = not torch.cuda.is_available()
+    longest = config.data.max_prompt_tokens + rollout.max_completion_tokens
+    vllm = rollout.engine == "vllm"
+    build = vllm_command if vllm else sglang_command
+    command = build(rollout, python, str(Path(config.model.hf_path).absolute()), longest, config.model.dtype, cpu=cpu)
+    variables = vllm_environment(cpu) if vllm else sglang_environment(cpu)
+    servers = []
+    try:
+        for index in range(rollout.local_servers):
+            gpus = {"CUDA_VISIBLE_DEVICES": rollout.server_gpus[index]} if rollout.server_gpus else {}
+            log = Path(config.run_dir) / "servers" / f"server_{index}.log"
+            servers.append(LaunchedServer(command, variables | gpus, log))
+            servers[-1].start()
+    except UserError:
+        for server in servers:
+            server.stop()
+        raise
+    return servers

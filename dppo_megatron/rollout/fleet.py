@@ -1,0 +1,283 @@
+"""Several servers as one: who gets which request, what a failure means, and when waiting ends.
+
+Runs on one rank, with one thread for each request in flight: threads only wait for a socket, and a server that is
+found hung can have all its sockets cut from outside, which frees them. The rules:
+
+- A group goes to the live server with the fewest outstanding tokens.
+- A server that refuses connections, breaks one, or does not answer its health probe is out; its groups are queued
+  again under the same request id, and only the first answer to an id is kept. With a seed (vLLM) the second attempt
+  samples the same completion, so a failure does not favour short ones.
+- A server that answers again is stale: it gets no request before it has had a complete weight sync.
+- Every wait has an end: `rollout_timeout_s` for one request, `engine_wait_s` for a fleet with nobody left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.rollout.engine import Sampling
+from dppo_megatron.rollout.http import Refused, Unreachable
+from dppo_megatron.rollout.server import Group, Sampled, Server
+from dppo_megatron.types import GuardStop
+
+_TICK_S = 0.2
+_ANSWER_S = 30.0
+
+
+class NeedsWeights(Exception):
+    """Servers answer, but none has the present weights: sync, then `Fleet.run` the same work again."""
+
+
+@dataclass
+class Member:
+    """One server and what the fleet knows of it."""
+
+    server: Server
+    state: Literal["live", "stale", "out"] = "stale"
+    """live: has the present weights. stale: answers, needs a sync. out: does not answer, or failed."""
+    reason: str = "not synced yet"
+    outstanding_tokens: int = 0
+    groups: int = 0
+    last_probe: float = 0.0
+    probe: Future[None] | None = None
+
+    @property
+    def name(self) -> str:
+        """Its address."""
+        return self.server.http.url
+
+
+@dataclass
+class Work:
+    """The groups of one rollout and what has come back; survives a `NeedsWeights`."""
+
+    groups: Sequence[Group]
+    sampling: Sampling
+    versions: frozenset[str]
+    """Weights versions that a completion may have: a server that was restarted unseen has another."""
+    done: dict[int, list[Sampled]] = field(default_factory=dict)
+    retries: int = 0
+    cut: bool = False
+    """The straggler rule has ended the rest."""
+    cut_completions: int = 0
+
+    def cost(self, index: int) -> int:
+        """Tokens that group `index` may come to."""
+        group = self.groups[index]
+        return len(group.prompt_ids) + group.count * self.sampling.max_completion_tokens
+
+
+@dataclass
+class _Attempt:
+    index: int
+    member: Member
+    started: float
+
+
+class Fleet:
+    """All servers of a run.
+
+    Args:
+        say: takes one line for the person who watches.
+        max_groups: groups in flight on one server.
+    """
+
+    def __init__(
+        self, servers: Sequence[Server], config: RolloutConfig, say: Callable[[str], None], max_groups: int
+    ) -> None:
+        self.members = [Member(server) for server in servers]
+        self.say = say
+        self._config = config
+        self._max_groups = max_groups
+        self._threads = ThreadPoolExecutor(max_workers=len(servers) * (max_groups + 1), thread_name_prefix="rollout")
+        self._probes = ThreadPoolExecutor(max_workers=len(servers), thread_name_prefix="probe")
+
+    @property
+    def live(self) -> list[Member]:
+        """Servers with the present weights."""
+        return [member for member in self.members if member.state == "live"]
+
+    def mark_out(self, member: Member, reason: str) -> None:
+        """No more requests; those in flight are cut and go elsewhere."""
+        if member.state != "out":
+            self.say(f"rollout: {member.name} is out: {reason}")
+        member.state, member.reason = "out", reason
+        member.server.http.close()
+
+    def revive(self) -> None:
+        """Ask every server that is out whether it is back; those that are become stale."""
+        for member in self.members:
+            if member.state == "out":
+                try:
+                    member.server.healthy(timeout_s=min(_ANSWER_S, self._config.probe_timeout_s))
+                except (Unreachable, Refused):
+                    continue
+                member.state, member.reason = "stale", "back, to be synced"
+                self.say(f"rollout: {member.name} answers again; it gets requests after a weight sync")
+
+    def run(self, work: Work) -> Iterator[tuple[int, list[Sampled]]]:
+        """Yields (group index, its completions) as they finish, each index once.
+
+        Raises:
+            NeedsWeights: no live server, but at least one to sync.
+            GuardStop: a request or the whole fleet has been waited for long enough.
+        """
+        pending = deque(index for index in range(len(work.groups)) if index not in work.done)
+        attempts: dict[Future[list[Sampled]], _Attempt] = {}
+        try:
+            while pending or attempts:
+                self._assign(work, pending, attempts)
+                if not attempts:
+                    self._wait_for_anyone(work, pending)
+                    continue
+                finished, _ = wait(attempts, timeout=_TICK_S, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    attempt = attempts.pop(future)
+                    sampled = self._settle(future, attempt, work)
+                    if sampled is None:
+                        pending.appendleft(attempt.index)
+                    elif attempt.index not in work.done:
+                        work.done[attempt.index] = sampled
+                        yield attempt.index, sampled
+                self._probe()
+                self._cut_stragglers(work, attempts, pending)
+                self._watch(work, attempts)
+        finally:
+            for attempt in attempts.values():
+                attempt.member.outstanding_tokens -= work.cost(attempt.index)
+                attempt.member.groups -= 1
+            if attempts:  # left early: whoever still waits for a socket is set free
+                for member in self.members:
+                    member.server.http.close()
+
+    def close(self) -> None:
+        """Cut every connection and end the threads."""
+        for member in self.members:
+            member.server.http.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._probes.shutdown(wait=False, cancel_futures=True)
+
+    def _assign(self, work: Work, pending: deque[int], attempts: dict[Future[list[Sampled]], _Attempt]) -> None:
+        while pending:
+            free = [member for member in self.live if member.groups < self._max_groups]
+            if not free:
+                return
+            index = pending.popleft()
+            member = min(free, key=lambda m: m.outstanding_tokens)
+            member.outstanding_tokens += work.cost(index)
+            member.groups += 1
+            future = self._threads.submit(
+                member.server.generate,
+                work.groups[index],
+                work.sampling,
+                timeout_s=self._config.rollout_timeout_s + _ANSWER_S,
+            )
+            attempts[future] = _Attempt(index, member, time.monotonic())
+
+    def _settle(self, future: Future[list[Sampled]], attempt: _Attempt, work: Work) -> list[Sampled] | None:
+        """The completions of one attempt; None if it has to be made again."""
+        member = attempt.member
+        member.outstanding_tokens -= work.cost(attempt.index)
+        member.groups -= 1
+        group = work.groups[attempt.index]
+        try:
+            sampled = future.result()
+        except Unreachable as error:
+            self.mark_out(member, str(error))
+        except Refused as error:
+            if 400 <= error.status < 500:
+                raise GuardStop(f"{member.name} refused request {group.request_id}: {error}") from None
+            self.mark_out(member, str(error))
+        else:
+            problem = _incomplete(sampled, group)
+            if problem:
+                raise GuardStop(f"{member.name}, request {group.request_id}: {problem}")
+            foreign = {span[0] for one in sampled for span in one.weights_versions} - work.versions
+            if foreign:
+                self.mark_out(member, f"it generated with weights '{foreign.pop()}', which this run has not sent")
+                work.retries += 1
+                return None
+            ended = sum(one.finish_reason == "abort" for one in sampled)
+            if not ended:
+                return sampled
+            if work.cut and all(len(one.token_ids) for one in sampled):
+                work.cut_completions += ended
+                return sampled
+        work.retries += 1
+        return None
+
+    def _wait_for_anyone(self, work: Work, pending: deque[int]) -> None:
+        deadline = time.monotonic() + self._config.engine_wait_s
+        self.say(f"rollout: no server with the present weights; waiting up to {self._config.engine_wait_s:g} s for one")
+        while not self.live:
+            if any(member.state == "stale" for member in self.members):
+                raise NeedsWeights
+            if time.monotonic() > deadline:
+                states = "; ".join(f"{member.name}: {member.reason}" for member in self.members)
+                ids = [work.groups[index].request_id for index in pending]
+                raise GuardStop(
+                    f"all {len(self.members)} rollout servers have been gone for rollout.engine_wait_s ="
+                    f" {self._config.engine_wait_s:g} s ({states}); waiting requests: {_listed(ids)}"
+                )
+            time.sleep(_TICK_S)
+            self.revive()
+
+    def _probe(self) -> None:
+        """Start the health probes that are due and act on those that have come back."""
+        now = time.monotonic()
+        for member in self.members:
+            if member.probe is not None and member.probe.done():
+                error = member.probe.exception()
+                member.probe = None
+                if error is None and member.state == "out":
+                    member.state, member.reason = "stale", "back, to be synced"
+                    self.say(f"rollout: {member.name} answers again; it gets requests after the next weight sync")
+                elif error is not None and member.state != "out":
+                    self.mark_out(member, f"no answer to its health probe: {error}")
+            if member.probe is None and now - member.last_probe > self._config.probe_every_s:
+                member.last_probe = now
+                member.probe = self._probes.submit(member.server.healthy, timeout_s=self._config.probe_timeout_s)
+
+    def _cut_stragglers(self, work: Work, attempts: dict[Future[list[Sampled]], _Attempt], pending: deque[int]) -> None:
+        total = sum(group.count for group in work.groups)
+        finished = sum(len(sampled) for sampled in work.done.values())
+        if work.cut or pending or not attempts or finished < self._config.straggler_share * total:
+            return
+        work.cut = True
+        for member in self.live:
+            ids = [work.groups[a.index].request_id for a in attempts.values() if a.member is member]
+            if ids:
+                try:
+                    member.server.abort(ids, timeout_s=_ANSWER_S)
+                except (Unreachable, Refused) as error:
+                    self.mark_out(member, str(error))
+
+    def _watch(self, work: Work, attempts: dict[Future[list[Sampled]], _Attempt]) -> None:
+        now = time.monotonic()
+        late = [a for a in attempts.values() if now - a.started > self._config.rollout_timeout_s]
+        if late:
+            names = [f"{work.groups[a.index].request_id} on {a.member.name}" for a in late]
+            raise GuardStop(
+                f"{len(late)} requests (step-prompt-completion) have run longer than rollout.rollout_timeout_s ="
+                f" {self._config.rollout_timeout_s:g} s: {_listed(names)}"
+            )
+
+
+def _incomplete(sampled: Sequence[Sampled], group: Group) -> str:
+    """What is wrong with an answer that came with status 200; empty if nothing."""
+    if len(sampled) != group.count:
+        return f"{len(sampled)} completions for {group.count} asked"
+    for one in sampled:
+        if len(one.logprobs) != len(one.token_ids):
+            return f"{len(one.logprobs)} log-probabilities for {len(one.token_ids)} tokens"
+    return ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "")

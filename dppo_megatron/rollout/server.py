@@ -1,0 +1,157 @@
+"""What the fleet asks of one engine's server, whichever engine it is: `vllm.py` and `sglang.py` speak it.
+
+A dialect only translates. Who is asked, how often, and what a failure means is decided once, in `fleet.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dppo_megatron.rollout.engine import Sampling
+from dppo_megatron.rollout.http import Http
+from dppo_megatron.types import IntArray, UserError
+
+InFlight = Literal["finish", "abort", "continue"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server says about itself. None: it does not say."""
+
+    engine_version: str
+    served_model: str
+    max_tokens: int | None
+    """Prompt and completion together."""
+    architecture: str | None
+    vocab_size: int | None
+    channels: tuple[str, ...]
+    """Sync channels that it is started for."""
+    world_size: int
+    """Workers that take part in a broadcast."""
+    logprobs_are_processed: bool | None
+    """Log-probabilities are taken after temperature and cuts, as the loss needs them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Completions of one prompt, asked for in one request so that they share its prefill."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    count: int
+    seed: int
+    """Completion i samples with seed + i where the engine honours seeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One completion as it came over the wire."""
+
+    token_ids: IntArray
+    logprobs: npt.NDArray[np.float32]
+    finish_reason: Literal["stop", "length", "abort"]
+    weights_versions: tuple[tuple[str, int, int], ...]
+    """(version, start, end): tokens [start, end) were sampled under `version`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNote:
+    """What a receiver must know of a tensor before its bytes arrive."""
+
+    name: str
+    dtype: str
+    """torch's name without the prefix, e.g. bfloat16."""
+    shape: tuple[int, ...]
+
+
+class Server(Protocol):
+    """One server. Every method raises Unreachable or Refused (see `http.py`)."""
+
+    http: Http
+
+    def describe(self, *, timeout_s: float) -> ServerInfo: ...
+
+    def healthy(self, *, timeout_s: float) -> None:
+        """Raise unless the server answers and could generate."""
+
+    def generate(self, group: Group, sampling: Sampling, *, timeout_s: float) -> list[Sampled]: ...
+
+    def abort(self, request_ids: Sequence[str], *, timeout_s: float) -> None:
+        """End these requests now; their `generate` returns what they have, as `abort`."""
+
+    def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
+        """Stop generating; `finish` waits for running requests, `continue` freezes them."""
+
+    def resume(self, *, timeout_s: float) -> None: ...
+
+    def load_from_disk(self, path: str, version: str, *, timeout_s: float) -> None: ...
+
+    def reset_cache(self, *, timeout_s: float) -> None:
+        """Forget cached prefixes: their keys and values belong to the old weights."""
+
+    def weights_version(self, *, timeout_s: float) -> str: ...
+
+    def checksums(self, *, timeout_s: float) -> dict[str, str]:
+        """SHA-256 of the tensors that the engine can show, by its own names; empty if it shows none."""
+
+    def sleep(self, *, timeout_s: float) -> None:
+        """Free the device memory of weights and key-value cache."""
+
+    def wake(self, what: Literal["weights", "kv_cache"], *, timeout_s: float) -> None: ...
+
+
+class BroadcastServer(Server, Protocol):
+    """A server whose workers can take part in a broadcast with the trainer."""
+
+    def join_group(self, backend: str, host: str, port: int, world_size: int, *, timeout_s: float) -> None:
+        """Have the workers join a broadcast group as ranks 1 ... world_size - 1."""
+
+    def leave_group(self, *, timeout_s: float) -> None: ...
+
+    def begin_update(self, *, timeout_s: float) -> None: ...
+
+    def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
+        """Take part in one broadcast of these tensors, joined end to end into one flat buffer per dtype."""
+
+    def end_update(self, version: str, *, timeout_s: float) -> None: ...
+
+
+def architecture_of(root: str) -> tuple[str | None, int | None]:
+    """Architecture and vocabulary of the checkpoint that a server names as its model, if it can be read from here."""
+    try:
+        raw = json.loads((Path(root) / "config.json").read_text(encoding="utf-8"))
+        return raw["architectures"][0], int(raw["vocab_size"])
+    except (OSError, ValueError, KeyError, IndexError):
+        return None, None
+
+
+def too_old(engine: str, version: str, minimum: str, url: str) -> UserError:
+    """The error for a server that lacks what the trainer calls."""
+    return UserError(f"{url}: {engine} {version} is too old; at least {minimum} is needed (docs/engines.md)")
+
+
+def is_older(version: str, minimum: str) -> bool:
+    """Compares the leading numbers of two versions; 0.9.1 is older than 0.10."""
+
+    def numbers(text: str) -> list[int]:
+        found = []
+        for part in text.split("+")[0].split("."):
+            digits = part[: len(part) - len(part.lstrip("0123456789"))]
+            if not digits:
+                break
+            found.append(int(digits))
+        return found
+
+    return numbers(version) < numbers(minimum)
+
+
+def array_of(values: Sequence[Any], kind: type) -> Any:
+    """A one-dimensional array that is never of dtype object or float by accident when it is empty."""
+    return np.array(list(values), dtype=kind).reshape(-1)

@@ -1,0 +1,346 @@
+"""Servers as the loop's engine. Rank 0 talks to them; the other ranks hand in requests, take results, and feed syncs.
+
+One rank is enough: a server's time goes into generating, and with a single speaker the load balance, the retries and
+the weights version are facts in one place instead of agreements between many.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.distributed import collect, from_rank_zero, share
+from dppo_megatron.randomness import generator
+from dppo_megatron.rollout.connect import Connection, connect
+from dppo_megatron.rollout.engine import Request, Sampling, Weights
+from dppo_megatron.rollout.fleet import Fleet, NeedsWeights, Work
+from dppo_megatron.rollout.http import Refused, Unreachable
+from dppo_megatron.rollout.receipts import Digests, differing
+from dppo_megatron.rollout.server import Group, Sampled
+from dppo_megatron.rollout.sync import BroadcastChannel, Channel, DiskChannel, around_update, finish_update
+from dppo_megatron.types import Completion, GuardStop
+from dppo_megatron.weights.architecture import Architecture
+
+_MAX_GROUPS_IN_FLIGHT = 256
+_PROBE_S = 120.0
+
+
+class ServerEngine:
+    """vLLM or SGLang servers as `rollout` says. Collective, like every `Engine`.
+
+    Args:
+        say: takes lines for the person who watches; used on rank 0.
+
+    Raises:
+        UserError: a server cannot be reached, serves another model, is too old, or was started without what is needed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        architecture: Architecture,
+        tokenizer: PreTrainedTokenizerBase,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._stop_ids = (int(tokenizer.eos_token_id),)
+        self._version = 0
+        self._weights: Weights | None = None
+        self._statistics: dict[str, float] = {}
+        self._started: _Background | None = None
+        self._resting = False
+        self._connection: Connection | None = None
+        self.description: str = from_rank_zero(lambda: self._connect(config, architecture, say))
+
+    def load_weights(self, weights: Weights) -> None:
+        """Sync every server that answers; see `sync.py`. Raises GuardStop if none has the weights in the end."""
+        self._version += 1
+        self._weights = weights
+        self._sync()
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """See `Engine.generate`."""
+        self.start(requests, sampling)
+        return self.finish()
+
+    def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+        """See `Engine.stream`. With several ranks all of it comes at the end."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            yield from enumerate(self.generate(requests, sampling))
+            return
+        work, places = self._plan(requests, sampling)
+        while True:
+            try:
+                for index, sampled in self._fleet.run(work):
+                    yield from zip(places[index], map(self._completion, sampled), strict=True)
+                break
+            except NeedsWeights:
+                self._sync()
+        self._count(work)
+
+    def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Begin generating in the background; `finish` returns what `generate` would."""
+        everything = collect(requests)
+        self._started = _Background(len(everything))
+        if self._connection is not None:
+            work, places = self._plan(everything, sampling)
+            self._started.begin(self._fleet, work, places)
+
+    def finish(self) -> list[Completion]:
+        """Wait for what `start` began."""
+        started = self._started
+        assert started is not None, "start comes first"
+        self._started = None
+        while from_rank_zero(started.wait):
+            self._sync()
+            if self._connection is not None:
+                started.again(self._fleet)
+
+        def completions() -> list[Completion]:
+            assert started.work is not None
+            found: list[Completion | None] = [None] * started.count
+            for index, sampled in started.work.done.items():
+                for place, one in zip(started.places[index], sampled, strict=True):
+                    found[place] = self._completion(one)
+            self._count(started.work)
+            return [one for one in found if one is not None]
+
+        return share(from_rank_zero(completions))
+
+    def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
+        """See `Engine.probe`. A server that fails is marked out and left out."""
+
+        def ask() -> list[tuple[str, Completion]]:
+            work, _ = self._plan(requests, sampling)
+            answers = []
+            for member in self._fleet.live:
+                for group in work.groups:
+                    try:
+                        sampled = member.server.generate(group, work.sampling, timeout_s=_PROBE_S)
+                    except (Unreachable, Refused) as error:
+                        self._fleet.mark_out(member, str(error))
+                        break
+                    answers += [(member.name, self._completion(one)) for one in sampled if len(one.token_ids)]
+            return answers
+
+        return from_rank_zero(ask)
+
+    def rest(self) -> None:
+        """No generation until the next `load_weights`: colocated servers give their device memory back."""
+        if self._connection is not None and self._config.rollout.colocate and not self._resting:
+            for member in self._fleet.live:
+                member.server.sleep(timeout_s=self._config.rollout.sync_timeout_s)
+        self._resting = True
+
+    def statistics(self) -> dict[str, float]:
+        """`rollout/retries`, `cut_completions`, `servers_live`, `sync_s` and `tensors_verified`, since last asked."""
+        taken, self._statistics = self._statistics, {}
+        return taken
+
+    def close(self) -> None:
+        """End launched servers; leave the others to their owner."""
+        if self._connection is not None:
+            self._connection.close()
+            self._channel.close()
+
+    @property
+    def _fleet(self) -> Fleet:
+        assert self._connection is not None
+        return self._connection.fleet
+
+    def _connect(self, config: Config, architecture: Architecture, say: Callable[[str], None]) -> str:
+        per_server = config.rollout.max_concurrent_sequences // config.rollout.completions_per_prompt
+        self._connection = connect(config, architecture, say, max(1, min(_MAX_GROUPS_IN_FLIGHT, per_server)))
+        rollout, connection = config.rollout, self._connection
+        bucket_bytes = rollout.sync_bucket_mb << 20
+        if connection.channel == "disk":
+            directory = Path(rollout.sync_dir or Path(config.run_dir) / "sync")
+            self._channel: Channel = DiskChannel(
+                connection.fleet, directory, config.model.hf_path, bucket_bytes, rollout.sync_timeout_s
+            )
+        else:
+            self._channel = BroadcastChannel(
+                connection.fleet, connection.channel, connection.world_sizes, bucket_bytes, rollout.sync_timeout_s
+            )
+        return connection.description
+
+    def _sync(self) -> None:
+        """Twice at most: a server that failed and answers again gets one more chance now, the next at the next sync."""
+        assert self._weights is not None, "load_weights comes first"
+        started = time.perf_counter()
+        for _ in range(2):
+            self._pass(self._weights())
+            if not from_rank_zero(self._any_stale):
+                break
+        from_rank_zero(self._require_live)
+        self._resting = False
+        self._statistics["rollout/sync_s"] = time.perf_counter() - started
+
+    def _pass(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if self._connection is None:
+            for _ in tensors:  # the stream is collective
+                pass
+            return
+        rollout, fleet, version = self._config.rollout, self._fleet, str(self._version)
+        timeout_s = rollout.sync_timeout_s
+        self._connection.restart_dead()
+        fleet.revive()
+        members = [member for member in fleet.members if member.state != "out"]
+        digests = Digests() if self._verifies else None
+        error: Exception | None = None
+        if rollout.colocate and self._resting:
+            for member in members:
+                member.server.wake("weights", timeout_s=timeout_s)
+        if self._started is not None and rollout.in_flight == "finish":
+            self._started.join()
+        around_update(fleet, members, rollout.in_flight, timeout_s)
+        members = [member for member in members if member.state != "out"]
+        for member in members:
+            member.state = "stale"
+        try:
+            self._channel.push(digests.watch(tensors) if digests else tensors, members, version)
+        except OSError as problem:
+            error = problem
+        if error is not None:
+            raise GuardStop(f"weight sync {version} over {self._channel.name} failed: {error}")
+        if rollout.colocate and self._resting:
+            for member in members:
+                member.server.wake("kv_cache", timeout_s=timeout_s)
+        finish_update(fleet, members, version, timeout_s)
+        if digests is not None:
+            self._compare(digests)
+
+    @property
+    def _verifies(self) -> bool:
+        every = self._config.rollout.verify_every_syncs
+        return every > 0 and (self._version - 1) % every == 0
+
+    def _compare(self, digests: Digests) -> None:
+        compared = 0
+        for member in self._fleet.live:
+            held = member.server.checksums(timeout_s=self._config.rollout.sync_timeout_s)
+            names, compared = differing(digests.found, held)
+            if names:
+                raise GuardStop(
+                    f"{member.name} holds other bytes than weight sync {self._version} sent: {', '.join(names[:8])}"
+                    f" ({len(names)} of {compared} tensors compared)"
+                )
+        self._statistics["rollout/tensors_verified"] = compared
+
+    def _any_stale(self) -> bool:
+        self._fleet.revive()
+        return any(member.state == "stale" for member in self._fleet.members)
+
+    def _require_live(self) -> None:
+        deadline = time.monotonic() + self._config.rollout.engine_wait_s
+        while not self._fleet.live:
+            if self._any_stale() or time.monotonic() > deadline:
+                states = "; ".join(f"{member.name}: {member.reason}" for member in self._fleet.members)
+                raise GuardStop(f"no rollout server has taken weight sync {self._version} ({states})")
+            time.sleep(0.5)
+
+    def _plan(self, requests: Sequence[Request], sampling: Sampling) -> tuple[Work, list[list[int]]]:
+        """Requests of one prompt, next to each other, become one group of at most G; and where each completion goes."""
+        groups: list[Group] = []
+        places: list[list[int]] = []
+        previous: Request | None = None
+        for place, request in enumerate(requests):
+            follows = (
+                previous is not None
+                and previous.prompt.index == request.prompt.index
+                and previous.step == request.step
+                and previous.completion_index + 1 == request.completion_index
+                and len(places[-1]) < self._config.rollout.completions_per_prompt
+            )
+            if follows:
+                places[-1].append(place)
+            else:
+                places.append([place])
+            previous = request
+        for members in places:
+            first = requests[members[0]]
+            draw = generator(sampling.seed, "sample", first.step, first.prompt.index, 0).integers(1 << 30)
+            seed = int(draw) + first.completion_index
+            groups.append(Group(first.id, first.prompt.token_ids, len(members), seed))
+        with_stop = Sampling(
+            sampling.max_completion_tokens,
+            sampling.temperature,
+            sampling.seed,
+            sampling.top_p,
+            sampling.top_k,
+            (*self._stop_ids, *sampling.stop_token_ids),
+        )
+        return Work(groups, with_stop, frozenset(str(v) for v in range(1, self._version + 2))), places
+
+    def _completion(self, sampled: Sampled) -> Completion:
+        versions = np.full(len(sampled.token_ids), self._version, dtype=np.int64)
+        for version, start, end in sampled.weights_versions:
+            versions[start:end] = int(version)
+        ids = sampled.token_ids
+        return Completion(
+            token_ids=ids,
+            logprobs=sampled.logprobs,
+            finish_reason="stop" if sampled.finish_reason == "stop" else "length",
+            text=self._tokenizer.decode(ids, skip_special_tokens=True),
+            weights_versions=versions,
+        )
+
+    def _count(self, work: Work) -> None:
+        if work.done:
+            spans = [span for group in work.done.values() for one in group for span in one.weights_versions]
+            tokens = sum(end - start for _, start, end in spans)
+            stale = sum((self._version - int(version)) * (end - start) for version, start, end in spans)
+            self._statistics["rollout/staleness_mean"] = stale / max(tokens, 1)
+        counts = {"rollout/retries": work.retries, "rollout/cut_completions": work.cut_completions}
+        for name, count in counts.items():
+            self._statistics[name] = self._statistics.get(name, 0.0) + count
+        self._statistics["rollout/servers_live"] = len(self._fleet.live)
+
+
+class _Background:
+    """One rollout in a thread of rank 0; on other ranks an empty shell."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.work: Work | None = None
+        self.places: list[list[int]] = []
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def begin(self, fleet: Fleet, work: Work, places: list[list[int]]) -> None:
+        self.work, self.places = work, places
+        self.again(fleet)
+
+    def again(self, fleet: Fleet) -> None:
+        """Start, or go on after a sync, with what is not done."""
+        self._error = None
+        self._thread = threading.Thread(target=self._run, args=(fleet,), name="rollout", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def wait(self) -> bool:
+        """Returns when the thread has ended; True if servers need weights before it can go on."""
+        self.join()
+        if self._error is not None and not isinstance(self._error, NeedsWeights):
+            raise self._error
+        return self._error is not None
+
+    def _run(self, fleet: Fleet) -> None:
+        assert self.work is not None
+        try:
+            for _ in fleet.run(self.work):
+                pass
+        except BaseException as error:
+            self._error = error

@@ -1,0 +1,242 @@
+"""vLLM's HTTP calls: token ids in and out, and the endpoints of its development mode for reinforcement learning.
+
+Checked against 0.32.0. A server must be started with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and
+--logprobs-mode processed_logprobs (vLLM's default, raw_logprobs, leaves the temperature out); docs/engines.md has the
+whole command, `launch.py` builds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+from urllib.parse import quote
+
+import numpy as np
+
+from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.rollout.engine import Sampling
+from dppo_megatron.rollout.http import Http, Refused
+from dppo_megatron.rollout.server import (
+    Group,
+    InFlight,
+    Sampled,
+    ServerInfo,
+    TensorNote,
+    architecture_of,
+    array_of,
+    is_older,
+    too_old,
+)
+from dppo_megatron.types import UserError
+
+MINIMUM_VERSION = "0.32"
+_PAUSE_MODE: dict[InFlight, str] = {"finish": "wait", "abort": "abort", "continue": "keep"}
+_RL_CALLS = "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (docs/engines.md)"
+
+
+@dataclass
+class VLLMServer:
+    """One `vllm serve`. See `server.Server` for the calls."""
+
+    http: Http
+    _model: str = field(default="", init=False)
+    _extended: bool = field(default=False, init=False)
+    """The server runs our worker extension."""
+
+    def describe(self, *, timeout_s: float) -> ServerInfo:
+        """Raises UserError for a server that is no vLLM, too old, or not started for RL."""
+        version = self._ask("/version", timeout_s)
+        if not isinstance(version, dict) or "version" not in version:
+            raise UserError(f"{self.http.url} answers, but is no vLLM server (no /version)")
+        if is_older(version["version"], MINIMUM_VERSION):
+            raise too_old("vLLM", version["version"], MINIMUM_VERSION, self.http.url)
+        [card, *_] = self.http.get("/v1/models", timeout_s=timeout_s)["data"]
+        self._model = card["id"]
+        settings = self._ask("/server_info?config_format=json", max(60.0, timeout_s))
+        if not isinstance(settings, dict) or self._ask("/weight_info", timeout_s) is None:
+            raise UserError(f"{self.http.url}: vLLM without its RL endpoints; {_RL_CALLS}")
+        engine_config = settings["vllm_config"]
+        transfer = engine_config.get("weight_transfer_config") or {}
+        extension = (engine_config.get("parallel_config") or {}).get("worker_extension_cls") or ""
+        self._extended = extension.startswith("dppo_vllm_extension.")
+        world_size = self.http.get("/get_world_size", timeout_s=timeout_s)["world_size"]
+        architecture, vocab_size = architecture_of(card.get("root") or "")
+        return ServerInfo(
+            engine_version=version["version"],
+            served_model=str(card.get("root") or self._model),
+            max_tokens=card.get("max_model_len"),
+            architecture=architecture,
+            vocab_size=vocab_size,
+            channels=("disk", "gloo", "nccl") if transfer.get("backend") == "dppo" else ("disk",),
+            world_size=int(world_size),
+            logprobs_are_processed=engine_config["model_config"].get("logprobs_mode") == "processed_logprobs",
+        )
+
+    def healthy(self, *, timeout_s: float) -> None:
+        """/health asks the engine process, not only the front end."""
+        self.http.get("/health", timeout_s=timeout_s)
+
+    def generate(self, group: Group, sampling: Sampling, *, timeout_s: float) -> list[Sampled]:
+        """One request with n = group.count."""
+        answer = self.http.post("/inference/v1/generate", generate_body(group, sampling), timeout_s=timeout_s)
+        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+        return [_sampled(choice) for choice in choices]
+
+    def abort(self, request_ids: Sequence[str], *, timeout_s: float) -> None:
+        """The server prefixes ids, so both forms are named; unknown ones are ignored."""
+        ids = [*request_ids, *(f"generate-tokens-{request_id}" for request_id in request_ids)]
+        self.http.post("/abort_requests", {"request_ids": ids}, timeout_s=timeout_s)
+
+    def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
+        """vLLM's wait / abort / keep."""
+        self.http.post(f"/pause?mode={_PAUSE_MODE[in_flight]}", timeout_s=timeout_s)
+
+    def resume(self, *, timeout_s: float) -> None:
+        """After `pause`."""
+        self.http.post("/resume", timeout_s=timeout_s)
+
+    def load_from_disk(self, path: str, version: str, *, timeout_s: float) -> None:
+        """vLLM's reload_weights, then the repair of packed copies where our extension is there."""
+        self._rpc("reload_weights", timeout_s, weights_path=path)
+        if self._extended:
+            self._rpc("dppo_refresh_packed", timeout_s)
+        self.http.post("/update_weight_version", {"new_version": version}, timeout_s=timeout_s)
+
+    def join_group(self, backend: str, host: str, port: int, world_size: int, *, timeout_s: float) -> None:
+        """Through vLLM's weight transfer interface, with our receiver."""
+        info = {
+            "backend": backend,
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": world_size,
+            "timeout_s": timeout_s,
+        }
+        self.http.post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=timeout_s)
+
+    def leave_group(self, *, timeout_s: float) -> None:
+        """So that it can join another."""
+        self.http.post("/shutdown_weight_transfer_engine", timeout_s=timeout_s)
+
+    def begin_update(self, *, timeout_s: float) -> None:
+        """Layers are ready to take checkpoint tensors."""
+        self.http.post("/start_weight_update", timeout_s=timeout_s)
+
+    def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
+        """One bucket of one dtype."""
+        info = {
+            "names": [note.name for note in tensors],
+            "shapes": [list(note.shape) for note in tensors],
+            "dtype": tensors[0].dtype,
+        }
+        self.http.post("/update_weights", {"update_info": info}, timeout_s=timeout_s)
+
+    def end_update(self, version: str, *, timeout_s: float) -> None:
+        """Commit under `version`."""
+        self.http.post("/finish_weight_update", {"weight_version": version}, timeout_s=timeout_s)
+
+    def reset_cache(self, *, timeout_s: float) -> None:
+        """Fails loudly: a kept prefix would be keys and values of the old weights."""
+        answer = self.http.post("/reset_prefix_cache?reset_running_requests=true", timeout_s=timeout_s)
+        if isinstance(answer, dict) and not answer.get("success", True):
+            raise Refused(409, "the prefix cache could not be reset: blocks are still held")
+
+    def weights_version(self, *, timeout_s: float) -> str:
+        """What the engine calls its present weights."""
+        return str(self.http.get("/weight_info", timeout_s=timeout_s)["weight_version"])
+
+    def checksums(self, *, timeout_s: float) -> dict[str, str]:
+        """By vLLM's names, of an engine without tensor or pipeline splits; packed weights (CPU) show as empty."""
+        found = self.http.post("/weight_checker", {"action": "checksum"}, timeout_s=timeout_s)["checksums"]
+        if len({name.rpartition(":")[0] for name in found}) > 1:
+            return {}
+        return {name.rpartition(":")[2]: digest for name, digest in found.items()}
+
+    def sleep(self, *, timeout_s: float) -> None:
+        """Level 2: weights are dropped, since the next sync brings new ones."""
+        self.http.post("/sleep?level=2", timeout_s=timeout_s)
+
+    def wake(self, what: Literal["weights", "kv_cache"], *, timeout_s: float) -> None:
+        """Weights before the sync, the cache after it: both at once would not fit beside the actor."""
+        self.http.post(f"/wake_up?tags={quote(what)}", timeout_s=timeout_s)
+
+    def _rpc(self, method: str, timeout_s: float, **kwargs: Any) -> Any:
+        body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
+        return self.http.post("/collective_rpc", body, timeout_s=timeout_s)
+
+    def _ask(self, path: str, timeout_s: float) -> Any:
+        try:
+            return self.http.get(path, timeout_s=timeout_s)
+        except Refused as error:
+            if error.status == 404:
+                return None
+            raise
+
+
+def generate_body(group: Group, sampling: Sampling) -> dict[str, Any]:
+    """Every parameter is given: what is left out would come from the served model's generation_config.json."""
+    return {
+        "request_id": group.request_id,
+        "token_ids": list(group.prompt_ids),
+        "sampling_params": {
+            "n": group.count,
+            "max_tokens": sampling.max_completion_tokens,
+            "min_tokens": 0,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "seed": group.seed,
+            "logprobs": 0,
+            "detokenize": False,
+        },
+    }
+
+
+def _sampled(choice: dict[str, Any]) -> Sampled:
+    tokens = choice.get("token_ids") or []
+    content = (choice.get("logprobs") or {}).get("content") or []
+    reason = choice["finish_reason"]
+    return Sampled(
+        token_ids=array_of(tokens, np.int64),
+        logprobs=array_of([entry["logprob"] for entry in content], np.float32),
+        finish_reason=cast(Any, reason if reason in ("stop", "length") else "abort"),
+        weights_versions=tuple(
+            (str(span["version"]), int(span["start"]), int(span["end"])) for span in choice.get("weight_versions") or []
+        ),
+    )
+
+
+def vllm_command(
+    config: RolloutConfig, python: str, model: str, max_tokens: int, dtype: str, *, cpu: bool
+) -> list[str]:
+    """The command line of a launched server."""
+    return [
+        *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "policy"),
+        *("--host", "127.0.0.1", "--port", "{port}", "--dtype", dtype, "--max-model-len", str(max_tokens)),
+        *("--max-num-seqs", str(config.max_concurrent_sequences), "--enable-scale-out"),
+        *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+        *("--worker-extension-cls", "dppo_vllm_extension.WorkerExtension"),
+        *("--weight-transfer-config", '{"backend": "dppo"}'),
+        *(["--enable-sleep-mode"] if config.colocate else []),
+        *(["--enforce-eager"] if cpu else []),
+        *config.server_args,
+    ]
+
+
+def vllm_environment(cpu: bool) -> dict[str, str]:
+    """Variables of a launched server."""
+    variables = {
+        "PYTHONPATH": str(Path(__file__).parent / "in_engine"),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return variables | ({"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"} if cpu else {})

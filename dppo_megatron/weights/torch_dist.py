@@ -1,0 +1,221 @@
+"""Megatron distributed checkpoints (`torch_dist`) read and written tensor by tensor, by one process.
+
+Megatron's own save wants the whole model in memory and a process group. The format underneath is PyTorch's
+distributed checkpoint: one global tensor for each key, cut into chunks that say where they lie. So a converter needs
+neither: it describes all chunks first and supplies each when its turn comes, and it reads any box of any key. Here a
+chunk is one tensor of one layer (and expert), and a file is one layer; whatever layout loads it takes the boxes it
+needs. Only public interfaces of torch.distributed.checkpoint are used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from dppo_megatron.types import UserError
+from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.weights.hf_files import CheckpointReader, WeightReader, check_shapes
+from dppo_megatron.weights.mapping import PADDED_TO_VOCAB, Place, hf_names, split, table
+from dppo_megatron.weights.shapes import full_shape, in_layer_order, stacked_axes, stacked_shape
+
+_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_NOT_MODEL = ("optimizer.", "reference.")
+"""Prefixes of what a training checkpoint holds beside the model."""
+
+
+def is_torch_dist(directory: str | Path) -> bool:
+    """Whether `directory` looks like a distributed checkpoint."""
+    return (Path(directory) / ".metadata").is_file()
+
+
+def open_checkpoint(directory: str | Path, architecture: Architecture) -> WeightReader:
+    """A reader for `directory`, whichever kind of checkpoint it holds.
+
+    Raises UserError as `CheckpointReader` and `TorchDistReader` do.
+    """
+    return (TorchDistReader if is_torch_dist(directory) else CheckpointReader)(directory, architecture)
+
+
+def write_torch_dist(
+    directory: Path,
+    architecture: Architecture,
+    dtypes: Mapping[str, torch.dtype],
+    read: Callable[[str, Place], Tensor],
+) -> None:
+    """Write the model's weights into the existing `directory`, one file a layer; one tensor is held at a time.
+
+    Args:
+        dtypes: of each Megatron key.
+        read: the full, unpadded tensor of a key at a place.
+    """
+    planner = _OnDemand(architecture, read)
+    by_layer = [
+        [_write_item(key, place, architecture, dtypes[key]) for key, place in layer]
+        for _, layer in groupby(in_layer_order(architecture), key=lambda item: item[1][:1])
+    ]
+    writer = FileSystemWriter(directory)
+    writer.set_up_storage_writer(is_coordinator=True)
+    # one plan for each layer, as if each were written by a rank of its own: so each becomes a file of its own
+    plans, metadata = planner.create_global_plan([SavePlan(items) for items in by_layer])
+    plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
+    results = [writer.write_data(plan, planner).wait() for plan in plans]
+    writer.finish(metadata, results)
+    torch.save({}, directory / "common.pt")
+    (directory / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
+
+
+class TorchDistReader:
+    """Reads the model's weights out of a distributed checkpoint that any layout wrote, this project's or another.
+
+    Raises:
+        UserError: no such checkpoint, or keys that are missing, unknown or of another shape; all of them are named.
+    """
+
+    def __init__(self, directory: str | Path, architecture: Architecture) -> None:
+        self._directory, self._architecture = Path(directory), architecture
+        self._reader = FileSystemReader(directory)
+        metadata = _read_metadata(self._directory, self._reader)
+        tensors = {
+            key: value
+            for key, value in metadata.state_dict_metadata.items()
+            if not isinstance(value, BytesStorageMetadata) and not key.startswith(_NOT_MODEL)
+        }
+        self.dtypes = {key: value.properties.dtype for key, value in tensors.items()}
+        """Of each Megatron key."""
+        self._check(tensors)
+        self._chunks: dict[tuple[str, Place], list[ChunkStorageMetadata]] = {}
+        self._tensors = tensors
+        for key in table(architecture):
+            axes = stacked_axes(key, architecture)
+            for chunk in tensors[key].chunks:
+                self._chunks.setdefault((key, tuple(chunk.offsets[:axes])), []).append(chunk)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._where = {
+            name: (key, place, part)
+            for key, place in in_layer_order(architecture)
+            for part, name in enumerate(hf_names(key, place, architecture))
+        }
+        self._last: tuple[str, Place, list[Tensor]] | None = None
+        self.names = list(self._where)
+
+    def get(self, name: str) -> Tensor:
+        """One full tensor under its Hugging Face name, on the CPU."""
+        key, place, part = self._where[name]
+        if self._last is None or self._last[:2] != (key, place):
+            self._last = None  # before the next one is read
+            self._last = (key, place, split(key, self.full(key, place), self._architecture))
+        return self._last[2][part].clone(memory_format=torch.contiguous_format)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor under its Hugging Face name, each key read once."""
+        for name in self.names:
+            yield name, self.get(name)
+
+    def full(self, key: str, place: Place) -> Tensor:
+        """Megatron's full tensor of a key at a place, without the vocabulary's padding."""
+        shape = full_shape(key, self._architecture)
+        chunks = self._chunks.get((key, place), [])
+        box = ChunkStorageMetadata(torch.Size((*place, *(0 for _ in shape))), torch.Size((*(1 for _ in place), *shape)))
+        stored = TensorStorageMetadata(self._tensors[key].properties, self._tensors[key].size, chunks)
+        items = create_read_items_for_chunk_list(key, stored, [box])
+        covered = sum(math.prod(item.lengths) for item in items)
+        if covered != math.prod(shape):
+            raise UserError(f"checkpoint '{self._directory}': holds only a part of {key} {list(place)}")
+        full = torch.empty(box.sizes, dtype=self.dtypes[key])
+        try:
+            self._reader.read_data(LoadPlan(items), _Into(full)).wait()
+        except (OSError, EOFError, RuntimeError, ValueError, AssertionError, pickle.UnpicklingError) as error:
+            raise UserError(f"checkpoint '{self._directory}': {key} {list(place)} cannot be read: {error}") from None
+        return full.reshape(shape)
+
+    def _check(self, tensors: Mapping[str, TensorStorageMetadata]) -> None:
+        expected = {key: stacked_shape(key, self._architecture) for key in table(self._architecture)}
+        found = {key: tuple(value.size) for key, value in tensors.items()}
+        for key in PADDED_TO_VOCAB:
+            if key in found and key in expected and found[key][0] > expected[key][0]:
+                found[key] = (expected[key][0], *found[key][1:])  # padded for some tensor-parallel size
+        check_shapes(f"checkpoint '{self._directory}'", expected, found)
+
+
+class _OnDemand(DefaultSavePlanner):
+    """Supplies a chunk's data when the writer asks for it."""
+
+    def __init__(self, architecture: Architecture, read: Callable[[str, Place], Tensor]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._architecture, self._read = architecture, read
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        key, offset, data = write_item.index.fqn, write_item.index.offset, write_item.tensor_data
+        assert data is not None and offset is not None
+        place = tuple(offset[: stacked_axes(key, self._architecture)])
+        return self._read(key, place).reshape(data.chunk.sizes)
+
+
+class _Into(DefaultLoadPlanner):
+    """Reads into one tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        target = self._target
+        for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(axis, start, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+def _write_item(key: str, place: Place, architecture: Architecture, dtype: torch.dtype) -> WriteItem:
+    shape = full_shape(key, architecture)
+    offset = torch.Size((*place, *(0 for _ in shape)))
+    chunk = ChunkStorageMetadata(offset, torch.Size((*(1 for _ in place), *shape)))
+    size = torch.Size(stacked_shape(key, architecture))
+    return WriteItem(
+        MetadataIndex(key, offset),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(chunk, TensorProperties(dtype=dtype), size),
+    )
+
+
+def _read_metadata(directory: Path, reader: FileSystemReader) -> Metadata:
+    if not is_torch_dist(directory):
+        raise UserError(f"'{directory}': holds no .metadata, so it is no distributed checkpoint (torch_dist)")
+    try:
+        metadata: Metadata = reader.read_metadata()
+    except (OSError, EOFError, ValueError, AttributeError, ImportError, pickle.UnpicklingError) as error:
+        raise UserError(f"'{directory}': its .metadata cannot be read: {error!r}") from None
+    return metadata

@@ -1,0 +1,106 @@
+"""Runs that are killed: SIGKILL at a named moment of a named phase, in forked ranks, and what is then on the disk.
+
+The product knows nothing of this. A rank wraps the methods that the loop calls and, when the moment has come, kills
+itself or one of the others; `run_ranks` then ends the rest, as a launcher does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job import job_config
+from launch import RankError, run_ranks
+
+PHASES = ("warm_start", "select", "generate", "reward", "update", "sync", "record", "saving", "finish")
+"""Where a run can be killed."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL for `rank` in the `count`-th call of a phase (from 1), on entering it, or `delay_s` later."""
+
+    phase: str
+    count: int
+    rank: int = 0
+    delay_s: float = 0.0
+
+
+def train_or_die(files: Path, run_dir: Path, world_size: int, extra: dict[str, Any], kill: Kill | None) -> int:
+    """On a rank: the product's own `train`, killed on the way; returns the exit code of the command line."""
+    from dppo_megatron.job import prepare_job
+    from dppo_megatron.run import Run, Stopped
+    from dppo_megatron.train import train
+    from dppo_megatron.types import GuardStop
+
+    job = prepare_job(job_config(files, run_dir, **extra), world_size)
+    try:
+        with Run(job) as run:
+            if kill is not None and kill.rank == int(os.environ["RANK"]):
+                _arm(run, kill)
+            train(run)
+    except GuardStop:
+        return 3
+    except Stopped:
+        return 0
+    return 0
+
+
+def run_killed(files: Path, run_dir: Path, world_size: int, extra: dict[str, Any], kill: Kill) -> bool:
+    """Start a run that gets killed; returns whether it was (else it ended before the moment came)."""
+    try:
+        run_ranks(train_or_die, world_size, files, run_dir, world_size, extra, kill)
+    except RankError as error:
+        assert "SIGKILL" in str(error), f"it failed otherwise: {error}"
+        return True
+    return False
+
+
+def run_whole(files: Path, run_dir: Path, world_size: int, extra: dict[str, Any]) -> None:
+    """Start, or resume, a run and let it end."""
+    assert set(run_ranks(train_or_die, world_size, files, run_dir, world_size, extra, None)) == {0}
+
+
+def _arm(run: Any, kill: Kill) -> None:
+    from dppo_megatron.checkpoint import store
+
+    targets: dict[str, tuple[Any, str]] = {
+        "warm_start": (run.loop.actor, "update"),
+        "select": (run.loop, "select"),
+        "generate": (run.loop, "generate"),
+        "reward": (run.loop.job.grade.__class__, "grade"),
+        "update": (run.loop, "update"),
+        "sync": (run.loop, "sync"),
+        "record": (run, "record"),
+        "saving": (store.CheckpointStore, "save"),
+        "finish": (run, "finish"),
+    }
+    patch, calls = pytest.MonkeyPatch(), 0
+    owner, name = targets[kill.phase]
+    plain: Callable[..., Any] = getattr(owner, name)
+
+    def die_in_time(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == kill.count:
+            if not kill.delay_s:
+                os.kill(os.getpid(), signal.SIGKILL)
+            _kill_later(kill.delay_s)
+        return plain(*arguments, **keywords)
+
+    patch.setattr(owner, name, die_in_time)
+
+
+def _kill_later(delay_s: float) -> None:
+    """From outside, so that it strikes wherever the rank is then, and not only between two lines of Python."""
+    victim = os.getpid()
+    if os.fork() == 0:
+        time.sleep(delay_s)
+        os.kill(victim, signal.SIGKILL)
+        os._exit(0)

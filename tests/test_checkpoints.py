@@ -1,0 +1,192 @@
+"""The store: complete or invisible, checked when read, and able to give every part of the state back."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_ranks
+from tiny import Parallel, build_actor, plan_for, random_samples, write_model
+
+from dppo_megatron.algorithms.objectives import supervised
+from dppo_megatron.checkpoint.manifest import complete, read_manifest
+from dppo_megatron.cli import main
+
+TP2PP2 = Parallel(tp=2, pp=2, distributed_optimizer=True)
+LOOP_STATE = {"step": 1, "history": np.arange(5.0), "nested": {"none": None, "text": "x"}}
+
+
+def _store(root: Path, model: Path, **extra: Any) -> Any:
+    from dppo_megatron.checkpoint.store import CheckpointStore
+
+    return CheckpointStore(root, assets=model, **({"keep": 2, "async_save": False} | extra))
+
+
+def _save_steps(model: Path, root: Path, parallel: Parallel, steps: list[int], extra: dict[str, Any]) -> list[set[str]]:
+    """On ranks: an update before each save; what stands under `root` after each."""
+    from dppo_megatron.checkpoint.store import describe
+
+    actor, store = build_actor(model, parallel), _store(root, model, **extra)
+    actor.freeze_reference()
+    samples = random_samples(6, 37)
+    seen = []
+    for step in steps:
+        actor.update(samples, plan_for(samples, parallel), supervised())
+        random.seed(step + dist.get_rank())
+        store.save(actor, LOOP_STATE | {"step": step}, describe(step, {"seed": 1}, "abc"))
+        seen.append({path.name for path in root.iterdir()})
+    store.finalize(blocking=True)
+    return [*seen, {path.name for path in root.iterdir()}]
+
+
+def _load_and_update(model: Path, directory: Path, parallel: Parallel) -> dict[str, Any]:
+    """On ranks: everything that a load gives back, and the update after it."""
+    from dppo_megatron.checkpoint.store import load_checkpoint
+
+    actor = build_actor(model, parallel)
+    actor.freeze_reference()
+    loop_state = load_checkpoint(directory, actor)
+    drawn = random.random()
+    with actor.reference_weights():
+        reference = {name: tensor.numpy().copy() for name, tensor in actor.weights()}
+    samples = random_samples(6, 37)
+    measured = actor.update(samples, plan_for(samples, parallel), supervised())
+    weights = {name: tensor.numpy().copy() for name, tensor in actor.weights()}
+    return {"loop": loop_state, "drawn": drawn, "reference": reference, "measured": measured, "weights": weights}
+
+
+def _three_updates(
+    model: Path, parallel: Parallel
+) -> tuple[dict[str, float], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """On ranks: the uninterrupted original of a save after the second update."""
+    actor = build_actor(model, parallel)
+    reference = {name: tensor.numpy().copy() for name, tensor in actor.weights()}
+    samples = random_samples(6, 37)
+    for _ in range(3):
+        measured = actor.update(samples, plan_for(samples, parallel), supervised())
+    return measured, {name: tensor.numpy().copy() for name, tensor in actor.weights()}, reference
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """37 tokens: no tensor-parallel size above 1 divides the vocabulary, so its padding differs between layouts."""
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 1 and 2, written by four ranks."""
+    root = tmp_path_factory.mktemp("saved") / "checkpoints"
+    run_ranks(_save_steps, 4, model, root, TP2PP2, [1, 2], {})
+    return root
+
+
+@pytest.mark.parametrize(
+    "parallel", [Parallel(distributed_optimizer=True), Parallel(dp=2, distributed_optimizer=True), TP2PP2], ids=str
+)
+def test_every_part_comes_back_at_every_layout(model: Path, saved: Path, parallel: Parallel) -> None:
+    """Weights, moments and schedule (by the next update), the reference policy byte for byte, and the loop's state.
+
+    At the layout that saved, bit for bit. At others to rounding, which Adam's first steps enlarge: a lost moment or a
+    schedule that is off by one would change weights by some 1e-3 and more.
+    """
+    exact = parallel == TP2PP2
+    measured, weights, reference = run_ranks(_three_updates, parallel.world_size, model, parallel)[0]
+    loaded = run_ranks(_load_and_update, parallel.world_size, model, saved / "step_000002", parallel)
+    for rank, got in enumerate(loaded):
+        assert got["loop"].keys() == LOOP_STATE.keys() and got["loop"]["step"] == 2
+        np.testing.assert_array_equal(got["loop"]["history"], LOOP_STATE["history"])
+        for name, tensor in reference.items():
+            np.testing.assert_array_equal(got["reference"][name], tensor, err_msg=name)
+        assert got["measured"] == (measured if exact else pytest.approx(measured, rel=1e-4))
+        for name, tensor in weights.items():
+            tolerance = 0.0 if exact else 3e-4
+            np.testing.assert_allclose(got["weights"][name], tensor, rtol=0, atol=tolerance, err_msg=name)
+        if exact:  # generators belong to a rank of this many
+            assert got["drawn"] == random.Random(2 + rank).random()
+
+
+def test_a_training_checkpoint_converts_by_itself(model: Path, saved: Path, tmp_path: Path) -> None:
+    """No --hf: it holds config.json; the optimizer's and the reference's tensors are left out."""
+    arguments = ["--checkpoint", str(saved / "step_000002"), "--out", str(tmp_path / "hf"), "--verify"]
+    assert main(["convert", "to-hf", *arguments]) == 0
+    from transformers import AutoModelForCausalLM
+
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.vocab_size == 37
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_old_ones_go_after_the_new_one_is_complete(model: Path, tmp_path: Path, asynchronous: bool) -> None:
+    root = tmp_path / "checkpoints"
+    extra = {"async_save": asynchronous, "keep": 2}
+    seen = run_ranks(_save_steps, 1, model, root, Parallel(), [1, 2, 3], extra)[0]
+    whole = [{name for name in names if "incomplete" not in name} for names in seen]
+    if asynchronous:  # a save is complete at the next one, at the latest
+        assert whole[1] >= {"step_000001"} and whole[2] >= {"step_000002"}
+    else:
+        assert whole[0] == {"latest", "step_000001"}
+    assert seen[-1] == {"latest", "step_000002", "step_000003"}
+    assert (root / "latest").resolve().name == "step_000003"
+
+
+def _newest_good(model: Path, root: Path) -> tuple[str, list[str]]:
+    path, said = _store(root, model).newest_good()
+    return (path.name if path else ""), said
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 4
+    path.write_bytes(data)
+
+
+SPOIL = {
+    "byte": (lambda d: _flip(next(d.glob("__3_*.distcp"))), "has another checksum"),
+    "metadata": (lambda d: _flip(d / ".metadata"), ".metadata has another checksum"),
+    "loop": (lambda d: _flip(d / "loop.pt"), "loop.pt has another checksum"),
+    "short": (lambda d: (d / "common.pt").write_bytes(b"x"), "common.pt has 1 bytes instead of"),
+    "gone": (lambda d: next(d.glob("__0_*.distcp")).unlink(), "cannot be read (No such file or directory)"),
+    "manifest": (lambda d: (d / "manifest.json").write_text('{"format"'), "its manifest.json cannot be read"),
+    "half_deleted": (lambda d: (d / "manifest.json").unlink(), "it holds no manifest.json"),
+}
+
+
+@pytest.mark.parametrize("how", SPOIL)
+def test_a_spoilt_checkpoint_is_passed_over(model: Path, saved: Path, tmp_path: Path, how: str) -> None:
+    """On both ranks alike: the one before, and a line that names what is wrong."""
+    root = tmp_path / "checkpoints"
+    shutil.copytree(saved, root, symlinks=True)
+    spoil, said = SPOIL[how]
+    spoil(root / "step_000002")
+    for name, lines in run_ranks(_newest_good, 2, model, root):
+        assert name == "step_000001"
+        assert len(lines) == 1 and "step_000002 is not used" in lines[0] and said in lines[0]
+
+
+def test_what_crashes_leave_is_swept(model: Path, saved: Path, tmp_path: Path) -> None:
+    """Half-written and half-removed directories go; one that was being replaced gets its name back."""
+    root = tmp_path / "checkpoints"
+    shutil.copytree(saved, root, symlinks=True)
+    (root / "step_000003.incomplete.1a2b3c4d").mkdir()
+    (root / "step_000001").rename(root / "step_000001.removed")
+    (root / "step_000002").rename(root / "step_000002.replaced")
+    assert run_ranks(_newest_good, 1, model, root) == [("step_000002", [])]
+    assert [step for step, _ in complete(root)] == [2]
+    assert {path.name for path in root.iterdir()} == {"latest", "step_000002"}
+
+
+def test_manifest_lists_every_file(saved: Path) -> None:
+    manifest = read_manifest(saved / "step_000002")
+    assert not isinstance(manifest, str)
+    names = {path.name for path in (saved / "step_000002").iterdir()}
+    assert set(manifest.files) == names - {"manifest.json"}
+    assert (manifest.step, manifest.fingerprint, manifest.world_size) == (2, "abc", 4)
+    assert json.loads((saved / "step_000002" / "manifest.json").read_text())["config"] == {"seed": 1}
+    assert manifest.versions["torch"] == torch.__version__

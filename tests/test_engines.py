@@ -1,0 +1,241 @@
+"""Engines without a server: sampling cuts, requests and answers on the wire, buckets, receipts, and wrong settings."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from job import job_config, write_job_files
+
+from dppo_megatron.config.rollout import RolloutConfig, check_rollout
+from dppo_megatron.rollout import sglang, vllm
+from dppo_megatron.rollout.connect import check_server
+from dppo_megatron.rollout.engine import Sampling
+from dppo_megatron.rollout.hf import cut
+from dppo_megatron.rollout.http import Http, Unreachable
+from dppo_megatron.rollout.receipts import Digests, canary_difference, differing, digest
+from dppo_megatron.rollout.server import Group, ServerInfo, is_older
+from dppo_megatron.rollout.sync import buckets, choose_channel, write_snapshot
+from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.weights.architecture import read_architecture
+
+SERVES = {"engine": "vllm", "endpoints": ["http://127.0.0.1:8000"]}
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(-4, 4, width=32), min_size=2, max_size=8, unique=True),
+    st.floats(0.05, 1.0),
+    st.integers(0, 8),
+)
+def test_cut_keeps_what_the_definition_keeps(logits: list[float], top_p: float, top_k: int) -> None:
+    """Against the definition, token by token: among the k most likely, those whose more likely ones do not yet have
+    top_p of the k's probability."""
+    kept = torch.isfinite(cut(torch.tensor([logits]), top_p, top_k))[0].tolist()
+    ranked = sorted(range(len(logits)), key=lambda i: -logits[i])[: top_k or None]
+    mass = np.exp(np.array(logits, np.float64))[ranked]
+    mass /= mass.sum()
+    for position, token in enumerate(ranked):
+        before = mass[:position].sum()
+        if abs(before - top_p) > 1e-5:  # on the edge, rounding decides
+            assert kept[token] == (top_p == 1 or before < top_p)
+    assert not any(kept[token] for token in set(range(len(logits))) - set(ranked))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 200))
+def test_buckets(sizes: list[int], max_bytes: int) -> None:
+    """All tensors in order, none above the size unless alone, and no two neighbours that would have fitted together."""
+    tensors = [(str(i), torch.zeros(size)) for i, size in enumerate(sizes)]
+    found = list(buckets(iter(tensors), max_bytes))
+    assert [name for bucket in found for name, _ in bucket] == [name for name, _ in tensors]
+    totals = [sum(tensor.nbytes for _, tensor in bucket) for bucket in found]
+    for bucket, total in zip(found, totals, strict=True):
+        assert total <= max_bytes or len(bucket) == 1
+    for (_, total), (following, _) in itertools.pairwise(zip(found, totals, strict=True)):
+        assert total + following[0][1].nbytes > max_bytes
+    mixed = [("a", torch.zeros(1)), ("b", torch.zeros(1, dtype=torch.bfloat16))]
+    assert len(list(buckets(iter(mixed), 1000))) == 2
+
+
+def test_a_snapshot_is_there_complete_or_not_at_all(tmp_path: Path) -> None:
+    """A stream that breaks leaves the previous snapshot as it was."""
+    (tmp_path / "config.json").write_text("{}")
+    target = tmp_path / "weights"
+    write_snapshot(iter([("a", torch.ones(3)), ("b", torch.ones(5))]), target, tmp_path, bucket_bytes=12)
+    assert len(list(target.glob("*.safetensors"))) == 2
+
+    def breaks():
+        yield "a", torch.zeros(3)
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        write_snapshot(breaks(), target, tmp_path, bucket_bytes=12)
+    assert len(list(target.glob("*.safetensors"))) == 2
+
+
+def test_digests_join_as_engines_do() -> None:
+    """Queries, keys and values in one; the vocabulary padded or not; a changed tensor is named."""
+    q, k, v, norm, embedding = (torch.randn(shape) for shape in ((4, 3), (2, 3), (2, 3), (3,), (19, 3)))
+    stream = [(f"model.layers.0.self_attn.{n}_proj.weight", t) for n, t in zip("qkv", (q, k, v), strict=True)]
+    stream += [("model.norm.weight", norm), ("model.embed_tokens.weight", embedding)]
+    digests = Digests()
+    assert list(digests.watch(iter(stream))) == stream
+    held = {
+        "model.layers.0.self_attn.qkv_proj.weight": digest(torch.cat([q, k, v])),
+        "model.norm.weight": digest(norm + 1e-6),
+        "model.embed_tokens.weight": digest(torch.cat([embedding, torch.zeros(64 - 19, 3)])),
+    }
+    assert differing(digests.found, held) == (["model.norm.weight"], 3)
+    empty = dict.fromkeys(held, digest(torch.zeros(0)))
+    assert differing(digests.found, empty) == ([], 0), "a packed layer shows no bytes"
+
+
+def test_the_canary_names_the_server() -> None:
+    """Its bound is on the mean of each server alone; NaN is above every bound."""
+    actor = [np.zeros(4), np.zeros(4)]
+    assert canary_difference(["a", "b"], [np.full(4, 0.01), np.full(4, 0.02)], actor, 0.05) == pytest.approx(0.02)
+    for wrong in (0.2, np.nan):
+        with pytest.raises(GuardStop, match=r"^b scores"):
+            canary_difference(["a", "b"], [np.zeros(4), np.full(4, wrong)], actor, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"endpoints": ["http://127.0.0.1:1"]}, "hf has no servers"),
+        ({"engine": "vllm"}, "rollout.launch=local"),
+        (SERVES | {"launch": "local"}, "one of the two"),
+        (SERVES | {"endpoints": ["127.0.0.1:8000"]}, "expected http://host:port"),
+        (SERVES | {"endpoints": ["http://10.1.2.3:8000"]}, "allow_remote_endpoints"),
+        (SERVES | {"endpoints": ["http://u:secret@127.0.0.1:8000"]}, "put no key in an address"),
+        ({"async_steps": 1}, "needs servers"),
+        (SERVES | {"async_steps": 2}, "must be 0 or 1"),
+        (SERVES | {"colocate": True}, "needs rollout.launch = local"),
+        (SERVES | {"top_p": 0.0}, "rollout.top_p = 0.0"),
+        (SERVES | {"sync_bucket_mb": 0}, "must be at least 1"),
+        (SERVES | {"engine_wait_s": 0}, "must be greater than 0"),
+    ],
+)
+def test_contradictions_are_said(values: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        check_rollout(RolloutConfig(**values))
+    assert "secret" not in str(error.value)
+
+
+def test_the_channel_is_chosen_and_can_be_forced() -> None:
+    assert choose_channel("auto", [("disk", "gloo", "nccl")] * 2, on_gpu=True)[0] == "nccl"
+    assert choose_channel("auto", [("disk", "gloo", "nccl")] * 2, on_gpu=False)[0] == "gloo"
+    assert choose_channel("auto", [("disk", "gloo"), ("disk",)], on_gpu=False)[0] == "disk"
+    assert choose_channel("disk", [("disk", "gloo")], on_gpu=False)[0] == "disk"
+    with pytest.raises(UserError, match="sync_channel = gloo"):
+        choose_channel("gloo", [("disk",)], on_gpu=False)
+
+
+def test_old_versions_are_old() -> None:
+    assert is_older("0.9.1", "0.32") and is_older("0.31.9+cpu", "0.32")
+    assert not is_older("0.32.0", "0.32") and not is_older("1.0rc1", "0.32")
+
+
+def test_another_model_behind_the_address(tmp_path: Path) -> None:
+    """Architecture, vocabulary, context and unheated log-probabilities; the address is in each message."""
+    files = write_job_files(tmp_path)
+    config = job_config(files, tmp_path / "run", rollout__temperature=0.8)
+    architecture = read_architecture(files / "model")
+    good = ServerInfo("0.32.0", "m", 128, "Qwen3ForCausalLM", 19, ("disk",), 1, True)
+    check_server("http://x", good, config, architecture)
+    wrong = {
+        "a LlamaForCausalLM; the actor is a Qwen3ForCausalLM": {"architecture": "LlamaForCausalLM"},
+        "20 tokens in its vocabulary; the actor has 19": {"vocab_size": 20},
+        "a context of 8 tokens": {"max_tokens": 8},
+        "--logprobs-mode processed_logprobs": {"logprobs_are_processed": False},
+    }
+    for message, change in wrong.items():
+        fields = {name: getattr(good, name) for name in ServerInfo.__slots__} | change
+        with pytest.raises(UserError, match=message) as error:
+            check_server("http://x", ServerInfo(**fields), config, architecture)
+        assert str(error.value).startswith("http://x")
+
+
+def test_the_key_is_in_no_text() -> None:
+    http = Http("http://127.0.0.1:9", "very-secret")
+    with pytest.raises(Unreachable) as error:
+        http.get("/health", timeout_s=2)
+    assert "very-secret" not in repr(http) + str(error.value)
+
+
+def test_both_dialects_send_every_sampling_parameter() -> None:
+    """Two servers' own defaults must not decide; the two engines' names for 'all tokens' differ."""
+    sampling, group = Sampling(7, 0.5, 0, 0.9, 0, (1, 4)), Group("3-5-0", (1, 2, 3), 2, 40)
+    there = vllm.generate_body(group, sampling)["sampling_params"]
+    assert (there["n"], there["max_tokens"], there["temperature"], there["top_p"], there["top_k"]) == (
+        2,
+        7,
+        0.5,
+        0.9,
+        0,
+    )
+    assert there["stop_token_ids"] == [1, 4] and there["seed"] == 40
+    body = sglang.generate_body(group, sampling, seeded=True)
+    assert body["input_ids"] == [[1, 2, 3]] * 2 and body["rid"] == ["3-5-0/0", "3-5-0/1"]
+    for index, here in enumerate(body["sampling_params"]):
+        assert (here["max_new_tokens"], here["temperature"], here["top_p"], here["top_k"]) == (7, 0.5, 0.9, -1)
+        assert here["stop_token_ids"] == [1, 4] and here["sampling_seed"] == 40 + index
+
+
+_CHECK = """
+import json, sys, torch
+library = torch.library.Library("torchvision", "DEF")  # its CPU build does not register what SGLang imports
+for name in ("nms", "qnms"):
+    library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+from sglang.srt.managers.io_struct import GenerateReqInput, UpdateWeightFromDiskReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+bodies = json.load(sys.stdin)
+request = GenerateReqInput(**bodies["generate"])
+request.normalize_batch_and_arguments()
+for parameters in bodies["generate"]["sampling_params"]:
+    SamplingParams(**parameters).verify(1000)
+UpdateWeightFromDiskReqInput(**bodies["disk"])
+print(request.batch_size)
+"""
+
+
+@pytest.mark.skipif(
+    "DPPO_SGLANG_PYTHON" not in os.environ,
+    reason="no SGLang: DPPO_SGLANG_PYTHON names the interpreter of an environment with sglang 0.5.23",
+)
+def test_requests_are_what_sglang_takes() -> None:
+    """Our bodies through the engine's own request types and its own check of sampling parameters."""
+    group = Group("3-5-0", (1, 2, 3), 2, 40)
+    bodies = {
+        "generate": sglang.generate_body(group, Sampling(7, 0.5, 0, 0.9, 0, (1, 4)), seeded=True),
+        "disk": {"model_path": "m", "weight_version": "3"},
+    }
+    answer = subprocess.run(
+        [os.environ["DPPO_SGLANG_PYTHON"], "-c", _CHECK], input=json.dumps(bodies), capture_output=True, text=True
+    )
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    assert answer.stdout.split()[-1] == "2"
+
+
+def test_an_answer_of_sglang_is_read() -> None:
+    """The form of 0.5.23's /generate: [log-probability, token, text] triples, spans of weight versions."""
+    answer = {
+        "output_ids": [5, 6, 1],
+        "meta_info": {
+            "finish_reason": {"type": "stop", "matched": 1},
+            "output_token_logprobs": [[-0.5, 5, None], [-1.5, 6, None], [-0.25, 1, None]],
+            "weight_versions": [{"version": "2", "start": 0, "end": 3}],
+        },
+    }
+    one = sglang.sampled(answer)
+    assert one.token_ids.tolist() == [5, 6, 1] and one.logprobs.tolist() == [-0.5, -1.5, -0.25]
+    assert one.finish_reason == "stop" and one.weights_versions == (("2", 0, 3),)

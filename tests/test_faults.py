@@ -1,0 +1,287 @@
+"""What the loop survives, and what it names: broken gradients, graders, disks and ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from job import read_metrics, write_job_files
+from killing import Kill, run_killed, run_whole, train_or_die
+from launch import RankError, run_ranks
+from tiny import Parallel, build_actor, plan_for, random_samples, write_model
+
+from dppo_megatron.algorithms.objectives import supervised
+from dppo_megatron.observe.metrics import JsonLines, rewind
+from dppo_megatron.observe.watchdog import Watchdog
+from dppo_megatron.rewards.pool import GraderPool
+from dppo_megatron.types import UserError
+
+SHORT = {
+    "warm_start__steps": 2,
+    "checkpoint__every_steps": 1,
+    "steps": 3,
+    "rollout__prompts_per_step": 8,
+    "reward__function": "faulty:length_parity",
+}
+sys.path.append(str(Path(__file__).parent))  # grader processes are given this process's path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job_files(tmp_path_factory.mktemp("task"))
+
+
+# ---------------------------------------------------------------------------------------------------- not finite
+
+
+def _updates(model: Path, parallel: Parallel, poisoned: bool) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    """On ranks: two updates, with one between them, if `poisoned`, in which one sample's weight is infinite."""
+    actor = build_actor(model, parallel)
+    samples = random_samples(6, 37)
+    broken = [*samples[:3], replace(samples[3], weight=float("inf")), *samples[4:]]
+    measured = []
+    for batch in (samples, broken, samples) if poisoned else (samples, samples):
+        measured.append(actor.update(batch, plan_for(batch, parallel), supervised()))
+    return measured, {name: tensor.numpy().copy() for name, tensor in actor.weights()}
+
+
+@pytest.mark.parametrize("parallel", [Parallel(tp=2), Parallel(dp=2, distributed_optimizer=True)], ids=str)
+def test_an_update_that_is_not_finite_leaves_no_trace(tmp_path: Path, parallel: Parallel) -> None:
+    """Weights, moments and schedule are those of a run in which the broken batch never was."""
+    model = write_model(tmp_path / "model")
+    measured, weights = run_ranks(_updates, 2, model, parallel, True)[0]
+    expected, clean = run_ranks(_updates, 2, model, parallel, False)[0]
+    assert [row["skipped_updates"] for row in measured] == [0, 1, 0]
+    assert [measured[0], measured[2]] == expected
+    for name, tensor in clean.items():
+        np.testing.assert_array_equal(weights[name], tensor, err_msg=name)
+
+
+def test_the_guard_stops_with_a_checkpoint_and_the_samples(
+    files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 3 after as many skipped updates in a row as allowed; metrics.jsonl stays JSON."""
+    extra = SHORT | {
+        "steps": 9,
+        "checkpoint__every_steps": 0,
+        "guard__max_skipped_updates": 2,
+        "objective__function": "faulty:nan_loss",
+    }
+    assert run_ranks(_command_line, 1, files, tmp_path / "run", extra) == [3]
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[-1]["train/loss"] is None and rows[-1]["train/skipped_updates"] == 1
+    said = capfd.readouterr().err
+    assert "2 updates in a row" in said and "samples of the last (prompt:completion): " in said
+    assert (tmp_path / "run" / "checkpoints" / "step_000002" / "manifest.json").is_file()
+
+
+def _command_line(files: Path, run_dir: Path, extra: dict[str, Any]) -> int:
+    from job import REPOSITORY, settings
+
+    from dppo_megatron.cli import main
+
+    return main(["train", str(REPOSITORY / "configs" / "quickstart.yaml"), *settings(files, run_dir, **extra)])
+
+
+# ------------------------------------------------------------------------------------------------------- graders
+
+
+def test_graders_fail_one_completion_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
+    """Hung, killed, exited, raised, no number: NaN each, with its label and reason; the others have their rewards."""
+    commands = ["1", "hang", "0", "kill", "exit", "raise", "nan", "text", "print", "sleep", "1", "1"]
+    pool = GraderPool("faulty:on_command", processes=2, timeout_s=1.0)
+    try:
+        rewards = pool.grade([(command, "1") for command in commands], commands)
+        assert {c for c, r in zip(commands, rewards, strict=True) if np.isnan(r)} == {
+            "hang", "kill", "exit", "raise", "nan", "text", "sleep",
+        }  # fmt: skip
+        assert [rewards[i] for i in (0, 2, 8, 10, 11)] == [1.0, 0.0, 0.0, 1.0, 1.0]
+        for said in (
+            "grading hang took more than 1 s",
+            "grading sleep took more than 1 s",
+            "grading kill took its process down (signal 9)",
+            "grading exit took its process down (exit code 7)",
+            "ZeroDivisionError",
+            "the grader returned nan for nan",
+        ):
+            assert said in caplog.text
+        assert pool.grade([("1", "1")], [""]) == [1.0], "the pool works on"
+    finally:
+        pool.close()
+
+
+def test_a_grader_that_does_not_import() -> None:
+    with pytest.raises(UserError, match=r"reward\.function = 'faulty:missing': its process did not start"):
+        GraderPool("faulty:missing").grade([("1", "1")], [""])
+
+
+def test_training_goes_on_beside_a_broken_grader(files: Path, tmp_path: Path) -> None:
+    """Hangs and crashes are counted as failures, on every rank, and the run ends as it should."""
+    extra = SHORT | {"reward__function": "faulty:unlucky", "reward__timeout_s": 0.5, "data__eval_paths": "{}"}
+    run_whole(files, tmp_path / "run", 2, extra)
+    rows = read_metrics(tmp_path / "run")
+    assert len(rows) == 4
+    assert sum(row["reward/failed"] for row in rows[1:]) > 0
+    trace = [json.loads(line) for line in (tmp_path / "run" / "trace.jsonl").read_text().splitlines()][1:]
+    for row, step in zip(rows[1:], trace, strict=True):
+        rewards = [reward for group in step["rewards"] for reward in group]
+        assert row["reward/failed"] == rewards.count(None)
+        assert set(rewards) <= {None, 0.0, 1.0}
+
+
+# --------------------------------------------------------------------------------------------------------- disks
+
+
+def _train_on_a_full_disk(files: Path, run_dir: Path, extra: dict[str, Any]) -> int:
+    """On a rank: while the second checkpoint is written, files cannot grow beyond 16 KiB."""
+    from dppo_megatron.checkpoint.store import CheckpointStore
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    plain = CheckpointStore.save
+
+    def save(self: CheckpointStore, actor: Any, state: Any, manifest: Any) -> None:
+        full = manifest.step == 2
+        self.finalize(blocking=True)  # the first one's files are on the disk before it fills
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16384 if full else -1, -1))
+        try:
+            plain(self, actor, state, manifest)
+            if full:
+                self.finalize(blocking=True)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointStore, "save", save)
+        return train_or_die(files, run_dir, 1, extra, None)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_full_disk_costs_one_checkpoint(
+    files: Path, tmp_path: Path, asynchronous: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A warning, no half checkpoint, and the next one is written again."""
+    extra = SHORT | {"checkpoint__async_save": asynchronous, "checkpoint__keep": 0}
+    assert run_ranks(_train_on_a_full_disk, 1, files, tmp_path / "run", extra) == [0]
+    assert "warning: no checkpoint could be written" in capfd.readouterr().out
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert names == {"latest", "step_000001", "step_000003"}
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+def test_lines_are_whole_and_json(tmp_path: Path) -> None:
+    """NaN becomes null, a line that does not fit is taken back, and rewinding drops what came later or is torn."""
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    for step in range(4):
+        lines.write({"step": step, "loss": float("nan") if step == 2 else 1.5, "more": [float("inf"), "x"]})
+    lines.close()
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert rows[2] == {"step": 2, "loss": None, "more": [None, "x"]}
+    assert run_ranks(_write_beyond_the_limit, 1, path) == ["File too large"]
+    with open(path, "a") as file:
+        file.write('{"step": 4, "lo')
+    rewind(path, 1)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:2]
+
+
+def _write_beyond_the_limit(path: Path) -> str:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = path.read_bytes()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, -1))
+    lines = JsonLines(path)
+    try:
+        lines.write({"step": 4, "long": "x" * 100})
+    except OSError as error:
+        assert path.read_bytes() == before
+        return str(error.strerror)
+    return "written"
+
+
+# --------------------------------------------------------------------------------------------------------- ranks
+
+
+def _stop_one(run_dir: Path, files: Path, number: int) -> int:
+    """On ranks: rank 1 kills or stops itself in its second rollout."""
+    extra = SHORT | {"guard__watchdog_s": 3, "steps": 50}
+    from dppo_megatron.loop import Loop
+
+    plain, calls = Loop.generate, 0
+
+    def generate(self: Loop, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), number)
+        return plain(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "generate", generate)
+        return train_or_die(files, run_dir, 2, extra, None)
+
+
+def test_a_rank_that_hangs_is_named_and_the_others_stop(
+    files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SIGSTOP: nothing closes its connections, and the collective alone would wait for minutes."""
+    with pytest.raises(RankError, match="rank 0 of 2 died without a message: exit code 1"):
+        run_ranks(_stop_one, 2, tmp_path / "run", files, signal.SIGSTOP, timeout_s=90)
+    assert "watchdog: rank 1 (host " in (said := capfd.readouterr().err)
+    assert "has given no sign of life for" in said
+
+
+def test_a_rank_that_dies_is_named(files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """SIGKILL: its peers' collectives fail at once, with a message that names nobody; ours does."""
+    with pytest.raises(RankError, match="rank 1 of 2 died without a message"):
+        run_ranks(_stop_one, 2, tmp_path / "run", files, signal.SIGKILL, timeout_s=90)
+    said = capfd.readouterr()
+    assert "rank 1 (host " in said.out + said.err
+
+
+def test_the_watchdog_is_silent_about_the_living() -> None:
+    """Two ranks' watchdogs on one store, one of which stops: only the other's complaint, and only then."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    complaints: list[str] = []
+    dogs = [Watchdog(store, rank, 2, 0.5, leave=complaints.append) for rank in range(2)]
+    for dog in dogs:
+        dog.start()
+    time.sleep(1.5)
+    assert complaints == [] and dogs[0].silent() == []
+    dogs[1].stop()
+    assert len(dogs[0].wait_for_silence()) == 1
+    deadline = time.monotonic() + 10
+    while not complaints and time.monotonic() < deadline:
+        time.sleep(0.05)
+    dogs[0].stop()
+    assert complaints[0].startswith("rank 1 (host ") and "no sign of life" in complaints[0]
+
+
+def test_a_killed_run_leaves_no_graders(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grader processes end with the process that started them, even while one of them hangs."""
+    extra = SHORT | {"reward__function": "faulty:unlucky", "reward__timeout_s": 600, "data__eval_paths": "{}"}
+    monkeypatch.setenv("FAULTY_RUN", str(tmp_path))  # by which their processes can be told from others
+    assert run_killed(files, tmp_path / "run", 1, extra, Kill("reward", 3, delay_s=0.5))
+    deadline = time.monotonic() + 10
+    while _processes_with(f"FAULTY_RUN={tmp_path}") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _processes_with(f"FAULTY_RUN={tmp_path}")
+
+
+def _processes_with(setting: str) -> set[int]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if setting.encode() in path.read_bytes().split(b"\0"):
+                found.add(int(path.parent.name))
+    return found

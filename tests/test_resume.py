@@ -1,0 +1,231 @@
+"""A run that was killed and resumed is the run that was never interrupted: bit for bit, record and weights."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from job import job_config, read_metrics, write_job_files
+from killing import Kill, run_killed, run_whole, train_or_die
+from launch import run_ranks
+from safetensors.torch import load_file
+
+from dppo_megatron.cli import main
+from dppo_megatron.config.changes import check_changes, config_values, fingerprint
+from dppo_megatron.types import UserError
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp1": (1, {}),
+    "tp2pp2": (4, {"actor__layout__tensor_parallel": 2, "actor__layout__pipeline_parallel": 2}),
+}
+SHORT = {
+    "warm_start__steps": 4,
+    "checkpoint__every_steps": 1,
+    "steps": 3,
+    "rollout__prompts_per_step": 8,
+    "reward__function": "faulty:length_parity",
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job_files(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An uninterrupted run of each layout."""
+    runs = {}
+    for name, (world_size, layout) in LAYOUTS.items():
+        runs[name] = tmp_path_factory.mktemp("whole") / name
+        run_whole(files, runs[name], world_size, SHORT | layout)
+        rows = read_metrics(runs[name])[1:]
+        assert all(0 < row["prune/completions_trained"] < row["prune/completions_generated"] for row in rows)
+    return runs
+
+
+def assert_same_run(mine: Path, theirs: Path) -> None:
+    """All of metrics.jsonl but the clock, the selection's trace, and every byte of the weights."""
+    assert read_metrics(mine) == read_metrics(theirs)
+    rows = [[json.loads(line) for line in (run / "trace.jsonl").read_text().splitlines()] for run in (mine, theirs)]
+    for left, right in zip(*rows, strict=True):
+        assert {k: v for k, v in left.items() if k not in ("seconds", "config")} == {
+            k: v for k, v in right.items() if k not in ("seconds", "config")
+        }
+    weights = [load_file(run / "hf" / "model.safetensors") for run in (mine, theirs)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, tensor in weights[1].items():
+        assert torch.equal(weights[0][name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+KILLS = [  # seeded by hand: some on entering a call, some in the midst of it
+    ("tp1", Kill("warm_start", 2)),
+    ("tp1", Kill("select", 3)),
+    ("tp1", Kill("reward", 11, delay_s=0.001)),
+    ("tp1", Kill("saving", 2, delay_s=0.05)),
+    ("tp1", Kill("finish", 1)),
+    ("tp2pp2", Kill("update", 2, rank=3, delay_s=0.02)),
+    ("tp2pp2", Kill("sync", 3, rank=1, delay_s=0.01)),
+]
+
+
+@pytest.mark.parametrize(("layout", "kill"), KILLS, ids=lambda item: item if isinstance(item, str) else item.phase)
+def test_killed_and_resumed_is_never_interrupted(
+    files: Path, whole: dict[str, Path], tmp_path: Path, layout: str, kill: Kill
+) -> None:
+    """`python tests/kill_many.py` does the same at many random moments."""
+    world_size, extra = LAYOUTS[layout]
+    run_dir = tmp_path / "run"
+    assert run_killed(files, run_dir, world_size, SHORT | extra, kill)
+    assert not (run_dir / "summary.json").exists()
+    run_whole(files, run_dir, world_size, SHORT | extra)
+    assert_same_run(run_dir, whole[layout])
+    assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"latest", "step_000002", "step_000003"}
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert summary["tokens_trained"] == sum(row["tokens/trained"] for row in read_metrics(run_dir)[1:])
+
+
+def test_asynchronous_saves_change_nothing(files: Path, whole: dict[str, Path], tmp_path: Path) -> None:
+    """Written while the next step runs, killed during that, resumed: still the same run."""
+    extra = SHORT | {"checkpoint__async_save": True}
+    assert run_killed(files, tmp_path / "run", 1, extra, Kill("update", 3))
+    run_whole(files, tmp_path / "run", 1, extra)
+    assert_same_run(tmp_path / "run", whole["tp1"])
+    assert (tmp_path / "run" / "checkpoints" / "latest" / "manifest.json").is_file()
+
+
+def test_resumes_at_another_layout(files: Path, whole: dict[str, Path], tmp_path: Path) -> None:
+    """From TP1 to TP2 and from there to DP2: the same prompts and draws, losses equal to rounding."""
+    run_dir = tmp_path / "run"
+    assert run_killed(files, run_dir, 1, SHORT, Kill("generate", 2))
+    assert run_killed(files, run_dir, 2, SHORT | {"actor__layout__tensor_parallel": 2}, Kill("generate", 2, rank=1))
+    run_whole(files, run_dir, 2, SHORT)
+    mine, theirs = read_metrics(run_dir), read_metrics(whole["tp1"])
+    assert [row["step"] for row in mine] == [0, 1, 2, 3]
+    for left, right in zip(mine, theirs, strict=True):
+        for key in right.keys() - {"prune/ledger"}:
+            if not key.startswith("pack/"):  # two data-parallel ranks need other packs
+                assert left[key] == pytest.approx(right[key], rel=1e-4, abs=1e-5), key
+
+
+def test_a_finished_run_stays_as_it_is(
+    files: Path, whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Starting it again does no step; asking for more steps goes on where it ended."""
+    run_dir = tmp_path / "run"
+    run_whole(files, run_dir, 1, SHORT | {"steps": 2})
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    run_whole(files, run_dir, 1, SHORT | {"steps": 2})
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    run_whole(files, run_dir, 1, SHORT)
+    assert "changed since the run began: steps: 2 -> 3" in capfd.readouterr().out
+    assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3]
+
+
+def test_a_spoilt_checkpoint_is_passed_over_aloud(
+    files: Path, whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A flipped byte in the newest checkpoint: the one before is used, and the run comes out the same."""
+    run_dir = tmp_path / "run"
+    assert run_killed(files, run_dir, 1, SHORT, Kill("generate", 3))
+    shard = next((run_dir / "checkpoints" / "step_000002").glob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "torn')
+    run_whole(files, run_dir, 1, SHORT)
+    said = capfd.readouterr().out
+    assert "step_000002 is not used:" in said and "has another checksum than when it was written" in said
+    assert "step_000001: going on at step 2" in said
+    assert_same_run(run_dir, whole["tp1"])
+
+
+def test_a_new_run_from_a_checkpoint_of_another(files: Path, whole: dict[str, Path], tmp_path: Path) -> None:
+    """The record begins at the next step; killed, the new run goes on from its own checkpoints."""
+    origin = whole["tp1"] / "checkpoints" / "step_000002"
+    extra = SHORT | {"checkpoint__resume": origin, "steps": 4}
+    assert run_killed(files, tmp_path / "fork", 1, extra, Kill("generate", 2))
+    run_whole(files, tmp_path / "fork", 1, extra)
+    assert [row["step"] for row in read_metrics(tmp_path / "fork")] == [3, 4]
+    mine, theirs = read_metrics(tmp_path / "fork")[0], read_metrics(whole["tp1"])[-1]
+    assert mine.items() <= theirs.items()  # which evaluated at its own last step
+
+
+def _signalled(files: Path, run_dir: Path, extra: dict[str, Any], number: int) -> int:
+    """On a rank: gets a signal while it trains."""
+    import os
+
+    def send_when_recorded() -> None:
+        while not (run_dir / "metrics.jsonl").exists() or len(read_metrics(run_dir)) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send_when_recorded, daemon=True).start()
+    return train_or_die(files, run_dir, 1, extra, None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_signals_save_and_leave(files: Path, tmp_path: Path, number: int) -> None:
+    """Exit code 0 and a checkpoint of the step that was running, though none was due; then it goes on."""
+    extra = SHORT | {"checkpoint__every_steps": 0, "steps": 40}
+    assert run_ranks(_signalled, 1, files, tmp_path / "run", extra, number) == [0]
+    steps = [row["step"] for row in read_metrics(tmp_path / "run")]
+    assert steps == list(range(steps[-1] + 1)) and steps[-1] < 40
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"latest", f"step_{steps[-1]:06d}"}
+    run_whole(files, tmp_path / "run", 1, extra | {"steps": steps[-1] + 1})
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [*steps, steps[-1] + 1]
+
+
+def test_changed_settings(files: Path, tmp_path: Path) -> None:
+    """What may differ is listed, what may not is refused by name, and can be permitted."""
+    config = job_config(files, tmp_path / "run")
+    before = config_values(config)
+    changed = job_config(files, tmp_path / "run", eval__every_steps=2, actor__layout__tensor_parallel=2)
+    assert check_changes(changed, before, "x") == [
+        "actor.layout.tensor_parallel: 1 -> 2",
+        "eval.every_steps: 0 -> 2",
+    ]
+    assert fingerprint(changed) == fingerprint(config)
+    forbidden = {"seed": 7, "actor__optimizer__learning_rate": 0.5}
+    with pytest.raises(UserError) as refused:
+        check_changes(job_config(files, tmp_path / "run", **forbidden), before, "x")
+    said = str(refused.value)
+    assert "seed: 0 -> 7" in said and "checkpoint.may_change=[actor.optimizer.learning_rate, seed]" in said
+    assert fingerprint(job_config(files, tmp_path / "run", **forbidden)) != fingerprint(config)
+    permitted = job_config(files, tmp_path / "run", checkpoint__may_change="[seed,actor.optimizer]", **forbidden)
+    assert len(check_changes(permitted, before, "x")) == 2
+
+
+def test_refused_from_the_command_line(files: Path, whole: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2 and not a byte of the run changed."""
+    from job import REPOSITORY, settings
+
+    before = (whole["tp1"] / "metrics.jsonl").read_bytes()
+    arguments = [str(REPOSITORY / "configs" / "quickstart.yaml"), *settings(files, whole["tp1"], **SHORT)]
+    assert run_ranks(main, 1, ["train", *arguments, "seed=3"]) == [2]
+    assert "cannot be resumed with other settings: seed: 0 -> 3" in capfd.readouterr().err
+    assert main(["train", *arguments, "--resume", "never"]) == 2
+    assert "already holds a run" in capfd.readouterr().err
+    assert (whole["tp1"] / "metrics.jsonl").read_bytes() == before
+
+
+def test_reference_policy_is_saved_and_reshards(files: Path, tmp_path: Path) -> None:
+    """With a KL term, resumed at another layout: the term's metric goes on as in the uninterrupted run."""
+    extra = SHORT | {"objective__kl__coef": 0.5, "actor__optimizer__learning_rate": 5e-3}
+    run_whole(files, tmp_path / "whole", 1, extra)
+    assert run_killed(files, tmp_path / "run", 1, extra, Kill("select", 3))
+    run_whole(files, tmp_path / "run", 2, extra | {"actor__layout__pipeline_parallel": 2})
+    mine, theirs = read_metrics(tmp_path / "run")[-1], read_metrics(tmp_path / "whole")[-1]
+    term = [key for key in theirs if key.startswith("train/kl")]
+    assert term and all(np.abs(theirs[key]) > 1e-6 for key in term), "the policy has not moved from its reference"
+    for key in term:
+        assert mine[key] == pytest.approx(theirs[key], rel=1e-3), key
