@@ -55,7 +55,7 @@ def main() -> None:
     figures["torch"] = torch.__version__
     with tempfile.TemporaryDirectory(prefix="engines-") as folder:
         directory = Path(folder)
-        write_task(directory, seed=0, num_train=64, num_heldout=8, num_warm_start=8)
+        write_task(directory, seed=0, num_train=64, num_heldout=8, num_warm_start=64)
         write_tiny_qwen3(directory / "model", seed=0)
         write_tiny_qwen3(directory / "large", seed=0, **_LARGE)
         figures |= _throughput(directory, arguments.server_python)

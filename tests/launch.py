@@ -59,7 +59,7 @@ class _Rank:
     def stack(self) -> str:
         """Where the rank is now, told by itself."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGUSR1)
+            os.kill(self.process.pid, signal.SIGUSR2)
         time.sleep(0.3)
         return (self.folder / "stack").read_text() or "(no stack)"
 
@@ -143,7 +143,7 @@ def _rank_main(
     outcome: tuple[str, Any]
     try:
         os.setpgid(0, 0)
-        faulthandler.register(signal.SIGUSR1, file=open(folder / "stack", "w"), all_threads=True)  # noqa: SIM115
+        faulthandler.register(signal.SIGUSR2, file=open(folder / "stack", "w"), all_threads=True)  # noqa: SIM115
         _join_group(rank, world_size, listener, timeout_s)
         outcome = ("returned", fn(*args))
         payload = pickle.dumps(outcome)

@@ -44,6 +44,7 @@ class Member:
     reason: str = "not synced yet"
     outstanding_tokens: int = 0
     groups: int = 0
+    outages: int = 0
     last_probe: float = 0.0
     probe: Future[None] | None = None
 
@@ -107,6 +108,7 @@ class Fleet:
         """No more requests; those in flight are cut and go elsewhere."""
         if member.state != "out":
             self.say(f"rollout: {member.name} is out: {reason}")
+            member.outages += 1
         member.state, member.reason = "out", reason
         member.server.http.close()
 

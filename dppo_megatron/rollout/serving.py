@@ -65,6 +65,9 @@ class ServerEngine:
         """Sync every server that answers; see `sync.py`. Raises GuardStop if none has the weights in the end."""
         self._version += 1
         self._weights = weights
+        if self._connection is not None:
+            for member in self._fleet.live:
+                member.state, member.reason = "stale", f"to get weight sync {self._version}"
         self._sync()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -178,25 +181,33 @@ class ServerEngine:
         assert self._weights is not None, "load_weights comes first"
         started = time.perf_counter()
         for _ in range(2):
-            self._pass(self._weights())
-            if not from_rank_zero(self._any_stale):
+            problem = self._pass_to_the_end(self._weights())
+            if not from_rank_zero(lambda problem=problem: self._any_left(problem)):  # type: ignore[misc]
                 break
         from_rank_zero(self._require_live)
         self._resting = False
         self._statistics["rollout/sync_s"] = time.perf_counter() - started
 
-    def _pass(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        if self._connection is None:
-            for _ in tensors:  # the stream is collective
-                pass
-            return
+    def _pass_to_the_end(self, tensors: Iterable[tuple[str, Tensor]]) -> Exception | None:
+        """One pass, and what went wrong in it: the stream is collective, so every rank walks it to its end first."""
+        stream = iter(tensors)
+        problem: Exception | None = None
+        if self._connection is not None:
+            try:
+                self._pass(stream, self._connection)
+            except (GuardStop, OSError, Refused, Unreachable) as error:
+                problem = error
+        for _ in stream:
+            pass
+        return problem
+
+    def _pass(self, tensors: Iterable[tuple[str, Tensor]], connection: Connection) -> None:
         rollout, fleet, version = self._config.rollout, self._fleet, str(self._version)
         timeout_s = rollout.sync_timeout_s
-        self._connection.restart_dead()
+        connection.restart_dead()
         fleet.revive()
-        members = [member for member in fleet.members if member.state != "out"]
+        members = [member for member in fleet.members if member.state == "stale"]
         digests = Digests() if self._verifies else None
-        error: Exception | None = None
         if rollout.colocate and self._resting:
             for member in members:
                 member.server.wake("weights", timeout_s=timeout_s)
@@ -204,14 +215,7 @@ class ServerEngine:
             self._started.join()
         around_update(fleet, members, rollout.in_flight, timeout_s)
         members = [member for member in members if member.state != "out"]
-        for member in members:
-            member.state = "stale"
-        try:
-            self._channel.push(digests.watch(tensors) if digests else tensors, members, version)
-        except OSError as problem:
-            error = problem
-        if error is not None:
-            raise GuardStop(f"weight sync {version} over {self._channel.name} failed: {error}")
+        self._channel.push(digests.watch(tensors) if digests else tensors, members, version)
         if rollout.colocate and self._resting:
             for member in members:
                 member.server.wake("kv_cache", timeout_s=timeout_s)
@@ -235,6 +239,13 @@ class ServerEngine:
                     f" ({len(names)} of {compared} tensors compared)"
                 )
         self._statistics["rollout/tensors_verified"] = compared
+
+    def _any_left(self, problem: Exception | None) -> bool:
+        if isinstance(problem, GuardStop):
+            raise problem
+        if problem is not None:
+            raise GuardStop(f"weight sync {self._version} over {self._channel.name} failed: {problem}")
+        return self._any_stale()
 
     def _any_stale(self) -> bool:
         self._fleet.revive()

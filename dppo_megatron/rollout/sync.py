@@ -124,6 +124,8 @@ class BroadcastChannel:
         self._backend, self._fleet = backend, fleet
         self._world_sizes, self._bucket_bytes, self._timeout_s = world_sizes, bucket_bytes, timeout_s
         self._groups: dict[str, Any] = {}
+        self._joined: dict[str, int] = {}
+        """How often each server had been out when its group was made: after another outage it gets a new one."""
         self._threads = ThreadPoolExecutor(max_workers=2 * len(fleet.members), thread_name_prefix="sync")
 
     def push(self, tensors: Iterable[tuple[str, Tensor]], members: Sequence[Member], version: str) -> None:
@@ -155,9 +157,9 @@ class BroadcastChannel:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _join(self, member: Member) -> None:
-        if member.name in self._groups and member.state == "live":
+        if self._joined.get(member.name) == member.outages and member.name in self._groups:
             return
-        if member.name in self._groups:
+        if member.name in self._joined:  # it may have been started again since, and then has none to leave
             _receiver(member).leave_group(timeout_s=self._timeout_s)
         timeout = timedelta(seconds=self._timeout_s)
         host = _own_address(member.name)
@@ -174,7 +176,7 @@ class BroadcastChannel:
         else:
             group = dist.ProcessGroupGloo(prefixed, 0, world_size, timeout)
         answer.result()
-        self._groups[member.name] = group
+        self._groups[member.name], self._joined[member.name] = group, member.outages
 
     def _send(self, member: Member, flat: Tensor, notes: Sequence[TensorNote]) -> None:
         answer = _in_thread(lambda: _receiver(member).receive(notes, timeout_s=self._timeout_s))
