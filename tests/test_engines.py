@@ -175,7 +175,7 @@ def test_the_key_is_in_no_text() -> None:
 def test_both_dialects_send_every_sampling_parameter() -> None:
     """Two servers' own defaults must not decide; the two engines' names for 'all tokens' differ."""
     sampling, group = Sampling(7, 0.5, 0, 0.9, 0, (1, 4)), Group("3-5-0", (1, 2, 3), 2, 40)
-    there = vllm.generate_body(group, sampling)["sampling_params"]
+    there = vllm.generate_body(group, sampling, seeded=True)["sampling_params"]
     assert (there["n"], there["max_tokens"], there["temperature"], there["top_p"], there["top_k"]) == (
         2,
         7,

@@ -94,6 +94,8 @@ class Fleet:
     ) -> None:
         self.members = [Member(server) for server in servers]
         self.say = say
+        self.restart_dead: Callable[[], None] = lambda: None
+        """Called while the fleet waits for a server; starts those of the trainer's own that have ended."""
         self._config = config
         self._max_groups = max_groups
         self._threads = ThreadPoolExecutor(max_workers=len(servers) * (max_groups + 1), thread_name_prefix="rollout")
@@ -228,6 +230,7 @@ class Fleet:
                     f" {self._config.engine_wait_s:g} s ({states}); waiting requests: {_listed(ids)}"
                 )
             time.sleep(_TICK_S)
+            self.restart_dead()
             self.revive()
 
     def _probe(self) -> None:

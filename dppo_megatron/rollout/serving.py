@@ -164,6 +164,7 @@ class ServerEngine:
         per_server = config.rollout.max_concurrent_sequences // config.rollout.completions_per_prompt
         self._connection = connect(config, architecture, say, max(1, min(_MAX_GROUPS_IN_FLIGHT, per_server)))
         rollout, connection = config.rollout, self._connection
+        connection.fleet.restart_dead = connection.restart_dead
         bucket_bytes = rollout.sync_bucket_mb << 20
         if connection.channel == "disk":
             directory = Path(rollout.sync_dir or Path(config.run_dir) / "sync")

@@ -33,6 +33,9 @@ from dppo_megatron.types import UserError
 
 MINIMUM_VERSION = "0.32"
 _PAUSE_MODE: dict[InFlight, str] = {"finish": "wait", "abort": "abort", "continue": "keep"}
+_WHOLE_PREFILL = ("--no-enable-chunked-prefill",)
+"""On a CPU a request with a seed whose prefill is cut in two ends vLLM 0.32.0's engine: it rewinds the generator of the
+discarded sample by `set_offset`, which torch has for CUDA only."""
 _RL_CALLS = "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (docs/engines.md)"
 
 
@@ -44,6 +47,8 @@ class VLLMServer:
     _model: str = field(default="", init=False)
     _extended: bool = field(default=False, init=False)
     """The server runs our worker extension."""
+    _seeded: bool = field(default=True, init=False)
+    """Requests may carry a seed; not on a CPU with chunked prefill, see `_WHOLE_PREFILL`."""
 
     def describe(self, *, timeout_s: float) -> ServerInfo:
         """Raises UserError for a server that is no vLLM, too old, or not started for RL."""
@@ -61,6 +66,9 @@ class VLLMServer:
         transfer = engine_config.get("weight_transfer_config") or {}
         extension = (engine_config.get("parallel_config") or {}).get("worker_extension_cls") or ""
         self._extended = extension.startswith("dppo_vllm_extension.")
+        chunked = (engine_config.get("scheduler_config") or {}).get("enable_chunked_prefill", True)
+        on_cpu = "cpu" in str((engine_config.get("device_config") or {}).get("device", "")).lower()
+        self._seeded = not (on_cpu and chunked)
         world_size = self.http.get("/get_world_size", timeout_s=timeout_s)["world_size"]
         architecture, vocab_size = architecture_of(card.get("root") or "")
         return ServerInfo(
@@ -80,7 +88,9 @@ class VLLMServer:
 
     def generate(self, group: Group, sampling: Sampling, *, timeout_s: float) -> list[Sampled]:
         """One request with n = group.count."""
-        answer = self.http.post("/inference/v1/generate", generate_body(group, sampling), timeout_s=timeout_s)
+        answer = self.http.post(
+            "/inference/v1/generate", generate_body(group, sampling, self._seeded), timeout_s=timeout_s
+        )
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         return [_sampled(choice) for choice in choices]
 
@@ -175,7 +185,7 @@ class VLLMServer:
             raise
 
 
-def generate_body(group: Group, sampling: Sampling) -> dict[str, Any]:
+def generate_body(group: Group, sampling: Sampling, seeded: bool) -> dict[str, Any]:
     """Every parameter is given: what is left out would come from the served model's generation_config.json."""
     return {
         "request_id": group.request_id,
@@ -192,7 +202,7 @@ def generate_body(group: Group, sampling: Sampling) -> dict[str, Any]:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "stop_token_ids": list(sampling.stop_token_ids),
-            "seed": group.seed,
+            "seed": group.seed if seeded else None,
             "logprobs": 0,
             "detokenize": False,
         },
@@ -225,7 +235,7 @@ def vllm_command(
         *("--worker-extension-cls", "dppo_vllm_extension.WorkerExtension"),
         *("--weight-transfer-config", '{"backend": "dppo"}'),
         *(["--enable-sleep-mode"] if config.colocate else []),
-        *(["--enforce-eager"] if cpu else []),
+        *(["--enforce-eager", *_WHOLE_PREFILL, "--max-num-batched-tokens", str(max(2048, max_tokens))] if cpu else []),
         *config.server_args,
     ]
 
