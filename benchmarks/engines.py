@@ -1,10 +1,11 @@
 """Rollout engines on this machine: start-up, tokens a second, and the seconds of a weight sync through each channel.
 
-    python benchmarks/engines.py [--server-python .venv-vllm/bin/python] [--json FILE]
+    python benchmarks/engines.py [--vllm-python .venv-vllm/bin/python] [--sglang-python PYTHON] [--json FILE]
 
-Throughput is that of the quickstart's model. A sync is that of a Qwen3 of about 100 million parameters into one vLLM
+Throughput is that of the quickstart's model. A sync is that of a Qwen3 of about 100 million parameters into one
 server, beside what the same bytes cost without an engine: a torch.distributed broadcast between two processes for
-gloo, a safetensors write and read for disk. The best of three of each, taken in turns.
+gloo and ipc, a safetensors write and read for disk. The best of five of each, taken in turns. SGLang on a CPU needs
+PYTHONPATH=tests/engines/sglang_cpu (docs/engines.md).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from dppo_megatron.rollout.engine import Engine, Request, Sampling
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.serving import ServerEngine
 
-_ROUNDS = 3
+_ROUNDS = 5
 _TOKENS = 48
 _LARGE: dict[str, Any] = {
     "hidden_size": 768,
@@ -48,7 +49,8 @@ _LARGE: dict[str, Any] = {
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--server-python", default=".venv-vllm/bin/python", metavar="PYTHON")
+    parser.add_argument("--vllm-python", default=".venv-vllm/bin/python", metavar="PYTHON")
+    parser.add_argument("--sglang-python", metavar="PYTHON")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
@@ -58,8 +60,11 @@ def main() -> None:
         write_task(directory, seed=0, num_train=64, num_heldout=8, num_warm_start=64)
         write_tiny_qwen3(directory / "model", seed=0)
         write_tiny_qwen3(directory / "large", seed=0, **_LARGE)
-        figures |= _throughput(directory, arguments.server_python)
-        figures |= _syncs(directory, arguments.server_python)
+        figures |= _embedded(directory)
+        for engine, python in (("vllm", arguments.vllm_python), ("sglang", arguments.sglang_python)):
+            if python:
+                figures |= _served_throughput(directory, engine, python)
+                figures |= _syncs(directory, engine, python)
     for name, value in figures.items():
         print(f"{name:40} {value:.3g}" if isinstance(value, float) else f"{name:40} {value}")
     if arguments.json:
@@ -84,27 +89,31 @@ def _config(directory: Path, model: str, **extra: str) -> Config:
     return load_config(str(quickstart), [f"{key}={value}" for key, value in values.items()], writes_run=False)
 
 
-def _served(directory: Path, model: str, python: str, **extra: str) -> tuple[ServerEngine, Job, float]:
-    local = {"rollout.engine": "vllm", "rollout.launch": "local", "rollout.server_python": python}
+def _served(directory: Path, model: str, engine: str, python: str, **extra: str) -> tuple[ServerEngine, Job, float]:
+    local = {"rollout.engine": engine, "rollout.launch": "local", "rollout.server_python": python}
+    if engine == "sglang":
+        local["rollout.server_args"] = "['--max-total-tokens', '65536', '--mem-fraction-static', '0.3']"
     config = _config(directory, model, **local, **extra)
     job = prepare_job(config, 1)
     started = time.perf_counter()
-    engine = ServerEngine(config, job.architecture, job.tokenizer)
-    return engine, job, time.perf_counter() - started
+    served = ServerEngine(config, job.architecture, job.tokenizer)
+    return served, job, time.perf_counter() - started
 
 
-def _throughput(directory: Path, python: str) -> dict[str, float]:
+def _embedded(directory: Path) -> dict[str, float]:
     job = prepare_job(_config(directory, "model"), 1)
     started = time.perf_counter()
-    embedded = engine_from_files(job.config, job.tokenizer, job.checkpoint)
-    figures = {"hf: start-up, s": time.perf_counter() - started, "hf: tokens/s": _tokens_per_s(embedded, job)}
-    engine, job, figures["vllm: start-up, s"] = _served(directory, "model", python)
+    engine = engine_from_files(job.config, job.tokenizer, job.checkpoint)
+    return {"hf: start-up, s": time.perf_counter() - started, "hf: tokens/s": _tokens_per_s(engine, job)}
+
+
+def _served_throughput(directory: Path, name: str, python: str) -> dict[str, float]:
+    engine, job, start_up_s = _served(directory, "model", name, python)
     try:
         engine.load_weights(lambda: ((name, job.checkpoint.get(name)) for name in job.checkpoint.names))
-        figures["vllm: tokens/s"] = _tokens_per_s(engine, job)
+        return {f"{name}: start-up, s": start_up_s, f"{name}: tokens/s": _tokens_per_s(engine, job)}
     finally:
         engine.close()
-    return figures
 
 
 def _tokens_per_s(engine: Engine, job: Job) -> float:
@@ -117,12 +126,12 @@ def _tokens_per_s(engine: Engine, job: Job) -> float:
     return best
 
 
-def _syncs(directory: Path, python: str) -> dict[str, float]:
+def _syncs(directory: Path, name: str, python: str) -> dict[str, float]:
     figures: dict[str, float] = {}
-    for channel, plain in (("gloo", _plain_broadcast), ("disk", _plain_files)):
+    for channel, plain in (("ipc", _plain_broadcast), ("gloo", _plain_broadcast), ("disk", _plain_files)):
         extra = {"rollout.sync_channel": channel, "rollout.verify_every_syncs": "0"}
-        engine, job, _ = _served(directory, "large", python, **extra)
-        tensors = {name: job.checkpoint.get(name) for name in job.checkpoint.names}
+        engine, job, _ = _served(directory, "large", name, python, **extra)
+        tensors = {key: job.checkpoint.get(key) for key in job.checkpoint.names}
         figures["sync: parameters, millions"] = sum(t.numel() for t in tensors.values()) / 1e6
         try:
             engine.load_weights(lambda: iter(tensors.items()))  # noqa: B023 - the group is made and memory is touched
@@ -133,9 +142,9 @@ def _syncs(directory: Path, python: str) -> dict[str, float]:
         finally:
             engine.close()
         figures |= {
-            f"sync {channel}: s": ours,
-            f"plain {channel}: s": bare,
-            f"sync {channel}: plain / ours": bare / ours,
+            f"{name} sync {channel}: s": ours,
+            f"{name} sync {channel}: plain, s": bare,
+            f"{name} sync {channel}: plain / ours": bare / ours,
         }
     return figures
 

@@ -7,7 +7,6 @@ Updating and syncing are collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -62,11 +61,12 @@ class Loop:
         config = self.job.config
         dtype = getattr(torch, config.model.dtype)
         layout = build_layout(config.actor.layout, config.seed)
+        self._engine = self._make_engine(dtype, layout.device)  # first: what is wrong with a server is said at once
         self.actor = Actor(config.actor, layout, self.job.architecture, self.job.checkpoint.get, dtype=dtype)
-        self._engine = self._make_engine(dtype, layout.device)
-        self._ahead: tuple[int, list[SelectedPrompt]] | None = None
-        self._state_at_rest: dict[str, Any] = {}
-        self._selects = False
+        self._ahead: dict[int, list[SelectedPrompt]] = {}
+        """The step whose generation was begun ahead, if any, and its prompts."""
+        self._state_at_rest: dict[str, Any] | None = None
+        """On rank 0 the selector's state before the step that it is choosing for; None when it is at rest."""
         self._num_syncs = 0
         self._step = 0
         self.rests_after: int | None = 0
@@ -113,11 +113,15 @@ class Loop:
 
     def select(self, step: int) -> list[SelectedPrompt]:
         """The prompts of this step that are worth a rollout, with what undoes their selection."""
-        if self._ahead is not None and self._ahead[0] == step:
-            return self._ahead[1]
-        self._state_at_rest, self._selects = deepcopy(self._selector.state_dict()), True
+        if step in self._ahead:
+            return self._ahead[step]
+
+        def choose() -> Chosen:
+            self._state_at_rest = self._selector.state_dict()
+            return self._selector.begin(step)
+
         with self.timers.phase("select"):
-            return self._selected(from_rank_zero(lambda: self._selector.begin(step)))
+            return self._selected(from_rank_zero(choose))
 
     def refill(self, groups: Sequence[Group], step: int) -> list[SelectedPrompt]:
         """More prompts, for the methods that sample until enough groups have reward variance; else nothing."""
@@ -130,9 +134,7 @@ class Loop:
         size = self._group_size
         mine = share(selected)
         with self.timers.phase("rollout"):
-            if self._ahead is not None and self._ahead[0] == step:
-                self._ahead = None
-            else:
+            if self._ahead.pop(step, None) is None:
                 self._engine.start(self._requests(mine, step), self._sampling)
             completions = self._engine.finish()
         with self.timers.phase("reward"):
@@ -148,7 +150,7 @@ class Loop:
         if step and self.job.config.rollout.async_steps:
             selected = self.select(step)
             self._engine.start(self._requests(share(selected), step), self._sampling)
-            self._ahead = step, selected
+            self._ahead[step] = selected
 
     def prune(self, groups: Sequence[Group], step: int) -> list[list[TrainSample]]:
         """Advantages on full groups, then the completions worth training on, each with its weight.
@@ -168,7 +170,7 @@ class Loop:
                 truncated=np.array([c.finish_reason == "length" for c in completions], dtype=np.bool_).reshape(shape),
             )
             decision = self._selector.finish(rollouts, step)
-            self._selects = False
+            self._state_at_rest = None
             self.metrics |= decision.metrics
             self.trace_row = trace_row(step, decision, rollouts)
             measured = self._engine.statistics()
@@ -203,11 +205,7 @@ class Loop:
                 with self.actor.reference_weights():
                     reference = self._logprobs(samples, plan)
         if old is not None:
-            behaviour, weights = [s.behaviour_logprobs for s in samples], [s.weight for s in samples]
-            self.metrics |= mismatch_metrics(old, behaviour, weights)
-            difference, alarm = self.metrics["mismatch/logprob_abs_diff_mean"], self.job.config.rollout.mismatch_alarm
-            if difference > alarm:
-                self.say(f"warning: mean |log-probability difference| to the engine {difference:.3g} > {alarm:g}")
+            self._measure_mismatch(samples, old)
         filled = iter(
             [
                 replace(
@@ -222,22 +220,10 @@ class Loop:
 
     def pack(self, samples: Sequence[TrainSample]) -> PackPlan:
         """Micro-batches for every data-parallel rank."""
-        config = self.job.config.packing
-
-        def decide() -> PackPlan:
-            plan = plan_microbatches(
-                samples,
-                layout=self._packing_layout,
-                max_tokens_per_microbatch=config.max_tokens_per_microbatch,
-                mode=config.mode,
-                cost=self._cost,
-                window=config.window,
-            )
-            self.metrics |= {f"pack/{name}": value for name, value in plan.metrics.items()}
-            return plan
-
         with self.timers.phase("pack"):
-            return from_rank_zero(decide)
+            plan = self._plan(samples)
+        self.metrics |= {f"pack/{name}": value for name, value in plan.metrics.items()}
+        return plan
 
     def update(self, samples: Sequence[TrainSample], plan: PackPlan) -> None:
         """One optimizer update on the weighted objective. `train/*` are means over the step's updates so far."""
@@ -306,9 +292,11 @@ class Loop:
         return from_rank_zero(learn)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on beside the actor; a step that was only begun ahead is not part of it."""
-        begun = self._ahead is not None or self._selects
-        selector = self._state_at_rest if begun else self._selector.state_dict()
+        """What the next step depends on beside the actor; a step that was only begun is not part of it.
+
+        Rank 0's is the one to save: the others have never selected.
+        """
+        selector = self._selector.state_dict() if self._state_at_rest is None else self._state_at_rest
         return {"selector": selector, "skipped_in_a_row": self.skipped_in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -338,11 +326,32 @@ class Loop:
         prompt = self.job.train_prompts[0]
         answers = self._engine.probe([Request(prompt, i, 0) for i in range(self._group_size)], self._sampling)
         samples = [unweighted_sample(prompt, completion) for _, completion in answers]
-        scored = self._logprobs(samples, self.pack(samples)) if samples else []
+        scored = self._logprobs(samples, self._plan(samples)) if samples else []
         bound = self.job.config.rollout.max_canary_logprob_diff
         servers = [server for server, _ in answers]
         behaviour = [sample.behaviour_logprobs for sample in samples]
         self.metrics["rollout/canary_logprob_diff"] = canary_difference(servers, behaviour, scored, bound)
+
+    def _measure_mismatch(self, samples: Sequence[TrainSample], old: Sequence[FloatArray]) -> None:
+        """How far the engine's log-probabilities are from the actor's, with a warning where that is far."""
+        behaviour, weights = [s.behaviour_logprobs for s in samples], [s.weight for s in samples]
+        self.metrics |= mismatch_metrics(old, behaviour, weights)
+        difference, alarm = self.metrics["mismatch/logprob_abs_diff_mean"], self.job.config.rollout.mismatch_alarm
+        if difference > alarm:
+            self.say(f"warning: mean |log-probability difference| to the engine {difference:.3g} > {alarm:g}")
+
+    def _plan(self, samples: Sequence[TrainSample]) -> PackPlan:
+        config = self.job.config.packing
+        return from_rank_zero(
+            lambda: plan_microbatches(
+                samples,
+                layout=self._packing_layout,
+                max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+                mode=config.mode,
+                cost=self._cost,
+                window=config.window,
+            )
+        )
 
     def _capacity(self) -> TokenCapacity | None:
         """What a step's micro-batches hold; nothing that could be filled where each holds one sequence."""

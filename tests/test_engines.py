@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +17,15 @@ from hypothesis import strategies as st
 from job import job_config, write_job_files
 
 from dppo_megatron.config.rollout import RolloutConfig, check_rollout
-from dppo_megatron.rollout import sglang, vllm
+from dppo_megatron.rollout import sglang, shared_memory, vllm
+from dppo_megatron.rollout.channels import buckets, write_snapshot
 from dppo_megatron.rollout.connect import check_server
 from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.hf import cut
 from dppo_megatron.rollout.http import Http, Unreachable
 from dppo_megatron.rollout.receipts import Digests, canary_difference, differing, digest
 from dppo_megatron.rollout.server import Group, ServerInfo, is_older
-from dppo_megatron.rollout.sync import buckets, choose_channel, write_snapshot
+from dppo_megatron.rollout.sync import choose_channel
 from dppo_megatron.types import GuardStop, UserError
 from dppo_megatron.weights.architecture import read_architecture
 
@@ -95,6 +97,8 @@ def test_digests_join_as_engines_do() -> None:
         "model.embed_tokens.weight": digest(torch.cat([embedding, torch.zeros(64 - 19, 3)])),
     }
     assert differing(digests.found, held) == (["model.norm.weight"], 3)
+    first_digits = {name: value[:16] for name, value in held.items()}
+    assert differing(digests.found, first_digits) == (["model.norm.weight"], 3)
     empty = dict.fromkeys(held, digest(torch.zeros(0)))
     assert differing(digests.found, empty) == ([], 0), "a packed layer shows no bytes"
 
@@ -117,6 +121,8 @@ def test_the_canary_names_the_server() -> None:
         (SERVES | {"endpoints": ["127.0.0.1:8000"]}, "expected http://host:port"),
         (SERVES | {"endpoints": ["http://10.1.2.3:8000"]}, "allow_remote_endpoints"),
         (SERVES | {"endpoints": ["http://u:secret@127.0.0.1:8000"]}, "put no key in an address"),
+        (SERVES | {"sync_channel": "ipc"}, "needs rollout.launch = local"),
+        ({"engine": "vllm", "launch": "local", "colocate": True, "sync_channel": "nccl"}, "two members on one GPU"),
         ({"async_steps": 1}, "needs servers"),
         (SERVES | {"async_steps": 2}, "must be 0 or 1"),
         (SERVES | {"colocate": True}, "needs rollout.launch = local"),
@@ -132,12 +138,20 @@ def test_contradictions_are_said(values: dict, message: str) -> None:
 
 
 def test_the_channel_is_chosen_and_can_be_forced() -> None:
-    assert choose_channel("auto", [("disk", "gloo", "nccl")] * 2, on_gpu=True)[0] == "nccl"
-    assert choose_channel("auto", [("disk", "gloo", "nccl")] * 2, on_gpu=False)[0] == "gloo"
-    assert choose_channel("auto", [("disk", "gloo"), ("disk",)], on_gpu=False)[0] == "disk"
-    assert choose_channel("disk", [("disk", "gloo")], on_gpu=False)[0] == "disk"
+    theirs, own = ("disk", "gloo", "nccl"), ("disk", "gloo", "nccl", "ipc")
+
+    def chosen(wanted: str, *offered: tuple[str, ...], on_gpu: bool = False, colocated: bool = False) -> str:
+        return choose_channel(wanted, offered, on_gpu=on_gpu, colocated=colocated)[0]
+
+    assert chosen("auto", theirs, theirs, on_gpu=True) == "nccl"
+    assert chosen("auto", theirs, theirs) == "gloo"
+    assert chosen("auto", theirs, ("disk",)) == "disk"
+    assert chosen("auto", own, own) == chosen("auto", own, on_gpu=True, colocated=True) == "ipc"
+    assert chosen("auto", own, on_gpu=True) == "nccl", "GPUs of their own: NCCL reaches all of a server's workers"
+    assert chosen("auto", theirs, on_gpu=True, colocated=True) == "disk"
+    assert chosen("disk", own) == "disk" and chosen("gloo", own) == "gloo"
     with pytest.raises(UserError, match="sync_channel = gloo"):
-        choose_channel("gloo", [("disk",)], on_gpu=False)
+        chosen("gloo", ("disk",))
 
 
 def test_old_versions_are_old() -> None:
@@ -165,6 +179,26 @@ def test_another_model_behind_the_address(tmp_path: Path) -> None:
         assert str(error.value).startswith("http://x")
 
 
+@pytest.mark.parametrize(
+    ("cuts", "message"),
+    [
+        ({"top_p": 0.9, "top_k": 5}, "use one of the two"),
+        ({"top_k": 6}, "at most 5 tokens"),
+        ({"top_p": 0.9}, "--sampling-mask-max-tokens 19"),
+        ({"top_k": 5}, ""),
+    ],
+)
+def test_cuts_that_a_server_takes_otherwise_are_refused(tmp_path: Path, cuts: dict, message: str) -> None:
+    """SGLang: another order of the two cuts, and log-probabilities under a cut for a bounded top_k only."""
+    files = write_job_files(tmp_path)
+    config = job_config(files, tmp_path / "run", **{f"rollout__{name}": value for name, value in cuts.items()})
+    info = ServerInfo("0.5.23", "m", 128, None, None, ("disk",), 1, None, max_top_k=5, cuts_in_order=False)
+    if not message:
+        return check_server("http://x", info, config, read_architecture(files / "model"))
+    with pytest.raises(UserError, match=message):
+        check_server("http://x", info, config, read_architecture(files / "model"))
+
+
 def test_the_key_is_in_no_text() -> None:
     http = Http("http://127.0.0.1:9", "very-secret")
     with pytest.raises(Unreachable) as error:
@@ -184,11 +218,14 @@ def test_both_dialects_send_every_sampling_parameter() -> None:
         0,
     )
     assert there["stop_token_ids"] == [1, 4] and there["seed"] == 40
-    body = sglang.generate_body(group, sampling, seeded=True)
+    body = sglang.generate_body(group, sampling, seeded=True, vocab_size=19)
     assert body["input_ids"] == [[1, 2, 3]] * 2 and body["rid"] == ["3-5-0/0", "3-5-0/1"]
     for index, here in enumerate(body["sampling_params"]):
-        assert (here["max_new_tokens"], here["temperature"], here["top_p"], here["top_k"]) == (7, 0.5, 0.9, -1)
+        assert (here["max_new_tokens"], here["temperature"], here["top_p"], here["top_k"]) == (7, 0.5, 0.9, 19)
         assert here["stop_token_ids"] == [1, 4] and here["sampling_seed"] == 40 + index
+    assert body["return_sampling_mask"], "plain log-probabilities are those before the cut"
+    plain = sglang.generate_body(group, Sampling(7, 0.5, 0), seeded=False, vocab_size=19)
+    assert not plain["return_sampling_mask"] and plain["sampling_params"][0]["top_k"] == -1
 
 
 _CHECK = """
@@ -196,14 +233,14 @@ import json, sys, torch
 library = torch.library.Library("torchvision", "DEF")  # its CPU build does not register what SGLang imports
 for name in ("nms", "qnms"):
     library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-from sglang.srt.managers.io_struct import GenerateReqInput, UpdateWeightFromDiskReqInput
+from sglang.srt.managers import io_struct
 from sglang.srt.sampling.sampling_params import SamplingParams
 bodies = json.load(sys.stdin)
-request = GenerateReqInput(**bodies["generate"])
+request = io_struct.GenerateReqInput(**bodies["generate"])
 request.normalize_batch_and_arguments()
 for parameters in bodies["generate"]["sampling_params"]:
     SamplingParams(**parameters).verify(1000)
-UpdateWeightFromDiskReqInput(**bodies["disk"])
+io_struct.UpdateWeightFromDiskReqInput(**bodies["disk"])
 print(request.batch_size)
 """
 
@@ -216,7 +253,7 @@ def test_requests_are_what_sglang_takes() -> None:
     """Our bodies through the engine's own request types and its own check of sampling parameters."""
     group = Group("3-5-0", (1, 2, 3), 2, 40)
     bodies = {
-        "generate": sglang.generate_body(group, Sampling(7, 0.5, 0, 0.9, 0, (1, 4)), seeded=True),
+        "generate": sglang.generate_body(group, Sampling(7, 0.5, 0, 0.9, 0, (1, 4)), seeded=True, vocab_size=19),
         "disk": {"model_path": "m", "weight_version": "3"},
     }
     answer = subprocess.run(
@@ -239,3 +276,33 @@ def test_an_answer_of_sglang_is_read() -> None:
     one = sglang.sampled(answer)
     assert one.token_ids.tolist() == [5, 6, 1] and one.logprobs.tolist() == [-0.5, -1.5, -0.25]
     assert one.finish_reason == "stop" and one.weights_versions == (("2", 0, 3),)
+
+
+_MAPS = """
+import json, sys, torch
+handle = json.loads(sys.argv[1])
+mapped = torch.from_file(handle["path"], shared=True, size=handle["bytes"], dtype=torch.uint8)
+for _ in sys.stdin:
+    print(mapped[:12].view(torch.float32).tolist(), mapped[12:16].view(torch.bfloat16).tolist(), flush=True)
+"""
+
+
+@pytest.mark.skipif(not shared_memory.is_supported(), reason="anonymous shared files are Linux's")
+def test_another_process_sees_what_is_written_later() -> None:
+    """Mapped once by another process, the buffer shows each new filling; it lives no longer than its owner."""
+    buffer = shared_memory.SharedBuffer(64, torch.device("cpu"))
+    command = [sys.executable, "-c", _MAPS, json.dumps(buffer.handle())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdin is not None and reader.stdout is not None
+        for number in (1.0, 2.0):
+            whole = torch.full((3,), number)
+            views = buffer.fill([whole])
+            assert torch.equal(views[0], whole) and views[0].data_ptr() == buffer.memory.data_ptr()
+            buffer.memory[12:16].view(torch.bfloat16).fill_(-number)
+            reader.stdin.write("\n")
+            reader.stdin.flush()
+            assert reader.stdout.readline().strip() == f"{[number] * 3} {[-number] * 2}"
+        reader.stdin.close()
+    path = Path(buffer.handle()["path"])
+    buffer.close()
+    assert not path.exists()

@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -110,7 +111,7 @@ class Actor:
         applied = self._everywhere(math.isfinite(metrics["loss"]) and math.isfinite(grad_norm))
         if applied:
             self._schedule.step(1)
-            self._optimizer.step()
+            self._apply(grad_norm)
         learning_rate = max(group["lr"] for group in self._optimizer.param_groups)
         own = {"grad_norm": grad_norm, "learning_rate": float(learning_rate), "skipped_updates": float(not applied)}
         return metrics | own
@@ -245,6 +246,13 @@ class Actor:
         for value in nested_values(sharded):
             value.key, value.data = f"reference.{value.key}", kept[id(value.data)]
         return sharded
+
+    def _apply(self, grad_norm: float) -> None:
+        """What Megatron's `step` does behind the norm; the whole of it would prepare and reduce a second time."""
+        parameters = [p for part in self._optimizer.chained_optimizers for p in part.get_parameters()]
+        if parameters:
+            clip_grad_by_total_norm_fp32(parameters, self._optimizer.config.clip_grad, grad_norm)
+        self._optimizer.step_with_ready_grads()
 
     def _everywhere(self, mine: bool) -> bool:
         """Whether `mine` is true on all ranks. Collective."""

@@ -57,9 +57,10 @@ class RolloutConfig:
     api_key_env: str = "DPPO_ENGINE_API_KEY"
     """Environment variable that holds the servers' API key; unset: no key is sent. The key is never logged."""
 
-    sync_channel: Literal["auto", "disk", "gloo", "nccl"] = "auto"
+    sync_channel: Literal["auto", "disk", "gloo", "nccl", "ipc"] = "auto"
     """How weights reach a server: `disk` is safetensors on a path that both can read, gloo and nccl a broadcast group
-    with the engine's workers. `auto` takes nccl on GPUs, gloo where the server offers it, else disk; it is printed."""
+    with the engine's workers, ipc memory of the trainer that servers it has launched map (CUDA IPC on GPUs). `auto`
+    takes ipc where servers are colocated or launched on a CPU, then nccl on GPUs or gloo, else disk; it is printed."""
     sync_dir: str = ""
     """Directory for sync_channel=disk; it must be the same path for the servers. Empty: run_dir/sync."""
     sync_bucket_mb: int = 256
@@ -113,6 +114,15 @@ def check_rollout(config: RolloutConfig) -> None:
     if config.colocate and config.async_steps:
         raise UserError(
             "rollout.async_steps = 1 generates during the update; with rollout.colocate the servers sleep then"
+        )
+    if config.colocate and config.sync_channel == "nccl":
+        raise UserError(
+            "rollout.sync_channel = nccl cannot reach a colocated server: NCCL has no groups with two members on one"
+            " GPU; use ipc or disk"
+        )
+    if config.sync_channel == "ipc" and config.launch != "local":
+        raise UserError(
+            "rollout.sync_channel = ipc needs rollout.launch = local: servers must share this machine's memory"
         )
     if config.server_gpus and len(config.server_gpus) != config.local_servers:
         raise UserError(

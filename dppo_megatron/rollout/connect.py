@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.rollout import shared_memory
 from dppo_megatron.rollout.fleet import Fleet
 from dppo_megatron.rollout.http import Http, Refused, Unreachable
 from dppo_megatron.rollout.launch import LaunchedServer
@@ -64,14 +66,19 @@ def connect(config: Config, architecture: Architecture, say: Callable[[str], Non
     try:
         key = os.environ.get(rollout.api_key_env, "")
         urls = [server.url for server in launched] or rollout.endpoints
-        servers: list[Server] = [make_server(rollout.engine, url, key) for url in urls]
+        servers: list[Server] = [make_server(rollout.engine, url, key, architecture.vocab_size) for url in urls]
         for own, server in zip(launched, servers, strict=False):
             own.wait_ready(lambda s=server: s.healthy(timeout_s=5.0), rollout.start_timeout_s)  # type: ignore[misc]
         infos = [describe(server, rollout.api_key_env) for server in servers]
         for server, info in zip(servers, infos, strict=True):
             check_server(server.http.url, info, config, architecture)
         on_gpu = torch.cuda.is_available()
-        channel, why = choose_channel(rollout.sync_channel, [info.channels for info in infos], on_gpu)
+        channel, why = choose_channel(
+            rollout.sync_channel,
+            [_reachable(info.channels, launched=bool(launched)) for info in infos],
+            on_gpu=on_gpu,
+            colocated=rollout.colocate,
+        )
     except BaseException:
         for own in launched:
             own.stop()
@@ -87,10 +94,14 @@ def connect(config: Config, architecture: Architecture, say: Callable[[str], Non
     )
 
 
-def make_server(engine: str, url: str, api_key: str) -> Server:
+def _reachable(channels: Sequence[str], *, launched: bool) -> list[str]:
+    return [name for name in channels if name != "ipc" or (launched and shared_memory.is_supported())]
+
+
+def make_server(engine: str, url: str, api_key: str, vocab_size: int) -> Server:
     """The dialect of `engine` for the server at `url`."""
     http = Http(url, api_key)
-    return VLLMServer(http) if engine == "vllm" else SGLangServer(http)
+    return VLLMServer(http) if engine == "vllm" else SGLangServer(http, vocab_size)
 
 
 def describe(server: Server, api_key_env: str) -> ServerInfo:
@@ -134,6 +145,22 @@ def check_server(url: str, info: ServerInfo, config: Config, architecture: Archi
         raise UserError(
             f"{url} reports log-probabilities before temperature and cuts, which are not those of the behaviour;"
             " start it with --logprobs-mode processed_logprobs"
+        )
+    _check_cuts(url, info, rollout, architecture.vocab_size)
+
+
+def _check_cuts(url: str, info: ServerInfo, rollout: RolloutConfig, vocab_size: int) -> None:
+    """For servers that cut in another order, or give a cut's log-probabilities only up to a number of tokens."""
+    if not info.cuts_in_order and rollout.top_p < 1 and rollout.top_k > 0:
+        raise UserError(
+            f"{url} measures rollout.top_p before rollout.top_k cuts, all other engines after: use one of the two"
+        )
+    cut = rollout.top_k or (vocab_size if rollout.top_p < 1 else 0)
+    if info.max_top_k is not None and cut > info.max_top_k:
+        raise UserError(
+            f"{url} gives log-probabilities under a cut for at most {info.max_top_k} tokens; rollout.top_k ="
+            f" {rollout.top_k}, rollout.top_p = {rollout.top_p:g} need {cut}: start it with"
+            f" --sampling-mask-max-tokens {cut}, or leave top_p at 1"
         )
 
 

@@ -65,6 +65,15 @@ class Engine(Protocol):
     def finish(self) -> list[Completion]:
         """The completions of the last `start`."""
 
+    def abort(self) -> None:
+        """Give up what `start` began: its requests end, its completions are lost."""
+
+    def pause(self) -> None:
+        """No more tokens until `resume`; requests in flight are treated as `rollout.in_flight` says."""
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+
     def rest(self) -> None:
         """No generation before the next `load_weights`: device memory may be given back."""
 
@@ -74,6 +83,10 @@ class Engine(Protocol):
     def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
         """(server, completion) of the same requests from every server; nothing for an engine without servers. The
         requests are the same on every rank."""
+
+    def health(self) -> dict[str, str]:
+        """State of every server by its address: live, or why not; nothing for an engine without servers. The same on
+        every rank."""
 
     def statistics(self) -> dict[str, float]:
         """What happened since the last call, as `rollout/*` metrics."""

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dppo_megatron.config.rollout import RolloutConfig
@@ -64,6 +64,8 @@ class Work:
     """Weights versions that a completion may have: a server that was restarted unseen has another."""
     done: dict[int, list[Sampled]] = field(default_factory=dict)
     retries: int = 0
+    given_up: bool = False
+    """Nobody wants the rest any more: `Fleet.run` ends its requests and returns."""
     cut: bool = False
     """The straggler rule has ended the rest."""
     cut_completions: int = 0
@@ -106,6 +108,10 @@ class Fleet:
         """Servers with the present weights."""
         return [member for member in self.members if member.state == "live"]
 
+    def health(self) -> dict[str, str]:
+        """live, or the state and its reason, by address."""
+        return {m.name: m.state if m.state == "live" else f"{m.state}: {m.reason}" for m in self.members}
+
     def mark_out(self, member: Member, reason: str) -> None:
         """No more requests; those in flight are cut and go elsewhere."""
         if member.state != "out":
@@ -135,7 +141,7 @@ class Fleet:
         pending = deque(index for index in range(len(work.groups)) if index not in work.done)
         attempts: dict[Future[list[Sampled]], _Attempt] = {}
         try:
-            while pending or attempts:
+            while (pending or attempts) and not work.given_up:
                 self._assign(work, pending, attempts)
                 if not attempts:
                     self._wait_for_anyone(work, pending)
@@ -152,6 +158,8 @@ class Fleet:
                 self._probe()
                 self._cut_stragglers(work, attempts, pending)
                 self._watch(work, attempts)
+            if work.given_up:
+                self._abort(work, attempts)
         finally:
             for attempt in attempts.values():
                 attempt.member.outstanding_tokens -= work.cost(attempt.index)
@@ -207,6 +215,7 @@ class Fleet:
                 self.mark_out(member, f"it generated with weights '{foreign.pop()}', which this run has not sent")
                 work.retries += 1
                 return None
+            sampled = [_as_it_ended(one, work.sampling) for one in sampled]
             ended = sum(one.finish_reason == "abort" for one in sampled)
             if not ended:
                 return sampled
@@ -219,11 +228,11 @@ class Fleet:
     def _wait_for_anyone(self, work: Work, pending: deque[int]) -> None:
         deadline = time.monotonic() + self._config.engine_wait_s
         self.say(f"rollout: no server with the present weights; waiting up to {self._config.engine_wait_s:g} s for one")
-        while not self.live:
+        while not self.live and not work.given_up:
             if any(member.state == "stale" for member in self.members):
                 raise NeedsWeights
             if time.monotonic() > deadline:
-                states = "; ".join(f"{member.name}: {member.reason}" for member in self.members)
+                states = "; ".join(f"{name} {state}" for name, state in self.health().items())
                 ids = [work.groups[index].request_id for index in pending]
                 raise GuardStop(
                     f"all {len(self.members)} rollout servers have been gone for rollout.engine_wait_s ="
@@ -255,11 +264,15 @@ class Fleet:
         if work.cut or pending or not attempts or finished < self._config.straggler_share * total:
             return
         work.cut = True
+        self._abort(work, attempts)
+
+    def _abort(self, work: Work, attempts: dict[Future[list[Sampled]], _Attempt]) -> None:
+        """Have the servers end what is in flight."""
         for member in self.live:
-            ids = [work.groups[a.index].request_id for a in attempts.values() if a.member is member]
-            if ids:
+            groups = [work.groups[a.index] for a in attempts.values() if a.member is member]
+            if groups:
                 try:
-                    member.server.abort(ids, timeout_s=_ANSWER_S)
+                    member.server.abort(groups, timeout_s=_ANSWER_S)
                 except (Unreachable, Refused) as error:
                     self.mark_out(member, str(error))
 
@@ -272,6 +285,15 @@ class Fleet:
                 f"{len(late)} requests (step-prompt-completion) have run longer than rollout.rollout_timeout_s ="
                 f" {self._config.rollout_timeout_s:g} s: {_listed(names)}"
             )
+
+
+def _as_it_ended(one: Sampled, sampling: Sampling) -> Sampled:
+    """An abort can meet a completion at its last token, and is then no abort."""
+    if one.finish_reason != "abort" or not len(one.token_ids):
+        return one
+    if int(one.token_ids[-1]) in sampling.stop_token_ids:
+        return replace(one, finish_reason="stop")
+    return replace(one, finish_reason="length") if len(one.token_ids) == sampling.max_completion_tokens else one
 
 
 def _incomplete(sampled: Sequence[Sampled], group: Group) -> str:

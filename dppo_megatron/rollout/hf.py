@@ -80,12 +80,26 @@ class HFEngine:
         """What `start` was asked for."""
         return self.generate(*self._started)
 
+    def abort(self) -> None:
+        """Forget what `start` was asked for."""
+        self._started = (), self._started[1]
+
+    def pause(self) -> None:
+        """Nothing runs between two calls."""
+
+    def resume(self) -> None:
+        """Nothing was paused."""
+
     def rest(self) -> None:
         """Nothing to give back."""
 
     def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
         """Nothing: the engine is part of the process that trains."""
         return []
+
+    def health(self) -> dict[str, str]:
+        """No servers."""
+        return {}
 
     def statistics(self) -> dict[str, float]:
         """Nothing can fail or wait here."""

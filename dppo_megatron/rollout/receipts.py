@@ -68,10 +68,10 @@ def differing(sent: dict[str, tuple[str, ...]], held: dict[str, str]) -> tuple[l
     """Names whose digests differ, and how many could be compared.
 
     What the engine does not show under one of our names is left out: packed weights have no bytes to hash,
-    fused experts have others.
+    fused experts have others. An engine may show the first digits only.
     """
-    shared = [name for name in sent if held.get(name, _EMPTY) != _EMPTY]
-    return [name for name in shared if held[name] not in sent[name]], len(shared)
+    shared = [name for name in sent if not _EMPTY.startswith(held.get(name, ""))]
+    return [name for name in shared if not any(right.startswith(held[name]) for right in sent[name])], len(shared)
 
 
 def canary_difference(

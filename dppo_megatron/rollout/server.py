@@ -13,9 +13,12 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from dppo_megatron.rollout.engine import Sampling
+from dppo_megatron.rollout.groups import BroadcastGroup, Meeting
 from dppo_megatron.rollout.http import Http
+from dppo_megatron.rollout.shared_memory import SharedBuffer
 from dppo_megatron.types import IntArray, UserError
 
 InFlight = Literal["finish", "abort", "continue"]
@@ -37,6 +40,10 @@ class ServerInfo:
     """Workers that take part in a broadcast."""
     logprobs_are_processed: bool | None
     """Log-probabilities are taken after temperature and cuts, as the loss needs them."""
+    max_top_k: int | None = None
+    """Log-probabilities under a cut are given for a top_k of at most this, also for top_p alone; None: always."""
+    cuts_in_order: bool = True
+    """top_p is measured on what top_k leaves, as everywhere else; not on the whole distribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +90,7 @@ class Server(Protocol):
 
     def generate(self, group: Group, sampling: Sampling, *, timeout_s: float) -> list[Sampled]: ...
 
-    def abort(self, request_ids: Sequence[str], *, timeout_s: float) -> None:
+    def abort(self, groups: Sequence[Group], *, timeout_s: float) -> None:
         """End these requests now; their `generate` returns what they have, as `abort`."""
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
@@ -107,18 +114,25 @@ class Server(Protocol):
     def wake(self, what: Literal["weights", "kv_cache"], *, timeout_s: float) -> None: ...
 
 
-class BroadcastServer(Server, Protocol):
-    """A server whose workers can take part in a broadcast with the trainer."""
+class BucketServer(Server, Protocol):
+    """A server that takes weights in buckets, between `begin_update` and `end_update`."""
 
-    def join_group(self, backend: str, host: str, port: int, world_size: int, *, timeout_s: float) -> None:
-        """Have the workers join a broadcast group as ranks 1 ... world_size - 1."""
+    def join_group(self, meeting: Meeting, *, timeout_s: float) -> None:
+        """Have the workers join a broadcast group as ranks 1 ... world_size - 1, and leave an earlier one."""
 
-    def leave_group(self, *, timeout_s: float) -> None: ...
+    def own_group(self, meeting: Meeting) -> BroadcastGroup:
+        """The trainer's end of that group, as `groups.send` takes it. Returns when all have joined."""
 
-    def begin_update(self, *, timeout_s: float) -> None: ...
+    def begin_update(self, *, timeout_s: float) -> None:
+        """A server that was left in the middle of an earlier update begins afresh."""
 
     def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
-        """Take part in one broadcast of these tensors, joined end to end into one flat buffer per dtype."""
+        """Take part in one broadcast for each of these tensors."""
+
+    def receive_shared(
+        self, buffer: SharedBuffer, views: Sequence[Tensor], tensors: Sequence[TensorNote], *, timeout_s: float
+    ) -> None:
+        """Take these tensors from memory of the trainer: `views` into `buffer`, end to end from its front."""
 
     def end_update(self, version: str, *, timeout_s: float) -> None: ...
 

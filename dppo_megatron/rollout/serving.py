@@ -19,13 +19,14 @@ from transformers import PreTrainedTokenizerBase
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import collect, from_rank_zero, share
 from dppo_megatron.randomness import generator
+from dppo_megatron.rollout.channels import BroadcastChannel, Channel, DiskChannel, SharedMemoryChannel, on_each
 from dppo_megatron.rollout.connect import Connection, connect
 from dppo_megatron.rollout.engine import Request, Sampling, Weights
 from dppo_megatron.rollout.fleet import Fleet, NeedsWeights, Work
 from dppo_megatron.rollout.http import Refused, Unreachable
 from dppo_megatron.rollout.receipts import Digests, differing
 from dppo_megatron.rollout.server import Group, Sampled
-from dppo_megatron.rollout.sync import BroadcastChannel, Channel, DiskChannel, around_update, finish_update
+from dppo_megatron.rollout.sync import around_update, finish_update
 from dppo_megatron.types import Completion, GuardStop
 from dppo_megatron.weights.architecture import Architecture
 
@@ -137,6 +138,26 @@ class ServerEngine:
 
         return from_rank_zero(ask)
 
+    def abort(self) -> None:
+        """Also at the servers, so that they do not go on for nobody."""
+        started, self._started = self._started, None
+        if started is not None and started.work is not None:
+            started.work.given_up = True
+            started.join()
+
+    def pause(self) -> None:
+        """Every live server; one that fails is marked out."""
+        if self._connection is not None:
+            around_update(
+                self._fleet, self._fleet.live, self._config.rollout.in_flight, self._config.rollout.sync_timeout_s
+            )
+
+    def resume(self) -> None:
+        """After `pause`."""
+        if self._connection is not None:
+            timeout_s = self._config.rollout.sync_timeout_s
+            on_each(self._fleet, self._fleet.live, lambda member: member.server.resume(timeout_s=timeout_s))
+
     def rest(self) -> None:
         """No generation until the next `load_weights`: colocated servers give their device memory back."""
         if self._connection is not None and self._config.rollout.colocate and not self._resting:
@@ -144,13 +165,18 @@ class ServerEngine:
                 member.server.sleep(timeout_s=self._config.rollout.sync_timeout_s)
         self._resting = True
 
+    def health(self) -> dict[str, str]:
+        """Rank 0's view."""
+        return from_rank_zero(lambda: self._fleet.health())
+
     def statistics(self) -> dict[str, float]:
         """`rollout/retries`, `cut_completions`, `servers_live`, `sync_s` and `tensors_verified`, since last asked."""
         taken, self._statistics = self._statistics, {}
         return taken
 
     def close(self) -> None:
-        """End launched servers; leave the others to their owner."""
+        """End launched servers; leave the others to their owner, without requests of ours."""
+        self.abort()
         if self._connection is not None:
             self._connection.close()
             self._channel.close()
@@ -163,19 +189,20 @@ class ServerEngine:
     def _connect(self, config: Config, architecture: Architecture, say: Callable[[str], None]) -> str:
         per_server = config.rollout.max_concurrent_sequences // config.rollout.completions_per_prompt
         self._connection = connect(config, architecture, say, max(1, min(_MAX_GROUPS_IN_FLIGHT, per_server)))
-        rollout, connection = config.rollout, self._connection
+        connection = self._connection
         connection.fleet.restart_dead = connection.restart_dead
-        bucket_bytes = rollout.sync_bucket_mb << 20
-        if connection.channel == "disk":
-            directory = Path(rollout.sync_dir or Path(config.run_dir) / "sync")
-            self._channel: Channel = DiskChannel(
-                connection.fleet, directory, config.model.hf_path, bucket_bytes, rollout.sync_timeout_s
-            )
-        else:
-            self._channel = BroadcastChannel(
-                connection.fleet, connection.channel, connection.world_sizes, bucket_bytes, rollout.sync_timeout_s
-            )
+        self._channel = self._make_channel(connection)
         return connection.description
+
+    def _make_channel(self, connection: Connection) -> Channel:
+        rollout, fleet, name = self._config.rollout, connection.fleet, connection.channel
+        bucket_bytes, timeout_s = rollout.sync_bucket_mb << 20, rollout.sync_timeout_s
+        if name == "disk":
+            directory = Path(rollout.sync_dir or Path(self._config.run_dir) / "sync")
+            return DiskChannel(fleet, directory, self._config.model.hf_path, bucket_bytes, timeout_s)
+        if name == "ipc":
+            return SharedMemoryChannel(fleet, bucket_bytes, timeout_s)
+        return BroadcastChannel(fleet, name, connection.world_sizes, bucket_bytes, timeout_s)
 
     def _sync(self) -> None:
         """Twice at most: a server that failed and answers again gets one more chance now, the next at the next sync."""
@@ -256,7 +283,7 @@ class ServerEngine:
         deadline = time.monotonic() + self._config.rollout.engine_wait_s
         while not self._fleet.live:
             if self._any_stale() or time.monotonic() > deadline:
-                states = "; ".join(f"{member.name}: {member.reason}" for member in self._fleet.members)
+                states = "; ".join(f"{name} {state}" for name, state in self._fleet.health().items())
                 raise GuardStop(f"no rollout server has taken weight sync {self._version} ({states})")
             time.sleep(0.5)
 

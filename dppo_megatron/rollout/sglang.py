@@ -1,30 +1,36 @@
-"""SGLang's HTTP calls: /generate with token ids, and weights from disk. Checked against 0.5.23.
+"""SGLang's HTTP calls: /generate with token ids, and its weight update sessions. Checked against 0.5.23.
 
-One request carries G copies of the prompt rather than n = G: then each has its own request id and, on a server with
---enable-deterministic-inference, its own seed. The radix cache gives them one prefill either way.
+One request carries G copies of the prompt rather than n = G: then each has a request id that can be aborted and, on a
+server with --enable-deterministic-inference, its own seed. Copies that arrive together are prefilled one by one (seen
+in 0.5.23), so a request for no token goes first and leaves the prompt in the radix cache, as SGLang does for n > 1.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import numpy as np
+from torch import Tensor
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.engine import Sampling
+from dppo_megatron.rollout.groups import BroadcastGroup, Meeting, torch_group
 from dppo_megatron.rollout.http import Http, Refused
 from dppo_megatron.rollout.server import (
     Group,
     InFlight,
     Sampled,
     ServerInfo,
+    TensorNote,
     architecture_of,
     array_of,
     is_older,
     too_old,
 )
+from dppo_megatron.rollout.shared_memory import SharedBuffer, pickled
 from dppo_megatron.types import UserError
 
 MINIMUM_VERSION = "0.5.23"
@@ -38,7 +44,13 @@ class SGLangServer:
     """One `sglang.launch_server`. See `server.Server` for the calls."""
 
     http: Http
+    vocab_size: int
+    """The top_k that cuts nothing, for top_p alone: SGLang gives log-probabilities of a cut only for a finite top_k."""
     _seeded: bool = field(default=False, init=False)
+    _group: str = field(default="", init=False)
+    _workers: int = field(default=1, init=False)
+    _hashes_bytes: bool = field(default=False, init=False)
+    """/weights_checker hashes with SHA-256 on a CPU; on a GPU with a kernel of its own that we cannot repeat."""
 
     def describe(self, *, timeout_s: float) -> ServerInfo:
         """Raises UserError for a server that is no SGLang or too old."""
@@ -54,17 +66,22 @@ class SGLangServer:
         if is_older(info["version"], MINIMUM_VERSION):
             raise too_old("SGLang", info["version"], MINIMUM_VERSION, self.http.url)
         self._seeded = bool(info.get("enable_deterministic_inference"))
+        self._hashes_bytes = info.get("device") == "cpu"
+        self._workers = int(info.get("tp_size", 1))
         root = model["model_path"]
         architecture, vocab_size = architecture_of(root)
+        single = int(info.get("pp_size", 1)) == int(info.get("dp_size", 1)) == 1  # SGLang numbers group members by TP
         return ServerInfo(
             engine_version=info["version"],
             served_model=root,
             max_tokens=info.get("context_length") or info.get("max_req_input_len"),
             architecture=architecture or (model.get("architectures") or [None])[0],
             vocab_size=vocab_size,
-            channels=("disk",),
-            world_size=int(info.get("tp_size", 1)) * int(info.get("pp_size", 1)),
+            channels=("disk", "gloo", "nccl", "ipc") if single else ("disk",),
+            world_size=self._workers,
             logprobs_are_processed=None,
+            max_top_k=int(info.get("sampling_mask_max_tokens") or 0),
+            cuts_in_order=False,
         )
 
     def healthy(self, *, timeout_s: float) -> None:
@@ -72,14 +89,17 @@ class SGLangServer:
         self.http.get("/health", timeout_s=timeout_s)
 
     def generate(self, group: Group, sampling: Sampling, *, timeout_s: float) -> list[Sampled]:
-        """One request, a batch of group.count copies of the prompt."""
-        answer = self.http.post("/generate", generate_body(group, sampling, self._seeded), timeout_s=timeout_s)
-        return [sampled(one) for one in answer]
+        """One request, a batch of group.count copies of the prompt, after one that prefills it."""
+        if group.count > 1 and len(group.prompt_ids) > 1:
+            self.http.post("/generate", _prefill_body(group), timeout_s=timeout_s)
+        body = generate_body(group, sampling, self._seeded, self.vocab_size)
+        return [sampled(one) for one in self.http.post("/generate", body, timeout_s=timeout_s)]
 
-    def abort(self, request_ids: Sequence[str], *, timeout_s: float) -> None:
-        """SGLang aborts every id that starts with the given one."""
-        for request_id in request_ids:
-            self.http.post("/abort_request", {"rid": f"{request_id}/"}, timeout_s=timeout_s)
+    def abort(self, groups: Sequence[Group], *, timeout_s: float) -> None:
+        """One id a call; SGLang ignores those that it does not know."""
+        for group in groups:
+            for index in range(group.count):
+                self.http.post("/abort_request", {"rid": _rid(group, index)}, timeout_s=timeout_s)
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
         """See `_PAUSE_MODE`."""
@@ -102,8 +122,65 @@ class SGLangServer:
         return str(self.http.get("/model_info", timeout_s=timeout_s).get("weight_version"))
 
     def checksums(self, *, timeout_s: float) -> dict[str, str]:
-        """SGLang hashes with a scheme of its own, which the trainer cannot repeat: the canary is the receipt."""
-        return {}
+        """The first 16 digits of SHA-256, on a CPU without splits; elsewhere the canary is the receipt."""
+        if not self._hashes_bytes or self._workers > 1:
+            return {}
+        answer = self.http.post("/weights_checker", {"action": "checksum"}, timeout_s=timeout_s)
+        found: dict[str, str] = answer["ranks"][0]["checksums"]
+        return found
+
+    def join_group(self, meeting: Meeting, *, timeout_s: float) -> None:
+        """Every tensor-parallel worker joins. A server that was started again has no group to leave: no failure."""
+        if self._group:
+            with contextlib.suppress(Refused):
+                self.http.post("/destroy_weights_update_group", {"group_name": self._group}, timeout_s=timeout_s)
+        self._group = meeting.name
+        body = {
+            "master_address": meeting.host,
+            "master_port": meeting.store.port,
+            "rank_offset": 1,
+            "world_size": meeting.world_size,
+            "group_name": meeting.name,
+            "backend": meeting.backend,
+        }
+        self.http.post("/init_weights_update_group", body, timeout_s=timeout_s)
+
+    def own_group(self, meeting: Meeting) -> BroadcastGroup:
+        """SGLang's end is a process group of torch's."""
+        return torch_group(meeting)
+
+    def begin_update(self, *, timeout_s: float) -> None:
+        """Opens a session; one that an interrupted sync has left open is closed first."""
+        try:
+            self.http.post("/begin_weight_update", {}, timeout_s=timeout_s)
+        except Refused:
+            self.http.post("/end_weight_update", {}, timeout_s=timeout_s)
+            self.http.post("/begin_weight_update", {}, timeout_s=timeout_s)
+
+    def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
+        """The cache is flushed once, after the last bucket, and the version is given then."""
+        body = {
+            "names": [note.name for note in tensors],
+            "dtypes": [note.dtype for note in tensors],
+            "shapes": [list(note.shape) for note in tensors],
+            "group_name": self._group,
+            "flush_cache": False,
+        }
+        self.http.post("/update_weights_from_distributed", body, timeout_s=timeout_s)
+
+    def receive_shared(
+        self, buffer: SharedBuffer, views: Sequence[Tensor], tensors: Sequence[TensorNote], *, timeout_s: float
+    ) -> None:
+        """Handles of the trainer's memory, the same for every worker."""
+        handles = pickled([(note.name, view) for note, view in zip(tensors, views, strict=True)])
+        body = {"serialized_named_tensors": [handles] * self._workers, "flush_cache": False}
+        self.http.post("/update_weights_from_tensor", body, timeout_s=timeout_s)
+
+    def end_update(self, version: str, *, timeout_s: float) -> None:
+        """Close the session, then name what it brought."""
+        self.http.post("/end_weight_update", {}, timeout_s=timeout_s)
+        body = {"new_version": version, "abort_all_requests": False}
+        self.http.post("/update_weight_version", body, timeout_s=timeout_s)
 
     def sleep(self, *, timeout_s: float) -> None:
         """Needs --enable-memory-saver."""
@@ -119,15 +196,19 @@ class SGLangServer:
             raise Refused(409, f"{path}: {answer.get('message')}")
 
 
-def generate_body(group: Group, sampling: Sampling, seeded: bool) -> dict[str, Any]:
-    """Every parameter is given: the server fills what is left out from the model's generation_config.json."""
+def generate_body(group: Group, sampling: Sampling, seeded: bool, vocab_size: int) -> dict[str, Any]:
+    """Every parameter is given: the server fills what is left out from the model's generation_config.json.
+
+    With a cut, the log-probabilities under the cut distribution are asked for: the plain ones are those before it.
+    """
+    cuts = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
     parameters: dict[str, Any] = {
         "n": 1,
         "max_new_tokens": sampling.max_completion_tokens,
         "min_new_tokens": 0,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
+        "top_k": sampling.top_k or (vocab_size if cuts else -1),
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
@@ -137,14 +218,27 @@ def generate_body(group: Group, sampling: Sampling, seeded: bool) -> dict[str, A
     }
     seeds = [{"sampling_seed": group.seed + index} if seeded else {} for index in range(group.count)]
     return {
-        "rid": [f"{group.request_id}/{index}" for index in range(group.count)],
+        "rid": [_rid(group, index) for index in range(group.count)],
         "input_ids": [list(group.prompt_ids)] * group.count,
         "sampling_params": [parameters | seed for seed in seeds],
         "return_logprob": True,
         "logprob_start_len": -1,
         "top_logprobs_num": 0,
+        "return_sampling_mask": cuts,
         "stream": False,
     }
+
+
+def _prefill_body(group: Group) -> dict[str, Any]:
+    return {
+        "rid": f"{group.request_id}/prompt",
+        "input_ids": list(group.prompt_ids),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+    }
+
+
+def _rid(group: Group, index: int) -> str:
+    return f"{group.request_id}/{index}"
 
 
 def sampled(answer: dict[str, Any]) -> Sampled:
@@ -155,9 +249,12 @@ def sampled(answer: dict[str, Any]) -> Sampled:
     tokens = answer.get("output_ids") or []
     if not spans and meta.get("weight_version") is not None:
         spans = [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
+    logprobs = meta.get("output_token_sampling_logprobs")
+    if logprobs is None:
+        logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or []]
     return Sampled(
         token_ids=array_of(tokens, np.int64),
-        logprobs=array_of([entry[0] for entry in meta.get("output_token_logprobs") or []], np.float32),
+        logprobs=array_of(logprobs, np.float32),
         finish_reason=cast(Any, reason if reason in ("stop", "length") else "abort"),
         weights_versions=tuple((str(s["version"]), int(s["start"]), int(s["end"])) for s in spans),
     )
@@ -173,7 +270,8 @@ def sglang_command(
         *("--host", "127.0.0.1", "--port", "{port}", "--dtype", dtype, "--context-length", str(max_tokens)),
         *("--max-running-requests", str(config.max_concurrent_sequences), "--skip-server-warmup"),
         *(["--enable-memory-saver"] if config.colocate else []),
-        *([*on_cpu, "--disable-overlap-schedule", "--disable-cuda-graph"] if cpu else []),
+        *([*on_cpu, "--disable-overlap-schedule", "--disable-cuda-graph", "--grammar-backend", "none"] if cpu else []),
+        "--sleep-on-idle",  # else its scheduler turns in a loop, on a core that the actor could use
         *config.server_args,
     ]
 

@@ -7,6 +7,8 @@ whole command, `launch.py` builds it.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +16,11 @@ from typing import Any, Literal, cast
 from urllib.parse import quote
 
 import numpy as np
+from torch import Tensor
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.engine import Sampling
+from dppo_megatron.rollout.groups import BroadcastGroup, Meeting, bare_group
 from dppo_megatron.rollout.http import Http, Refused
 from dppo_megatron.rollout.server import (
     Group,
@@ -29,8 +33,10 @@ from dppo_megatron.rollout.server import (
     is_older,
     too_old,
 )
+from dppo_megatron.rollout.shared_memory import SharedBuffer
 from dppo_megatron.types import UserError
 
+_IN_ENGINE = Path(__file__).parent / "in_engine"
 MINIMUM_VERSION = "0.32"
 _PAUSE_MODE: dict[InFlight, str] = {"finish": "wait", "abort": "abort", "continue": "keep"}
 _WHOLE_PREFILL = ("--no-enable-chunked-prefill",)
@@ -70,14 +76,18 @@ class VLLMServer:
         on_cpu = "cpu" in str((engine_config.get("device_config") or {}).get("device", "")).lower()
         self._seeded = not (on_cpu and chunked)
         world_size = self.http.get("/get_world_size", timeout_s=timeout_s)["world_size"]
-        architecture, vocab_size = architecture_of(card.get("root") or "")
+        if self._extended:
+            [model, *_] = self._rpc("dppo_model", timeout_s)["results"]
+            architecture, vocab_size = model["architecture"], model["vocab_size"]
+        else:
+            architecture, vocab_size = architecture_of(card.get("root") or "")
         return ServerInfo(
             engine_version=version["version"],
             served_model=str(card.get("root") or self._model),
             max_tokens=card.get("max_model_len"),
             architecture=architecture,
             vocab_size=vocab_size,
-            channels=("disk", "gloo", "nccl") if transfer.get("backend") == "dppo" else ("disk",),
+            channels=("disk", "gloo", "nccl", "ipc") if transfer.get("backend") == "dppo" else ("disk",),
             world_size=int(world_size),
             logprobs_are_processed=engine_config["model_config"].get("logprobs_mode") == "processed_logprobs",
         )
@@ -94,9 +104,9 @@ class VLLMServer:
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         return [_sampled(choice) for choice in choices]
 
-    def abort(self, request_ids: Sequence[str], *, timeout_s: float) -> None:
+    def abort(self, groups: Sequence[Group], *, timeout_s: float) -> None:
         """The server prefixes ids, so both forms are named; unknown ones are ignored."""
-        ids = [*request_ids, *(f"generate-tokens-{request_id}" for request_id in request_ids)]
+        ids = [f"{prefix}{group.request_id}" for group in groups for prefix in ("", "generate-tokens-")]
         self.http.post("/abort_requests", {"request_ids": ids}, timeout_s=timeout_s)
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
@@ -114,33 +124,37 @@ class VLLMServer:
             self._rpc("dppo_refresh_packed", timeout_s)
         self.http.post("/update_weight_version", {"new_version": version}, timeout_s=timeout_s)
 
-    def join_group(self, backend: str, host: str, port: int, world_size: int, *, timeout_s: float) -> None:
-        """Through vLLM's weight transfer interface, with our receiver."""
+    def join_group(self, meeting: Meeting, *, timeout_s: float) -> None:
+        """Through vLLM's weight transfer interface, with our receiver; what there was before is shut down."""
+        with contextlib.suppress(Refused):  # there may be nothing
+            self._after_an_interruption("/shutdown_weight_transfer_engine", timeout_s)
         info = {
-            "backend": backend,
-            "master_address": host,
-            "master_port": port,
+            "backend": meeting.backend,
+            "master_address": meeting.host,
+            "master_port": meeting.store.port,
             "rank_offset": 1,
-            "world_size": world_size,
+            "world_size": meeting.world_size,
             "timeout_s": timeout_s,
         }
         self.http.post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=timeout_s)
 
-    def leave_group(self, *, timeout_s: float) -> None:
-        """So that it can join another."""
-        self.http.post("/shutdown_weight_transfer_engine", timeout_s=timeout_s)
+    def own_group(self, meeting: Meeting) -> BroadcastGroup:
+        """As our receiver makes its end."""
+        return bare_group(meeting)
 
     def begin_update(self, *, timeout_s: float) -> None:
         """Layers are ready to take checkpoint tensors."""
-        self.http.post("/start_weight_update", timeout_s=timeout_s)
+        self._after_an_interruption("/start_weight_update", timeout_s)
 
     def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
         """One bucket of one dtype."""
-        info = {
-            "names": [note.name for note in tensors],
-            "shapes": [list(note.shape) for note in tensors],
-            "dtype": tensors[0].dtype,
-        }
+        self.http.post("/update_weights", {"update_info": _update_info(tensors)}, timeout_s=timeout_s)
+
+    def receive_shared(
+        self, buffer: SharedBuffer, views: Sequence[Tensor], tensors: Sequence[TensorNote], *, timeout_s: float
+    ) -> None:
+        """One bucket of one dtype; our receiver maps the buffer."""
+        info = _update_info(tensors) | {"memory": buffer.handle()}
         self.http.post("/update_weights", {"update_info": info}, timeout_s=timeout_s)
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
@@ -171,6 +185,16 @@ class VLLMServer:
     def wake(self, what: Literal["weights", "kv_cache"], *, timeout_s: float) -> None:
         """Weights before the sync, the cache after it: both at once would not fit beside the actor."""
         self.http.post(f"/wake_up?tags={quote(what)}", timeout_s=timeout_s)
+
+    def _after_an_interruption(self, path: str, timeout_s: float) -> None:
+        """An update that was left half-way stays open and bars these calls; ended, its mixed weights have a name that
+        no run accepts."""
+        try:
+            self.http.post(path, timeout_s=timeout_s)
+        except Refused:
+            with contextlib.suppress(Refused):  # it was refused for another reason: the second answer says which
+                self.http.post("/finish_weight_update", {"weight_version": "interrupted"}, timeout_s=timeout_s)
+            self.http.post(path, timeout_s=timeout_s)
 
     def _rpc(self, method: str, timeout_s: float, **kwargs: Any) -> Any:
         body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
@@ -209,6 +233,14 @@ def generate_body(group: Group, sampling: Sampling, seeded: bool) -> dict[str, A
     }
 
 
+def _update_info(tensors: Sequence[TensorNote]) -> dict[str, Any]:
+    return {
+        "names": [note.name for note in tensors],
+        "shapes": [list(note.shape) for note in tensors],
+        "dtype": tensors[0].dtype,
+    }
+
+
 def _sampled(choice: dict[str, Any]) -> Sampled:
     tokens = choice.get("token_ids") or []
     content = (choice.get("logprobs") or {}).get("content") or []
@@ -243,7 +275,7 @@ def vllm_command(
 def vllm_environment(cpu: bool) -> dict[str, str]:
     """Variables of a launched server."""
     variables = {
-        "PYTHONPATH": str(Path(__file__).parent / "in_engine"),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(_IN_ENGINE), os.environ.get("PYTHONPATH")])),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

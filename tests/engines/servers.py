@@ -1,6 +1,6 @@
 """Real engine servers for tests, started once for a module, and an independent account of what they should say.
 
-The engine lives in an environment of its own; DPPO_VLLM_PYTHON names its interpreter (`make test` makes .venv-vllm).
+Each engine lives in an environment of its own; DPPO_VLLM_PYTHON and DPPO_SGLANG_PYTHON name their interpreters.
 """
 
 from __future__ import annotations
@@ -24,31 +24,54 @@ from dppo_megatron.rollout.http import Http
 from dppo_megatron.rollout.launch import LaunchedServer
 from dppo_megatron.types import Completion
 
-VLLM_PYTHON = os.environ.get("DPPO_VLLM_PYTHON") or str(Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python")
-needs_vllm = pytest.mark.skipif(
-    not Path(VLLM_PYTHON).exists(),
-    reason=f"no vLLM: {VLLM_PYTHON} is not there; `make test` makes it, DPPO_VLLM_PYTHON names another",
-)
+_HERE = Path(__file__).parent
+_REPOSITORY = _HERE.parents[1]
+PYTHON = {
+    engine: os.environ.get(f"DPPO_{engine.upper()}_PYTHON") or str(_REPOSITORY / f".venv-{engine}" / "bin" / "python")
+    for engine in ("vllm", "sglang")
+}
+ON_GPU = torch.cuda.is_available()
+_ARGUMENTS = {"vllm": [], "sglang": [] if ON_GPU else ["--max-total-tokens", "16384", "--mem-fraction-static", "0.3"]}
 API_KEY = "test-key-of-the-servers"
 
 
-def start_servers(files: Path, run_dir: Path, count: int, **extra: Any) -> list[LaunchedServer]:
-    """`count` vLLM servers of the job's model, ready. They hold its weights and ask for `API_KEY`."""
-    extra = {"rollout__server_args": f"[--api-key, {API_KEY}]", "rollout__max_concurrent_sequences": 64} | extra
+def needs(engine: str) -> pytest.MarkDecorator:
+    """Skips, with the reason, where the engine's environment is not there."""
+    target = "make test" if engine == "vllm" else "make test-sglang"
+    return pytest.mark.skipif(
+        not Path(PYTHON[engine]).exists(),
+        reason=f"no {engine}: {PYTHON[engine]} is not there; `{target}` makes it,"
+        f" DPPO_{engine.upper()}_PYTHON names another",
+    )
+
+
+def local_settings(engine: str, *more_arguments: str) -> dict[str, Any]:
+    """What has a trainer start servers of `engine` on this machine."""
+    if engine == "sglang" and not ON_GPU:  # the trainer's servers inherit its environment
+        os.environ["PYTHONPATH"] = str(_HERE / "sglang_cpu")
+    arguments = ", ".join(f"'{argument}'" for argument in [*_ARGUMENTS[engine], *more_arguments])
+    return {
+        "rollout__engine": engine,
+        "rollout__launch": "local",
+        "rollout__server_python": PYTHON[engine],
+        "rollout__server_args": f"[{arguments}]",
+    }
+
+
+def start_servers(engine: str, files: Path, run_dir: Path, count: int) -> list[LaunchedServer]:
+    """`count` servers of the job's model, ready. They hold its weights and ask for `API_KEY`."""
     config = job_config(
         files,
         run_dir,
-        rollout__engine="vllm",
-        rollout__launch="local",
         rollout__local_servers=count,
-        rollout__server_python=VLLM_PYTHON,
         rollout__max_completion_tokens=96,
-        **extra,
+        rollout__max_concurrent_sequences=64,
+        **local_settings(engine, "--api-key", API_KEY),
     )
     servers = launch_servers(config)
     try:
         for server in servers:
-            http = Http(server.url)
+            http = Http(server.url, API_KEY)
             server.wait_ready(lambda http=http: http.get("/health", timeout_s=5.0), timeout_s=500.0)
     except BaseException:
         for server in servers:
@@ -57,10 +80,11 @@ def start_servers(files: Path, run_dir: Path, count: int, **extra: Any) -> list[
     return servers
 
 
-def serving_config(files: Path, run_dir: Path, servers: Sequence[LaunchedServer], **extra: Any) -> Config:
-    """A job that uses running servers."""
+def serving_config(engine: str, files: Path, run_dir: Path, servers: Sequence[LaunchedServer], **extra: Any) -> Config:
+    """A job that uses running servers. Buckets are small enough for the weights to come in two, cut inside a layer."""
     urls = ",".join(server.url for server in servers)
-    return job_config(files, run_dir, rollout__engine="vllm", rollout__endpoints=f"[{urls}]", **extra)
+    extra = {"rollout__sync_bucket_mb": 1} | extra
+    return job_config(files, run_dir, rollout__engine=engine, rollout__endpoints=f"[{urls}]", **extra)
 
 
 class Reference:

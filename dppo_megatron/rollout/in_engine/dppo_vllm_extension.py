@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: a broadcast receiver on torch's own process groups, and a repair of packed weights.
+"""What runs inside vLLM's workers: a receiver of weights by broadcast or shared memory, and a repair of packed ones.
 
 A file of its own, importing nothing of this package, because the engine lives in another Python environment: the
 launcher puts this directory on PYTHONPATH and passes
@@ -12,6 +12,8 @@ code over gloo, which is what lets a machine without a GPU test it.
 
 from __future__ import annotations
 
+import base64
+import json
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,6 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 
@@ -43,19 +46,25 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket: tensors that arrive joined end to end in one flat buffer of `dtype`."""
+    """One bucket of tensors of one dtype."""
 
     names: list[str]
     shapes: list[list[int]]
     dtype: str
+    memory: dict[str, Any] | None = None
+    """Where they lie end to end in memory of the trainer (`shared_memory.py`); None: each is broadcast."""
 
 
-class BroadcastReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives Hugging Face tensors in buckets from rank 0 of a group of its own."""
+class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Receives Hugging Face tensors in buckets: from rank 0 of a group of its own, or from memory that it maps."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     _group: Any = None
+    _memory: torch.Tensor | None = None
+    """Takes what is broadcast. Kept between syncs on a CPU, where touching fresh memory costs as much as filling it."""
+    _mapped: tuple[str, torch.Tensor] | None = None
+    """The trainer's buffer and what names it."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the group; the trainer is rank 0 and holds the store."""
@@ -83,35 +92,73 @@ class BroadcastReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """One bucket: receive, cut, hand to the model's own loader."""
+        dtype = getattr(torch, update_info.dtype)
+        shapes = [torch.Size(shape) for shape in update_info.shapes]
+        sizes = [shape.numel() * dtype.itemsize for shape in shapes]
+        memory = self._own(sum(sizes)) if update_info.memory is None else self._map(update_info.memory)
+        tensors = [
+            part.view(dtype).view(shape) for part, shape in zip(memory[: sum(sizes)].split(sizes), shapes, strict=True)
+        ]
+        if update_info.memory is None:
+            self._receive(tensors)
+        self.model.load_weights(zip(update_info.names, tensors, strict=True))
+        keep_what_waits(self.model, memory)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the trainer fills the same memory again when it has our answer
+
+    def _receive(self, tensors: list[torch.Tensor]) -> None:
         if self._group is None:
             raise RuntimeError("no weight transfer group: init_weight_transfer_engine comes first")
-        sizes = [int(torch.Size(shape).numel()) for shape in update_info.shapes]
-        flat = torch.empty(sum(sizes), dtype=getattr(torch, update_info.dtype), device=self.device)
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        self._group.broadcast([flat], options).wait()
-        parts = flat.split(sizes)
-        self.model.load_weights(
-            (name, part.view(shape))
-            for name, part, shape in zip(update_info.names, parts, update_info.shapes, strict=True)
-        )
+        for work in [self._group.broadcast([tensor], options) for tensor in tensors]:
+            work.wait()
+
+    def _own(self, num_bytes: int) -> torch.Tensor:
+        if self._memory is None or self._memory.nbytes < num_bytes:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return self._memory
+
+    def _map(self, memory: dict[str, Any]) -> torch.Tensor:
+        name = json.dumps(memory, sort_keys=True)
+        if self._mapped is None or self._mapped[0] != name:
+            self._mapped = name, _map_cuda(memory) if "uuid" in memory else _map_file(memory)
+        return self._mapped[1]
 
     def finish_weight_update(self) -> None:
         """Layers go back to their kernels' form."""
         finalize_layerwise_reload(self.model, self.model_config)
         refresh_packed(self.model)
+        if self.device.type == "cuda":
+            self._memory = self._mapped = None
 
     def shutdown(self) -> None:
-        """Leave the group."""
-        self._group = None
+        """Leave the group and unmap."""
+        self._group = self._memory = self._mapped = None
 
 
 class WorkerExtension:
     """Methods that `/collective_rpc` can call on every worker."""
 
+    def dppo_model(self) -> dict[str, Any]:
+        """What is served, for a trainer that cannot read the server's files."""
+        config = self.get_model().config  # type: ignore[attr-defined]
+        return {"architecture": config.architectures[0], "vocab_size": config.vocab_size}
+
     def dppo_refresh_packed(self) -> int:
         """After `reload_weights`: see `refresh_packed`."""
         return refresh_packed(self.get_model())  # type: ignore[attr-defined]
+
+
+def keep_what_waits(model: torch.nn.Module, memory: torch.Tensor) -> None:
+    """Copy out of `memory` what vLLM still wants of it: a layer that is cut by the end of a bucket, or whose padding is
+    never loaded, keeps references to its tensors until it is complete, and the next bucket overwrites them."""
+    place = memory.untyped_storage().data_ptr()
+    for layer in model.modules():
+        for _, call in get_layerwise_info(layer).loaded_weights:
+            for name, value in call.arguments.items():
+                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == place:
+                    call.arguments[name] = value.clone()
 
 
 def refresh_packed(model: torch.nn.Module) -> int:
@@ -135,4 +182,27 @@ def refresh_packed(model: torch.nn.Module) -> int:
     return len(layers)
 
 
-WeightTransferEngineFactory.register_engine("dppo", BroadcastReceiver)
+def _map_file(memory: dict[str, Any]) -> torch.Tensor:
+    return torch.from_file(memory["path"], shared=True, size=memory["bytes"], dtype=torch.uint8)
+
+
+def _map_cuda(memory: dict[str, Any]) -> torch.Tensor:
+    """Devices are found by UUID: CUDA_VISIBLE_DEVICES may number them differently here than in the trainer."""
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    if memory["uuid"] not in uuids:
+        raise RuntimeError(f"the weights lie on GPU {memory['uuid']}; this worker sees only {', '.join(uuids)}")
+    handle, counter, event = (base64.b64decode(memory[name]) for name in ("handle", "counter", "event"))
+    storage = torch.UntypedStorage._new_shared_cuda(
+        uuids.index(memory["uuid"]),
+        handle,
+        memory["size"],
+        memory["offset"],
+        counter,
+        memory["counter_offset"],
+        event,
+        memory["event_sync"],
+    )
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: memory["bytes"]]
+
+
+WeightTransferEngineFactory.register_engine("dppo", Receiver)

@@ -1,0 +1,73 @@
+"""The trainer's end of a broadcast group with an engine's workers: rank 0 of a group outside torch's default one.
+
+Both ends must agree on the keys under which they find each other, and each engine has its own: vLLM's workers run our
+receiver, which takes a bare backend; SGLang builds torch's full process group, so the trainer has to as well.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeAlias
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixStore
+
+BroadcastBackend = Literal["gloo", "nccl"]
+_PREFIX = "dppo"
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the members of one group find each other, and what they agree on."""
+
+    name: str
+    """Unique in this process and at the server: torch keeps a register of names."""
+    backend: BroadcastBackend
+    host: str
+    store: TCPStore
+    world_size: int
+    timeout: timedelta
+
+
+BroadcastGroup: TypeAlias = dict[str, Any]
+"""A torch backend (ProcessGroupGloo or ProcessGroupNCCL) for each kind of device. In no register of torch's, so that
+one whose other end hangs cannot hold up the end of the job's own group."""
+
+
+def bare_group(meeting: Meeting) -> BroadcastGroup:
+    """One backend under one prefix, as `in_engine/dppo_vllm_extension.py` joins it. Returns when all are there."""
+    device = "cuda" if meeting.backend == "nccl" else "cpu"
+    return {device: _backend(meeting, PrefixStore(_PREFIX, meeting.store))}
+
+
+def torch_group(meeting: Meeting) -> BroadcastGroup:
+    """What `torch.distributed` makes of a backend's name, as SGLang does: one backend for all kinds of device that it
+    serves, under a prefix named after the first of them."""
+    devices = list(BackendConfig(Backend(meeting.backend)).get_device_backend_map())
+    prefixed = PrefixStore(f"{meeting.name}/", PrefixStore(meeting.name, meeting.store))
+    return dict.fromkeys(devices, _backend(meeting, PrefixStore(f"{devices[0]}/", prefixed)))
+
+
+def send(group: BroadcastGroup, tensors: Sequence[Tensor]) -> list[Any]:
+    """Begin to broadcast from rank 0; one handle for each tensor. They are sent from where they lie, without a copy."""
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    return [group[tensor.device.type].broadcast([tensor.contiguous()], options) for tensor in tensors]
+
+
+def abandon(group: BroadcastGroup) -> None:
+    """Drop a group, whose other end may have failed: ending it waits for what was begun, so nobody waits for that."""
+    threading.Thread(target=group.clear, name="abandoned group", daemon=True).start()
+
+
+def _backend(meeting: Meeting, store: PrefixStore) -> Any:
+    if meeting.backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = meeting.timeout
+        return dist.ProcessGroupNCCL(store, 0, meeting.world_size, options)
+    return dist.ProcessGroupGloo(store, 0, meeting.world_size, meeting.timeout)

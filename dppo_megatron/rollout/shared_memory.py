@@ -1,0 +1,91 @@
+"""Memory of this process that an engine on the same machine maps: weights cross without a copy through a socket.
+
+On CPUs it is an anonymous file, reached through /proc while this process lives, so that a killed trainer leaves
+nothing behind; on GPUs it is a CUDA IPC handle, found by the device's UUID because engine and trainer may number their
+devices differently. `in_engine/dppo_vllm_extension.py` is the other end.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import sys
+from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_supported() -> bool:
+    """Anonymous files and CUDA IPC are Linux's."""
+    return sys.platform == "linux"
+
+
+class SharedBuffer:
+    """A flat byte buffer of fixed size in memory that other processes can map. It grows by being made again."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._file = -1
+        if device.type == "cuda":
+            self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        else:
+            self._file = os.memfd_create("dppo-weights")
+            os.truncate(self._file, num_bytes)
+            self.memory = torch.from_file(self._path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+    @property
+    def _path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def fill(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy `tensors`, all of one dtype, end to end to the buffer's front; returns them as views of it."""
+        views, start = [], 0
+        for tensor in tensors:
+            view = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            views.append(view.copy_(tensor))
+            start += tensor.nbytes
+        if self.memory.is_cuda:
+            torch.cuda.synchronize(self.memory.device)  # a reader in another process knows nothing of our stream
+        return views
+
+    def handle(self) -> dict[str, Any]:
+        """How to map it, as JSON: path, size and the inode that names it, or CUDA's description in base64."""
+        if not self.memory.is_cuda:
+            return {"path": self._path, "bytes": self.memory.nbytes, "inode": os.fstat(self._file).st_ino}
+        _, handle, size, offset, counter, counter_offset, event, event_sync = (
+            self.memory.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+        )
+        uuid = str(torch.cuda.get_device_properties(self.memory.device).uuid)
+        encoded = {
+            "handle": base64.b64encode(handle).decode(),
+            "counter": base64.b64encode(counter).decode(),
+            "event": base64.b64encode(event).decode(),
+        }
+        numbers = {"offset": offset, "counter_offset": counter_offset, "event_sync": event_sync}
+        return {"uuid": uuid, "size": size, "bytes": self.memory.nbytes, **encoded, **numbers}
+
+    def close(self) -> None:
+        """Forget the memory; a process that has mapped it keeps its mapping."""
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def pickled(tensors: Sequence[tuple[str, Tensor]]) -> str:
+    """(name, tensor) pairs as SGLang takes them from a process on its own machine, in base64: handles, not values.
+
+    Written by us and read by a server that we have started; a pickle is never read here.
+    """
+    strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    # the other end has no socket to receive descriptors on
+    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    try:
+        stream = io.BytesIO()
+        ForkingPickler(stream).dump(list(tensors))
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
+    return base64.b64encode(stream.getvalue()).decode()

@@ -1,0 +1,110 @@
+"""Servers that the trainer starts itself: a whole run through them, a dead one started again, and what cannot start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job import job_config, read_metrics, write_job_files
+from launch import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent / "engines"))
+from servers import local_settings, needs
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.data.tiny_model import write_tiny_qwen3
+from dppo_megatron.job import prepare_job
+from dppo_megatron.rollout.launch import LaunchedServer
+from dppo_megatron.rollout.serving import ServerEngine
+from dppo_megatron.run import Run
+from dppo_megatron.train import train
+from dppo_megatron.types import UserError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_job_files(tmp_path_factory.mktemp("task"))
+    write_tiny_qwen3(directory / "model", seed=0, tie_word_embeddings=True)
+    return directory
+
+
+@pytest.mark.parametrize("engine", [pytest.param(name, marks=needs(name)) for name in ("vllm", "sglang")])
+def test_a_run_starts_its_server_and_starts_it_again(files: Path, tmp_path: Path, engine: str) -> None:
+    """Three steps on two ranks. The only server is killed in the middle of the second step's generation: it is started
+    again, synced through shared memory, and the step goes on; engine and actor agree in every step, and nothing of the
+    server is left when the run has ended."""
+    config = job_config(
+        files,
+        tmp_path / "run",
+        steps=3,
+        rollout__max_concurrent_sequences=64,
+        rollout__sync_bucket_mb=1,
+        rollout__verify_every_syncs=1,
+        rollout__probe_every_s=0.5,
+        **local_settings(engine),
+    )
+    said = run_ranks(_train_and_kill_the_server, 2, config, timeout_s=500)
+    assert "weight sync: ipc (the servers are the trainer's own" in said[0]
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert len(rows) == 3 and rows[1]["rollout/retries"] > 0
+    assert all(row["mismatch/logprob_abs_diff_mean"] < 1e-3 and row["rollout/servers_live"] == 1 for row in rows)
+    assert all(row["rollout/canary_logprob_diff"] < 1e-3 for row in rows[1:])
+
+
+def _train_and_kill_the_server(config: Config) -> str:
+    with Run(prepare_job(config, 2)) as run:
+        engine: Any = run.loop._engine
+        start = run.loop._engine.start
+        steps: list[int] = []
+
+        def start_and_kill(requests: Any, sampling: Any) -> None:
+            start(requests, sampling)
+            if requests and requests[0].step == 2 and not steps and engine._connection is not None:
+                steps.append(2)
+                os.killpg(_only_server(engine).process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+
+        run.loop._engine.start = start_and_kill  # type: ignore[method-assign]
+        train(run)
+        last = _only_server(engine).process if engine._connection is not None else None
+        description = str(engine.description)
+    if last is not None:
+        with pytest.raises(ProcessLookupError):
+            _wait_until_gone(last.pid)
+    return description
+
+
+def _only_server(engine: ServerEngine) -> LaunchedServer:
+    assert engine._connection is not None
+    [server] = engine._connection.launched
+    return server
+
+
+def _wait_until_gone(group: int) -> None:
+    """Raises ProcessLookupError when no process of the group is left; the kernel reaps them in its own time."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        os.killpg(group, 0)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_server_that_cannot_start_is_said_with_its_log(files: Path, tmp_path: Path, engine: str) -> None:
+    """An environment without the engine: exit code 2's error, with the end of the server's own log."""
+    values = {"rollout__engine": engine, "rollout__launch": "local", "rollout__server_python": sys.executable}
+    job = prepare_job(job_config(files, tmp_path / "run", **values), 1)
+    with pytest.raises(UserError, match=r"(?s)ended with code 1 before it was ready.*No module named '?(vllm|sglang)"):
+        ServerEngine(job.config, job.architecture, job.tokenizer)
+
+
+def test_an_interpreter_that_is_not_there_is_said(files: Path, tmp_path: Path) -> None:
+    """Before any process is started."""
+    values = {"rollout__engine": "vllm", "rollout__launch": "local", "rollout__server_python": "/no/such/python"}
+    job = prepare_job(job_config(files, tmp_path / "run", **values), 1)
+    with pytest.raises(UserError, match=r"rollout\.server_python: '/no/such/python' cannot be started"):
+        ServerEngine(job.config, job.architecture, job.tokenizer)

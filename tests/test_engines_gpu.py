@@ -1,0 +1,98 @@
+"""Engines on CUDA: `python -m pytest -m gpu tests/test_engines_gpu.py`, with DPPO_VLLM_PYTHON and DPPO_SGLANG_PYTHON.
+
+What a CPU cannot show of them: CUDA IPC, NCCL, and servers that sleep on the GPU they share with the actor. Not yet
+run by us (docs/engines.md).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from job import REPOSITORY, job_config, read_metrics, settings, write_job_files
+
+sys.path.insert(0, str(Path(__file__).parent / "engines"))
+from servers import Reference, local_settings, needs
+
+from dppo_megatron.actor.layout import start_process_group, stop_process_group
+from dppo_megatron.cli import main
+from dppo_megatron.data.tiny_model import write_tiny_qwen3
+from dppo_megatron.job import prepare_job
+from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.serving import ServerEngine
+
+pytestmark = pytest.mark.gpu
+ENGINES = [pytest.param(name, marks=needs(name)) for name in ("vllm", "sglang")]
+SHARE_OF_MEMORY = {"vllm": ("--gpu-memory-utilization", "0.3"), "sglang": ("--mem-fraction-static", "0.3")}
+BF16_DIFF = 0.05
+"""Mean |log-probability difference| of a bfloat16 engine to float32 weights; a stale sync is above 1."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_job_files(tmp_path_factory.mktemp("task"))
+    write_tiny_qwen3(directory / "model", seed=0, hidden_size=256, num_heads=4, tie_word_embeddings=True)
+    return directory
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    start_process_group()
+    yield
+    stop_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("engine_name", ENGINES)
+@pytest.mark.parametrize("channel", ["ipc", "nccl", "disk"])
+def test_every_channel_and_sleep(files: Path, tmp_path: Path, engine_name: str, channel: str) -> None:
+    """Colocated and asleep between syncs where the channel allows it; log-probabilities follow each sync's weights."""
+    colocated = channel != "nccl"
+    if not colocated and torch.cuda.device_count() < 2:
+        pytest.skip("nccl needs a second GPU: two members of a group cannot share one")
+    place = {"rollout__colocate": "true"} if colocated else {"rollout__server_gpus": "['1']"}
+    config = job_config(
+        files,
+        tmp_path / "run",
+        model__dtype="bfloat16",
+        rollout__sync_channel=channel,
+        rollout__sync_bucket_mb=1,
+        **place,
+        **local_settings(engine_name, *SHARE_OF_MEMORY[engine_name]),
+    )
+    job = prepare_job(config, 1)
+    engine = ServerEngine(config, job.architecture, job.tokenizer)
+    requests = [Request(prompt, index, 1) for prompt in job.train_prompts[:8] for index in range(4)]
+    try:
+        for seed in (1, 2):
+            reference = Reference(files / "model", seed)
+            free_awake = torch.cuda.mem_get_info()[0]
+            engine.rest()
+            if colocated:
+                freed = torch.cuda.mem_get_info()[0] - free_awake
+                assert freed > 0.1 * torch.cuda.mem_get_info()[1], "a sleeping server gives its memory back"
+            engine.load_weights(lambda r=reference: ((n, t.to("cuda", torch.bfloat16)) for n, t in r.weights()))
+            completions = engine.generate(requests, Sampling(24, 1.0, 0))
+            assert reference.difference(requests, completions).mean() < BF16_DIFF
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("engine_name", ENGINES)
+def test_training_with_a_colocated_server(files: Path, tmp_path: Path, engine_name: str) -> None:
+    """Three steps through the command line; the channel is CUDA IPC by itself."""
+    values = settings(
+        files,
+        tmp_path / "run",
+        steps=3,
+        model__dtype="bfloat16",
+        rollout__colocate="true",
+        rollout__verify_every_syncs=1,
+        **local_settings(engine_name, *SHARE_OF_MEMORY[engine_name]),
+    )
+    assert main(["train", str(REPOSITORY / "configs" / "quickstart.yaml"), *values]) == 0
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert len(rows) == 3 and all(row["mismatch/logprob_abs_diff_mean"] < BF16_DIFF for row in rows)
