@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,12 +42,15 @@ class Connection:
     description: str
     launched: list[LaunchedServer] = field(default_factory=list)
 
+    _starter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="launcher"))
+    """Its thread lives as long as the trainer: the kernel ends a server with the thread that has started it."""
+
     def restart_dead(self) -> None:
         """Start launched servers that have ended again; they come back through the fleet's probes."""
         for server in self.launched:
             if not server.is_running:
                 self.fleet.say(f"rollout: the launched server {server.url} has ended; starting it again")
-                server.start()
+                self._starter.submit(server.start).result()
 
     def close(self) -> None:
         """Cut connections and end launched servers."""

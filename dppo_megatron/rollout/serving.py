@@ -32,6 +32,7 @@ from dppo_megatron.weights.architecture import Architecture
 
 _MAX_GROUPS_IN_FLIGHT = 256
 _PROBE_S = 120.0
+_RETRY_S = 1.0
 
 
 class ServerEngine:
@@ -205,14 +206,19 @@ class ServerEngine:
         return BroadcastChannel(fleet, name, connection.world_sizes, bucket_bytes, timeout_s)
 
     def _sync(self) -> None:
-        """Twice at most: a server that failed and answers again gets one more chance now, the next at the next sync."""
+        """Passes over the weights until whoever can have them has them."""
         assert self._weights is not None, "load_weights comes first"
         started = time.perf_counter()
-        for _ in range(2):
+        passes, wait_until, again = 0, 0.0, True
+        while again:
             problem = self._pass_to_the_end(self._weights())
-            if not from_rank_zero(lambda problem=problem: self._any_left(problem)):  # type: ignore[misc]
-                break
-        from_rank_zero(self._require_live)
+            passes += 1
+            wait_until = wait_until or time.monotonic() + self._config.rollout.engine_wait_s
+
+            def decide(problem: Exception | None = problem, passes: int = passes, until: float = wait_until) -> bool:
+                return self._needs_another_pass(problem, passes, until)
+
+            again = from_rank_zero(decide)
         self._resting = False
         self._statistics["rollout/sync_s"] = time.perf_counter() - started
 
@@ -268,24 +274,30 @@ class ServerEngine:
                 )
         self._statistics["rollout/tensors_verified"] = compared
 
-    def _any_left(self, problem: Exception | None) -> bool:
+    def _needs_another_pass(self, problem: Exception | None, passes: int, wait_until: float) -> bool:
+        """A server that failed and answers again gets one more chance now, and the next at the next sync. With nobody
+        left, whoever comes back before `wait_until` gets one. Raises GuardStop if nobody does."""
         if isinstance(problem, GuardStop):
             raise problem
         if problem is not None:
             raise GuardStop(f"weight sync {self._version} over {self._channel.name} failed: {problem}")
-        return self._any_stale()
+        if self._fleet.live:
+            return passes < 2 and self._any_stale()
+        if passes > 1:
+            time.sleep(_RETRY_S)
+        while passes < 2 or time.monotonic() < wait_until:
+            self._fleet.restart_dead()
+            if self._any_stale():
+                return True
+            if time.monotonic() >= wait_until:
+                break
+            time.sleep(_RETRY_S)
+        states = "; ".join(f"{name} {state}" for name, state in self._fleet.health().items())
+        raise GuardStop(f"no rollout server has taken weight sync {self._version} ({states})")
 
     def _any_stale(self) -> bool:
         self._fleet.revive()
         return any(member.state == "stale" for member in self._fleet.members)
-
-    def _require_live(self) -> None:
-        deadline = time.monotonic() + self._config.rollout.engine_wait_s
-        while not self._fleet.live:
-            if self._any_stale() or time.monotonic() > deadline:
-                states = "; ".join(f"{name} {state}" for name, state in self._fleet.health().items())
-                raise GuardStop(f"no rollout server has taken weight sync {self._version} ({states})")
-            time.sleep(0.5)
 
     def _plan(self, requests: Sequence[Request], sampling: Sampling) -> tuple[Work, list[list[int]]]:
         """Requests of one prompt, next to each other, become one group of at most G; and where each completion goes."""
