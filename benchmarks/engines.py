@@ -5,8 +5,7 @@
 Throughput is that of the quickstart's model. A sync is that of a Qwen3 of about 100 million parameters into one
 server, beside what the same bytes cost without an engine: a torch.distributed broadcast between two processes for
 gloo and ipc, a safetensors write and read for disk. The best of five of each, taken in turns, and of two for
-throughput. SGLang on a CPU needs
-PYTHONPATH=tests/engines/sglang_cpu (docs/engines.md).
+throughput. SGLang on a CPU needs PYTHONPATH=tests/engines/sglang_cpu (docs/engines.md).
 """
 
 from __future__ import annotations
