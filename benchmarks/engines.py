@@ -1,6 +1,7 @@
 """Rollout engines on this machine: start-up, tokens a second, and the seconds of a weight sync through each channel.
 
-    python benchmarks/engines.py [--vllm-python .venv-vllm/bin/python] [--sglang-python PYTHON] [--json FILE]
+    python benchmarks/engines.py [--vllm-python .venv-vllm/bin/python] [--sglang-python PYTHON] [--channels ipc ...]
+        [--json FILE]
 
 Throughput is that of the quickstart's model. A sync is that of a Qwen3 of about 100 million parameters into one
 server, beside what the same bytes cost without an engine: a torch.distributed broadcast between two processes for
@@ -18,7 +19,7 @@ import platform
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-python", default=".venv-vllm/bin/python", metavar="PYTHON")
     parser.add_argument("--sglang-python", metavar="PYTHON")
+    parser.add_argument("--channels", nargs="+", choices=list(_PLAIN), default=list(_PLAIN), metavar="CHANNEL")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
@@ -64,7 +66,7 @@ def main() -> None:
         for engine, python in (("vllm", arguments.vllm_python), ("sglang", arguments.sglang_python)):
             if python:
                 figures |= _served_throughput(directory, engine, python)
-                figures |= _syncs(directory, engine, python)
+                figures |= _syncs(directory, engine, python, arguments.channels)
     for name, value in figures.items():
         print(f"{name:40} {value:.3g}" if isinstance(value, float) else f"{name:40} {value}")
     if arguments.json:
@@ -126,9 +128,10 @@ def _tokens_per_s(engine: Engine, job: Job) -> float:
     return best
 
 
-def _syncs(directory: Path, name: str, python: str) -> dict[str, float]:
+def _syncs(directory: Path, name: str, python: str, channels: Sequence[str]) -> dict[str, float]:
     figures: dict[str, float] = {}
-    for channel, plain in (("ipc", _plain_broadcast), ("gloo", _plain_broadcast), ("disk", _plain_files)):
+    for channel in channels:
+        plain = _PLAIN[channel]
         extra = {"rollout.sync_channel": channel, "rollout.verify_every_syncs": "0"}
         engine, job, _ = _served(directory, "large", name, python, **extra)
         tensors = {key: job.checkpoint.get(key) for key in job.checkpoint.names}
@@ -201,6 +204,13 @@ def _broadcast(group: Any, tensor: torch.Tensor, root: int = 0) -> None:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
     group.broadcast([tensor], options).wait()
+
+
+_PLAIN: dict[str, Callable[[dict[str, torch.Tensor], Path], float]] = {
+    "ipc": _plain_broadcast,
+    "gloo": _plain_broadcast,
+    "disk": _plain_files,
+}
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,7 +46,12 @@ class SharedBuffer:
         views, start = [], 0
         for tensor in tensors:
             view = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            views.append(view.copy_(tensor))
+            if view.is_cuda:
+                view.copy_(tensor)
+            else:  # one thread: torch's would meet those of an engine that waits on the same cores by spinning
+                source = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+                np.copyto(view.reshape(-1).view(torch.uint8).numpy(), source)
+            views.append(view)
             start += tensor.nbytes
         if self.memory.is_cuda:
             torch.cuda.synchronize(self.memory.device)  # a reader in another process knows nothing of our stream
