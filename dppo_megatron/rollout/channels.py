@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import socket
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -109,7 +110,7 @@ class DiskChannel:
             shutil.rmtree(self._last, ignore_errors=True)
 
 
-class BucketChannel:
+class BucketChannel(ABC):
     """What broadcast and shared memory have in common: each server opens an update, takes buckets, and commits."""
 
     name = ""
@@ -127,15 +128,17 @@ class BucketChannel:
                 taking_part = self._hand_over(taking_part, bucket)
         self._each(taking_part, lambda member: _receiver(member).end_update(version, timeout_s=timeout_s))
 
+    @abstractmethod
     def close(self) -> None:
-        """Nothing is held between syncs."""
+        """Give back what is held between syncs."""
 
+    @abstractmethod
     def _prepare(self, member: Member) -> None:
         """Before the first bucket."""
 
+    @abstractmethod
     def _hand_over(self, members: Sequence[Member], bucket: Bucket) -> list[Member]:
         """Give `bucket` to all `members`; returns those that took it."""
-        raise NotImplementedError
 
     def _each(self, members: Sequence[Member], action: Callable[[Member], None]) -> list[Member]:
         return on_each(self._fleet, members, action)
@@ -219,6 +222,9 @@ class SharedMemoryChannel(BucketChannel):
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
+
+    def _prepare(self, member: Member) -> None:
+        """Nothing: how to map the buffer comes with each bucket."""
 
     def _hand_over(self, members: Sequence[Member], bucket: Bucket) -> list[Member]:
         needed, device = sum(tensor.nbytes for _, tensor in bucket), bucket[0][1].device
