@@ -1,12 +1,12 @@
 """Rollout engines on this machine: start-up, tokens a second, and the seconds of a weight sync through each channel.
 
     python benchmarks/engines.py [--vllm-python .venv-vllm/bin/python] [--sglang-python PYTHON] [--channels ipc ...]
-        [--json FILE]
+        [--only-sync] [--json FILE]
 
 Throughput is that of the quickstart's model. A sync is that of a Qwen3 of about 100 million parameters into one
 server, beside what the same bytes cost without an engine: a torch.distributed broadcast between two processes for
-gloo and ipc, a safetensors write and read for disk. The best of five of each, taken in turns, and of two for
-throughput. SGLang on a CPU needs PYTHONPATH=tests/engines/sglang_cpu (docs/engines.md).
+gloo and ipc, a safetensors write and read for disk. Medians of five of each, taken in turns; the best of
+two for throughput. SGLang on a CPU needs PYTHONPATH=tests/engines/sglang_cpu (docs/engines.md).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", default=".venv-vllm/bin/python", metavar="PYTHON")
     parser.add_argument("--sglang-python", metavar="PYTHON")
     parser.add_argument("--channels", nargs="+", choices=list(_PLAIN), default=list(_PLAIN), metavar="CHANNEL")
+    parser.add_argument("--only-sync", action="store_true", help="no start-up and throughput")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
@@ -62,10 +64,12 @@ def main() -> None:
         write_task(directory, seed=0, num_train=64, num_heldout=8, num_warm_start=64)
         write_tiny_qwen3(directory / "model", seed=0)
         write_tiny_qwen3(directory / "large", seed=0, **_LARGE)
-        figures |= _embedded(directory)
+        if not arguments.only_sync:
+            figures |= _embedded(directory)
         for engine, python in (("vllm", arguments.vllm_python), ("sglang", arguments.sglang_python)):
-            if python:
+            if python and not arguments.only_sync:
                 figures |= _served_throughput(directory, engine, python)
+            if python:
                 figures |= _syncs(directory, engine, python, arguments.channels)
     for name, value in figures.items():
         print(f"{name:40} {value:.3g}" if isinstance(value, float) else f"{name:40} {value}")
@@ -138,16 +142,16 @@ def _syncs(directory: Path, name: str, python: str, channels: Sequence[str]) -> 
         figures["sync: parameters, millions"] = sum(t.numel() for t in tensors.values()) / 1e6
         try:
             engine.load_weights(lambda: iter(tensors.items()))  # noqa: B023 - the group is made and memory is touched
-            ours = bare = float("inf")
+            rounds = []
             for _ in range(_ROUNDS):
-                ours = min(ours, _seconds(lambda: engine.load_weights(lambda: iter(tensors.items()))))  # noqa: B023
-                bare = min(bare, plain(tensors, directory))
+                ours = _seconds(lambda: engine.load_weights(lambda: iter(tensors.items())))  # noqa: B023
+                rounds.append((ours, plain(tensors, directory)))
         finally:
             engine.close()
         figures |= {
-            f"{name} sync {channel}: s": ours,
-            f"{name} sync {channel}: plain, s": bare,
-            f"{name} sync {channel}: plain / ours": bare / ours,
+            f"{name} sync {channel}: s": median(ours for ours, _ in rounds),
+            f"{name} sync {channel}: plain, s": median(bare for _, bare in rounds),
+            f"{name} sync {channel}: plain / ours": median(bare / ours for ours, bare in rounds),
         }
     return figures
 
