@@ -5,7 +5,7 @@
 
 Throughput is that of the quickstart's model. A sync is that of a Qwen3 of about 100 million parameters into one
 server, beside what the same bytes cost without an engine: a torch.distributed broadcast between two processes for
-gloo and ipc, a safetensors write and read for disk. Medians of five of each, taken in turns; the best of
+gloo and ipc, a safetensors write and read for disk. Medians of nine of each, taken in turns; the best of
 two for throughput. SGLang on a CPU needs PYTHONPATH=tests/engines/sglang_cpu (docs/engines.md).
 """
 
@@ -37,7 +37,7 @@ from dppo_megatron.rollout.engine import Engine, Request, Sampling
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.serving import ServerEngine
 
-_ROUNDS = 5
+_ROUNDS = 9
 _TOKENS = 48
 _LARGE: dict[str, Any] = {
     "hidden_size": 768,

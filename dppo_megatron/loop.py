@@ -71,6 +71,8 @@ class Loop:
         self._step = 0
         self.rests_after: int | None = 0
         """The step whose weights actor and engine both have; None from the first update of a step to its sync."""
+        self.unsynced_step: int | None = None
+        """The step whose updates are all done, until the engine has their weights."""
         self._group_size = config.rollout.completions_per_prompt
         self._packing_layout = packing_layout(config.actor, layout.world_size)
         self._cost = cost_model(self.job.architecture)
@@ -247,13 +249,14 @@ class Loop:
     def sync(self) -> None:
         """Give the engine the actor's weights."""
         rollout = self.job.config.rollout
+        self.unsynced_step = self._step
         with self.timers.phase("sync"):
             self._engine.load_weights(self.actor.weights)
             every = rollout.verify_every_syncs
             if rollout.engine != "hf" and every and self._num_syncs % every == 0:
                 self._check_canary()
             self._num_syncs += 1
-        self.rests_after = self._step
+        self.rests_after, self.unsynced_step = self._step, None
 
     def close(self) -> None:
         """Release the engine's servers."""

@@ -62,7 +62,8 @@ class Run:
         )
         self._origin = self._find_origin()
         self.resumes = self._origin is not None
-        self._recorded = 0
+        self._recorded: int | None = None
+        """The last step with a line in metrics.jsonl."""
         self.loop = Loop(job, self.progress.say)
         self.summary = Summary()
         self._warned: set[str] = set()
@@ -80,9 +81,8 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is GuardStop and self.loop.rests_after == self._recorded:
-            self._save(self._recorded)
-            self._finalize(blocking=True)
+        if kind is GuardStop and self._recorded is not None:
+            self._keep_what_is_done(self._recorded)
         self.loop.close()
         self.progress.close()
         self._stop_requests.restore()
@@ -220,6 +220,18 @@ class Run:
         self._trace = JsonLines(self._directory / "trace.jsonl")
         if not (self._directory / "trace.jsonl").stat().st_size:
             self._trace.write(header)
+
+    def _keep_what_is_done(self, recorded: int) -> None:
+        """A checkpoint where a guard stops the run between two steps, or in the sync that ends one. Collective."""
+        if self.loop.unsynced_step == recorded + 1:
+            recorded += 1
+            metrics = self.loop.take_metrics()
+            self.say(self.loop.feedback(recorded, metrics))
+            self.record(recorded, metrics)
+        elif self.loop.rests_after != recorded:
+            return
+        self._save(recorded)
+        self._finalize(blocking=True)
 
     def _save(self, step: int) -> bool:
         """Returns whether it could be written. Collective."""

@@ -478,7 +478,7 @@ def test_a_hung_server_is_named_and_survived(served: Served, tmp_path: Path) -> 
     synced and takes part again."""
     said: list[str] = []
     config = served.config(
-        tmp_path, rollout__probe_every_s=0.5, rollout__probe_timeout_s=4.0, rollout__sync_timeout_s=30
+        tmp_path, rollout__probe_every_s=0.5, rollout__probe_timeout_s=12.0, rollout__sync_timeout_s=30
     )
     engine, reference = served.engine(config, said), Reference(served.files / "model", 6)
     engine.load_weights(reference.weights)
@@ -514,32 +514,42 @@ def test_a_killed_server_loses_and_repeats_nothing(served: Served, tmp_path: Pat
 
 
 def test_without_any_server_the_run_stops_with_a_checkpoint(served: Served, tmp_path: Path) -> None:
-    """The last server hangs for good after the first sync: exit code 3, the server is named, and step 0's state is
-    there to go on from."""
+    """The last server hangs, first in the update of step 1, so that its sync fails, then, in the run that goes on from
+    there, before step 3's generation: each time the server is named and the last finished update is kept."""
     config = served.config(
         tmp_path / "run",
         1,
+        steps=4,
         rollout__engine_wait_s=2,
+        rollout__sync_timeout_s=10,
         rollout__probe_every_s=0.5,
-        rollout__probe_timeout_s=2,
+        rollout__probe_timeout_s=8,
         rollout__verify_every_syncs=0,
     )
-    said = run_ranks(_train_with_a_server_that_stops, 1, config, served.servers[0])[0]
-    assert "have been gone for rollout.engine_wait_s = 2 s" in said and served.servers[0].url in said
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_000001"]
+    run_dir, server = tmp_path / "run", served.servers[0]
+    said = run_ranks(_train_with_a_server_that_stops, 1, config, server, "update", 1)[0]
+    assert "no rollout server has taken weight sync 2" in said and server.url in said
+    assert [path.name for path in (run_dir / "checkpoints").glob("step_*")] == ["step_000001"]
+    _signal(server, signal.SIGCONT)
+    said = run_ranks(_train_with_a_server_that_stops, 1, config, server, "select", 2)[0]
+    assert "have been gone for rollout.engine_wait_s = 2 s" in said and server.url in said
+    assert sorted(path.name for path in (run_dir / "checkpoints").glob("step_*")) == ["step_000001", "step_000002"]
+    assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2]
 
 
-def _train_with_a_server_that_stops(config: Config, server: LaunchedServer) -> str:
+def _train_with_a_server_that_stops(config: Config, server: LaunchedServer, phase: str, count: int) -> str:
+    """Before the `count`-th call of the loop's `phase`."""
     try:
         with Run(prepare_job(config, 1)) as run:
-            select = run.loop.select
+            call, calls = getattr(run.loop, phase), []
 
-            def stop_before(step: int) -> Any:
-                if step == 2:
+            def stop_and_call(*arguments: Any) -> Any:
+                calls.append(phase)
+                if len(calls) == count:
                     _signal(server, signal.SIGSTOP)
-                return select(step)
+                return call(*arguments)
 
-            run.loop.select = stop_before  # type: ignore[method-assign]
+            setattr(run.loop, phase, stop_and_call)
             train(run)
     except GuardStop as stop:
         return str(stop)

@@ -16,6 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from job import job_config, write_job_files
 
+sys.path.insert(0, str(Path(__file__).parent / "engines"))
+from servers import PYTHON, needs, stand_ins
+
 from dppo_megatron.config.rollout import RolloutConfig, check_rollout
 from dppo_megatron.rollout import sglang, shared_memory, vllm
 from dppo_megatron.rollout.channels import buckets, write_snapshot
@@ -229,10 +232,7 @@ def test_both_dialects_send_every_sampling_parameter() -> None:
 
 
 _CHECK = """
-import json, sys, torch
-library = torch.library.Library("torchvision", "DEF")  # its CPU build does not register what SGLang imports
-for name in ("nms", "qnms"):
-    library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+import json, sys
 from sglang.srt.managers import io_struct
 from sglang.srt.sampling.sampling_params import SamplingParams
 bodies = json.load(sys.stdin)
@@ -245,10 +245,7 @@ print(request.batch_size)
 """
 
 
-@pytest.mark.skipif(
-    "DPPO_SGLANG_PYTHON" not in os.environ,
-    reason="no SGLang: DPPO_SGLANG_PYTHON names the interpreter of an environment with sglang 0.5.23",
-)
+@needs("sglang")
 def test_requests_are_what_sglang_takes() -> None:
     """Our bodies through the engine's own request types and its own check of sampling parameters."""
     group = Group("3-5-0", (1, 2, 3), 2, 40)
@@ -257,7 +254,11 @@ def test_requests_are_what_sglang_takes() -> None:
         "disk": {"model_path": "m", "weight_version": "3"},
     }
     answer = subprocess.run(
-        [os.environ["DPPO_SGLANG_PYTHON"], "-c", _CHECK], input=json.dumps(bodies), capture_output=True, text=True
+        [PYTHON["sglang"], "-c", _CHECK],
+        input=json.dumps(bodies),
+        capture_output=True,
+        text=True,
+        env=os.environ | stand_ins("sglang"),
     )
     assert answer.returncode == 0, answer.stderr[-3000:]
     assert answer.stdout.split()[-1] == "2"

@@ -98,10 +98,8 @@ class Server(Protocol):
 
     def resume(self, *, timeout_s: float) -> None: ...
 
-    def load_from_disk(self, path: str, version: str, *, timeout_s: float) -> None: ...
-
-    def reset_cache(self, *, timeout_s: float) -> None:
-        """Forget cached prefixes: their keys and values belong to the old weights."""
+    def load_from_disk(self, path: str, version: str, *, timeout_s: float) -> None:
+        """Leaves no cached prefix: its keys and values would belong to the old weights."""
 
     def weights_version(self, *, timeout_s: float) -> str: ...
 
@@ -134,7 +132,8 @@ class BucketServer(Server, Protocol):
     ) -> None:
         """Take these tensors from memory of the trainer: `views` into `buffer`, end to end from its front."""
 
-    def end_update(self, version: str, *, timeout_s: float) -> None: ...
+    def end_update(self, version: str, *, timeout_s: float) -> None:
+        """Leaves no cached prefix, as `load_from_disk`."""
 
 
 def architecture_of(root: str) -> tuple[str | None, int | None]:

@@ -51,11 +51,10 @@ def around_update(fleet: Fleet, members: Sequence[Member], in_flight: InFlight, 
 
 
 def finish_update(fleet: Fleet, members: Sequence[Member], version: str, timeout_s: float) -> None:
-    """After an update: forget cached prefixes, generate again, and read the version back. Those that agree are live."""
+    """After an update: generate again, and read the version back. Those that agree are live."""
 
     def finish(member: Member) -> None:
         server = member.server
-        server.reset_cache(timeout_s=timeout_s)
         server.resume(timeout_s=timeout_s)
         found = server.weights_version(timeout_s=timeout_s)
         if found != version:

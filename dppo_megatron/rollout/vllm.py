@@ -122,6 +122,7 @@ class VLLMServer:
         self._rpc("reload_weights", timeout_s, weights_path=path)
         if self._extended:
             self._rpc("dppo_refresh_packed", timeout_s)
+        self._forget_prefixes(timeout_s)
         self.http.post("/update_weight_version", {"new_version": version}, timeout_s=timeout_s)
 
     def join_group(self, meeting: Meeting, *, timeout_s: float) -> None:
@@ -160,12 +161,7 @@ class VLLMServer:
     def end_update(self, version: str, *, timeout_s: float) -> None:
         """Commit under `version`."""
         self.http.post("/finish_weight_update", {"weight_version": version}, timeout_s=timeout_s)
-
-    def reset_cache(self, *, timeout_s: float) -> None:
-        """Fails loudly: a kept prefix would be keys and values of the old weights."""
-        answer = self.http.post("/reset_prefix_cache?reset_running_requests=true", timeout_s=timeout_s)
-        if isinstance(answer, dict) and not answer.get("success", True):
-            raise Refused(409, "the prefix cache could not be reset: blocks are still held")
+        self._forget_prefixes(timeout_s)
 
     def weights_version(self, *, timeout_s: float) -> str:
         """What the engine calls its present weights."""
@@ -195,6 +191,11 @@ class VLLMServer:
             with contextlib.suppress(Refused):  # it was refused for another reason: the second answer says which
                 self.http.post("/finish_weight_update", {"weight_version": "interrupted"}, timeout_s=timeout_s)
             self.http.post(path, timeout_s=timeout_s)
+
+    def _forget_prefixes(self, timeout_s: float) -> None:
+        answer = self.http.post("/reset_prefix_cache?reset_running_requests=true", timeout_s=timeout_s)
+        if isinstance(answer, dict) and not answer.get("success", True):
+            raise Refused(409, "the prefix cache could not be reset: blocks are still held")
 
     def _rpc(self, method: str, timeout_s: float, **kwargs: Any) -> Any:
         body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}

@@ -45,10 +45,14 @@ def needs(engine: str) -> pytest.MarkDecorator:
     )
 
 
+def stand_ins(engine: str) -> dict[str, str]:
+    """Variables that a process of `engine` on a CPU needs."""
+    return {"PYTHONPATH": str(_HERE / "sglang_cpu")} if engine == "sglang" and not ON_GPU else {}
+
+
 def local_settings(engine: str, *more_arguments: str) -> dict[str, Any]:
     """What has a trainer start servers of `engine` on this machine."""
-    if engine == "sglang" and not ON_GPU:  # the trainer's servers inherit its environment
-        os.environ["PYTHONPATH"] = str(_HERE / "sglang_cpu")
+    os.environ.update(stand_ins(engine))  # the trainer's servers inherit its environment
     arguments = ", ".join(f"'{argument}'" for argument in [*_ARGUMENTS[engine], *more_arguments])
     return {
         "rollout__engine": engine,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -99,20 +100,22 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         tensors = [
             part.view(dtype).view(shape) for part, shape in zip(memory[: sum(sizes)].split(sizes), shapes, strict=True)
         ]
-        if update_info.memory is None:
-            self._receive(tensors)
-        self.model.load_weights(zip(update_info.names, tensors, strict=True))
+        arriving = self._receive(tensors) if update_info.memory is None else tensors
+        self.model.load_weights(zip(update_info.names, arriving, strict=True))
         keep_what_waits(self.model, memory)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the trainer fills the same memory again when it has our answer
 
-    def _receive(self, tensors: list[torch.Tensor]) -> None:
+    def _receive(self, tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """All broadcasts are begun at once; each tensor is loaded while the next ones come."""
         if self._group is None:
             raise RuntimeError("no weight transfer group: init_weight_transfer_engine comes first")
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        for work in [self._group.broadcast([tensor], options) for tensor in tensors]:
+        begun = [self._group.broadcast([tensor], options) for tensor in tensors]
+        for tensor, work in zip(tensors, begun, strict=True):
             work.wait()
+            yield tensor
 
     def _own(self, num_bytes: int) -> torch.Tensor:
         if self._memory is None or self._memory.nbytes < num_bytes:
