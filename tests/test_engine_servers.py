@@ -477,9 +477,8 @@ def test_a_hung_server_is_named_and_survived(served: Served, tmp_path: Path) -> 
     """SIGSTOP in the middle of generation: every request is answered once, by the other server; after SIGCONT it is
     synced and takes part again."""
     said: list[str] = []
-    patience_s = 4.0 if served.name == "vllm" else 12.0  # SGLang's /health samples a token, which takes its turn
     config = served.config(
-        tmp_path, rollout__probe_every_s=0.5, rollout__probe_timeout_s=patience_s, rollout__sync_timeout_s=30
+        tmp_path, rollout__probe_every_s=0.5, rollout__probe_timeout_s=5.0, rollout__sync_timeout_s=30
     )
     engine, reference = served.engine(config, said), Reference(served.files / "model", 6)
     engine.load_weights(reference.weights)

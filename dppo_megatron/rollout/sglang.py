@@ -90,8 +90,13 @@ class SGLangServer:
         )
 
     def healthy(self, *, timeout_s: float) -> None:
-        """/health has a token generated: it answers after a second at the earliest, and with 503 if none comes."""
-        self.http.get("/health", timeout_s=timeout_s)
+        """/server_info asks the scheduler for its state. /health has a token generated instead, which one that an
+        interrupted sync has left paused never does: it would stay out for good."""
+        try:
+            self.http.get("/server_info", timeout_s=timeout_s)
+        except Refused as error:
+            if error.status != 404:  # no SGLang: `describe` says so
+                raise
 
     def generate(self, group: Group, sampling: Sampling, *, timeout_s: float) -> list[Sampled]:
         """One request, a batch of group.count copies of the prompt, after one that prefills it."""
