@@ -45,6 +45,8 @@ class Member:
     outstanding_tokens: int = 0
     groups: int = 0
     outages: int = 0
+    has_leftovers: bool = False
+    """It has been out since its last sync: requests that others have answered since may still run there."""
     last_probe: float = 0.0
     probe: Future[None] | None = None
 
@@ -117,6 +119,7 @@ class Fleet:
         if member.state != "out":
             self.say(f"rollout: {member.name} is out: {reason}")
             member.outages += 1
+            member.has_leftovers = True
         member.state, member.reason = "out", reason
         member.server.http.close()
 

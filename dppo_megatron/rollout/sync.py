@@ -46,8 +46,13 @@ def choose_channel(
 
 
 def around_update(fleet: Fleet, members: Sequence[Member], in_flight: InFlight, timeout_s: float) -> None:
-    """Before an update: running requests are treated as `in_flight` says, new ones wait at the server."""
-    on_each(fleet, members, lambda member: member.server.pause(in_flight, timeout_s=timeout_s))
+    """Before an update: running requests are treated as `in_flight` says, leftovers of an outage are ended, since their
+    ids come back; new ones wait at the server."""
+
+    def pause(member: Member) -> None:
+        member.server.pause("abort" if member.has_leftovers else in_flight, timeout_s=timeout_s)
+
+    on_each(fleet, members, pause)
 
 
 def finish_update(fleet: Fleet, members: Sequence[Member], version: str, timeout_s: float) -> None:
@@ -62,4 +67,4 @@ def finish_update(fleet: Fleet, members: Sequence[Member], version: str, timeout
 
     healthy = [member for member in members if member.state != "out"]
     for member in on_each(fleet, healthy, finish):
-        member.state, member.reason = "live", ""
+        member.state, member.reason, member.has_leftovers = "live", "", False
