@@ -162,6 +162,7 @@ class Loop:
         """
 
         def decide() -> list[list[TrainSample]]:
+            """On rank 0, which alone knows the selector's state."""
             completions = [completion for group in groups for completion in group.completions]
             shape = (len(groups), self._group_size)
             rollouts = Rollouts(
@@ -282,6 +283,7 @@ class Loop:
             return []
 
         def learn() -> list[str]:
+            """On rank 0, as `decide` in `prune`."""
             rollout_s = metrics["time/rollout_s"] + metrics["time/reward_s"]
             update_s = metrics["time/update_s"]
             return self._selector.feedback(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -16,16 +17,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from job import read_metrics, write_job_files
+from job import job_config, read_metrics, write_job_files
 from killing import Kill, run_killed, run_whole, train_or_die
 from launch import RankError, run_ranks
 from tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.algorithms.objectives import supervised
+from dppo_megatron.job import prepare_job
 from dppo_megatron.observe.metrics import JsonLines, rewind
 from dppo_megatron.observe.watchdog import Watchdog
 from dppo_megatron.rewards.pool import GraderPool
-from dppo_megatron.types import UserError
+from dppo_megatron.rollout.engine import Weights
+from dppo_megatron.run import Run
+from dppo_megatron.train import train
+from dppo_megatron.types import GuardStop, UserError
 
 SHORT = {
     "warm_start__steps": 2,
@@ -85,6 +90,35 @@ def test_the_guard_stops_with_a_checkpoint_and_the_samples(
     said = capfd.readouterr().err
     assert "2 updates in a row" in said and "samples of the last (prompt:completion): " in said
     assert (tmp_path / "run" / "checkpoints" / "step_000002" / "manifest.json").is_file()
+
+
+def test_a_failed_sync_keeps_the_update_before_it(files: Path, tmp_path: Path) -> None:
+    """A guard in the sync after step 2 leaves step 2's checkpoint and metrics; one in the sync of the run that goes on
+    from there leaves everything as it was."""
+    run_dir = tmp_path / "run"
+    for failing_sync in (3, 1):
+        run_ranks(_train_until_a_sync_fails, 1, files, run_dir, failing_sync)
+        assert [path.name for path in (run_dir / "checkpoints").glob("step_*")] == ["step_000002"]
+        assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2]
+        assert "train/loss" in read_metrics(run_dir)[-1]
+    run_whole(files, run_dir, 1, SHORT | {"checkpoint__every_steps": 0})
+    assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3]
+
+
+def _train_until_a_sync_fails(files: Path, run_dir: Path, failing_sync: int) -> None:
+    config = job_config(files, run_dir, **SHORT | {"checkpoint__every_steps": 0})
+    with contextlib.suppress(GuardStop), Run(prepare_job(config, 1)) as run:
+        engine, syncs = run.loop._engine, itertools.count(1)
+        load_weights = engine.load_weights
+
+        def load_or_fail(weights: Weights) -> None:
+            if next(syncs) == failing_sync:
+                raise GuardStop("no rollout server has taken the weights")
+            load_weights(weights)
+
+        engine.load_weights = load_or_fail  # type: ignore[method-assign]
+        train(run)
+        raise AssertionError("the run was not stopped")
 
 
 def _command_line(files: Path, run_dir: Path, extra: dict[str, Any]) -> int:

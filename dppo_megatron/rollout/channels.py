@@ -186,6 +186,7 @@ class BroadcastChannel(BucketChannel):
         tensors, notes = [tensor for _, tensor in bucket], notes_of(bucket)
 
         def hand_over(member: Member) -> None:
+            """The broadcast and the request to take part in it, to one server."""
             begun = send(self._groups[member.name], tensors)
             try:
                 # asked in this thread, so that a refusal is known at once and not after the broadcast's timeout

@@ -154,6 +154,7 @@ def is_older(version: str, minimum: str) -> bool:
     """Compares the leading numbers of two versions; 0.9.1 is older than 0.10."""
 
     def numbers(text: str) -> list[int]:
+        """Its leading numbers: [0, 10, 1] of 0.10.1rc2+cpu."""
         found = []
         for part in text.split("+")[0].split("."):
             digits = part[: len(part) - len(part.lstrip("0123456789"))]

@@ -39,9 +39,8 @@ _PAUSE_MODE: dict[InFlight, str] = {"finish": "retract", "abort": "abort", "cont
 has already waited for them where the policy is `finish`."""
 
 _FLUSH = {"flush_cache": True, "torch_empty_cache": False}
-"""With every bucket, since nothing is generated from `pause` to `resume`. /flush_cache would also collect garbage or
-empty the device's allocator, which it cannot be asked not to: 0.5 s for 100 M parameters on 2 CPU cores, more than the
-bytes took."""
+"""With every bucket, since nothing is generated from `pause` to `resume`. /flush_cache would also collect garbage (on a
+CPU) or empty the device's allocator, and cannot be asked not to: on a CPU it cost as much as the bytes."""
 
 
 @dataclass

@@ -50,6 +50,7 @@ def around_update(fleet: Fleet, members: Sequence[Member], in_flight: InFlight, 
     ids come back; new ones wait at the server."""
 
     def pause(member: Member) -> None:
+        """One server."""
         member.server.pause("abort" if member.has_leftovers else in_flight, timeout_s=timeout_s)
 
     on_each(fleet, members, pause)
@@ -59,6 +60,7 @@ def finish_update(fleet: Fleet, members: Sequence[Member], version: str, timeout
     """After an update: generate again, and read the version back. Those that agree are live."""
 
     def finish(member: Member) -> None:
+        """One server; Refused if it names other weights than it was sent."""
         server = member.server
         server.resume(timeout_s=timeout_s)
         found = server.weights_version(timeout_s=timeout_s)
