@@ -60,5 +60,11 @@ def collect(mine: Sequence[T]) -> list[T]:
     return merged
 
 
+def barrier() -> None:
+    """Return when every rank has come here."""
+    if _world_size() > 1:
+        dist.barrier()
+
+
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1

@@ -94,6 +94,7 @@ class Loop:
         config = self.job.config
         warm, examples = config.warm_start, self.job.warm_start_examples
         if warm.steps:
+            self._engine.rest()
             self.actor.start_phase(
                 warm_start_optimizer(config.actor.optimizer, warm.learning_rate, warm.lr_warmup_steps), warm.steps
             )

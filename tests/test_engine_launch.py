@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -35,11 +36,19 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+CALLS = {
+    "vllm": ("POST /sleep?level=2 ", "POST /wake_up?tags="),
+    "sglang": ("POST /release_memory_occupation ", "POST /resume_memory_occupation "),
+}
+"""To sleep and to wake, as the engines' own logs name them; woken twice, for the weights and for the cache."""
+
+
 @pytest.mark.parametrize("engine", [pytest.param(name, marks=needs(name)) for name in ("vllm", "sglang")])
 def test_a_run_starts_its_server_and_starts_it_again(files: Path, tmp_path: Path, engine: str) -> None:
-    """Three steps on two ranks. The only server is killed in the middle of the second step's generation: it is started
-    again, synced through shared memory, and the step goes on; engine and actor agree in every step, and nothing of the
-    server is left when the run has ended."""
+    """Three steps on two ranks with a colocated server, which a CPU has sleep and wake too, but for the memory. It is
+    killed in the middle of the second step's generation, and asleep in the third's update: each time it is started
+    again and synced through shared memory, and only what slept is woken. Engine and actor agree in every step, and
+    nothing of the server is left when the run has ended."""
     config = job_config(
         files,
         tmp_path / "run",
@@ -48,6 +57,7 @@ def test_a_run_starts_its_server_and_starts_it_again(files: Path, tmp_path: Path
         rollout__sync_bucket_mb=1,
         rollout__verify_every_syncs=1,
         rollout__probe_every_s=0.5,
+        rollout__colocate="true",
         **local_settings(engine),
     )
     said = run_ranks(_train_and_kill_the_server, 2, config, timeout_s=500)
@@ -56,21 +66,30 @@ def test_a_run_starts_its_server_and_starts_it_again(files: Path, tmp_path: Path
     assert len(rows) == 3 and rows[1]["rollout/retries"] > 0
     assert all(row["mismatch/logprob_abs_diff_mean"] < 1e-3 and row["rollout/servers_live"] == 1 for row in rows)
     assert all(row["rollout/canary_logprob_diff"] < 1e-3 for row in rows[1:])
+    sleep, wake = CALLS[engine]
+    log = (tmp_path / "run" / "servers" / "server_0.log").read_text().splitlines()
+    assert [" 200 " in line for line in log if sleep in line] == [True] * 4, "in the warm start and in three updates"
+    assert [" 200 " in line for line in log if wake in line] == [True] * 6, "killed in its last sleep"
 
 
 def _train_and_kill_the_server(config: Config) -> str:
     with Run(prepare_job(config, 2)) as run:
         engine: Any = run.loop._engine
-        start = run.loop._engine.start
-        steps: list[int] = []
+        start, rest, steps = engine.start, engine.rest, [0]
 
         def start_and_kill(requests: Any, sampling: Any) -> None:
             start(requests, sampling)
-            if requests and requests[0].step == 2 and not steps and engine._connection is not None:
-                steps.append(2)
-                os.killpg(_only_server(engine).process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+            begins = requests[0].step > steps[-1]
+            steps.append(requests[0].step)
+            if begins and steps[-1] == 2 and engine._connection is not None:
+                _kill(_only_server(engine))
 
-        run.loop._engine.start = start_and_kill  # type: ignore[method-assign]
+        def rest_and_kill() -> None:
+            rest()
+            if steps[-1] == 3 and engine._connection is not None:
+                _kill(_only_server(engine)).wait()
+
+        engine.start, engine.rest = start_and_kill, rest_and_kill
         train(run)
         last = _only_server(engine).process if engine._connection is not None else None
         description = str(engine.description)
@@ -84,6 +103,12 @@ def _only_server(engine: ServerEngine) -> LaunchedServer:
     assert engine._connection is not None
     [server] = engine._connection.launched
     return server
+
+
+def _kill(server: LaunchedServer) -> subprocess.Popen[bytes]:
+    assert server.process is not None
+    os.killpg(server.process.pid, signal.SIGKILL)
+    return server.process
 
 
 def _wait_until_gone(group: int) -> None:

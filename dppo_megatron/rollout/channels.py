@@ -244,15 +244,22 @@ def notes_of(bucket: Bucket) -> list[TensorNote]:
     return [TensorNote(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in bucket]
 
 
-def on_each(fleet: Fleet, members: Sequence[Member], action: Callable[[Member], None]) -> list[Member]:
-    """Run `action` on all at the same time; who fails is marked out. Returns the others."""
-    futures = [(member, in_thread(lambda m=member: action(m))) for member in members]  # type: ignore[misc]
+def on_each(
+    fleet: Fleet, members: Sequence[Member], action: Callable[[Member], None], doing: str = "weight sync"
+) -> list[Member]:
+    """Run `action` at the same time on all that are not out; who fails at what we were `doing` is marked out.
+
+    Returns:
+        Those for which it succeeded.
+    """
+    taking_part = [member for member in members if member.state != "out"]
+    futures = [(member, in_thread(lambda m=member: action(m))) for member in taking_part]  # type: ignore[misc]
     succeeded = []
     for member, future in futures:
         try:
             future.result()
         except (Unreachable, Refused, RuntimeError) as error:  # torch reports a broken group as RuntimeError
-            fleet.mark_out(member, f"weight sync failed: {error}")
+            fleet.mark_out(member, f"{doing} failed: {error}")
         else:
             succeeded.append(member)
     return succeeded

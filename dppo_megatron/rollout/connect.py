@@ -51,6 +51,9 @@ class Connection:
             if not server.is_running:
                 self.fleet.say(f"rollout: the launched server {server.url} has ended; starting it again")
                 self._starter.submit(server.start).result()
+                for member in self.fleet.members:
+                    if member.name == server.url:
+                        member.asleep.clear()
 
     def close(self) -> None:
         """Cut connections and end launched servers."""

@@ -23,7 +23,7 @@ from typing import Literal
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.http import Refused, Unreachable
-from dppo_megatron.rollout.server import Group, Sampled, Server
+from dppo_megatron.rollout.server import DeviceMemory, Group, Sampled, Server
 from dppo_megatron.types import GuardStop
 
 _TICK_S = 0.2
@@ -47,6 +47,8 @@ class Member:
     outages: int = 0
     has_leftovers: bool = False
     """It has been out since its last sync: requests that others have answered since may still run there."""
+    asleep: set[DeviceMemory] = field(default_factory=set)
+    """What it has given back to the actor. A process that was started again has all of its memory."""
     last_probe: float = 0.0
     probe: Future[None] | None = None
 

@@ -22,6 +22,7 @@ from dppo_megatron.rollout.shared_memory import SharedBuffer
 from dppo_megatron.types import IntArray, UserError
 
 InFlight = Literal["finish", "abort", "continue"]
+DeviceMemory = Literal["weights", "kv_cache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,8 @@ class Server(Protocol):
     def sleep(self, *, timeout_s: float) -> None:
         """Free the device memory of weights and key-value cache."""
 
-    def wake(self, what: Literal["weights", "kv_cache"], *, timeout_s: float) -> None: ...
+    def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
+        """Take one of them back, once: SGLang's scheduler ends when it is asked for what it has."""
 
 
 class BucketServer(Server, Protocol):

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.distributed import collect, from_rank_zero, share
+from dppo_megatron.distributed import barrier, collect, from_rank_zero, share
 from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.channels import BroadcastChannel, Channel, DiskChannel, SharedMemoryChannel, on_each
 from dppo_megatron.rollout.connect import Connection, connect
@@ -26,7 +27,7 @@ from dppo_megatron.rollout.fleet import Fleet, NeedsWeights, Work
 from dppo_megatron.rollout.http import Refused, Unreachable
 from dppo_megatron.rollout.receipts import Digests, differing
 from dppo_megatron.rollout.server import Group, Sampled
-from dppo_megatron.rollout.sync import around_update, finish_update
+from dppo_megatron.rollout.sync import around_update, finish_update, put_to_sleep, wake
 from dppo_megatron.types import Completion, GuardStop
 from dppo_megatron.weights.architecture import Architecture
 
@@ -59,7 +60,6 @@ class ServerEngine:
         self._weights: Weights | None = None
         self._statistics: dict[str, float] = {}
         self._started: _Background | None = None
-        self._resting = False
         self._connection: Connection | None = None
         self.description: str = from_rank_zero(lambda: self._connect(config, architecture, say))
 
@@ -67,6 +67,9 @@ class ServerEngine:
         """Sync every server that answers; see `sync.py`. Raises GuardStop if none has the weights in the end."""
         self._version += 1
         self._weights = weights
+        if self._config.rollout.colocate:
+            torch.cuda.empty_cache()  # what the update has freed is the servers' now, and torch would keep it
+            barrier()
         if self._connection is not None:
             for member in self._fleet.live:
                 member.state, member.reason = "stale", f"to get weight sync {self._version}"
@@ -157,14 +160,15 @@ class ServerEngine:
         """After `pause`."""
         if self._connection is not None:
             timeout_s = self._config.rollout.sync_timeout_s
-            on_each(self._fleet, self._fleet.live, lambda member: member.server.resume(timeout_s=timeout_s))
+            on_each(
+                self._fleet, self._fleet.live, lambda member: member.server.resume(timeout_s=timeout_s), doing="resume"
+            )
 
     def rest(self) -> None:
         """No generation until the next `load_weights`: colocated servers give their device memory back."""
-        if self._connection is not None and self._config.rollout.colocate and not self._resting:
-            for member in self._fleet.live:
-                member.server.sleep(timeout_s=self._config.rollout.sync_timeout_s)
-        self._resting = True
+        rollout = self._config.rollout
+        if rollout.colocate:  # every rank waits: its GPU is not its own before
+            from_rank_zero(lambda: put_to_sleep(self._fleet, rollout.sync_timeout_s))
 
     def health(self) -> dict[str, str]:
         """Rank 0's view."""
@@ -219,7 +223,6 @@ class ServerEngine:
                 return self._needs_another_pass(problem, passes, until)
 
             again = from_rank_zero(decide)
-        self._resting = False
         self._statistics["rollout/sync_s"] = time.perf_counter() - started
 
     def _pass_to_the_end(self, tensors: Iterable[tuple[str, Tensor]]) -> Exception | None:
@@ -242,17 +245,12 @@ class ServerEngine:
         fleet.revive()
         members = [member for member in fleet.members if member.state == "stale"]
         digests = Digests() if self._verifies else None
-        if rollout.colocate and self._resting:
-            for member in members:
-                member.server.wake("weights", timeout_s=timeout_s)
+        wake(fleet, members, "weights", timeout_s)
         if self._started is not None and rollout.in_flight == "finish":
             self._started.join()
         around_update(fleet, members, rollout.in_flight, timeout_s)
-        members = [member for member in members if member.state != "out"]
         self._channel.push(digests.watch(tensors) if digests else tensors, members, version)
-        if rollout.colocate and self._resting:
-            for member in members:
-                member.server.wake("kv_cache", timeout_s=timeout_s)
+        wake(fleet, members, "kv_cache", timeout_s)
         finish_update(fleet, members, version, timeout_s)
         if digests is not None:
             self._compare(digests)
@@ -265,7 +263,11 @@ class ServerEngine:
     def _compare(self, digests: Digests) -> None:
         compared = 0
         for member in self._fleet.live:
-            held = member.server.checksums(timeout_s=self._config.rollout.sync_timeout_s)
+            try:
+                held = member.server.checksums(timeout_s=self._config.rollout.sync_timeout_s)
+            except (Unreachable, Refused) as error:
+                self._fleet.mark_out(member, f"no receipt for weight sync {self._version}: {error}")
+                continue
             names, compared = differing(digests.found, held)
             if names:
                 raise GuardStop(

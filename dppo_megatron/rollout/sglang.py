@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +20,7 @@ from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.groups import BroadcastGroup, Meeting, torch_group
 from dppo_megatron.rollout.http import Http, Refused
 from dppo_megatron.rollout.server import (
+    DeviceMemory,
     Group,
     InFlight,
     Sampled,
@@ -188,10 +189,10 @@ class SGLangServer:
         self.http.post("/update_weight_version", body, timeout_s=timeout_s)
 
     def sleep(self, *, timeout_s: float) -> None:
-        """Needs --enable-memory-saver."""
+        """Needs --enable-memory-saver; on a CPU, which has no memory to give, SGLang only keeps account."""
         self.http.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, timeout_s=timeout_s)
 
-    def wake(self, what: Literal["weights", "kv_cache"], *, timeout_s: float) -> None:
+    def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
         """Weights before the sync, the cache after it."""
         self.http.post("/resume_memory_occupation", {"tags": [what]}, timeout_s=timeout_s)
 
@@ -274,7 +275,7 @@ def sglang_command(
         *(python, "-m", "sglang.launch_server", "--model-path", model, "--served-model-name", "policy"),
         *("--host", "127.0.0.1", "--port", "{port}", "--dtype", dtype, "--context-length", str(max_tokens)),
         *("--max-running-requests", str(config.max_concurrent_sequences), "--skip-server-warmup"),
-        *(["--enable-memory-saver"] if config.colocate else []),
+        *(["--enable-memory-saver"] if config.colocate and not cpu else []),
         *([*on_cpu, "--disable-overlap-schedule", "--disable-cuda-graph", "--grammar-backend", "none"] if cpu else []),
         "--sleep-on-idle",  # else its scheduler turns in a loop, on a core that the actor could use
         *config.server_args,

@@ -8,7 +8,7 @@ from typing import Literal
 from dppo_megatron.rollout.channels import on_each
 from dppo_megatron.rollout.fleet import Fleet, Member
 from dppo_megatron.rollout.http import Refused
-from dppo_megatron.rollout.server import InFlight
+from dppo_megatron.rollout.server import DeviceMemory, InFlight
 from dppo_megatron.types import UserError
 
 ChannelName = Literal["disk", "gloo", "nccl", "ipc"]
@@ -56,6 +56,28 @@ def around_update(fleet: Fleet, members: Sequence[Member], in_flight: InFlight, 
     on_each(fleet, members, pause)
 
 
+def put_to_sleep(fleet: Fleet, timeout_s: float) -> None:
+    """Device memory back to the actor, from every server that answers and is awake."""
+
+    def sleep(member: Member) -> None:
+        """One server. Should no answer come, it has more likely gone to sleep than not."""
+        member.asleep = {"weights", "kv_cache"}
+        member.server.sleep(timeout_s=timeout_s)
+
+    on_each(fleet, [member for member in fleet.members if not member.asleep], sleep, doing="going to sleep")
+
+
+def wake(fleet: Fleet, members: Sequence[Member], what: DeviceMemory, timeout_s: float) -> None:
+    """Weights before an update and the cache after it: both beside the actor's update would not fit."""
+
+    def wake_one(member: Member) -> None:
+        """One server."""
+        member.server.wake(what, timeout_s=timeout_s)
+        member.asleep.discard(what)
+
+    on_each(fleet, [member for member in members if what in member.asleep], wake_one, doing="waking up")
+
+
 def finish_update(fleet: Fleet, members: Sequence[Member], version: str, timeout_s: float) -> None:
     """After an update: generate again, and read the version back. Those that agree are live."""
 
@@ -67,6 +89,5 @@ def finish_update(fleet: Fleet, members: Sequence[Member], version: str, timeout
         if found != version:
             raise Refused(409, f"its weights version is '{found}' after the sync of '{version}'")
 
-    healthy = [member for member in members if member.state != "out"]
-    for member in on_each(fleet, healthy, finish):
+    for member in on_each(fleet, members, finish):
         member.state, member.reason, member.has_leftovers = "live", "", False

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 from urllib.parse import quote
 
 import numpy as np
@@ -23,6 +23,7 @@ from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.groups import BroadcastGroup, Meeting, bare_group
 from dppo_megatron.rollout.http import Http, Refused
 from dppo_megatron.rollout.server import (
+    DeviceMemory,
     Group,
     InFlight,
     Sampled,
@@ -175,10 +176,10 @@ class VLLMServer:
         return {name.rpartition(":")[2]: digest for name, digest in found.items()}
 
     def sleep(self, *, timeout_s: float) -> None:
-        """Level 2: weights are dropped, since the next sync brings new ones."""
+        """Level 2: weights are dropped, since the next sync brings new ones. A CPU keeps its memory."""
         self.http.post("/sleep?level=2", timeout_s=timeout_s)
 
-    def wake(self, what: Literal["weights", "kv_cache"], *, timeout_s: float) -> None:
+    def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
         """Weights before the sync, the cache after it: both at once would not fit beside the actor."""
         self.http.post(f"/wake_up?tags={quote(what)}", timeout_s=timeout_s)
 
@@ -267,7 +268,7 @@ def vllm_command(
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--worker-extension-cls", "dppo_vllm_extension.WorkerExtension"),
         *("--weight-transfer-config", '{"backend": "dppo"}'),
-        *(["--enable-sleep-mode"] if config.colocate else []),
+        *(["--enable-sleep-mode"] if config.colocate and not cpu else []),
         *(["--enforce-eager", *_WHOLE_PREFILL, "--max-num-batched-tokens", str(max(2048, max_tokens))] if cpu else []),
         *config.server_args,
     ]
