@@ -480,8 +480,8 @@ def _sync_until_all_live(engine: ServerEngine, reference: Reference) -> None:
 
 
 def test_a_hung_server_is_named_and_survived(served: Served, tmp_path: Path) -> None:
-    """SIGSTOP in the middle of generation: every request is answered once, by the other server; after SIGCONT it is
-    synced and takes part again."""
+    """SIGSTOP in the middle of generation: every request is answered once, by the other server; after SIGCONT it can
+    sleep in spite of what it still runs, is synced and takes part again."""
     said: list[str] = []
     config = served.config(
         tmp_path, rollout__probe_every_s=0.5, rollout__probe_timeout_s=5.0, rollout__sync_timeout_s=30
@@ -497,6 +497,9 @@ def test_a_hung_server_is_named_and_survived(served: Served, tmp_path: Path) -> 
     assert any(served.servers[1].url in line and "is out" in line for line in said)
     assert served.same(completions, expected) and reference.difference(requests, completions).max() < 1e-3
     _signal(served.servers[1], signal.SIGCONT)
+    engine._fleet.revive()
+    put_to_sleep(engine._fleet, timeout_s=30.0)
+    assert all(member.asleep and member.state != "out" for member in engine._fleet.members)
     other = Reference(served.files / "model", 7)
     _sync_until_all_live(engine, other)
     completions = engine.generate(requests, Sampling(LONG, 1.0, 0))

@@ -61,6 +61,8 @@ def put_to_sleep(fleet: Fleet, timeout_s: float) -> None:
 
     def sleep(member: Member) -> None:
         """One server. Should no answer come, it has more likely gone to sleep than not."""
+        if member.has_leftovers:  # SGLang's scheduler ends when it is sent to sleep over running requests
+            member.server.pause("abort", timeout_s=timeout_s)
         member.asleep = {"weights", "kv_cache"}
         member.server.sleep(timeout_s=timeout_s)
 
