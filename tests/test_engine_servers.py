@@ -7,6 +7,7 @@ Tests run engine by engine, in the order of this file; the last ones end servers
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -34,10 +35,12 @@ from dppo_megatron.rollout import sglang, vllm
 from dppo_megatron.rollout.connect import make_server
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import engine_from_files
+from dppo_megatron.rollout.http import Refused
 from dppo_megatron.rollout.launch import LaunchedServer
 from dppo_megatron.rollout.receipts import canary_difference
-from dppo_megatron.rollout.server import Group
+from dppo_megatron.rollout.server import Group, TensorNote
 from dppo_megatron.rollout.serving import ServerEngine
+from dppo_megatron.rollout.shared_memory import SharedBuffer
 from dppo_megatron.rollout.sync import put_to_sleep
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
@@ -468,6 +471,43 @@ def test_a_sync_that_fails_half_way_leaves_nobody_with_mixed_weights(served: Ser
     answers = engine.probe(requests[:8], Sampling(LONG, 1.0, 0))
     assert {name for name, _ in answers} == {good.url, bad.url}
     assert newer.difference([*requests[:8], *requests[:8]], [c for _, c in answers]).max() < 1e-3
+
+
+def test_a_bucket_that_fails_leaves_nothing_behind(served: Served, tmp_path: Path) -> None:
+    """An update stops inside a layer that the engine joins of two tensors: with the first of them there, vLLM's worker
+    raises at the next bucket; SGLang's session is left open. The next sync is complete all the same."""
+    engine = served.engine(served.config(tmp_path, 1))
+    broken, whole = (Reference(served.files / "model", seed) for seed in (16, 17))
+    engine.load_weights(broken.weights)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    gate = dict(broken.weights())[name]
+    server: Any = engine._fleet.members[0].server
+    buffer = SharedBuffer(gate.nbytes, gate.device)
+    views, notes = buffer.fill([gate]), [TensorNote(name, "float32", tuple(gate.shape))]
+    server.pause("abort", timeout_s=30)
+    server.begin_update(timeout_s=30)
+    server.receive_shared(buffer, views, notes, timeout_s=30)
+    if served.name == "vllm":
+        with pytest.raises(Refused):
+            server.receive_shared(buffer, views, [replace(notes[0], dtype="no_such_dtype")], timeout_s=30)
+    engine.load_weights(whole.weights)
+    requests = _requests(_prompts(engine._config)[:8])
+    assert whole.difference(requests, engine.generate(requests, Sampling(LONG, 1.0, 0))).max() < 1e-3
+    buffer.close()
+
+
+def test_a_full_disk_fails_the_sync(served: Served, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: the run stops as for every failed sync, and nothing is there
+    that a server could take for weights."""
+    engine = served.engine(served.config(tmp_path, 1, rollout__sync_channel="disk"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, hard))
+    try:
+        with pytest.raises(GuardStop, match="weight sync 1 over disk failed"):
+            engine.load_weights(Reference(served.files / "model", 18).weights)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list((tmp_path / "sync").glob("weights_1"))
 
 
 def _sync_until_all_live(engine: ServerEngine, reference: Reference) -> None:

@@ -60,6 +60,7 @@ def test_every_channel_and_sleep(files: Path, tmp_path: Path, engine_name: str, 
         model__dtype="bfloat16",
         rollout__sync_channel=channel,
         rollout__sync_bucket_mb=1,
+        rollout__max_completion_tokens=24,
         **place,
         **local_settings(engine_name, *SHARE_OF_MEMORY[engine_name]),
     )

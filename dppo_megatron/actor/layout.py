@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,11 @@ class Layout:
     device: torch.device
 
 
+_PATIENCE = timedelta(days=7)
+"""Ranks wait in the job's group while rank 0 waits for servers, with bounds of its own that can be hours; torch would
+end them after 10 minutes. Who dies is named by `observe/watchdog.py`, and Megatron's groups keep their timeouts."""
+
+
 def start_process_group() -> None:
     """Join the job's process group: NCCL with CUDA, gloo without. Needs no launcher for a single process."""
     if dist.is_initialized():
@@ -44,7 +50,7 @@ def start_process_group() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=_PATIENCE)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 

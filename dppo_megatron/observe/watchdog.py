@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 _STOP = "watchdog/stop"
@@ -36,6 +37,7 @@ class Watchdog:
         leave: Callable[[str], None] | None = None,
     ) -> None:
         self._store = store.clone()
+        self._store.set_timeout(timedelta(seconds=timeout_s))
         self._rank, self._timeout_s, self._leave = rank, timeout_s, leave or _leave
         self._watched = list(range(1, world_size)) if rank == 0 else [0]
         self._interval_s = min(5.0, timeout_s / 10)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dppo_megatron.rollout.fleet import Fleet, Member
-from dppo_megatron.rollout.groups import BroadcastBackend, BroadcastGroup, Meeting, abandon, send
+from dppo_megatron.rollout.groups import BroadcastBackend, BroadcastGroup, Meeting, Sending, abandon
 from dppo_megatron.rollout.http import Refused, Unreachable
 from dppo_megatron.rollout.server import BucketServer, TensorNote
 from dppo_megatron.rollout.shared_memory import SharedBuffer
@@ -186,15 +186,14 @@ class BroadcastChannel(BucketChannel):
         tensors, notes = [tensor for _, tensor in bucket], notes_of(bucket)
 
         def hand_over(member: Member) -> None:
-            """The broadcast and the request to take part in it, to one server."""
-            begun = send(self._groups[member.name], tensors)
+            """The broadcast and the request to take part in it, to one server. At the same time: the first broadcast
+            over NCCL begins when the workers are there, and a refusal is to be known before a broadcast's timeout."""
+            sending = Sending(self._groups[member.name], tensors)
             try:
-                # asked in this thread, so that a refusal is known at once and not after the broadcast's timeout
                 _receiver(member).receive(notes, timeout_s=self._timeout_s)
-                while begun:
-                    begun.pop().wait()
+                sending.wait(self._timeout_s)
             finally:
-                begun.clear()  # an error keeps this frame, and this the connection whose end the server waits for
+                sending.forget()  # an error keeps this frame, and this the connection whose end the server waits for
 
         took = self._each(members, hand_over)
         for member in members:

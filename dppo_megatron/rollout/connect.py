@@ -6,11 +6,13 @@ was found and what would be right.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -29,6 +31,7 @@ from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 
 _FIRST_ANSWER_S = 30.0
+_READY_S = 5.0
 
 
 @dataclass
@@ -55,6 +58,14 @@ class Connection:
                     if member.name == server.url:
                         member.asleep.clear()
 
+    def wait_for_starting(self, timeout_s: float) -> None:
+        """Return when no launched server is still starting; one that fails at it stays out."""
+        for server in self.launched:
+            if server.is_starting:
+                [member] = [member for member in self.fleet.members if member.name == server.url]
+                with contextlib.suppress(UserError):
+                    server.wait_ready(lambda m=member: m.server.healthy(timeout_s=_READY_S), timeout_s)  # type: ignore[misc]
+
     def close(self) -> None:
         """Cut connections and end launched servers."""
         self.fleet.close()
@@ -75,14 +86,14 @@ def connect(config: Config, architecture: Architecture, say: Callable[[str], Non
         urls = [server.url for server in launched] or rollout.endpoints
         servers: list[Server] = [make_server(rollout.engine, url, key, architecture.vocab_size) for url in urls]
         for own, server in zip(launched, servers, strict=False):
-            own.wait_ready(lambda s=server: s.healthy(timeout_s=5.0), rollout.start_timeout_s)  # type: ignore[misc]
+            own.wait_ready(lambda s=server: s.healthy(timeout_s=_READY_S), rollout.start_timeout_s)  # type: ignore[misc]
         infos = [describe(server, rollout.api_key_env) for server in servers]
         for server, info in zip(servers, infos, strict=True):
             check_server(server.http.url, info, config, architecture)
         on_gpu = torch.cuda.is_available()
         channel, why = choose_channel(
             rollout.sync_channel,
-            [_reachable(info.channels, launched=bool(launched)) for info in infos],
+            [_reachable(info.channels, own) for info, own in zip_longest(infos, launched)],
             on_gpu=on_gpu,
             colocated=rollout.colocate,
         )
@@ -101,8 +112,19 @@ def connect(config: Config, architecture: Architecture, say: Callable[[str], Non
     )
 
 
-def _reachable(channels: Sequence[str], *, launched: bool) -> list[str]:
-    return [name for name in channels if name != "ipc" or (launched and shared_memory.is_supported())]
+def _reachable(channels: Sequence[str], launched: LaunchedServer | None) -> list[str]:
+    """`ipc` only for a server of ours whose first GPU is the one where rank 0 has the weights."""
+    shares = launched is not None and shared_memory.is_supported()
+    if launched is not None and torch.cuda.is_available():
+        mine = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+        theirs = launched.variables.get("CUDA_VISIBLE_DEVICES", mine)
+        shares = shares and first_device(mine) == first_device(theirs)
+    return [name for name in channels if name != "ipc" or shares]
+
+
+def first_device(visible: str) -> str:
+    """The first of a CUDA_VISIBLE_DEVICES."""
+    return visible.split(",")[0].strip()
 
 
 def make_server(engine: str, url: str, api_key: str, vocab_size: int) -> Server:

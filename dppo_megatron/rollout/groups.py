@@ -53,11 +53,43 @@ def torch_group(meeting: Meeting) -> BroadcastGroup:
     return dict.fromkeys(devices, _backend(meeting, PrefixStore(f"{devices[0]}/", prefixed)))
 
 
-def send(group: BroadcastGroup, tensors: Sequence[Tensor]) -> list[Any]:
-    """Begin to broadcast from rank 0; one handle for each tensor. They are sent from where they lie, without a copy."""
-    options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
-    return [group[tensor.device.type].broadcast([tensor.contiguous()], options) for tensor in tensors]
+class Sending:
+    """Broadcasts from rank 0, begun in a thread of their own: NCCL connects in the first one, and blocks until the
+    other ends do too. They are sent from where they lie, without a copy."""
+
+    def __init__(self, group: BroadcastGroup, tensors: Sequence[Tensor]) -> None:
+        self._begun: list[Any] = []
+        self._error: BaseException | None = None
+        self._forgotten = False
+        self._thread = threading.Thread(target=self._begin, args=(group, tensors), name="broadcast", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when all have been received. Raises RuntimeError if that fails or cannot begin in time."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise RuntimeError(f"the broadcast could not begin in {timeout_s:g} s")
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
+        while self._begun:
+            self._begun.pop().wait()
+
+    def forget(self) -> None:
+        """Keep nothing of what was begun."""
+        self._forgotten = True
+        self._begun.clear()
+
+    def _begin(self, group: BroadcastGroup, tensors: Sequence[Tensor]) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        try:
+            for tensor in tensors:
+                self._begun.append(group[tensor.device.type].broadcast([tensor.contiguous()], options))
+                if self._forgotten:
+                    self._begun.clear()
+                    return
+        except Exception as error:
+            self._error = error
 
 
 def abandon(group: BroadcastGroup) -> None:
@@ -68,6 +100,7 @@ def abandon(group: BroadcastGroup) -> None:
 def _backend(meeting: Meeting, store: PrefixStore) -> Any:
     if meeting.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = meeting.timeout
+        # longer than the request's: torch ends this whole process when a broadcast is what times out first
+        options._timeout = 2 * meeting.timeout
         return dist.ProcessGroupNCCL(store, 0, meeting.world_size, options)
     return dist.ProcessGroupGloo(store, 0, meeting.world_size, meeting.timeout)

@@ -39,6 +39,8 @@ class LaunchedServer:
     log: Path
     port: int = 0
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    is_starting: bool = field(default=False, init=False)
+    """Started, and not seen ready since."""
 
     @property
     def url(self) -> str:
@@ -52,7 +54,7 @@ class LaunchedServer:
 
     def start(self) -> None:
         """Start it, again on the same port if it has run before. Raises UserError if the interpreter is not there."""
-        self.port = self.port or _free_port()
+        self.port, self.is_starting = self.port or _free_port(), True
         self.log.parent.mkdir(parents=True, exist_ok=True)
         inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
         command = [part.replace("{port}", str(self.port)) for part in self.command]
@@ -80,6 +82,7 @@ class LaunchedServer:
         while True:
             try:
                 is_ready()
+                self.is_starting = False
                 return
             except Exception as error:
                 problem = str(error)

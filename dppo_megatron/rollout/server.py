@@ -6,7 +6,7 @@ A dialect only translates. Who is asked, how often, and what a failure means is 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -23,6 +23,7 @@ from dppo_megatron.types import IntArray, UserError
 
 InFlight = Literal["finish", "abort", "continue"]
 DeviceMemory = Literal["weights", "kv_cache"]
+DEVICE_MEMORY: frozenset[DeviceMemory] = frozenset(("weights", "kv_cache"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,8 @@ class Server(Protocol):
     def checksums(self, *, timeout_s: float) -> dict[str, str]:
         """SHA-256 of the tensors that the engine can show, by its own names; empty if it shows none."""
 
-    def sleep(self, *, timeout_s: float) -> None:
-        """Free the device memory of weights and key-value cache."""
+    def sleep(self, awake: Set[DeviceMemory], *, timeout_s: float) -> None:
+        """Free all device memory, of which `awake` is what is not free already."""
 
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
         """Take one of them back, once: SGLang's scheduler ends when it is asked for what it has."""

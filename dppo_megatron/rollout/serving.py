@@ -114,6 +114,7 @@ class ServerEngine:
                 started.again(self._fleet)
 
         def completions() -> list[Completion]:
+            """On rank 0, which has the answers."""
             assert started.work is not None
             found: list[Completion | None] = [None] * started.count
             for index, sampled in started.work.done.items():
@@ -128,6 +129,7 @@ class ServerEngine:
         """See `Engine.probe`. A server that fails is marked out and left out."""
 
         def ask() -> list[tuple[str, Completion]]:
+            """On rank 0: one server after the other."""
             work, _ = self._plan(requests, sampling)
             answers = []
             for member in self._fleet.live:
@@ -166,9 +168,8 @@ class ServerEngine:
 
     def rest(self) -> None:
         """No generation until the next `load_weights`: colocated servers give their device memory back."""
-        rollout = self._config.rollout
-        if rollout.colocate:  # every rank waits: its GPU is not its own before
-            from_rank_zero(lambda: put_to_sleep(self._fleet, rollout.sync_timeout_s))
+        if self._config.rollout.colocate:  # every rank waits: its GPU is not its own before
+            from_rank_zero(self._put_to_sleep)
 
     def health(self) -> dict[str, str]:
         """Rank 0's view."""
@@ -185,6 +186,13 @@ class ServerEngine:
         if self._connection is not None:
             self._connection.close()
             self._channel.close()
+
+    def _put_to_sleep(self) -> None:
+        """Also those that are just starting or have come back, which would take their memory during the update."""
+        assert self._connection is not None
+        self._connection.wait_for_starting(self._config.rollout.start_timeout_s)
+        self._fleet.revive()
+        put_to_sleep(self._fleet, self._config.rollout.sync_timeout_s)
 
     @property
     def _fleet(self) -> Fleet:
@@ -232,7 +240,7 @@ class ServerEngine:
         if self._connection is not None:
             try:
                 self._pass(stream, self._connection)
-            except (GuardStop, OSError, Refused, Unreachable) as error:
+            except Exception as error:  # whatever it is: alone, this rank would leave the others in the stream
                 problem = error
         for _ in stream:
             pass
@@ -282,7 +290,7 @@ class ServerEngine:
         if isinstance(problem, GuardStop):
             raise problem
         if problem is not None:
-            raise GuardStop(f"weight sync {self._version} over {self._channel.name} failed: {problem}")
+            raise GuardStop(f"weight sync {self._version} over {self._channel.name} failed: {problem}") from problem
         if self._fleet.live:
             return passes < 2 and self._any_stale()
         if passes > 1:

@@ -8,7 +8,7 @@ in 0.5.23), so a request for no token goes first and leaves the prompt in the ra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -177,9 +177,9 @@ class SGLangServer:
     def receive_shared(
         self, buffer: SharedBuffer, views: Sequence[Tensor], tensors: Sequence[TensorNote], *, timeout_s: float
     ) -> None:
-        """Handles of the trainer's memory, the same for every worker."""
-        handles = pickled([(note.name, view) for note, view in zip(tensors, views, strict=True)])
-        body = {"serialized_named_tensors": [handles] * self._workers, **_FLUSH}
+        """Handles of the trainer's memory, for each worker its own: torch counts who has mapped what."""
+        named = [(note.name, view) for note, view in zip(tensors, views, strict=True)]
+        body = {"serialized_named_tensors": [pickled(named) for _ in range(self._workers)], **_FLUSH}
         self.http.post("/update_weights_from_tensor", body, timeout_s=timeout_s)
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
@@ -188,9 +188,9 @@ class SGLangServer:
         body = {"new_version": version, "abort_all_requests": False}
         self.http.post("/update_weight_version", body, timeout_s=timeout_s)
 
-    def sleep(self, *, timeout_s: float) -> None:
+    def sleep(self, awake: Set[DeviceMemory], *, timeout_s: float) -> None:
         """Needs --enable-memory-saver; on a CPU, which has no memory to give, SGLang only keeps account."""
-        self.http.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, timeout_s=timeout_s)
+        self.http.post("/release_memory_occupation", {"tags": sorted(awake)}, timeout_s=timeout_s)
 
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
         """Weights before the sync, the cache after it."""

@@ -8,7 +8,7 @@ from typing import Literal
 from dppo_megatron.rollout.channels import on_each
 from dppo_megatron.rollout.fleet import Fleet, Member
 from dppo_megatron.rollout.http import Refused
-from dppo_megatron.rollout.server import DeviceMemory, InFlight
+from dppo_megatron.rollout.server import DEVICE_MEMORY, DeviceMemory, InFlight
 from dppo_megatron.types import UserError
 
 ChannelName = Literal["disk", "gloo", "nccl", "ipc"]
@@ -63,10 +63,11 @@ def put_to_sleep(fleet: Fleet, timeout_s: float) -> None:
         """One server. Should no answer come, it has more likely gone to sleep than not."""
         if member.has_leftovers:  # SGLang's scheduler ends when it is sent to sleep over running requests
             member.server.pause("abort", timeout_s=timeout_s)
-        member.asleep = {"weights", "kv_cache"}
-        member.server.sleep(timeout_s=timeout_s)
+        awake, member.asleep = DEVICE_MEMORY - member.asleep, set(DEVICE_MEMORY)
+        member.server.sleep(awake, timeout_s=timeout_s)
 
-    on_each(fleet, [member for member in fleet.members if not member.asleep], sleep, doing="going to sleep")
+    awake = [member for member in fleet.members if member.asleep != DEVICE_MEMORY]
+    on_each(fleet, awake, sleep, doing="going to sleep")
 
 
 def wake(fleet: Fleet, members: Sequence[Member], what: DeviceMemory, timeout_s: float) -> None:

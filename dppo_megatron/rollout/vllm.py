@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -54,6 +54,7 @@ class VLLMServer:
     _model: str = field(default="", init=False)
     _extended: bool = field(default=False, init=False)
     """The server runs our worker extension."""
+    _workers: int = field(default=1, init=False)
     _seeded: bool = field(default=True, init=False)
     """Requests may carry a seed; not on a CPU with chunked prefill, see `_WHOLE_PREFILL`."""
 
@@ -76,7 +77,7 @@ class VLLMServer:
         chunked = (engine_config.get("scheduler_config") or {}).get("enable_chunked_prefill", True)
         on_cpu = "cpu" in str((engine_config.get("device_config") or {}).get("device", "")).lower()
         self._seeded = not (on_cpu and chunked)
-        world_size = self.http.get("/get_world_size", timeout_s=timeout_s)["world_size"]
+        self._workers = int(self.http.get("/get_world_size", timeout_s=timeout_s)["world_size"])
         if self._extended:
             [model, *_] = self._rpc("dppo_model", timeout_s)["results"]
             architecture, vocab_size = model["architecture"], model["vocab_size"]
@@ -89,7 +90,7 @@ class VLLMServer:
             architecture=architecture,
             vocab_size=vocab_size,
             channels=("disk", "gloo", "nccl", "ipc") if transfer.get("backend") == "dppo" else ("disk",),
-            world_size=int(world_size),
+            world_size=self._workers,
             logprobs_are_processed=engine_config["model_config"].get("logprobs_mode") == "processed_logprobs",
         )
 
@@ -155,8 +156,9 @@ class VLLMServer:
     def receive_shared(
         self, buffer: SharedBuffer, views: Sequence[Tensor], tensors: Sequence[TensorNote], *, timeout_s: float
     ) -> None:
-        """One bucket of one dtype; our receiver maps the buffer."""
-        info = _update_info(tensors) | {"memory": buffer.handle()}
+        """One bucket of one dtype; our receiver maps the buffer, each worker by a handle of its own: torch counts who
+        has mapped what."""
+        info = [_update_info(tensors) | {"memory": buffer.handle()} for _ in range(self._workers)]
         self.http.post("/update_weights", {"update_info": info}, timeout_s=timeout_s)
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
@@ -175,8 +177,9 @@ class VLLMServer:
             return {}
         return {name.rpartition(":")[2]: digest for name, digest in found.items()}
 
-    def sleep(self, *, timeout_s: float) -> None:
-        """Level 2: weights are dropped, since the next sync brings new ones. A CPU keeps its memory."""
+    def sleep(self, awake: Set[DeviceMemory], *, timeout_s: float) -> None:
+        """Level 2: weights are dropped, since the next sync brings new ones. What sleeps already, vLLM knows itself. A
+        CPU keeps its memory."""
         self.http.post("/sleep?level=2", timeout_s=timeout_s)
 
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:

@@ -88,7 +88,12 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._group = dist.ProcessGroupGloo(prefixed, rank, init_info.world_size, timeout)
 
     def start_weight_update(self) -> None:
-        """The layers take tensors in checkpoint form from here on."""
+        """The layers take tensors in checkpoint form from here on. One that an update left half loaded, when a bucket
+        of it failed, begins afresh; vLLM would go on counting and take it for complete too early."""
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.load_numel, info.loaded_weights = 0, []
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
