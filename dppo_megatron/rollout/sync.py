@@ -57,12 +57,12 @@ def around_update(fleet: Fleet, members: Sequence[Member], in_flight: InFlight, 
 
 
 def put_to_sleep(fleet: Fleet, timeout_s: float) -> None:
-    """Device memory back to the actor, from every server that answers and is awake."""
+    """Device memory back to the actor, from every server that answers and is awake. What still runs there has been
+    given up: by this run, in an outage, or by an earlier one."""
 
     def sleep(member: Member) -> None:
         """One server. Should no answer come, it has more likely gone to sleep than not."""
-        if member.has_leftovers:  # SGLang's scheduler ends when it is sent to sleep over running requests
-            member.server.pause("abort", timeout_s=timeout_s)
+        member.server.pause("abort", timeout_s=timeout_s)  # SGLang's scheduler ends when it is to sleep over requests
         awake, member.asleep = DEVICE_MEMORY - member.asleep, set(DEVICE_MEMORY)
         member.server.sleep(awake, timeout_s=timeout_s)
 
