@@ -109,7 +109,7 @@ class Server(Protocol):
         """SHA-256 of the tensors that the engine can show, by its own names; empty if it shows none."""
 
     def sleep(self, awake: Set[DeviceMemory], *, timeout_s: float) -> None:
-        """Free all device memory, of which `awake` is what is not free already."""
+        """End what still runs, and free all device memory, of which `awake` is what is not free already."""
 
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
         """Take one of them back, once: SGLang's scheduler ends when it is asked for what it has."""

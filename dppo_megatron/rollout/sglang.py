@@ -189,7 +189,11 @@ class SGLangServer:
         self.http.post("/update_weight_version", body, timeout_s=timeout_s)
 
     def sleep(self, awake: Set[DeviceMemory], *, timeout_s: float) -> None:
-        """Needs --enable-memory-saver; on a CPU, which has no memory to give, SGLang only keeps account."""
+        """Needs --enable-memory-saver; on a CPU, which has no memory to give, SGLang only keeps account. Its scheduler
+        ends when it is to sleep over running requests. `abort` lets those run one more token whose client has gone, and
+        does not wait for it; `retract` takes them out at once."""
+        for mode in ("abort", "retract"):
+            self.http.post("/pause_generation", {"mode": mode}, timeout_s=timeout_s)
         self.http.post("/release_memory_occupation", {"tags": sorted(awake)}, timeout_s=timeout_s)
 
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:

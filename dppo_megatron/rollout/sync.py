@@ -62,7 +62,6 @@ def put_to_sleep(fleet: Fleet, timeout_s: float) -> None:
 
     def sleep(member: Member) -> None:
         """One server. Should no answer come, it has more likely gone to sleep than not."""
-        member.server.pause("abort", timeout_s=timeout_s)  # SGLang's scheduler ends when it is to sleep over requests
         awake, member.asleep = DEVICE_MEMORY - member.asleep, set(DEVICE_MEMORY)
         member.server.sleep(awake, timeout_s=timeout_s)
 

@@ -178,8 +178,8 @@ class VLLMServer:
         return {name.rpartition(":")[2]: digest for name, digest in found.items()}
 
     def sleep(self, awake: Set[DeviceMemory], *, timeout_s: float) -> None:
-        """Level 2: weights are dropped, since the next sync brings new ones. What sleeps already, vLLM knows itself. A
-        CPU keeps its memory."""
+        """Level 2: weights are dropped, since the next sync brings new ones. vLLM knows itself what sleeps already, and
+        aborts what runs. A CPU keeps its memory."""
         self.http.post("/sleep?level=2", timeout_s=timeout_s)
 
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
