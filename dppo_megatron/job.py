@@ -16,6 +16,7 @@ from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.prompts import load_examples, load_prompts
 from dppo_megatron.platform.capabilities import this_machine
+from dppo_megatron.rewards.graders import BUILT_IN
 from dppo_megatron.rewards.grading import Grader
 from dppo_megatron.rewards.pool import GraderPool
 from dppo_megatron.types import Prompt, TrainSample, UserError
@@ -112,8 +113,9 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
 
 
 def _load_grader(config: Config) -> Grader:
-    load_function("reward.function", config.reward.function)  # here and not in its process, so that a typo is said now
-    return GraderPool(config.reward.function, config.reward.processes, config.reward.timeout_s)
+    function = BUILT_IN.get(config.reward.function, config.reward.function)
+    load_function("reward.function", function)  # here and not in its process, so that a typo is said now
+    return GraderPool(function, config.reward.processes, config.reward.timeout_s)
 
 
 def _load_policy_loss(config: Config) -> PolicyLoss | None:

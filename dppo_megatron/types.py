@@ -8,8 +8,9 @@ boundaries by pickling between the ranks of one job, so every class is a slotted
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,12 @@ class Prompt:
     """The reference answer the grader compares with."""
     source: str
     """The subset it belongs to (`level_3`, `gsm8k`), for metrics; may be empty."""
+    level: float | None = None
+    """How hard its row says it is, on the row's own scale; None if it does not say."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The row's other fields, as read: what a grader that takes three arguments is given."""
+    origin: str = ""
+    """`path:line` or `set:row`, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,24 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Grade:
+    """What a grader says of one completion."""
+
+    reward: float
+    """NaN where grading failed, and `failure` says how."""
+    extracted: str | None = None
+    """The final answer found in the completion, for people and for majority votes; None if there was none."""
+    why: str = ""
+    """How it was decided: `exact`, `fraction`, `no final answer`, ..."""
+    facts: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to be averaged over the step's gradings and logged as reward/<name>: `parsed_share`: 1.0 and the like."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """The named rewards behind a weighted sum; empty where there is only one."""
+    failure: str = ""
+    """Why grading failed: `raised ...`, `timed out`, `died`, `returned ...`; empty if it did not."""
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """All completions of one prompt, graded."""
 
@@ -82,6 +107,8 @@ class Group:
     completions: tuple[Completion, ...]
     rewards: FloatArray
     """[G]; NaN where the grader failed."""
+    grades: tuple[Grade, ...] = ()
+    """[G] what the grader said; empty in tests of what needs rewards only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -93,6 +93,16 @@ def _reject_unknown_keys(schema: type, values: Any, prefix: str, where: str) -> 
             if not isinstance(value, dict):
                 raise UserError(f"{where}: '{prefix}{key}' is a section of settings, not a value (got {value!r})")
             _reject_unknown_keys(cast(type, default), value, f"{prefix}{key}.", where)
+        elif (entry := _entry_type(schema, key)) is not None and isinstance(value, dict):
+            for name, section in value.items():
+                _reject_unknown_keys(entry, section, f"{prefix}{key}.{name}.", where)
+
+
+def _entry_type(schema: type, key: str) -> type | None:
+    """The section class of a `dict[str, Section]` field, else None."""
+    arguments = get_args(get_type_hints(schema)[key])
+    entry = arguments[1] if len(arguments) == 2 else None
+    return entry if is_dataclass(entry) else None  # type: ignore[return-value]
 
 
 def _nearest_key(key: str) -> str | None:

@@ -10,8 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dppo_megatron.config.data import DataConfig
+from dppo_megatron.config.evaluation import EvalConfig
 from dppo_megatron.config.objective import ObjectiveConfig
 from dppo_megatron.config.pruning import PruningConfig
+from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.rollout import RolloutConfig
 
 
@@ -22,26 +25,6 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     """Parameter and activation type. bfloat16 keeps float32 main parameters in the optimizer. float64 is for
     proofs on small batches: gradients only, no optimizer step."""
-
-
-@dataclass
-class DataConfig:
-    train_path: str = ""
-    """JSON Lines file of training problems, one object a line."""
-    eval_paths: dict[str, str] = field(default_factory=dict)
-    """Evaluation sets: name to JSON Lines file. Scores are reported as eval/<name>/pass@1."""
-    problem_field: str = "problem"
-    """Field of a row that holds the problem's text."""
-    answer_field: str = "answer"
-    """Field of a row that holds the reference answer."""
-    source_field: str = "source"
-    """Field of a row that names its subset; a row may lack it."""
-    prompt_template: str = "{problem}"
-    """The prompt's text; {problem} stands for the problem."""
-    apply_chat_template: bool = False
-    """Wrap the prompt as a user turn of the tokenizer's chat template, with the generation prompt appended."""
-    max_prompt_tokens: int = 1024
-    """A longer prompt is an error before the run starts: dropping it in silence would be a selection."""
 
 
 @dataclass
@@ -60,16 +43,6 @@ class WarmStartConfig:
     """Peak learning rate, constant after the warm-up."""
     lr_warmup_steps: int = 10
     """Steps of linear warm-up from 0."""
-
-
-@dataclass
-class RewardConfig:
-    function: str = "dppo_megatron.rewards.graders:final_answer"
-    """Grader as `module:function`, called as function(completion_text, answer) -> float, in processes of its own."""
-    timeout_s: float = 30.0
-    """A grading that takes longer is given up and its process replaced; it counts in reward/failed, not as a 0."""
-    processes: int = 1
-    """Grader processes of each rank."""
 
 
 @dataclass
@@ -146,12 +119,6 @@ class ActorConfig:
     """This many first and as many last layers stay in bfloat16 (not with fp8=delayed)."""
     fp8_param: bool = False
     """Keep parameters in FP8 too, gathered in FP8 by the distributed optimizer (not with fp8=off)."""
-
-
-@dataclass
-class EvalConfig:
-    every_steps: int = 0
-    """Greedy evaluation every so many steps, beside the one before and the one after training; 0: only those two."""
 
 
 @dataclass

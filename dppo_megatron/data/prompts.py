@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from dppo_megatron.config.schema import DataConfig
+from dppo_megatron.config.data import DataConfig
 from dppo_megatron.types import Prompt, TrainSample, UserError
 
 

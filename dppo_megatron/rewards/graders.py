@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import re
 
+BUILT_IN = {
+    "math": "dppo_megatron.rewards.graders:final_answer",
+    "final_answer": "dppo_megatron.rewards.graders:final_answer",
+}
+"""Names that may stand in the config instead of `module:function`."""
+
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _MARKED = re.compile(r"####?\s*([^\n]*)")
 
