@@ -286,11 +286,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from dppo_megatron.job import prepare_job
 
     job = prepare_job(config, launched_world_size())
-    from dppo_megatron.actor.layout import start_process_group, stop_process_group
+    from dppo_megatron.actor.layout import build_layout, start_process_group, stop_process_group
     from dppo_megatron.doctor.fp8_gate import run_gate
 
     start_process_group()
-    findings = run_gate(config, job.architecture, job.checkpoint.get)
+    layout = build_layout(config.actor.layout, config.seed)
+    findings = run_gate(config, layout, job.architecture, job.checkpoint.get)
     if launched_rank() == 0:
         for finding in findings:
             verdict = "ok    " if finding.passed else "BROKEN"

@@ -54,6 +54,8 @@ def prepare_job(config: Config, world_size: int) -> Job:
     layout, machine = config.actor.layout, this_machine()
     machine.choose_layer_spec(config.actor.layer_spec, config.actor.fp8)
     machine.check_experts(layout.expert_parallel, layout.expert_tensor_parallel or layout.tensor_parallel)
+    if architecture.experts is not None:
+        machine.check_mixture()
     _check_positions(config, architecture)
     checkpoint = open_checkpoint(config.model.hf_path, architecture)
     tokenizer = _load_tokenizer(config.model.hf_path, architecture)

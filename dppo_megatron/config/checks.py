@@ -142,8 +142,11 @@ def _check_actor(config: Config) -> None:
         raise UserError(f"actor.fp8 = {actor.fp8} needs model.dtype = bfloat16, not {config.model.dtype}")
     if actor.fp8 == "delayed" and actor.fp8_bf16_layers:
         raise UserError("actor.fp8_bf16_layers does not work with fp8 = delayed: its scales are kept over all layers")
-    if actor.fp8_param and not actor.optimizer.distributed:
-        raise UserError("actor.fp8_param needs actor.optimizer.distributed = true, which keeps the float32 parameters")
+    if actor.fp8_param:
+        raise UserError(
+            "actor.fp8_param = true is not offered: Megatron would build its float32 parameters from the random"
+            " initialisation and not from the checkpoint, so the first update would undo the loaded weights"
+        )
 
 
 def _check_objective(config: Config) -> None:

@@ -118,7 +118,7 @@ class ActorConfig:
     fp8_bf16_layers: int = 0
     """This many first and as many last layers stay in bfloat16 (not with fp8=delayed)."""
     fp8_param: bool = False
-    """Keep parameters in FP8 too, gathered in FP8 by the distributed optimizer (not with fp8=off)."""
+    """Keep parameters in FP8 too. Refused until a GPU test covers loading, a step and streaming (docs/actor.md)."""
 
 
 @dataclass
