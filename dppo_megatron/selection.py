@@ -124,6 +124,7 @@ class Selector:
         order: PromptOrder | None = None,
         capacity: StepCapacity | None = None,
     ) -> None:
+        check_selection(config)
         self._config = config
         self._capacity = capacity
         group = config.rollout.completions_per_prompt
@@ -138,7 +139,6 @@ class Selector:
         )
         self.prompts_per_step = planned_prompts(config)
         """Nominal prompts of a step; above the config's number only with CPPO's allocation."""
-        check_selection(config)
         if num_prompts < self.prompts_per_step:
             raise UserError(too_few_prompts(config, num_prompts))
         self._updates = config.objective.updates_per_step

@@ -74,6 +74,8 @@ class RateControl:
             return None
         # Below the smallest scale pruning is over, and a later rise starts from nothing.
         self.rate_scale = before * _FALL if before * _FALL >= _SMALLEST else 0.0
+        if before == 0:  # the noise is the other level's by now
+            return None
         return (
             f"{key}: gradient noise is {noise_ratio:.2f} times that of an unpruned step, above"
             f" max_noise_ratio = {max_noise_ratio:g}; rate scaled by {self.rate_scale:.2f} (was {before:.2f})"

@@ -71,7 +71,10 @@ def make_config(rng: np.random.Generator) -> Config:
     for level in (pruning.prompt, pruning.completion):
         level.rate = one(0.0, 0.25, 0.3, 0.5, 0.5, 0.6, 0.7, 0.9, float(rng.uniform(0, 0.95)))
         level.p_min = float(one(0.02, 0.05, 1 - level.rate, rng.uniform(0.01, 1 - level.rate)))
-        level.design, level.estimator = one("systematic", "systematic", "poisson"), one("ht", "ht", "ht", "c_form", "hajek")
+        level.design, level.estimator = (
+            one("systematic", "systematic", "poisson"),
+            one("ht", "ht", "ht", "c_form", "hajek"),
+        )
         capped = rng.random() < 0.3
         level.max_weight = float(one(1, 1.3, 2, 3, 5, 20, 1 / level.p_min, 100)) if capped else 0.0
         level.anneal_fraction = float(one(*[1] * 8, 0.5, 0.0))

@@ -6,13 +6,28 @@ Each case is a random configuration somewhere in a run (`label_cases`). All draw
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from label_cases import Case, drawn_coefficients, expectation, full_coefficients, make_case, make_outcomes
 
+from dppo_megatron.config.objective import KLConfig, ObjectiveConfig, OverlongConfig
+from dppo_megatron.config.pruning import COMPLETION_METHODS, PROMPT_METHODS
+from dppo_megatron.config.schema import Config
+from dppo_megatron.data.order import PromptOrder
+from dppo_megatron.pruning.designs import poisson, systematic
+from dppo_megatron.pruning.labels import largest_weight
+from dppo_megatron.pruning.weights import ESTIMATOR_WEIGHTS
+from dppo_megatron.selection import Decision, Rollouts, Selector
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
 COUNT = int(os.environ.get("DPPO_LABEL_CONFIGS", os.environ.get("DPPO_FUZZ", "500")))
 FAST = min(COUNT, 150)
 ORDER = ("exact", "unbiased", "ratio", "biased")
@@ -74,3 +89,170 @@ def test_labels_are_true_in_every_draw_of_many_more() -> None:
     """The rest."""
     labels = check_all(range(FAST, COUNT))
     assert sum(labels.values()) == COUNT - FAST
+
+
+# -------------------------------------------------------------------------- by Monte Carlo, where there are too many
+
+
+@pytest.mark.parametrize("design", ["systematic", "poisson"])
+def test_expectation_of_a_larger_step(design: str) -> None:
+    """Both levels, two mini-batches of 8 x 8, a KL term, 300 draws: along each of 64 random directions the mean is
+    within 5 standard errors of the full batch's (the chance of a false alarm is 4e-5)."""
+    config = _config("dppo", "dppo", rate=0.5)
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 16, 8
+    config.objective.updates_per_step, config.objective.kl = 2, KLConfig(coef=0.02)
+    config.pruning.prompt.design = config.pruning.completion.design = design
+    rng = np.random.default_rng(3)
+    table = make_outcomes(rng, 16, 8, binary=True)
+    drawn = np.zeros((300, 2, 16, 8))
+    for seed in range(len(drawn)):
+        config.seed = seed
+        selector = Selector(config, 16, order=PromptOrder(16, 0))
+        for step in (1, 2):  # the first visits every prompt
+            rows = selector.begin(step).prompt_index
+            decision = selector.finish(_taken(table, rows), step)
+        for which, values in enumerate(drawn_coefficients(decision)):
+            for (prompt, completion), value in values.items():
+                drawn[seed, which, prompt, completion] = value
+    case = Case(config, selector, 2, selector.state_dict(), table)
+    full = np.zeros(drawn.shape[1:])
+    for which, values in enumerate(full_coefficients(case, decision.offered)):
+        for (prompt, completion), value in values.items():
+            full[which, prompt, completion] = value
+    differences = (drawn - full).reshape(len(drawn), -1) @ rng.normal(size=(full.size, 64))
+    z = differences.mean(axis=0) / (differences.std(axis=0) / np.sqrt(len(drawn)))
+    assert 0.1 < np.abs(z).max() < 5
+
+
+# ---------------------------------------------------------------------------------------- the largest weight
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.05, 0.2, 1 / 3, 0.5, 0.8, 1.0]), min_size=1, max_size=7),
+    st.sampled_from(["ht", "c_form", "hajek"]),
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_the_largest_weight_that_can_occur(probabilities: list[float], estimator: str) -> None:
+    """Against every draw: attained by independent coins, never exceeded by a systematic draw, and known before any."""
+    pi, n = np.array(probabilities), len(probabilities)
+    weigh = ESTIMATOR_WEIGHTS[estimator]
+    patterns = [np.array(p) for p in itertools.product((0.0, 1 - 2.0**-53), repeat=n)]
+    coins = [poisson(pi, uniform=pattern) for pattern in patterns]
+    assert len({largest_weight(draw, estimator) for draw in coins}) == 1
+    assert largest_weight(coins[0], estimator) == pytest.approx(max(weigh(draw).max() for draw in coins))
+    edges = np.unique(np.concatenate([[0.0, 1.0], np.cumsum(pi[(pi > 0) & (pi < 1)]) % 1]))
+    starts = [systematic(pi, order=np.arange(n), start=float(u)) for u in 0.5 * (edges[1:] + edges[:-1])]
+    assert len({largest_weight(draw, estimator) for draw in starts}) == 1
+    assert max(weigh(draw).max() for draw in starts) <= largest_weight(starts[0], estimator) * (1 + 1e-12)
+
+
+# ------------------------------------------------------------------------------------------- what the docs say
+
+
+def _config(prompt: str = "none", completion: str = "none", rate: float = 0.5, **changes: Any) -> Config:
+    config = Config(steps=1000, objective=ObjectiveConfig(**changes.pop("objective", {})))
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 8, 4
+    config.rollout.max_completion_tokens = 12
+    config.pruning.prompt.method, config.pruning.completion.method = prompt, completion
+    config.pruning.prompt.warmup_epochs = 0.0
+    for level in (config.pruning.prompt, config.pruning.completion):
+        level.rate, level.max_design_effect = rate, 1.5
+        for key, value in changes.items():
+            setattr(level, key, value)
+    config.pruning.prompt.fixed_cost_ratio = config.pruning.completion.rollout_cost_ratio = 0.05
+    return config
+
+
+def _taken(table: Rollouts, rows: np.ndarray) -> Rollouts:
+    return Rollouts(table.rewards[rows], table.lengths[rows], table.surprisal[rows])
+
+
+def _decide(config: Config, steps: int = 8) -> Decision:
+    """The last of some steps in which three prompts of eight are always right."""
+    rng = np.random.default_rng(0)
+    rewards = np.where(np.arange(8)[:, None] < 3, 1.0, rng.integers(0, 2, (8, 4)))
+    table = Rollouts(rewards, rng.integers(1, 13, (8, 4)), rng.uniform(0.5, 2, (8, 4)))
+    selector = Selector(config, 8)
+    for step in range(1, steps + 1):
+        rows = selector.begin(step).prompt_index
+        while (more := selector.refill(rewards[rows], step)) is not None:
+            rows = np.concatenate([rows, more.prompt_index])
+        decision = selector.finish(_taken(table, rows), step)
+    return decision
+
+
+def _label(config: Config, *prefixes: str) -> str:
+    """The worst label of the rows whose names begin so."""
+    rows = [row for row in _decide(config).ledger if row.name.startswith(prefixes)]
+    return max((row.label for row in rows), key=ORDER.index)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "`ht`": {},
+    "`c_form`": {"estimator": "c_form"},
+    "`c_form`, `poisson`": {"estimator": "c_form", "design": "poisson"},
+    "`hajek`": {"estimator": "hajek"},
+    "`ht`, `max_weight` 1.2": {"max_weight": 1.2},
+    "rate 0": {"rate": 0.0},
+}
+
+
+def _completion_table() -> list[str]:
+    kl = {"objective": {"kl": KLConfig(coef=0.01)}}
+    header = [*SETTINGS, "`ht`, KL or entropy"]
+    lines = [f"| completions | {' | '.join(header)} |", "|---" * (len(header) + 1) + "|"]
+    for method in COMPLETION_METHODS:
+        labels = [_label(_config("none", method, **changes), "completion/") for changes in [*SETTINGS.values(), kl]]
+        lines.append(f"| `{method}` | {' | '.join(labels)} |")
+    return lines
+
+
+def _prompt_table() -> list[str]:
+    lines = [f"| prompts | {' | '.join(SETTINGS)} | every π is 1 |", "|---" * (len(SETTINGS) + 2) + "|"]
+    for method in PROMPT_METHODS:
+        labels = [_label(_config(method, **changes), "prompt/") for changes in SETTINGS.values()]
+        unseen = [row for row in _decide(_config(method), steps=1).ledger if row.name.startswith("prompt/")]
+        first = max((row.label for row in unseen), key=ORDER.index)
+        lines.append(f"| `{method}` | {' | '.join(labels)} | {first} |")
+    return lines
+
+
+def _objective_table() -> list[str]:
+    choices: dict[str, dict[str, Any]] = {
+        "`loss=clip`": {"loss": "clip"},
+        "`loss=clip`, dual clip": {"loss": "clip", "dual_clip": 3.0},
+        "`loss=gspo`": {"loss": "gspo"},
+        "`loss=cispo`": {"loss": "cispo"},
+        "`loss=divergence_tv`": {"loss": "divergence_tv"},
+        "`kl.coef` > 0": {"kl": KLConfig(coef=0.01)},
+        "`entropy_coef` > 0": {"entropy_coef": 0.01},
+        "`advantage=group_std`": {"advantage": "group_std"},
+        "`advantage=group_mean`": {"advantage": "group_mean"},
+        "`advantage=rloo`": {"advantage": "rloo"},
+        "`advantage=reinforce_baseline`": {"advantage": "reinforce_baseline"},
+        "`normalization=sequence_mean`": {"normalization": "sequence_mean"},
+        "`normalization=constant`": {"normalization": "constant"},
+        "`normalization=token_mean`": {"normalization": "token_mean"},
+        "`updates_per_step=2`": {"updates_per_step": 2},
+        "`overlong.buffer_tokens` > 0": {"overlong": OverlongConfig(buffer_tokens=4)},
+        "`overlong.filter`": {"overlong": OverlongConfig(filter=True)},
+    }
+    lines = ["| setting | no pruning | completions | prompts and completions |", "|---|---|---|---|"]
+    for name, objective in choices.items():
+        labels = [
+            _label(_config(prompt, completion, objective=objective), "")
+            for prompt, completion in (("none", "none"), ("none", "dppo"), ("dppo", "dppo"))
+        ]
+        lines.append(f"| {name} | {' | '.join(labels)} |")
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("page", "table"),
+    [("pruning.md", _completion_table), ("pruning.md", _prompt_table), ("objectives.md", _objective_table)],
+    ids=["completions", "prompts", "objectives"],
+)
+def test_the_tables_of_labels_are_what_the_code_says(page: str, table: Any) -> None:
+    """Made from the ledgers of real steps; on a difference the message is the table to paste."""
+    lines = table()
+    assert "\n".join(lines) in (DOCS / page).read_text(encoding="utf-8"), "\n" + "\n".join(lines)
