@@ -179,13 +179,14 @@ def full_coefficients(case: Case, nominal: np.ndarray) -> tuple[dict[tuple[int, 
     """A / D and 1 / D of every completion of the nominal prompts, without any pruning, by definition."""
     objective, table = case.config.objective, case.outcomes
     size, updates = table.rewards.shape[1], objective.updates_per_step
+    limit = case.config.rollout.max_completion_tokens
     share = len(nominal) // updates
     centred: dict[tuple[int, int], float] = {}
     for q in nominal.tolist():
         rewards = {}
         for i in range(size):
             length, buffer = int(table.lengths[q, i]), objective.overlong.buffer_tokens
-            over = min(max(length - (LIMIT - buffer), 0) / buffer, 1.0) if buffer else 0.0
+            over = min(max(length - (limit - buffer), 0) / buffer, 1.0) if buffer else 0.0
             if not np.isnan(table.rewards[q, i]):
                 rewards[i] = table.rewards[q, i] - objective.overlong.penalty * over
         mean = sum(rewards.values()) / max(len(rewards), 1)
@@ -210,7 +211,7 @@ def full_coefficients(case: Case, nominal: np.ndarray) -> tuple[dict[tuple[int, 
             divisor = {
                 "sequence_mean": share * size * int(table.lengths[q, i]),
                 "token_mean": int(table.lengths[mine].sum()),
-                "constant": share * size * LIMIT,
+                "constant": share * size * limit,
             }[objective.normalization]
             coefficient[q, i], inverse[q, i] = centred[q, i] / divisor, 1.0 / divisor
     return coefficient, inverse

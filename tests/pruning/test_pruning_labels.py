@@ -256,3 +256,35 @@ def test_the_tables_of_labels_are_what_the_code_says(page: str, table: Any) -> N
     """Made from the ledgers of real steps; on a difference the message is the table to paste."""
     lines = table()
     assert "\n".join(lines) in (DOCS / page).read_text(encoding="utf-8"), "\n" + "\n".join(lines)
+
+
+def test_the_worked_example_of_the_docs() -> None:
+    """docs/pruning.md, "One prompt and four completions, by hand": weights, expectation and labels."""
+    changes = {"objective": {"advantage": "group_mean", "normalization": "constant"}, "max_design_effect": 0.0}
+    table = Rollouts(np.array([[1.0, 0, 0, 0]]), np.full((1, 4), 5), np.ones((1, 4)))
+    advantages, weights = np.array([0.75, -0.25, -0.25, -0.25]), {}
+    for name, method, extra in (
+        ("dppo", "dppo", {}), ("capped", "dppo", {"max_weight": 2.0}), ("cppo", "cppo", {}),
+    ):  # fmt: skip
+        config = _config("none", method, **changes, **extra)
+        config.rollout.prompts_per_step, config.rollout.max_completion_tokens = 1, 10
+        case = Case(config, Selector(config, 1), 1, Selector(config, 1).state_dict(), table)
+        drawn = []
+        for seed in range(600):
+            config.seed = seed
+            selector = Selector(config, 1)
+            selector.begin(1)
+            decision = selector.finish(table, 1)
+            assert (decision.denominator == 40).all() and np.allclose(decision.advantages, advantages)
+            drawn.append(decision.weight)
+        weights[name] = np.array(drawn)
+        assert {row.label for row in decision.ledger} <= {"exact", "unbiased" if name == "dppo" else "biased"}
+        if name != "cppo":
+            full, _ = full_coefficients(case, np.zeros(1, np.int64))
+            np.testing.assert_allclose([full[0, i] for i in range(4)], advantages / 40)
+            factor = np.array([1.0, 1, 1, 1]) if name == "dppo" else np.array([1, 2 / 3, 2 / 3, 2 / 3])
+            mean = expectation(case).coefficient
+            np.testing.assert_allclose([mean[0, i] for i in range(4)], factor * advantages / 40, rtol=1e-9)
+    for name, first, other in (("dppo", 1, 3), ("capped", 1, 2), ("cppo", 2, 2)):
+        assert np.allclose(weights[name][:, 0], first) and np.allclose(weights[name][:, 1:].sum(axis=1), other)
+        assert (weights[name][:, 1:] > 0).sum(axis=0).min() > 150  # each in about 200 of 600 draws
