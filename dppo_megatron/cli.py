@@ -35,8 +35,8 @@ Train CONFIG's job under several pruning methods and report what each reached, h
   dppo-megatron compare configs/quickstart.yaml --methods grpo,cppo,greso,dppo_paper,dppo,dppo_auto --seeds 3
 
 Same start, data order and evaluation; one run after another on this machine. Writes results.json and report.html.
-Settings (key=value) stand before the options. Methods: grpo, dppo, dppo_auto, dppo_paper, cppo, cppo_verl, greso,
-greso_ht, infobatch, dynamic_sampling, max_variance.
+Settings (key=value) stand before the options. Methods: grpo, dppo, dppo_auto, dppo_paper, cppo, cppo_trl, cppo_verl,
+greso, greso_ht, infobatch, dynamic_sampling, max_variance.
 """
 _SIMULATE = """\
 Replay the selection of every method on a recorded run (trace.jsonl in its directory) and predict what a step costs:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
 from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import too_few_prompts
 from dppo_megatron.data.prompts import load_examples, load_prompts
 from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.rewards.graders import BUILT_IN
@@ -60,11 +61,8 @@ def prepare_job(config: Config, world_size: int) -> Job:
     checkpoint = open_checkpoint(config.model.hf_path, architecture)
     tokenizer = _load_tokenizer(config.model.hf_path, architecture)
     train_prompts = load_prompts(config.data.train_path, config.data, tokenizer)
-    if len(train_prompts) < config.rollout.prompts_per_step:
-        raise UserError(
-            f"rollout.prompts_per_step = {config.rollout.prompts_per_step}, but {config.data.train_path} holds only"
-            f" {len(train_prompts)} problems"
-        )
+    if too_few := too_few_prompts(config, len(train_prompts), config.data.train_path):
+        raise UserError(too_few)
     examples: list[TrainSample] = []
     if config.warm_start.steps:
         examples = load_examples(

@@ -11,6 +11,7 @@ from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.pruning import check_pruning
 from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import check_selection
 from dppo_megatron.types import UserError
 
 
@@ -23,6 +24,7 @@ def check_values(config: Config) -> None:
     check_rollout(config.rollout)
     check_pruning(config.pruning)
     _check_objective(config)
+    check_selection(config)
 
 
 def check_world_size(config: Config, world_size: int) -> None:

@@ -13,6 +13,8 @@ from typing import Literal
 
 from dppo_megatron.types import UserError
 
+_LARGEST_PENALTY = 1e6
+
 
 @dataclass
 class KLConfig:
@@ -195,6 +197,11 @@ def _check_ranges(config: ObjectiveConfig, prefix: str) -> None:
     for key, value in at_least_zero.items():
         if not (value >= 0 and math.isfinite(value)):
             raise UserError(f"{prefix}.{key} = {value}: must be finite and not negative")
+    if config.overlong.penalty > _LARGEST_PENALTY:
+        raise UserError(
+            f"{prefix}.overlong.penalty = {config.overlong.penalty:g}: must be at most {_LARGEST_PENALTY:g};"
+            " rewards are squared, and a larger one would leave no digit to the others"
+        )
     positive = {
         "correction.max_ratio": config.correction.max_ratio,
         "divergence.max_shift": config.divergence.max_shift,
