@@ -21,7 +21,7 @@ from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.engine import Request, Sampling, Weights
 from dppo_megatron.rollout.hf_names import by_checkpoint_name
 from dppo_megatron.types import Completion
-from dppo_megatron.weights.hf_files import WeightReader
+from dppo_megatron.weights.hf_files import WeightReader, check_finite
 
 _COMPACT_BELOW = 0.75
 """Rows leave the batch once this share of it is still running: each compaction copies the key-value cache."""
@@ -40,7 +40,9 @@ class HFEngine:
         max_concurrent_sequences: int,
     ) -> None:
         with torch.device(device):
-            self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(hf_path), dtype=dtype).eval()
+            config = AutoConfig.from_pretrained(hf_path, trust_remote_code=False, local_files_only=True)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            self._model = model.eval()
         self._tokenizer = tokenizer
         self._device = device
         self._batch = max_concurrent_sequences
@@ -123,7 +125,12 @@ class HFEngine:
         cache = DynamicCache()
         for t in range(sampling.max_completion_tokens):
             logits = self._model(
-                inputs, attention_mask=attention, position_ids=positions, past_key_values=cache, logits_to_keep=1
+                inputs,
+                attention_mask=attention,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,  # config.json may say false, as checkpoints from training do
+                logits_to_keep=1,
             ).logits[:, -1]
             chosen, chosen_logprobs = choose(logits, rows, t)
             # a row that has ended but is still carried along writes behind its end, where nobody reads
@@ -175,7 +182,14 @@ def engine_from_files(config: Config, tokenizer: PreTrainedTokenizerBase, checkp
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         max_concurrent_sequences=config.rollout.max_concurrent_sequences,
     )
-    engine.load_weights(lambda: ((name, checkpoint.get(name)) for name in checkpoint.names))
+
+    def finite() -> Iterator[tuple[str, Tensor]]:
+        for name in checkpoint.names:
+            tensor = checkpoint.get(name)
+            check_finite(name, tensor)
+            yield name, tensor
+
+    engine.load_weights(finite)
     return engine
 
 
