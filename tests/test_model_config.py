@@ -16,6 +16,7 @@ import pytest
 import torch
 from tiny import FAMILIES, write_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers_reading import same_as_transformers
 
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
@@ -141,6 +142,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "per_layer": ("qwen3", {"per_layer_config": {"1": {"intermediate_size": 32}}}, "per_layer_config"),
     "code": ("qwen3", {"auto_map": {"AutoConfig": "evil.Config"}}, "auto_map"),
     "kernels": ("qwen3", {"attn_implementation": "someone/kernels"}, 'attn_implementation = "someone/kernels"'),
+    "bidirectional": ("qwen3", {"is_causal": False}, "is_causal = false is not supported; supported: true"),
+    "bidirectional_null": ("qwen3", {"is_causal": None}, "is_causal = null"),
+    "tuples": ("qwen3", {"return_dict": None}, "return_dict = null is not supported; supported: true"),
     "private": ("qwen3", {"_rope_type_labels": ["rope_theta"]}, "_rope_type_labels"),
     "method": ("qwen3", {"to_dict": 1}, "to_dict = 1 is not supported: leave the key out"),
     "sizes_null": ("qwen3", {"hidden_size": None}, "hidden_size = null: must be a whole number"),
@@ -157,7 +161,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "two_architectures": ("qwen3", {"architectures": ["Qwen3ForCausalLM", "X"]}, "must be a list of one name"),
     "architectures_text": ("qwen3", {"architectures": "Qwen3ForCausalLM"}, "must be a list of one name"),
     "strict": ("qwen3", {"use_cache": "yes"}, "transformers refuses it"),
-    "dtype": ("qwen3", {"dtype": "float31"}, "transformers refuses it"),
+    "dtype": ("qwen3", {"dtype": "int8"}, 'dtype = "int8" is not supported; supported: "float32" or'),
     "pad": ("qwen3", {"pad_token_id": 37}, "pad_token_id = 37: must be a row of the 37"),
     "experts_of_a_dense_model": ("qwen3", {"num_experts": 8}, "num_experts = 8 is not supported"),
     "sparse_step": ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
@@ -239,61 +243,57 @@ ACCEPTED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "hub_keys_llama": ("llama3", {"pretraining_tp": 1, "attention_dropout": 0, "torch_dtype": "bfloat16"}, ("dtype",)),
 }
 
+HUB = {
+    "Qwen3-8B": """
+        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": false, "attention_dropout":
+        0.0, "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers":
+        36, "num_attention_heads": 32, "num_hidden_layers": 4, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null, "tie_word_embeddings": false,
+        "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true, "use_sliding_window": false,
+        "vocab_size": 151936}
+    """,
+    "Qwen2.5-Math-7B": """
+        {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02,
+        "intermediate_size": 18944, "max_position_embeddings": 4096, "max_window_layers": 28, "num_attention_heads": 28,
+        "num_hidden_layers": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 10000, "sliding_window":
+        4096, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache":
+        true, "use_mrope": false, "use_sliding_window": false, "vocab_size": 152064}
+    """,
+    "Llama-3.1-8B-Instruct": """
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": false, "attention_dropout":
+        0.0, "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size":
+        4096, "initializer_range": 0.02, "intermediate_size": 14336, "mlp_bias": false, "max_position_embeddings":
+        131072, "num_attention_heads": 32, "num_hidden_layers": 4, "num_key_value_heads": 8, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "rope_type": "llama3", "original_max_position_embeddings": 8192},
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.42.3", "use_cache": true,
+        "vocab_size": 128256}
+    """,
+    "Qwen3-30B-A3B": """
+        {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": false,
+        "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645, "decoder_sparse_step": 1, "head_dim":
+        128, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [], "norm_topk_prob": true,
+        "moe_intermediate_size": 768, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 4, "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-06,
+        "rope_scaling": null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null,
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true,
+        "use_sliding_window": false, "vocab_size": 151936}
+    """,
+}
+"""As they stand on the Hub, with fewer layers."""
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_models_of_the_hub_are_accepted(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(HUB[name])
+    same_as_transformers(read_architecture(tmp_path), tmp_path)
+
 
 @pytest.mark.parametrize("case", ACCEPTED)
 def test_accepted_as_transformers_reads_it(case: str, models: dict[str, Path], tmp_path: Path) -> None:
     family, changes, drop = ACCEPTED[case]
     architecture = read_architecture(_with(models[family], tmp_path, changes, drop))
     same_as_transformers(architecture, tmp_path)
-
-
-def same_as_transformers(architecture: Any, directory: Path) -> None:
-    """Sizes against the modules that transformers builds, which is where a config's defaults end."""
-    config = CONFIG_MAPPING[MODEL_TYPES[architecture.name]].from_pretrained(directory)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    layer = model.model.layers[0]
-    attention = layer.self_attn
-    assert len(model.model.layers) == architecture.num_layers
-    assert attention.head_dim == architecture.head_dim
-    assert attention.q_proj.weight.shape == (architecture.num_heads * architecture.head_dim, architecture.hidden_size)
-    assert attention.k_proj.weight.shape == (
-        architecture.num_kv_heads * architecture.head_dim,
-        architecture.hidden_size,
-    )
-    assert (attention.q_proj.bias is not None) == architecture.qkv_bias and attention.o_proj.bias is None
-    assert hasattr(attention, "q_norm") == architecture.qk_norm
-    assert layer.input_layernorm.variance_epsilon == architecture.norm_eps
-    assert model.model.embed_tokens.weight.shape == (architecture.vocab_size, architecture.hidden_size)
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == architecture.tied_embeddings
-    assert getattr(attention, "sliding_window", None) is None and attention.attention_dropout == 0
-    if architecture.experts:
-        gate, experts = layer.mlp.gate, architecture.experts
-        assert (gate.num_experts, gate.top_k, gate.norm_topk_prob) == (
-            experts.count,
-            experts.per_token,
-            experts.normalize_weights,
-        )
-        assert layer.mlp.experts.down_proj.shape[-2:] == (architecture.hidden_size, experts.ffn_size)
-    else:
-        assert layer.mlp.gate_proj.weight.shape == (architecture.ffn_size, architecture.hidden_size)
-    rotary = type(model.model.rotary_emb)(config=config)  # not on the meta device
-    assert rotary.attention_scaling == 1.0
-    torch.testing.assert_close(rotary.inv_freq, _frequencies(architecture), rtol=1e-6, atol=0)
-
-
-def _frequencies(architecture: Any) -> torch.Tensor:
-    """Megatron-core's own, on the CPU."""
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-    rotary = RotaryEmbedding(
-        kv_channels=architecture.head_dim,
-        rotary_percent=1.0,
-        rotary_base=architecture.rope_theta,
-        rope_scaling=architecture.rope_factor > 0,
-        rope_scaling_factor=architecture.rope_factor or 8.0,
-        use_cpu_initialization=True,
-        cp_group=object(),  # what a process group would be: a frequency needs none
-    )
-    frequencies: torch.Tensor = rotary.inv_freq
-    return frequencies

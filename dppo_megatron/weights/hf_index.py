@@ -63,7 +63,10 @@ def _read_index(directory: Path) -> dict[str, str]:
     path = directory / INDEX
     if not path.exists():
         return {}
-    index = read_object(path).get("weight_map")
+    raw = read_object(path)
+    index, about = raw.get("weight_map"), raw.get("metadata", {})
+    if not isinstance(about, dict):  # not used here, but transformers would not load the directory
+        raise UserError(f"{path}: metadata = {shown(about)}: expected an object")
     if not isinstance(index, dict) or not index:
         raise UserError(f"{path}: weight_map = {shown(index)}: expected tensor names with file names")
     for name, file in index.items():
