@@ -23,7 +23,7 @@ from dppo_megatron.rollout.engine import Request, Sampling, Weights
 from dppo_megatron.rollout.hf_names import by_checkpoint_name
 from dppo_megatron.rollout.kv_cache import growing_cache
 from dppo_megatron.types import BoolArray, Completion, FloatArray, IntArray
-from dppo_megatron.weights.hf_files import WeightReader
+from dppo_megatron.weights.hf_files import WeightReader, check_finite
 
 _COMPACT_BELOW = 0.75
 """Rows leave the batch once this share of it is still running: each compaction copies the key-value cache."""
@@ -42,7 +42,9 @@ class HFEngine:
         max_concurrent_sequences: int,
     ) -> None:
         with torch.device(device):
-            self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(hf_path), dtype=dtype).eval()
+            config = AutoConfig.from_pretrained(hf_path, trust_remote_code=False, local_files_only=True)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            self._model = model.eval()
         self._tokenizer = tokenizer
         self._device = device
         self._batch = max_concurrent_sequences
@@ -151,7 +153,12 @@ class HFEngine:
     def _forward(self, inputs: Tensor, attention: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Logits [B, V] of the next token after each row of `inputs` [B, n], which are appended to the cache."""
         output = self._model(
-            inputs, attention_mask=attention, position_ids=positions, past_key_values=cache, logits_to_keep=1
+            inputs,
+            attention_mask=attention,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,  # config.json may say false, as checkpoints from training do
+            logits_to_keep=1,
         )
         logits: Tensor = output.logits[:, -1]
         return logits
@@ -203,7 +210,14 @@ def engine_from_files(config: Config, tokenizer: PreTrainedTokenizerBase, checkp
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         max_concurrent_sequences=config.rollout.max_concurrent_sequences,
     )
-    engine.load_weights(lambda: ((name, checkpoint.get(name)) for name in checkpoint.names))
+
+    def finite() -> Iterator[tuple[str, Tensor]]:
+        for name in checkpoint.names:
+            tensor = checkpoint.get(name)
+            check_finite(name, tensor)
+            yield name, tensor
+
+    engine.load_weights(finite)
     return engine
 
 
