@@ -16,16 +16,45 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 DISTRIBUTED_CHECKPOINT: Mapping[str, frozenset[str]] = {
     "torch": frozenset(
-        "Size bfloat16 bool complex128 complex64 float16 float32 float64 float8_e4m3fn float8_e4m3fnuz float8_e5m2"
-        " float8_e5m2fnuz float8_e8m0fnu int16 int32 int64 int8 uint16 uint32 uint64 uint8".split()
+        [
+            "Size",
+            "bfloat16",
+            "bool",
+            "complex128",
+            "complex64",
+            "float16",
+            "float32",
+            "float64",
+            "float8_e4m3fn",
+            "float8_e4m3fnuz",
+            "float8_e5m2",
+            "float8_e5m2fnuz",
+            "float8_e8m0fnu",
+            "int16",
+            "int32",
+            "int64",
+            "int8",
+            "uint16",
+            "uint32",
+            "uint64",
+            "uint8",
+        ]
     ),
     "torch.serialization": frozenset({"_get_layout"}),
     _METADATA: frozenset(
-        "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties"
-        " TensorStorageMetadata _MEM_FORMAT_ENCODING".split()
+        [
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        ]
     ),
     # Megatron stores its ranks' save plans beside the table, to reuse them at the next save
-    _PLANNER: frozenset("BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType".split()),
+    _PLANNER: frozenset(["BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"]),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
     "collections": frozenset({"OrderedDict"}),
     "pathlib": frozenset({"PosixPath", "PurePosixPath"}),  # where it was written, if the writer was given a Path
