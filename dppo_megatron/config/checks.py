@@ -51,13 +51,20 @@ def check_run_dir(config: Config) -> None:
     if not config.run_dir:
         raise UserError("run_dir is not set; give it in the config file or as run_dir=...")
     used = Path(config.run_dir)
-    if used.exists() and not used.is_dir():
+    try:
+        is_something_else = used.exists() and not used.is_dir()
+        has_record = (used / "metrics.jsonl").exists()
+        has_checkpoints = next((used / "checkpoints").glob("step_[0-9]*"), None) is not None
+    except OSError as error:  # no permission, a name that is too long, a file system that does not answer
+        raise UserError(f"run_dir = '{config.run_dir[:200]}': {error.strerror}") from None
+    if is_something_else:
         raise UserError(f"run_dir = '{config.run_dir}': exists and is not a directory")
-    holds_a_run = (used / "metrics.jsonl").exists()
-    if holds_a_run and (config.checkpoint.resume == "never" or not (used / "config.yaml").exists()):
-        why = "checkpoint.resume = never" if config.checkpoint.resume == "never" else "it has no config.yaml"
+    never = config.checkpoint.resume == "never"
+    if (never and (has_record or has_checkpoints)) or (has_record and not (used / "config.yaml").exists()):
+        held = "metrics.jsonl" if has_record else "checkpoints"
+        why = "checkpoint.resume = never" if never else "it has no config.yaml"
         raise UserError(
-            f"run_dir = '{config.run_dir}' already holds a run (metrics.jsonl), which is not resumed because {why};"
+            f"run_dir = '{config.run_dir}' already holds a run ({held}), which is not resumed because {why};"
             " choose another run_dir=... or remove that directory"
         )
 
@@ -115,6 +122,7 @@ def _check_ranges(config: Config) -> None:
         "actor.optimizer.adam_eps": optimizer.adam_eps,
         "warm_start.learning_rate": config.warm_start.learning_rate,
         "reward.timeout_s": config.reward.timeout_s,
+        "guard.rendezvous_timeout_s": config.guard.rendezvous_timeout_s,
     }
     for key, value in positive.items():
         if not value > 0:

@@ -126,12 +126,12 @@ class CheckpointConfig:
     every_steps: int = 0
     """Save a resumable checkpoint every so many steps, beside the one at the end; 0: only at the end."""
     keep: int = 2
-    """Complete checkpoints that stay; older ones are removed after a newer one is complete. 0: all."""
+    """Good checkpoints that stay; older ones are removed after a newer one is complete. 0: all."""
     async_save: bool = False
     """Write while the next rollout runs, through Megatron's asynchronous save (`async` is a keyword of Python). The
     checkpoint becomes visible at the end of the step in which the last rank has finished writing."""
     resume: str = "auto"
-    """`auto`: go on from the newest good checkpoint of run_dir, or begin where there is none. `never`: a run_dir that
+    """`auto`: resume from the newest good checkpoint of run_dir, or begin where there is none. `never`: a run_dir that
     holds a run is an error. A directory (runs/x/checkpoints/step_000020): begin a new run_dir from that checkpoint;
     once run_dir has checkpoints of its own, as `auto`."""
     may_change: list[str] = field(default_factory=list)
@@ -147,6 +147,8 @@ class GuardConfig:
     """An update whose loss or gradient is not finite is skipped; this many in a row stop the run. 0: the first."""
     watchdog_s: float = 300.0
     """A rank that gives no sign of life for so long is named, and the others stop. 0: no watchdog."""
+    rendezvous_timeout_s: float = 600.0
+    """How long the ranks wait for each other at the start. A rank that is alone then ends and frees its GPU."""
 
 
 @dataclass
@@ -154,7 +156,7 @@ class Config:
     """A whole training job."""
 
     run_dir: str = ""
-    """Where the run writes; see docs/run_directory.md. A directory that already holds this run is gone on with."""
+    """Where the run writes; see docs/run_directory.md. If it already holds this run, the run resumes."""
     seed: int = 0
     """Seeds data order, sampling and every selection draw, each through its own counter-based stream."""
     steps: int = 100
