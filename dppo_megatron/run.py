@@ -24,6 +24,9 @@ from dppo_megatron.checkpoint.store import CheckpointStore, describe, load_check
 from dppo_megatron.config import save_config
 from dppo_megatron.config.changes import check_changes, config_values, fingerprint, saved_values
 from dppo_megatron.config.schema import Config
+from dppo_megatron.data.fingerprint import check_data
+from dppo_megatron.data.report import write_first_prompts
+from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.distributed import from_rank_zero
 from dppo_megatron.job import Job
 from dppo_megatron.loop import Loop
@@ -61,6 +64,7 @@ class Run:
             async_save=job.config.checkpoint.async_save,
         )
         self._origin = self._find_origin()
+        changes += from_rank_zero(lambda: _data_changes(self._origin, job))
         self.resumes = self._origin is not None
         self._recorded: int | None = None
         """The last step with a line in metrics.jsonl."""
@@ -70,8 +74,10 @@ class Run:
         self._first_step, self._last_step = 1, job.config.steps
         if self._writes:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._open_record(trace_header(job.config, len(job.train_prompts)))
+            self._open_record(trace_header(job.config, set_sizes(job.train_sets)))
+            write_first_prompts(self._directory, job.train_sets, job.eval_sets)
         self.say(f"changed since the run began: {line}" for line in changes)
+        self.say(job.data_report)
         self.progress.say(self.loop.actor.description)
 
     def __enter__(self) -> Run:
@@ -241,9 +247,8 @@ class Run:
         self.summary.wall_s = time.perf_counter() - self._started
         state = {"step": step, "loop": self.loop.state_dict(), "summary": vars(self.summary)}
         try:
-            self._store.save(
-                self.loop.actor, state, describe(step, config_values(self._config), fingerprint(self._config))
-            )
+            settings = config_values(self._config), fingerprint(self._config), self.loop.job.data_fingerprint
+            self._store.save(self.loop.actor, state, describe(step, *settings))
         except (UserError, OSError, RuntimeError, CheckpointException) as error:
             return self._save_failed(error)
         return True
@@ -308,6 +313,18 @@ def _allowed_changes(config: Config) -> list[str]:
     if isinstance(manifest, str):
         raise UserError(f"checkpoint.resume = '{resume}': holds no complete checkpoint: {manifest}")
     return check_changes(config, manifest.config, resume)
+
+
+def _data_changes(origin: Path | None, job: Job) -> list[str]:
+    """A line for each set that is not what it was when the checkpoint was written.
+
+    Raises:
+        UserError: training data differs that may not.
+    """
+    manifest = read_manifest(origin) if origin else ""
+    if isinstance(manifest, str):
+        return []
+    return check_data(manifest.data, job.data_fingerprint, job.config.checkpoint.may_change, str(origin))
 
 
 def _watchdog(timeout_s: float) -> Watchdog | None:

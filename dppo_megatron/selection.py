@@ -10,15 +10,17 @@ policy that knows nothing of the draws that it is about to use, which is what ke
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from dppo_megatron.algorithms.advantages import make_advantages, overlong_penalty
+from dppo_megatron.config.data import train_set_weights
 from dppo_megatron.config.objective import zero_advantage_slope
 from dppo_megatron.config.schema import Config
-from dppo_megatron.data.order import PromptOrder
+from dppo_megatron.data.order import Order, make_order
 from dppo_megatron.pruning import (
     CompletionBatch,
     LedgerRow,
@@ -27,7 +29,7 @@ from dppo_megatron.pruning import (
     make_completion_policy,
     make_prompt_policy,
 )
-from dppo_megatron.pruning.interface import StepCapacity
+from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity
 from dppo_megatron.pruning.monitors import step_metrics
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
 
@@ -103,6 +105,8 @@ class Selector:
 
     Args:
         order: another order of prompts than the config's seed gives; for experiments that vary the draws alone.
+        set_sizes: problems of each training set by name, in the order of their indices; None: they are one set.
+        features: what is known of each prompt before it is tried; handed to the prompt policy.
         capacity: what a step's micro-batches hold, for the completion policies that fill them; None: not known.
 
     Raises:
@@ -113,8 +117,10 @@ class Selector:
         self,
         config: Config,
         num_prompts: int,
-        order: PromptOrder | None = None,
+        order: Order | None = None,
         capacity: StepCapacity | None = None,
+        set_sizes: Mapping[str, int] | None = None,
+        features: PromptFeatures | None = None,
     ) -> None:
         self._config = config
         self._capacity = capacity
@@ -141,8 +147,10 @@ class Selector:
             prompts_per_step=self.prompts_per_step,
             total_steps=config.steps,
             seed=config.seed,
+            features=features,
         )
-        self._order = order or PromptOrder(num_prompts, config.seed)
+        sizes = {"": num_prompts} if set_sizes is None else set_sizes
+        self._order = order or make_order(sizes, train_set_weights(config), config.seed, self.prompts_per_step)
         self._position = 0
         self._unpruned_noise = 0.0
         self._mean_length = 0.0

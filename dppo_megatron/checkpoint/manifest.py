@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class Manifest:
     """Name to size in bytes and SHA-256."""
     versions: dict[str, str]
     """Of what wrote it."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Of the problems it was trained and evaluated on (`data.fingerprint`); empty in older checkpoints."""
 
 
 def step_name(step: int) -> str:

@@ -176,10 +176,10 @@ class CheckpointStore:
                         path.rename(whole)
 
 
-def describe(step: int, config: dict[str, Any], fingerprint: str) -> Manifest:
+def describe(step: int, config: dict[str, Any], fingerprint: str, data: dict[str, Any] | None = None) -> Manifest:
     """The manifest of a checkpoint that is about to be written."""
     versions = {"dppo_megatron": __version__, "torch": torch.__version__, "megatron_core": megatron_version}
-    return Manifest(step, fingerprint, config, dist.get_world_size(), {}, versions)
+    return Manifest(step, fingerprint, config, dist.get_world_size(), {}, versions, data or {})
 
 
 def check(directory: Path) -> str:

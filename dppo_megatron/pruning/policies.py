@@ -11,7 +11,7 @@ from dppo_megatron.pruning.completion_field import (
     MaxVariancePolicy,
     ZeroVariancePolicy,
 )
-from dppo_megatron.pruning.interface import CompletionPolicy, PromptPolicy
+from dppo_megatron.pruning.interface import CompletionPolicy, PromptFeatures, PromptPolicy
 from dppo_megatron.pruning.prompt_base import PromptPolicyBase
 from dppo_megatron.pruning.prompt_dppo import DppoPromptPolicy, PaperPromptPolicy
 from dppo_megatron.pruning.prompt_infobatch import InfoBatchPolicy
@@ -49,6 +49,7 @@ def make_prompt_policy(
     prompts_per_step: int,
     total_steps: int,
     seed: int,
+    features: PromptFeatures | None = None,
 ) -> PromptPolicy:
     """The policy of `pruning.prompt.method`.
 
@@ -59,6 +60,7 @@ def make_prompt_policy(
         prompts_per_step: nominal prompts of a step; with num_prompts it says how many steps an epoch has.
         total_steps: length of the run, for annealing.
         seed: the run's seed.
+        features: what is known of each prompt before it is tried; None: nothing.
 
     Raises:
         UserError: a setting is out of range; the message names its key.
@@ -76,6 +78,7 @@ def make_prompt_policy(
         prompts_per_step=prompts_per_step,
         total_steps=total_steps,
         seed=seed,
+        features=features,
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from dppo_megatron.config.pruning import PromptPruningConfig
 from dppo_megatron.pruning.designs import draw
 from dppo_megatron.pruning.history import PromptHistory, check_ids, check_visits
-from dppo_megatron.pruning.interface import Selection, check_state, keep_all
+from dppo_megatron.pruning.interface import PromptFeatures, Selection, check_state, keep_all
 from dppo_megatron.pruning.weights import weigh
 from dppo_megatron.randomness import generator, uniforms
 from dppo_megatron.types import FloatArray, IntArray
@@ -31,6 +31,7 @@ class PromptPolicyBase:
         prompts_per_step: nominal prompts of a step, N.
         total_steps: length of the run, for annealing.
         seed: the run's seed.
+        features: what is known of each prompt before it is tried; None: nothing. No method reads it so far.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class PromptPolicyBase:
         prompts_per_step: int,
         total_steps: int,
         seed: int,
+        features: PromptFeatures | None = None,
     ) -> None:
         self.config = config
+        self.features = features
         self.completions_per_prompt = completions_per_prompt
         self.prompts_per_step = prompts_per_step
         self.seed = seed
