@@ -106,11 +106,8 @@ def _rows(known: KnownSet, origin: str, split: str) -> Iterator[dict[str, Any]]:
     # not at the top: the command line must say its help without tensor libraries
     from dppo_megatron.data.hub import read_directory, read_hub
 
-    if origin:
-        found = read_directory(origin, known.subset, split)
-    else:
-        found = read_hub(f"hub:{known.hub}", known.subset, split)
-    for row in found:
+    subset, hub = known.subset, f"hub:{known.hub}"
+    for row in read_directory(origin, subset, split) if origin else read_hub(hub, subset, split):
         yield row.values
 
 

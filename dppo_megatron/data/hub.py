@@ -69,9 +69,7 @@ def _import_datasets(path: str) -> Any:
         raise UserError(f"{path}: needs the extra 'data': pip install 'dppo_megatron[data]'") from None
     if int(datasets.__version__.partition(".")[0]) < _OLDEST:
         found = datasets.__version__
-        raise UserError(
-            f"{path}: needs datasets {_OLDEST} or later (older ones run a repository's scripts), not {found}"
-        )
+        raise UserError(f"{path}: needs datasets {_OLDEST} or later (older ones run its scripts), not {found}")
     datasets.disable_progress_bars()
     return datasets
 

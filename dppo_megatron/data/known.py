@@ -1,7 +1,7 @@
 """The sets that papers train and report on: where each is on the hub, and how its rows become ours.
 
-A record says everything about a set; nothing below it knows a set by name. Most sets have several copies on the hub: the
-one named is that of its makers where there is one, else the one that evaluation harnesses read. Rows leave in one
+A record says everything about a set; nothing below it knows a set by name. Most sets have several copies on the hub:
+the one named is that of its makers where there is one, else the one that evaluation harnesses read. Rows leave in one
 layout, `{id, problem, answer, source, level, subject}`, so that a config needs no field settings and no template of
 somebody else's inside the problem.
 """
