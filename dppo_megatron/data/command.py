@@ -66,9 +66,12 @@ def write_known_set(name: str, out: Path, *, origin: str = "", overwrite: bool =
     if origin and not Path(origin).is_dir():
         raise UserError(f"--from {origin}: no such directory")
     parts = {part: _Part(_rows(known, origin, split), known, name) for part, split in known.splits.items()}
+    for part, split in known.splits.items():
+        if not parts[part].rows:
+            raise UserError(f"{origin or known.hub} ({split}): no row has the fields of this set; nothing was written")
     for part, path in files.items():
         rows = parts[part].rows
-        _write(path, rows, origin=f"{origin or known.hub} ({known.splits[part]})")
+        _write(path, rows)
         yield f"{path}: {len(rows)} problems{parts[part].left_out()}"
 
 
@@ -111,12 +114,13 @@ def _rows(known: KnownSet, origin: str, split: str) -> Iterator[dict[str, Any]]:
         yield row.values
 
 
-def _write(path: Path, rows: list[dict[str, Any]], *, origin: str) -> None:
-    if not rows:
-        raise UserError(f"{origin}: no row has the fields of this set; nothing was written")
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path.parent}: cannot be made: {error.strerror or error}") from None
+    try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             file.flush()

@@ -77,8 +77,8 @@ def _import_datasets(path: str) -> Any:
 def _one_split(loaded: Any, path: str, split: str) -> Any:
     """The wanted split of what was loaded; without a name, the only one."""
     if not isinstance(loaded, dict):
-        if split and str(getattr(loaded, "split", None) or split) != split and not path.startswith("hub:"):
-            raise UserError(f"{path}: has no split '{split}'; it is the split '{loaded.split}' alone")
+        if split and str(loaded.split) != split and not path.startswith("hub:"):
+            raise UserError(f"{path}: has no split '{split}': it was saved as one set, so leave the split out")
         return loaded
     if split in loaded:
         return loaded[split]
@@ -92,14 +92,9 @@ def _rows(split: Any, origin: str) -> Iterator[Row]:
     """Arrow tables, whatever format the set was saved with."""
     number = 0
     try:
-        if hasattr(split, "data"):
-            for table in split.with_format("arrow").iter(_ROWS_AT_A_TIME):
-                yield from table_rows(table, origin, number)
-                number += len(table)
-            return
-        for values in split:
-            yield Row(f"{origin}[{number}]", dict(values))
-            number += 1
+        for table in split.with_format("arrow").iter(_ROWS_AT_A_TIME):
+            yield from table_rows(table, origin, number)
+            number += len(table)
     except UserError:
         raise
     except Exception as error:

@@ -57,7 +57,7 @@ def read_file(path: str) -> Iterator[Row]:
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UserError(f"{path}: damaged gzip file: {error}") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise UserError(f"{path}: cannot be read: {error.strerror or _first_line(error)}") from None
 
 
 def table_rows(table: Any, origin: str, first: int) -> Iterator[Row]:
