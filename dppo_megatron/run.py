@@ -68,6 +68,7 @@ class Run:
         self.resumes = self._origin is not None
         self._recorded: int | None = None
         """The last step with a line in metrics.jsonl."""
+        self.say(job.data_report)  # before servers are waited for: a wrong template is seen in time to stop
         self.loop = Loop(job, self.progress.say)
         self.summary = Summary()
         self._warned: set[str] = set()
@@ -77,7 +78,6 @@ class Run:
             self._open_record(trace_header(job.config, set_sizes(job.train_sets)))
             write_first_prompts(self._directory, job.train_sets, job.eval_sets)
         self.say(f"changed since the run began: {line}" for line in changes)
-        self.say(job.data_report)
         self.progress.say(self.loop.actor.description)
 
     def __enter__(self) -> Run:

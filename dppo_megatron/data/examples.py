@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from dppo_megatron.config.data import ResolvedSet
 from dppo_megatron.data.fields import check_text, get_field, kind, problem_of
 from dppo_megatron.data.sets import read_set
-from dppo_megatron.data.templates import check_template, render, tokenize
+from dppo_megatron.data.templates import check_template, render, shared_ids, tokenize
 from dppo_megatron.types import TrainSample, UserError
 
 
@@ -22,7 +22,7 @@ def load_examples(
     """
     check_template(settings, tokenizer)
     samples: list[TrainSample] = []
-    shared: dict[int, int] = {}
+    shared = shared_ids(tokenizer)
     for rows in read_set(settings):
         origins = [row.origin for row in rows]
         prompts = tokenize(

@@ -10,6 +10,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+
 from dppo_megatron.types import Prompt, UserError
 
 
@@ -32,8 +34,8 @@ class SetHash:
 
     def add(self, prompt: Prompt) -> None:
         """The next prompt."""
-        for part in (prompt.text, prompt.answer, prompt.source, " ".join(map(str, prompt.token_ids))):
-            raw = part.encode("utf-8")
+        texts = (part.encode("utf-8") for part in (prompt.text, prompt.answer, prompt.source))
+        for raw in (*texts, np.array(prompt.token_ids, dtype="<i8").tobytes()):
             self._hash.update(len(raw).to_bytes(8, "little") + raw)  # the length, so that no two rows read the same
 
     def hexdigest(self) -> str:

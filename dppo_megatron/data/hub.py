@@ -50,6 +50,7 @@ def read_directory(path: str, subset: str, split: str) -> Iterator[Row]:
     saved = any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json"))
     if saved and subset:
         raise UserError(f"{path}: subset = '{subset}' has no effect: a directory saved by `datasets` has splits only")
+    datasets.disable_progress_bars()  # they are for downloads
     try:
         if saved:
             loaded = datasets.load_from_disk(path)
@@ -70,7 +71,6 @@ def _import_datasets(path: str) -> Any:
     if int(datasets.__version__.partition(".")[0]) < _OLDEST:
         found = datasets.__version__
         raise UserError(f"{path}: needs datasets {_OLDEST} or later (older ones run its scripts), not {found}")
-    datasets.disable_progress_bars()
     return datasets
 
 

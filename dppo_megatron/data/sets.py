@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from dppo_megatron.data.templates import (
     check_template,
     generation_config_stops,
     render,
+    shared_ids,
     tokenize,
     turn_end_tokens,
 )
@@ -49,8 +51,8 @@ class ProblemSet:
     """SHA-256 of what was read: order, texts, answers, sources and token ids."""
     notes: tuple[str, ...]
     """What the user should know of its rows: duplicates, levels that are no numbers."""
-    problems: frozenset[str]
-    """The problems' texts with their white space made one, to compare sets by."""
+    problems: Mapping[bytes, int]
+    """A hash of each problem's text, white space made one, to the place where it first stands: to compare sets by."""
 
 
 def load_set(
@@ -63,9 +65,7 @@ def load_set(
     """
     check_template(settings, tokenizer)
     prompts: list[Prompt] = []
-    seen: dict[str, tuple[str, str]] = {}
-    shared: dict[int, int] = {}
-    repeats, hashed = _Repeats(), SetHash()
+    shared, repeats, hashed = shared_ids(tokenizer), _Repeats(prompts), SetHash()
     filtered = unknown_levels = 0
     for rows in read_set(settings):
         problems = [problem_of(row, settings) for row in rows]
@@ -88,9 +88,9 @@ def load_set(
             if _is_too_long(prompt, settings):
                 filtered += 1
                 continue
-            repeats.add(_identity(problem), prompt, seen)
             hashed.add(prompt)
             prompts.append(prompt)
+            repeats.add(problem)
     if not prompts:
         why = f": all {filtered} are longer than {settings.max_prompt_tokens} tokens" if filtered else ""
         raise UserError(f"{settings.path}: holds no problems{why}")
@@ -105,7 +105,7 @@ def load_set(
         prompts[0].text,
         hashed.hexdigest(),
         tuple(notes),
-        frozenset(seen),
+        repeats.first,
     )
 
 
@@ -169,24 +169,33 @@ def stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 class _Repeats:
-    """Problems that stand in a set more than once."""
+    """Problems that stand in a set more than once.
 
-    def __init__(self) -> None:
+    Texts are told apart by 128 bits of hash: a million of them as text would be a second copy of the set.
+    """
+
+    def __init__(self, prompts: list[Prompt]) -> None:
+        self.first: dict[bytes, int] = {}
+        """Hash of a problem to its place in `prompts`."""
+        self._prompts = prompts
         self._count = self._contradictions = 0
         self._examples: list[str] = []
         self._contradiction = ""
 
-    def add(self, problem: str, prompt: Prompt, seen: dict[str, tuple[str, str]]) -> None:
-        first_at, first_answer = seen.setdefault(problem, (prompt.origin, prompt.answer))
-        if first_at == prompt.origin:
+    def add(self, problem: str | Messages) -> None:
+        """The problem of the last prompt."""
+        place = len(self._prompts) - 1
+        first = self.first.setdefault(blake2b(_identity(problem).encode(), digest_size=16).digest(), place)
+        if first == place:
             return
+        prompt, earlier = self._prompts[place], self._prompts[first]
         self._count += 1
         if len(self._examples) < 3:
-            self._examples.append(f"{prompt.origin} is {first_at}")
-        if first_answer.strip() != prompt.answer.strip():
+            self._examples.append(f"{prompt.origin} is {earlier.origin}")
+        if earlier.answer.strip() != prompt.answer.strip():
             self._contradictions += 1
             self._contradiction = self._contradiction or (
-                f"{prompt.origin} says {prompt.answer[:60]!r} and {first_at} {first_answer[:60]!r}"
+                f"{prompt.origin} says {prompt.answer[:60]!r} and {earlier.origin} {earlier.answer[:60]!r}"
             )
 
     def notes(self) -> Iterator[str]:
@@ -201,10 +210,10 @@ def overlap_notes(train: Mapping[str, ProblemSet], evaluated: Mapping[str, Probl
     notes = []
     for name, held_out in evaluated.items():
         for other, trained in train.items():
-            shared = held_out.problems & trained.problems
+            shared = len(held_out.problems.keys() & trained.problems.keys())
             if shared:
                 notes.append(
-                    f"warning: {len(shared)} of the {len(held_out.problems)} problems of the evaluation set '{name}'"
+                    f"warning: {shared} of the {len(held_out.problems)} problems of the evaluation set '{name}'"
                     f" are trained on (set '{other}'): its scores will be too high"
                 )
     return notes

@@ -61,14 +61,14 @@ def render(
     if template.apply_chat_template:
         chats = [_chat(problem, at, template) for problem, at in zip(problems, origins, strict=True)]
         return [_apply(chat, at, template, tokenizer) for chat, at in zip(chats, origins, strict=True)]
-    texts = []
+    texts, as_it_is = [], template.prompt_template == "{problem}"
     for problem, origin in zip(problems, origins, strict=True):
         if not isinstance(problem, str):
             raise UserError(
                 f"{origin}: the problem is a list of messages, which needs the chat template; set"
                 f" apply_chat_template=true, or a template that has it ({settings.key})"
             )
-        texts.append(template.prompt_template.replace("{problem}", problem))
+        texts.append(problem if as_it_is else template.prompt_template.replace("{problem}", problem))
     return texts
 
 
@@ -149,14 +149,19 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, shared: dict[int, int]) -> list[tuple[int, ...]]:
+def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, shared: Sequence[int]) -> list[tuple[int, ...]]:
     """Token ids of each text, in one call.
 
-    `shared` holds one int object a token id: a million prompts of a hundred tokens are 0.8 GB of pointers, and would be
-    another 3 GB of equal integers.
+    `shared` (of `shared_ids`) holds one int object a token id: a million prompts of a hundred tokens are 0.8 GB of
+    pointers, and would be another 3 GB of equal integers.
     """
     batches: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
-    return [tuple(shared.setdefault(token, token) for token in ids) for ids in batches]
+    return [tuple(map(shared.__getitem__, ids)) for ids in batches]
+
+
+def shared_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token id of the tokenizer at its own place."""
+    return list(range(max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))))
 
 
 def in_short(text: str, longest: int = 160) -> str:
