@@ -12,6 +12,7 @@ from pathlib import Path
 from dppo_megatron import __version__
 from dppo_megatron.config import load_config
 from dppo_megatron.config.methods import parse_methods
+from dppo_megatron.data.command import add_data_command
 from dppo_megatron.distributed import launched_rank, launched_world_size
 from dppo_megatron.types import GuardStop, UserError
 
@@ -130,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the file's")
     doctor.set_defaults(run=_doctor)
     _add_convert(commands)
+    add_data_command(commands)
     return parser
 
 

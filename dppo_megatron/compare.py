@@ -81,8 +81,8 @@ def compare(
     Raises:
         UserError: no evaluation set, or a run ended with the user's mistake.
     """
-    if not config.data.eval_paths:
-        raise UserError("data.eval_paths is empty: there is nothing to compare by")
+    if not (config.data.eval_paths or config.data.eval_sets):
+        raise UserError("data.eval_paths and data.eval_sets are empty: there is nothing to compare by")
     every = config.eval.every_steps or max(1, config.steps // 12)
     runs = []
     for offset in range(seeds):

@@ -12,7 +12,12 @@ from dppo_megatron.rollout.engine import Engine, Request, Sampling
 
 def evaluate(engine: Engine, job: Job) -> dict[str, float]:
     """Share of problems of each set whose greedy answer has reward 1, as `eval/<set>/pass@1`. Collective."""
-    greedy = Sampling(job.config.rollout.max_completion_tokens, temperature=0.0, seed=job.config.seed)
+    greedy = Sampling(
+        job.config.rollout.max_completion_tokens,
+        temperature=0.0,
+        seed=job.config.seed,
+        stop_token_ids=job.stop_token_ids,
+    )
     scores = {}
     for name, prompts in job.eval_prompts.items():
         mine = share(prompts)

@@ -7,15 +7,20 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
 from dppo_megatron.config.checks import check_world_size
+from dppo_megatron.config.data import example_set_config, longest_prompt_tokens
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import too_few_prompts
-from dppo_megatron.data.prompts import load_examples, load_prompts
+from dppo_megatron.data.examples import load_examples
+from dppo_megatron.data.fingerprint import data_fingerprint
+from dppo_megatron.data.report import report_lines
+from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_train_sets, stop_token_ids
 from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.rewards.graders import BUILT_IN
 from dppo_megatron.rewards.grading import Grader
@@ -27,7 +32,7 @@ from dppo_megatron.weights.tokenizer import load_tokenizer
 from dppo_megatron.weights.torch_dist import open_checkpoint
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: train_prompts is kept
 class Job:
     """A checked configuration and what it points at."""
 
@@ -35,12 +40,35 @@ class Job:
     architecture: Architecture
     checkpoint: WeightReader
     tokenizer: PreTrainedTokenizerBase
-    train_prompts: list[Prompt]
-    eval_prompts: dict[str, list[Prompt]]
+    train_sets: dict[str, ProblemSet]
+    """Their prompts are numbered through, in this order."""
+    eval_sets: dict[str, ProblemSet]
+    stop_token_ids: tuple[int, ...]
+    """What ends a completion beside the tokenizer's end of sequence."""
     warm_start_examples: list[TrainSample]
     grade: Grader
     policy_loss: PolicyLoss | None = None
     """The user's own, of `objective.function`."""
+
+    @cached_property
+    def train_prompts(self) -> list[Prompt]:
+        """Of all training sets, each at its index."""
+        return [prompt for one in self.train_sets.values() for prompt in one.prompts]
+
+    @property
+    def eval_prompts(self) -> dict[str, list[Prompt]]:
+        """Of each evaluation set, by its name."""
+        return {name: one.prompts for name, one in self.eval_sets.items()}
+
+    @property
+    def data_fingerprint(self) -> dict[str, Any]:
+        """What a checkpoint remembers of the data."""
+        return data_fingerprint(self.train_sets, self.eval_sets)
+
+    @property
+    def data_report(self) -> list[str]:
+        """Lines for the log: the sets, their first prompts, and what is odd about them."""
+        return report_lines(self.train_sets, self.eval_sets, self.stop_token_ids, self.tokenizer)
 
 
 def prepare_job(config: Config, world_size: int) -> Job:
@@ -61,15 +89,14 @@ def prepare_job(config: Config, world_size: int) -> Job:
     _check_positions(config, architecture)
     checkpoint = open_checkpoint(config.model.hf_path, architecture)
     tokenizer = load_tokenizer(config.model.hf_path, architecture)
-    train_prompts = load_prompts(config.data.train_path, config.data, tokenizer)
-    if too_few := too_few_prompts(config, len(train_prompts), config.data.train_path):
+    train_sets = load_train_sets(config, tokenizer)
+    if too_few := too_few_prompts(config, sum(len(loaded.prompts) for loaded in train_sets.values())):
         raise UserError(too_few)
     examples: list[TrainSample] = []
     if config.warm_start.steps:
         examples = load_examples(
-            config.warm_start.examples_path,
+            example_set_config(config),
             config.warm_start.completion_field,
-            config.data,
             tokenizer,
             max_tokens=min(config.packing.max_tokens_per_microbatch, architecture.max_positions),
         )
@@ -83,10 +110,9 @@ def prepare_job(config: Config, world_size: int) -> Job:
         architecture=architecture,
         checkpoint=checkpoint,
         tokenizer=tokenizer,
-        train_prompts=train_prompts,
-        eval_prompts={
-            name: load_prompts(path, config.data, tokenizer) for name, path in config.data.eval_paths.items()
-        },
+        train_sets=train_sets,
+        eval_sets=load_eval_sets(config, tokenizer),
+        stop_token_ids=stop_token_ids(config, tokenizer),
         warm_start_examples=examples,
         grade=_load_grader(config),
         policy_loss=_load_policy_loss(config),
@@ -128,7 +154,7 @@ def _load_policy_loss(config: Config) -> PolicyLoss | None:
 
 
 def _check_positions(config: Config, architecture: Architecture) -> None:
-    longest = config.data.max_prompt_tokens + config.rollout.max_completion_tokens
+    longest = longest_prompt_tokens(config) + config.rollout.max_completion_tokens
     if longest > architecture.max_positions:
         raise UserError(
             f"data.max_prompt_tokens + rollout.max_completion_tokens = {longest}, more than the"

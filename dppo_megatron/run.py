@@ -22,6 +22,9 @@ from dppo_megatron.actor.layout import start_process_group, stop_process_group
 from dppo_megatron.checkpoint.origin import changes_since, find_origin
 from dppo_megatron.checkpoint.store import CheckpointStore, describe, load_checkpoint
 from dppo_megatron.config.changes import config_values, fingerprint
+from dppo_megatron.data.fingerprint import check_data
+from dppo_megatron.data.report import write_first_prompts
+from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.distributed import from_rank_zero, is_peer_lost
 from dppo_megatron.job import Job
 from dppo_megatron.loop import Loop
@@ -54,8 +57,6 @@ class Run:
         self._stop_requests, self._watchdog = StopRequests(), _watchdog(job.config.guard.watchdog_s)
         self._files: RunDirectory | None = None
         """The run directory, on rank 0."""
-        self._data: dict[str, str] = {}
-        """Fingerprint of each problem set, by its name: kept in every checkpoint, and compared when one is resumed."""
         with ExitStack() as undo:  # what has begun, should something be wrong with what follows
             if self._watchdog:
                 self._watchdog.start()
@@ -71,17 +72,21 @@ class Run:
                 async_save=job.config.checkpoint.async_save,
                 say=self.progress.say,
             )
-            self._origin = find_origin(job.config, self._store, self._data)
+            now, allowed = job.data_fingerprint, job.config.checkpoint.may_change
+            self._origin = find_origin(
+                job.config, self._store, lambda saved, where: check_data(saved, now, allowed, where)
+            )
             self.resumes = self._origin is not None
             self._recorded: int | None = None
             """The last step with a line in metrics.jsonl."""
-            header = trace_header(job.config, len(job.train_prompts))
-            from_rank_zero(lambda: self._open_record(header))
+            from_rank_zero(lambda: self._open_record(job))
+            self.say(job.data_report)  # before servers are waited for: a wrong template is seen in time to stop
             self.loop = Loop(job, self.progress.say)
             undo.pop_all()
         self.summary = Summary()
         self._warned: set[str] = set()
         self._first_step, self._last_step = 1, job.config.steps
+        changes += self._origin.data_changes if self._origin else ()
         self.say(f"changed since the run began: {line}" for line in changes)
         self.progress.say(self.loop.actor.description)
 
@@ -214,13 +219,17 @@ class Run:
         self._files = RunDirectory(self._directory, self.progress.say)
         return self._files.run
 
-    def _open_record(self, header: dict[str, Any]) -> None:
+    def _open_record(self, job: Job) -> None:
         """On rank 0: the record, as it was at the step that this run resumes from."""
         own = self._origin if self._origin is not None and self._origin.own else None
         assert self._files is not None
         self._files.open_record(
-            self._config, header, own.step if own is not None else None, own.record_sums if own is not None else {}
+            self._config,
+            trace_header(job.config, set_sizes(job.train_sets)),
+            own.step if own is not None else None,
+            own.record_sums if own is not None else {},
         )
+        write_first_prompts(self._directory, job.train_sets, job.eval_sets)
 
     def _close_files(self) -> None:
         if self._files:
@@ -244,7 +253,8 @@ class Run:
         try:
             record = from_rank_zero(lambda: self._files.sync() if self._files else {})
             state = {"step": step, "loop": self.loop.state_dict(), "summary": vars(self.summary), "record": record}
-            manifest = describe(step, config_values(self._config), fingerprint(self._config), self._run, self._data)
+            settings = config_values(self._config), fingerprint(self._config)
+            manifest = describe(step, *settings, self._run, self.loop.job.data_fingerprint)
             self._store.save(self.loop.actor, state, manifest)
         except (UserError, OSError, RuntimeError, CheckpointException) as error:
             return self._save_failed(error)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dppo_megatron.config.data import check_data, longest_prompt_tokens
 from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.pruning import check_pruning
 from dppo_megatron.config.rollout import check_rollout
@@ -74,7 +75,6 @@ def _check_ranges(config: Config) -> None:
         "rollout.prompts_per_step": config.rollout.prompts_per_step,
         "rollout.max_completion_tokens": config.rollout.max_completion_tokens,
         "rollout.max_concurrent_sequences": config.rollout.max_concurrent_sequences,
-        "data.max_prompt_tokens": config.data.max_prompt_tokens,
         "packing.max_tokens_per_microbatch": config.packing.max_tokens_per_microbatch,
         "packing.window": config.packing.window,
         "actor.layout.tensor_parallel": config.actor.layout.tensor_parallel,
@@ -168,17 +168,16 @@ def _check_objective(config: Config) -> None:
 
 
 def _check_required(config: Config) -> None:
-    required = {"model.hf_path": config.model.hf_path, "data.train_path": config.data.train_path}
+    trained_on = config.data.train_path or config.data.train_sets
+    required = {"model.hf_path": config.model.hf_path, "data.train_path": trained_on}
     if config.warm_start.steps:
         required["warm_start.examples_path"] = config.warm_start.examples_path
     for key, value in required.items():
         if not value:
             raise UserError(f"{key} is not set; give it in the config file or as {key}=...")
-    if "{problem}" not in config.data.prompt_template:
-        raise UserError(f"data.prompt_template = {config.data.prompt_template!r}: must contain {{problem}}")
     if config.model.dtype == "float64":
         raise UserError("model.dtype = float64 has no optimizer in Megatron-core; train in float32 or bfloat16")
-    longest = config.data.max_prompt_tokens + config.rollout.max_completion_tokens
+    longest = longest_prompt_tokens(config, training=True) + config.rollout.max_completion_tokens
     if longest > config.packing.max_tokens_per_microbatch:
         raise UserError(
             f"packing.max_tokens_per_microbatch = {config.packing.max_tokens_per_microbatch}: the longest possible"
@@ -194,10 +193,4 @@ def _check_files(config: Config) -> None:
         raise UserError(
             f"model.hf_path = '{config.model.hf_path}': no such directory (working directory: {Path.cwd()})"
         )
-    files = {"data.train_path": config.data.train_path}
-    files |= {f"data.eval_paths.{name}": path for name, path in config.data.eval_paths.items()}
-    if config.warm_start.steps:
-        files["warm_start.examples_path"] = config.warm_start.examples_path
-    for key, path in files.items():
-        if not Path(path).is_file():
-            raise UserError(f"{key} = '{path}': no such file (working directory: {Path.cwd()})")
+    check_data(config)

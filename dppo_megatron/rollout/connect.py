@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from dppo_megatron.config.data import longest_prompt_tokens
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout import shared_memory
@@ -162,7 +163,7 @@ def check_server(url: str, info: ServerInfo, config: Config, architecture: Archi
             f"{model} with {info.vocab_size} tokens in its vocabulary; the actor has {architecture.vocab_size}"
             f" ({config.model.hf_path})"
         )
-    longest = config.data.max_prompt_tokens + config.rollout.max_completion_tokens
+    longest = longest_prompt_tokens(config) + config.rollout.max_completion_tokens
     if info.max_tokens is not None and info.max_tokens < longest:
         raise UserError(
             f"{model} with a context of {info.max_tokens} tokens; data.max_prompt_tokens +"
@@ -198,7 +199,7 @@ def launch_servers(config: Config) -> list[LaunchedServer]:
     rollout = config.rollout
     python = rollout.server_python or sys.executable
     cpu = not torch.cuda.is_available()
-    longest = config.data.max_prompt_tokens + rollout.max_completion_tokens
+    longest = longest_prompt_tokens(config) + rollout.max_completion_tokens
     vllm = rollout.engine == "vllm"
     build = vllm_command if vllm else sglang_command
     command = build(rollout, python, str(Path(config.model.hf_path).absolute()), longest, config.model.dtype, cpu=cpu)
