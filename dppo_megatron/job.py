@@ -6,13 +6,15 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
 from dppo_megatron.config.checks import check_world_size
+from dppo_megatron.config.data import DataConfig, EvalSetConfig, eval_set_configs
+from dppo_megatron.config.evaluation import longest_sequence
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.prompts import load_examples, load_prompts
 from dppo_megatron.platform.capabilities import this_machine
@@ -41,30 +43,32 @@ class Job:
     """The user's own, of `objective.function`."""
 
 
-def prepare_job(config: Config, world_size: int) -> Job:
+def prepare_job(config: Config, world_size: int, *, trains: bool = True) -> Job:
     """Load the data and read the checkpoint's headers.
+
+    Args:
+        trains: False for an evaluation alone: no training data, and nothing is asked about the actor.
 
     Raises:
         UserError: anything that would fail later, said now.
     """
-    check_world_size(config, world_size)
     architecture = read_architecture(config.model.hf_path)
-    architecture.check_layout(config.actor.layout)
-    architecture.check_bf16_layers(config.actor)
-    layout, machine = config.actor.layout, this_machine()
-    machine.choose_layer_spec(config.actor.layer_spec, config.actor.fp8)
-    machine.check_experts(layout.expert_parallel, layout.expert_tensor_parallel or layout.tensor_parallel)
+    if trains:
+        _check_actor(config, architecture, world_size)
     _check_positions(config, architecture)
     checkpoint = open_checkpoint(config.model.hf_path, architecture)
+    for name, settings in eval_set_configs(config).items():
+        if settings.grader:
+            load_function(f"data.eval_sets.{name}.grader", BUILT_IN.get(settings.grader, settings.grader))
     tokenizer = _load_tokenizer(config.model.hf_path, architecture)
-    train_prompts = load_prompts(config.data.train_path, config.data, tokenizer)
-    if len(train_prompts) < config.rollout.prompts_per_step:
+    train_prompts = load_prompts(config.data.train_path, config.data, tokenizer) if trains else []
+    if trains and len(train_prompts) < config.rollout.prompts_per_step:
         raise UserError(
             f"rollout.prompts_per_step = {config.rollout.prompts_per_step}, but {config.data.train_path} holds only"
             f" {len(train_prompts)} problems"
         )
     examples: list[TrainSample] = []
-    if config.warm_start.steps:
+    if trains and config.warm_start.steps:
         examples = load_examples(
             config.warm_start.examples_path,
             config.warm_start.completion_field,
@@ -84,12 +88,28 @@ def prepare_job(config: Config, world_size: int) -> Job:
         tokenizer=tokenizer,
         train_prompts=train_prompts,
         eval_prompts={
-            name: load_prompts(path, config.data, tokenizer) for name, path in config.data.eval_paths.items()
+            name: load_prompts(settings.path, _as_data(settings), tokenizer)[: settings.limit or None]
+            for name, settings in eval_set_configs(config).items()
         },
         warm_start_examples=examples,
         grade=_load_grader(config),
-        policy_loss=_load_policy_loss(config),
+        policy_loss=_load_policy_loss(config) if trains else None,
     )
+
+
+def _check_actor(config: Config, architecture: Architecture, world_size: int) -> None:
+    check_world_size(config, world_size)
+    architecture.check_layout(config.actor.layout)
+    architecture.check_bf16_layers(config.actor)
+    layout, machine = config.actor.layout, this_machine()
+    machine.choose_layer_spec(config.actor.layer_spec, config.actor.fp8)
+    machine.check_experts(layout.expert_parallel, layout.expert_tensor_parallel or layout.tensor_parallel)
+
+
+def _as_data(settings: EvalSetConfig) -> DataConfig:
+    """A set's own settings, as `load_prompts` takes them."""
+    names = {item.name for item in fields(DataConfig)} & {item.name for item in fields(EvalSetConfig)}
+    return DataConfig(**{name: getattr(settings, name) for name in names})
 
 
 def load_function(key: str, path: str) -> Callable[..., Any]:
@@ -127,11 +147,10 @@ def _load_policy_loss(config: Config) -> PolicyLoss | None:
 
 
 def _check_positions(config: Config, architecture: Architecture) -> None:
-    longest = config.data.max_prompt_tokens + config.rollout.max_completion_tokens
+    longest, whose = longest_sequence(config)
     if longest > architecture.max_positions:
         raise UserError(
-            f"data.max_prompt_tokens + rollout.max_completion_tokens = {longest}, more than the"
-            f" {architecture.max_positions} positions of '{config.model.hf_path}'"
+            f"{whose} = {longest}, more than the {architecture.max_positions} positions of '{config.model.hf_path}'"
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -23,8 +23,10 @@ from dppo_megatron.checkpoint.manifest import read_manifest
 from dppo_megatron.checkpoint.store import CheckpointStore, describe, load_checkpoint
 from dppo_megatron.config import save_config
 from dppo_megatron.config.changes import check_changes, config_values, fingerprint, saved_values
+from dppo_megatron.config.data import eval_set_configs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import from_rank_zero
+from dppo_megatron.evaluation.statistics import EvalScores
 from dppo_megatron.job import Job
 from dppo_megatron.loop import Loop
 from dppo_megatron.observe.metrics import JsonLines, Progress, rewind
@@ -123,6 +125,7 @@ class Run:
         self._first_step = state["step"] + 1
         self._recorded = self.loop.rests_after = state["step"]
         self.progress.say(f"resumed from {self._origin}: going on at step {self._first_step}")
+        self._begin_new_sets(state["step"])
 
     def remaining_steps(self) -> Iterator[int]:
         """The RL steps that this run has still to do."""
@@ -136,23 +139,22 @@ class Run:
         with self.loop.timers.phase("step"):
             yield
 
-    def record(self, step: int, metrics: dict[str, Any]) -> None:
+    def record(self, step: int, metrics: dict[str, Any], scores: Sequence[EvalScores] = ()) -> None:
         """One line of metrics.jsonl. Step 0 holds the evaluation before training."""
-        scores = {name.split("/")[1]: score for name, score in metrics.items() if name.startswith("eval/")}
+        pass_at_1 = {one.name: one.avg.value for one in scores}
         if step == 0:
-            self.summary.eval_before = scores
+            self.summary.eval_before = pass_at_1
         else:
-            self.summary.eval_after = scores or self.summary.eval_after
+            self.summary.eval_after = pass_at_1 or self.summary.eval_after
             if self._writes:
                 self.summary.add(metrics)
                 self._trace.write(self.loop.trace_row | {"seconds": trace_seconds(metrics)})
                 self.say(self._new_warnings(metrics["prune/ledger"]))
                 self.progress.step(step, metrics)
         if self._writes:
-            self._metrics.write({"step": step} | metrics)
+            self._metrics.write({"step": step} | metrics | {k: v for one in scores for k, v in one.metrics().items()})
         self._recorded = step
-        for name, score in scores.items():
-            self.progress.say(f"step {step:>4}: {name} pass@1 {100 * score:.1f} %")
+        self.say(f"step {step:>4}: {one.line()}" for one in scores)
 
     def say(self, lines: Iterable[str]) -> None:
         """Lines for the person who watches."""
@@ -190,6 +192,16 @@ class Run:
             self.summary.write(self._directory / "summary.json")
             self.progress.close()
             print(f"\n{self.summary.table()}\n\n{self._directory}/: {', '.join(sorted(os.listdir(self._directory)))}")
+
+    def _begin_new_sets(self, step: int) -> None:
+        """Evaluation sets may come and go between a run and its continuation. One that is new has its `before` here,
+        at the resumed step; `metrics.jsonl` has a line for that step already. Collective."""
+        names = list(eval_set_configs(self._config))
+        scores = self.loop.evaluate(new) if (new := self.summary.without_before(names)) else []
+        self.summary.begin_sets(step, {one.name: one.avg.value for one in scores}, names)
+        if step >= self._last_step:  # nothing will move it any more
+            self.summary.eval_after |= {one.name: one.avg.value for one in scores}
+        self.say(f"step {step:>4}, first evaluation of a new set: {one.line()}" for one in scores)
 
     def _find_origin(self) -> Path | None:
         """The checkpoint to go on from: the newest good one of this run, else the one that the config names."""

@@ -6,20 +6,27 @@ All of it runs before a process group or a model is made, so a mistake costs sec
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
+from dppo_megatron.config.evaluation import check_evaluation
 from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.pruning import check_pruning
 from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 
+Purpose = Literal["train", "evaluate", "grade"]
+"""What a config is for: an evaluation alone needs no training data, grading no model either."""
 
-def check_values(config: Config) -> None:
+
+def check_values(config: Config, purpose: Purpose = "train") -> None:
     """Raise `UserError` for the first value that is out of range or contradicts another one."""
     _check_ranges(config)
     _check_actor(config)
-    _check_required(config)
-    _check_files(config)
+    check_evaluation(config)
+    if purpose != "grade":
+        _check_required(config, trains=purpose == "train")
+        _check_files(config, trains=purpose == "train")
     check_rollout(config.rollout)
     check_pruning(config.pruning)
     _check_objective(config)
@@ -154,9 +161,11 @@ def _check_objective(config: Config) -> None:
     )
 
 
-def _check_required(config: Config) -> None:
-    required = {"model.hf_path": config.model.hf_path, "data.train_path": config.data.train_path}
-    if config.warm_start.steps:
+def _check_required(config: Config, *, trains: bool) -> None:
+    required = {"model.hf_path": config.model.hf_path}
+    if trains:
+        required["data.train_path"] = config.data.train_path
+    if trains and config.warm_start.steps:
         required["warm_start.examples_path"] = config.warm_start.examples_path
     for key, value in required.items():
         if not value:
@@ -166,24 +175,25 @@ def _check_required(config: Config) -> None:
     if config.model.dtype == "float64":
         raise UserError("model.dtype = float64 has no optimizer in Megatron-core; train in float32 or bfloat16")
     longest = config.data.max_prompt_tokens + config.rollout.max_completion_tokens
-    if longest > config.packing.max_tokens_per_microbatch:
+    if trains and longest > config.packing.max_tokens_per_microbatch:
         raise UserError(
             f"packing.max_tokens_per_microbatch = {config.packing.max_tokens_per_microbatch}: the longest possible"
             f" sequence has data.max_prompt_tokens + rollout.max_completion_tokens = {longest} tokens and must fit"
         )
 
 
-def _check_files(config: Config) -> None:
+def _check_files(config: Config, *, trains: bool) -> None:
     resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
+    if trains and resume not in ("auto", "never") and not Path(resume).is_dir():
         raise UserError(f"checkpoint.resume = '{resume}': must be auto, never or the directory of a checkpoint")
     if not Path(config.model.hf_path).is_dir():
         raise UserError(
             f"model.hf_path = '{config.model.hf_path}': no such directory (working directory: {Path.cwd()})"
         )
-    files = {"data.train_path": config.data.train_path}
+    files = {"data.train_path": config.data.train_path} if trains else {}
     files |= {f"data.eval_paths.{name}": path for name, path in config.data.eval_paths.items()}
-    if config.warm_start.steps:
+    files |= {f"data.eval_sets.{name}.path": settings.path for name, settings in config.data.eval_sets.items()}
+    if trains and config.warm_start.steps:
         files["warm_start.examples_path"] = config.warm_start.examples_path
     for key, path in files.items():
         if not Path(path).is_file():

@@ -6,8 +6,11 @@ job on one file needs one line, and a job on nine sets says only what differs fr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:  # the schema imports this module
+    from dppo_megatron.config.schema import Config
 
 
 @dataclass
@@ -107,3 +110,22 @@ class DataConfig:
     """Longest prompt."""
     overlong: Literal["error", "filter"] = "error"
     """A longer prompt is an error before the run starts, or is filtered: counted, and a row of the bias ledger."""
+
+
+def eval_set_configs(config: Config) -> dict[str, EvalSetConfig]:
+    """Every evaluation set by name, those of `data.eval_paths` too, with each null filled from `eval` or `data`.
+
+    `max_completion_tokens` is then never 0 and `grader` never null (empty: as in training).
+    """
+    filled = {}
+    sets = {name: EvalSetConfig(path=path) for name, path in config.data.eval_paths.items()} | config.data.eval_sets
+    for name, given in sets.items():
+        values: dict[str, Any] = {
+            item.name: getattr(given, item.name)
+            if getattr(given, item.name) is not None
+            else getattr(config.eval, item.name, getattr(config.data, item.name, ""))
+            for item in fields(EvalSetConfig)
+        }
+        values["max_completion_tokens"] = values["max_completion_tokens"] or config.rollout.max_completion_tokens
+        filled[name] = EvalSetConfig(**values)
+    return filled
