@@ -57,7 +57,7 @@ def chosen_sets(words: Sequence[str], data: Path | None, settings: Sequence[str]
                 raise UserError(f"--sets {word}: expected name=path")
             new: dict[str, dict[str, Any]] = {name: {"path": path}}
         elif word.endswith((".yaml", ".yml")):
-            new = _read(Path(word), data)
+            new = _located(_read(Path(word)), word, data)
         else:
             new = {}
             for part in word.split(","):
@@ -80,14 +80,14 @@ def _preset(name: str, data: Path | None) -> dict[str, dict[str, Any]]:
     folder = _folder()
     files = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
     if name in files:
-        return _read(files[name], data)
-    sets = {key: (values, path) for path in files.values() for key, values in _read(path, data).items()}
+        return _located(_read(files[name]), name, data)
+    sets = {key: values for path in files.values() for key, values in _read(path).items()}
     if name not in sets:
         known = ", ".join([*files, *sets]) or f"none, for {folder} is not there"
         raise UserError(
             f"--sets {name}: no preset and no set of one (known: {known}); give name=path for a set of your own"
         )
-    return {name: sets[name][0]}
+    return _located({name: sets[name]}, name, data)
 
 
 def _folder() -> Path:
@@ -95,7 +95,7 @@ def _folder() -> Path:
     return beside_package if beside_package.is_dir() else _PRESETS
 
 
-def _read(path: Path, data: Path | None) -> dict[str, dict[str, Any]]:
+def _read(path: Path) -> dict[str, dict[str, Any]]:
     """The sets of a file, each with what the file says of all of them."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -112,24 +112,26 @@ def _read(path: Path, data: Path | None) -> dict[str, dict[str, Any]]:
     found = {}
     for name, given in sets.items():
         values = general | _mapping(given, f"{path}: data.eval_sets.{name}", _SET_KEYS)
-        where = values.get("path")
-        if not isinstance(where, str) or not where:
+        if not isinstance(values.get("path"), str) or not values["path"]:
             raise UserError(f"{path}: data.eval_sets.{name}.path is not set; give the file of its problems")
-        values["path"] = _located(where, str(name), path, data)
         found[str(name)] = values
     return found
 
 
-def _located(where: str, name: str, file: Path, data: Path | None) -> str:
-    if where.startswith("hub:") or Path(where).is_absolute():
-        return where
-    located = (data or Path()) / where
-    if not located.exists():
-        hint = "" if data else "; --data DIR says in which directory"
-        raise UserError(
-            f"{file}: set '{name}': '{located}' is not there{hint} (`dppo-megatron data` writes the known sets)"
-        )
-    return str(located)
+def _located(sets: dict[str, dict[str, Any]], word: str, data: Path | None) -> dict[str, dict[str, Any]]:
+    """The sets with their relative paths in `data`. Raises UserError for one that is not there."""
+    for name, values in sets.items():
+        if values["path"].startswith("hub:") or Path(values["path"]).is_absolute():
+            continue
+        path = (data or Path()) / values["path"]
+        if not path.exists():
+            hint = "" if data else "; --data DIR says in which directory they are"
+            raise UserError(
+                f"--sets {word}: the set '{name}' needs '{path}', which is not there{hint} (`dppo-megatron data` writes"
+                " the known sets)"
+            )
+        values["path"] = str(path)
+    return sets
 
 
 def _mapping(value: Any, where: str, known: Sequence[str] = ()) -> dict[str, Any]:

@@ -66,8 +66,9 @@ class EvalScores:
     completion_tokens_mean: float | None
 
     def metrics(self) -> dict[str, float | None]:
-        """As keys of metrics.jsonl: `eval/<set>/pass@1` and so on."""
-        named = {"pass@1": self.avg, f"avg@{self.samples}": self.avg}
+        """As keys of metrics.jsonl: `eval/<set>/pass@1` and so on. What the grader does not say has no key (maj@k,
+        unparsed_share); a mean over nothing, because every grading failed, is None."""
+        named = {f"avg@{self.samples}": self.avg}
         named |= {f"pass@{k}": estimate for k, estimate in self.pass_at.items()}
         named |= {f"maj@{k}": estimate for k, estimate in self.maj_at.items()}
         found: dict[str, float | None] = {}
@@ -75,10 +76,11 @@ class EvalScores:
             found |= {key: estimate.value, f"{key}_se": estimate.se}
         found |= {
             "truncated_share": self.truncated_share,
-            "unparsed_share": self.unparsed_share,
             "failed": float(self.failed),
             "completion_tokens_mean": self.completion_tokens_mean,
         }
+        if self.unparsed_share is not None:
+            found["unparsed_share"] = self.unparsed_share
         return {f"eval/{self.name}/{key}": value for key, value in found.items()}
 
     def as_json(self) -> dict[str, Any]:
@@ -118,7 +120,8 @@ def score(name: str, problems: int, samples: int, outcomes: Sequence[Outcome]) -
             by_problem.setdefault(outcome.problem, []).append(outcome)
     graded = [by_problem[problem] for problem in sorted(by_problem)]
     counts = [(len(of_one), sum(bool(one.correct) for one in of_one)) for of_one in graded]
-    pass_at = {k: mean(pass_at_k(n, c, k) for n, c in counts if n >= k) for k in budgets(samples)}
+    avg = mean(c / n for n, c in counts)
+    pass_at = {k: mean(pass_at_k(n, c, k) for n, c in counts if n >= k) for k in budgets(samples)} | {1: avg}
     maj_at: dict[int, Estimate] = {}
     if not any(one.correct and one.vote is None for of_one in graded for one in of_one):
         ballots = [ballot(of_one) for of_one in graded]
@@ -130,7 +133,7 @@ def score(name: str, problems: int, samples: int, outcomes: Sequence[Outcome]) -
         name=name,
         problems=problems,
         samples=samples,
-        avg=mean(c / n for n, c in counts),
+        avg=avg,
         pass_at=pass_at,
         maj_at=maj_at,
         truncated_share=_share(one.truncated for one in outcomes),
