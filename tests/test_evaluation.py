@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import threading
@@ -19,7 +20,9 @@ from dppo_megatron.cli import main
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.evaluation.choice import split_settings
 from dppo_megatron.evaluation.evaluator import Evaluator
+from dppo_megatron.evaluation.options import add_eval
 from dppo_megatron.evaluation.progress import Progress
 from dppo_megatron.evaluation.samples import read_samples, scores_of
 from dppo_megatron.job import prepare_job
@@ -264,6 +267,19 @@ def test_a_model_alone(files: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert json.loads(json.dumps([one.as_json() for one in scores_of(samples)])) == list(results["scores"].values())
 
 
+def test_settings_may_stand_anywhere() -> None:
+    """Before and after options, as `main` parses once settings may stand between options; and among the sets."""
+    parser = argparse.ArgumentParser()
+    add_eval(parser.add_subparsers())  # type: ignore[arg-type]
+    [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    words = ["M", "seed=1", "--sets", "six", "mine=x", "rollout.engine=vllm", "--step", "2", "eval.samples=4"]
+    arguments = commands.choices["eval"].parse_intermixed_args(words)
+    assert (arguments.model, arguments.step) == ("M", 2)
+    assert arguments.overrides == ["seed=1", "eval.samples=4"]
+    assert split_settings(arguments.sets) == (["six", "mine=x"], ["rollout.engine=vllm"])
+    assert split_settings(["eval=x.jsonl", "a.b=y", "seed=3"]) == (["eval=x.jsonl", "a.b=y"], ["seed=3"])
+
+
 def test_graded_again(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the same grader the file comes back the same; by another it is that grader's; nothing is generated."""
     first, again, other = tmp_path / "first", tmp_path / "again", tmp_path / "other"
@@ -276,6 +292,26 @@ def test_graded_again(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     samples = str(first / "samples.jsonl")
     assert main(["eval", "--rescore", samples, "reward.function=final_answer", "--out", str(other)]) == 0
     assert all(sample.correct == bool(final_answer(sample.text, sample.reference)) for sample in read_samples(other))
+
+
+def test_what_cannot_be_written_is_said_first(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is generated: a file in the way, an evaluation that is there; and ranks that nobody needs."""
+    (tmp_path / "file").touch()
+    model, sets = str(files / "model"), ["--sets", f"a={files / 'heldout.jsonl'}"]
+    assert main(["eval", model, *sets, "--out", str(tmp_path / "file" / "below")]) == 2
+    assert f"'{tmp_path / 'file'}' is no directory" in capsys.readouterr().err
+    samples = _write_samples(tmp_path / "old", {"s": {"p": [True], "q": [False]}})
+    (samples / "results.json").write_text("{}")
+    for arguments in ([model, *sets], ["--rescore", str(samples)]):
+        assert main(["eval", *arguments, "--out", str(samples)]) == 2
+        assert "already holds an evaluation" in capsys.readouterr().err
+    assert main(["eval", "--rescore", str(samples)]) == 2
+    assert "results.json' is no results of an evaluation" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["eval", model, *sets]) == 2
+    assert "without torchrun" in capsys.readouterr().err
 
 
 def _write_samples(path: Path, sets: dict[str, dict[str, list[bool | None]]]) -> Path:
@@ -328,6 +364,9 @@ def test_the_form_with_a_config_still_works(files: Path, tmp_path: Path, capsys:
 
 BAD = {
     "nothing": ([], "give a model, a run directory or a config file"),
+    "two_models": (["{model}", "{heldout}"], "a config file to evaluate, not 2: "),
+    "setting_first": (["seed=1", "nowhere"], "'nowhere': no such directory"),
+    "rescore_a_model": (["{model}", "--rescore", "x"], "--rescore reads the samples of an evaluation and nothing else"),
     "no_directory": (["nowhere", "--sets", "six"], "'nowhere': no such directory"),
     "no_model": (["{tmp}", "--sets", "six"], "holds neither config.json"),
     "no_sets": (["{model}"], "there is no set to evaluate on: give --sets"),

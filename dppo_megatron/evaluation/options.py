@@ -58,31 +58,32 @@ def run_eval(arguments: argparse.Namespace) -> int:
     from dppo_megatron.evaluation.choice import split_settings
 
     sets, among_sets = split_settings(arguments.sets)
-    words = [*([arguments.model] if arguments.model else []), *arguments.overrides]
+    # a setting that stands first is not the model
+    models, settings = split_settings([*([arguments.model] if arguments.model else []), *arguments.overrides])
+    settings += among_sets
     if arguments.compare and arguments.rescore:
         raise UserError("--compare and --rescore: give one of the two")
     if arguments.compare:
-        if words or sets or among_sets:
-            raise UserError(
-                f"--compare reads two evaluations and nothing else; leave out {[*words, *sets, *among_sets][0]}"
-            )
+        if unread := [*models, *settings, *sets]:
+            raise UserError(f"--compare reads two evaluations and nothing else; leave out {unread[0]}")
         from dppo_megatron.evaluation.versus import compare_evaluations
 
         lines = compare_evaluations(*arguments.compare, out=arguments.out)
     elif arguments.rescore:
-        if sets:
-            raise UserError("--rescore takes the sets from the samples; leave out --sets")
+        if unread := [*models, *sets]:
+            raise UserError(f"--rescore reads the samples of an evaluation and nothing else; leave out {unread[0]}")
         from dppo_megatron.evaluation.standalone import rescore
 
-        lines = rescore(arguments.rescore, [*words, *among_sets], arguments.out)
+        lines = rescore(arguments.rescore, settings, arguments.out)
     else:
-        if not arguments.model:
-            raise UserError("give a model, a run directory or a config file to evaluate (or --compare, --rescore)")
+        if len(models) != 1:
+            found = f", not {len(models)}: {', '.join(models)}" if models else " (or --compare, --rescore)"
+            raise UserError(f"give a model, a run directory or a config file to evaluate{found}")
         from dppo_megatron.evaluation.standalone import Order, evaluate_model
 
         order = Order(
-            model=arguments.model,
-            settings=[*arguments.overrides, *among_sets],
+            model=models[0],
+            settings=settings,
             sets=sets,
             step=arguments.step,
             data=arguments.data,

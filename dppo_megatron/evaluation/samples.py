@@ -16,7 +16,7 @@ from typing import Any
 from dppo_megatron.evaluation.statistics import EvalScores, Outcome, score
 from dppo_megatron.types import Prompt, UserError
 
-SAMPLES, RESULTS = "samples.jsonl", "results.json"
+SAMPLES, RESULTS, COMPARISON = "samples.jsonl", "results.json", "comparison.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,18 @@ def scores_of(samples: Sequence[EvalSample]) -> list[EvalScores]:
         )
         for name, members in by_set.items()
     ]
+
+
+def check_out(out: Path, name: str) -> None:
+    """Raise UserError, before anything is generated, where `out` could not take the file `name` or holds it already."""
+    if (out / name).exists():
+        what = "a comparison" if name == COMPARISON else "an evaluation"
+        raise UserError(f"'{out}' already holds {what}; choose another --out, or remove it")
+    nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise UserError(f"--out '{out}': '{nearest}' is no directory")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"--out '{out}': '{nearest}' cannot be written to")
 
 
 def write_text(path: Path, pieces: Iterable[str]) -> None:

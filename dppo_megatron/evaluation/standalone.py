@@ -15,6 +15,7 @@ from dppo_megatron.config.data import EvalSetConfig, eval_set_configs
 from dppo_megatron.config.load import load_config
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.distributed import launched_world_size
 from dppo_megatron.evaluation.choice import chosen_sets, without
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.evaluation.grading import GradeTask, SetGraders, open_grader, unparsed, vote_of
@@ -23,6 +24,7 @@ from dppo_megatron.evaluation.samples import (
     RESULTS,
     SAMPLES,
     EvalSample,
+    check_out,
     read_samples,
     scores_of,
     write_samples,
@@ -60,11 +62,13 @@ def evaluate_model(order: Order) -> list[str]:
     Raises:
         UserError: anything wrong with the model, the sets or the settings, before anything is generated.
     """
+    if launched_world_size() != 1:
+        raise UserError("eval is one process: run it without torchrun; several GPUs are used through servers")
     config, out, said = _prepare(order)
     if not eval_set_configs(config):
         raise UserError("there is no set to evaluate on: give --sets, or data.eval_sets in the config")
-    if out is not None and (out / RESULTS).exists():
-        raise UserError(f"'{out}' already holds an evaluation; choose another --out, or remove it")
+    if out is not None:
+        check_out(out, RESULTS)
     job = prepare_job(config, world_size=1, trains=False)
     for line in [*said, *_shown(job)]:
         print(line, flush=True)
@@ -91,6 +95,8 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
     Raises:
         UserError: a file that cannot be read, or a setting that is not about rewards.
     """
+    if out is not None:
+        check_out(out, RESULTS)
     samples = read_samples(path)
     beside = (path if path.is_dir() else path.parent) / RESULTS
     before = _read_results(beside) if beside.is_file() else {}
@@ -217,9 +223,11 @@ def _prepare(order: Order) -> tuple[Config, Path | None, tuple[str, ...]]:
     target = find_target(order.model, order.step)
     settings = {key: dict(value) if isinstance(value, dict) else value for key, value in target.settings.items()}
     sets = chosen_sets(order.sets, order.data, order.settings)
+    layers = [(target.where, settings)]
     data = settings.setdefault("data", {})
     if sets:
-        data |= {"eval_sets": sets, "eval_paths": {}}
+        data |= {"eval_sets": {}, "eval_paths": {}}
+        layers.append(("--sets", {"data": {"eval_sets": sets}}))
     else:
         own = data.get("eval_sets") or {}
         data["eval_sets"] = {name: without(values, said_keys) for name, values in own.items()}
@@ -228,13 +236,7 @@ def _prepare(order: Order) -> tuple[Config, Path | None, tuple[str, ...]]:
         settings.pop(key, None)
     for key in ("train_path", "train_sets"):
         data.pop(key, None)
-    config = load_config(
-        "",
-        list(order.settings),
-        writes_run=False,
-        purpose="evaluate",
-        layers=[(target.where or order.model, settings)],
-    )
+    config = load_config("", list(order.settings), writes_run=False, purpose="evaluate", layers=layers)
     return _for_evaluation(config, order.limit), order.out or target.out, target.said
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ class Target:
     """Directory of a Hugging Face or a Megatron distributed checkpoint, with its tokenizer."""
     out: Path
     """Where results go unless --out says otherwise."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    where: str = ""
+    settings: Mapping[str, Any]
+    where: str
     """The file that the settings came from."""
     said: tuple[str, ...] = ()
     """Lines for the person who evaluates."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dppo_megatron.evaluation.bootstrap import RESAMPLES, Difference, paired_bootstrap
-from dppo_megatron.evaluation.samples import EvalSample, read_samples, write_text
+from dppo_megatron.evaluation.samples import COMPARISON, EvalSample, check_out, read_samples, write_text
 from dppo_megatron.types import FloatArray, UserError
 
 
@@ -36,6 +36,8 @@ def compare_evaluations(a: Path, b: Path, *, out: Path | None = None) -> list[st
     Raises:
         UserError: a file that cannot be read, no set in common, or a set of different problems.
     """
+    if out is not None:
+        check_out(out, COMPARISON)
     ours, theirs = _problems(read_samples(a)), _problems(read_samples(b))
     common = [name for name in ours if name in theirs]
     if not common:
@@ -62,7 +64,7 @@ def compare_evaluations(a: Path, b: Path, *, out: Path | None = None) -> list[st
     rows = paired_bootstrap(pairs)
     if out is not None:
         figures = {"a": str(a), "b": str(b), "resamples": RESAMPLES, "sets": [row.as_json() for row in rows]}
-        write_text(out / "comparison.json", [json.dumps(figures, indent=2) + "\n"])
+        write_text(out / COMPARISON, [json.dumps(figures, indent=2) + "\n"])
     return [f"A: {a}", f"B: {b}", *said, "", *_table(rows)]
 
 
