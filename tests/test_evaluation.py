@@ -31,6 +31,7 @@ from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.fleet import Fleet, Work
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server import Group, Sampled
+from dppo_megatron.rollout.serving import grouped
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import Prompt, UserError
@@ -432,6 +433,41 @@ def test_damaged_samples_are_named_by_line(tmp_path_factory: pytest.TempPathFact
         assert len(scores_of(read_samples(path))) in (1, 2)
     except UserError as error:
         assert str(path) in str(error)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_requests_are_grouped_whatever_their_order(data: st.DataObject) -> None:
+    """Several sets whose problems have the same indices, samples in order but interleaved as ranks interleave them:
+    each completion in one group, no group too many, and the seeds those of one group of all."""
+    size = data.draw(st.integers(1, 5))
+    prompts = st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 3))
+    counts = data.draw(
+        st.dictionaries(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 3)), st.integers(1, 9))
+    )
+    turns = data.draw(st.permutations([prompt for prompt, count in counts.items() for _ in range(count)]))
+    given_out: dict[tuple[str, int], int] = dict.fromkeys(counts, 0)
+    requests = []
+    for stream, index in turns:
+        how = Sampling(len(stream) + 3, 1.0, 0) if stream else None
+        prompt = Prompt(index, "", (index,), "", "")
+        requests.append(Request(prompt, given_out[stream, index], 1, stream, how))
+        given_out[stream, index] += 1
+    default = Sampling(1, 1.0, 0)
+    groups, samplings, places = grouped(requests, default, size)
+    assert sorted(place for members in places for place in members) == list(range(len(requests)))
+    assert len(groups) == sum(-(-count // size) for count in counts.values())
+    seeds: dict[tuple[str, int], set[int]] = {}
+    for group, how, members in zip(groups, samplings, places, strict=True):
+        first = requests[members[0]]
+        key = first.stream, first.prompt.index
+        numbers = [requests[place].completion_index for place in members]
+        assert numbers == list(range(numbers[0], numbers[0] + group.count)) and group.count <= size
+        assert {(requests[place].stream, requests[place].prompt.index) for place in members} == {key}
+        assert group.request_id == first.id and how == (first.sampling or default)
+        seeds.setdefault(key, set()).add(group.seed - numbers[0])
+    assert all(len(of_prompt) == 1 for of_prompt in seeds.values())
+    assert len({seed for of_prompt in seeds.values() for seed in of_prompt}) == len(seeds)
 
 
 class _Gate:

@@ -313,37 +313,12 @@ class ServerEngine:
         return any(member.state == "stale" for member in self._fleet.members)
 
     def _plan(self, requests: Sequence[Request], sampling: Sampling) -> tuple[Work, list[list[int]]]:
-        """Consecutive completions of one prompt become one group of at most G; and where each completion goes.
-
-        With several ranks the requests of a prompt need not be next to each other: ranks take turns.
-        """
-        groups: list[Group] = []
-        samplings: list[Sampling] = []
-        places: list[list[int]] = []
-        open_groups: dict[tuple[str, int, int], list[int]] = {}
-        for place, request in enumerate(requests):
-            prompt = request.stream, request.step, request.prompt.index
-            group = open_groups.get(prompt)
-            if (
-                group is not None
-                and requests[group[-1]].completion_index + 1 == request.completion_index
-                and len(group) < self._config.rollout.completions_per_prompt
-            ):
-                group.append(place)
-            else:
-                open_groups[prompt] = [place]
-                places.append(open_groups[prompt])
-        for members in places:
-            first = requests[members[0]]
-            how = first.sampling or sampling
-            draw = generator(how.seed, first.purpose, first.step, first.prompt.index, 0).integers(1 << 30)
-            groups.append(
-                Group(first.id, first.prompt.token_ids, len(members), seed=int(draw) + first.completion_index)
-            )
-            samplings.append(replace(how, stop_token_ids=(*self._stop_ids, *how.stop_token_ids)))
+        """The requests in groups, and where each group's completions go."""
+        groups, samplings, places = grouped(requests, sampling, self._config.rollout.completions_per_prompt)
+        with_stop = [replace(how, stop_token_ids=(*self._stop_ids, *how.stop_token_ids)) for how in samplings]
         versions = frozenset(str(v) for v in range(1, self._version + 2))
         trains = not any(request.stream for request in requests)
-        return Work(groups, samplings, versions, may_be_cut=trains), places
+        return Work(groups, with_stop, versions, may_be_cut=trains), places
 
     def _completion(self, sampled: Sampled) -> Completion:
         versions = np.full(len(sampled.token_ids), self._version, dtype=np.int64)
@@ -368,6 +343,41 @@ class ServerEngine:
         for name, count in counts.items():
             self._statistics[name] = self._statistics.get(name, 0.0) + count
         self._statistics["rollout/servers_live"] = len(self._fleet.live)
+
+
+def grouped(
+    requests: Sequence[Request], sampling: Sampling, size: int
+) -> tuple[list[Group], list[Sampling], list[list[int]]]:
+    """Consecutive completions of one prompt as one group of at most `size`, so that they share a prefill.
+
+    With several ranks the requests of a prompt are not next to each other: ranks take turns. How requests are grouped
+    changes no completion: completion i of a prompt has the prompt's seed + i.
+
+    Returns:
+        The groups, how each is sampled, and the positions in `requests` of each one's completions.
+
+    Example:
+        completions (prompt 7: 0, 1, 2), (prompt 9: 0), size 2  ->  groups of 2, 1 and 1; places [0, 1], [2], [3]
+    """
+    places: list[list[int]] = []
+    latest: dict[tuple[str, int, int], list[int]] = {}
+    for place, request in enumerate(requests):
+        prompt = request.stream, request.step, request.prompt.index
+        group = latest.get(prompt)
+        follows = group is not None and requests[group[-1]].completion_index + 1 == request.completion_index
+        if group is not None and follows and len(group) < size:
+            group.append(place)
+        else:
+            latest[prompt] = [place]
+            places.append(latest[prompt])
+    groups, samplings = [], []
+    for members in places:
+        first = requests[members[0]]
+        how = first.sampling or sampling
+        draw = generator(how.seed, first.purpose, first.step, first.prompt.index, 0).integers(1 << 30)
+        groups.append(Group(first.id, first.prompt.token_ids, len(members), seed=int(draw) + first.completion_index))
+        samplings.append(how)
+    return groups, samplings, places
 
 
 def _max_groups(rollout: RolloutConfig) -> int:
