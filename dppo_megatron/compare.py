@@ -192,8 +192,8 @@ def _collect(method: str, seed: int, run_dir: Path) -> MethodRun:
             for entry in row["prune/ledger"]:
                 before = labels.get(entry["name"], "exact")
                 labels[entry["name"]] = max(before, entry["label"], key=worst)
-        scores = [value for key, value in row.items() if key.startswith("eval/")]
-        if scores:
+        scores = [value for key, value in row.items() if key.startswith("eval/") and key.endswith("/pass@1")]
+        if scores and None not in scores:  # null: every grading of a set failed
             curve.append(Point(row["step"], statistics.mean(scores), seconds, generated, trained))
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     return MethodRun(method, seed, curve, labels, summary)

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
 from dppo_megatron.config.checks import check_world_size
-from dppo_megatron.config.data import example_set_config, longest_prompt_tokens
+from dppo_megatron.config.data import eval_set_configs, example_set_config
+from dppo_megatron.config.evaluation import longest_sequence
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.selection import too_few_prompts
 from dppo_megatron.data.examples import load_examples
 from dppo_megatron.data.fingerprint import data_fingerprint
 from dppo_megatron.data.report import report_lines
@@ -71,29 +71,27 @@ class Job:
         return report_lines(self.train_sets, self.eval_sets, self.stop_token_ids, self.tokenizer)
 
 
-def prepare_job(config: Config, world_size: int) -> Job:
+def prepare_job(config: Config, world_size: int, *, trains: bool = True) -> Job:
     """Load the data and read the checkpoint's headers.
+
+    Args:
+        trains: False for an evaluation alone: no training data, and nothing is asked about the actor.
 
     Raises:
         UserError: anything that would fail later, said now.
     """
-    check_world_size(config, world_size)
     architecture = read_architecture(config.model.hf_path)
-    architecture.check_layout(config.actor.layout)
-    architecture.check_bf16_layers(config.actor)
-    layout, machine = config.actor.layout, this_machine()
-    machine.choose_layer_spec(config.actor.layer_spec, config.actor.fp8)
-    machine.check_experts(layout.expert_parallel, layout.expert_tensor_parallel or layout.tensor_parallel)
-    if architecture.experts is not None:
-        machine.check_mixture()
+    if trains:
+        _check_actor(config, architecture, world_size)
     _check_positions(config, architecture)
     checkpoint = open_checkpoint(config.model.hf_path, architecture)
+    for settings in eval_set_configs(config).values():
+        if settings.grader:
+            load_function(f"{settings.key}.grader", BUILT_IN.get(settings.grader, settings.grader))
     tokenizer = load_tokenizer(config.model.hf_path, architecture)
-    train_sets = load_train_sets(config, tokenizer)
-    if too_few := too_few_prompts(config, sum(len(loaded.prompts) for loaded in train_sets.values())):
-        raise UserError(too_few)
+    train_sets = load_train_sets(config, tokenizer) if trains else {}
     examples: list[TrainSample] = []
-    if config.warm_start.steps:
+    if trains and config.warm_start.steps:
         examples = load_examples(
             example_set_config(config),
             config.warm_start.completion_field,
@@ -115,8 +113,19 @@ def prepare_job(config: Config, world_size: int) -> Job:
         stop_token_ids=stop_token_ids(config, tokenizer),
         warm_start_examples=examples,
         grade=_load_grader(config),
-        policy_loss=_load_policy_loss(config),
+        policy_loss=_load_policy_loss(config) if trains else None,
     )
+
+
+def _check_actor(config: Config, architecture: Architecture, world_size: int) -> None:
+    check_world_size(config, world_size)
+    architecture.check_layout(config.actor.layout)
+    architecture.check_bf16_layers(config.actor)
+    layout, machine = config.actor.layout, this_machine()
+    machine.choose_layer_spec(config.actor.layer_spec, config.actor.fp8)
+    machine.check_experts(layout.expert_parallel, layout.expert_tensor_parallel or layout.tensor_parallel)
+    if architecture.experts is not None:
+        machine.check_mixture()
 
 
 def load_function(key: str, path: str) -> Callable[..., Any]:
@@ -154,9 +163,8 @@ def _load_policy_loss(config: Config) -> PolicyLoss | None:
 
 
 def _check_positions(config: Config, architecture: Architecture) -> None:
-    longest = longest_prompt_tokens(config) + config.rollout.max_completion_tokens
+    longest, whose = longest_sequence(config)
     if longest > architecture.max_positions:
         raise UserError(
-            f"data.max_prompt_tokens + rollout.max_completion_tokens = {longest}, more than the"
-            f" {architecture.max_positions} positions of '{config.model.hf_path}'"
+            f"{whose} = {longest}, more than the {architecture.max_positions} positions of '{config.model.hf_path}'"
         )

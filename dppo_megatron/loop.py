@@ -6,7 +6,7 @@ Updating and syncing are collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,8 @@ from dppo_megatron.config.objective import needs_old_logprobs
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.distributed import collect, from_rank_zero, share
-from dppo_megatron.evaluate import evaluate
+from dppo_megatron.evaluation.evaluator import Evaluator
+from dppo_megatron.evaluation.statistics import EvalScores
 from dppo_megatron.job import Job
 from dppo_megatron.observe.metrics import Timers
 from dppo_megatron.packing.alignment import packing_layout
@@ -65,6 +66,7 @@ class Loop:
         layout = build_layout(config.actor.layout, config.seed)
         self._engine = self._make_engine(dtype, layout.device)  # first: what is wrong with a server is said at once
         self.actor = Actor(config.actor, layout, self.job.architecture, self.job.checkpoint.get, dtype=dtype)
+        self._evaluator = Evaluator(self.job)
         self._ahead: dict[int, list[SelectedPrompt]] = {}
         """The step whose generation was begun ahead, if any, and its prompts."""
         self._state_at_rest: dict[str, Any] | None = None
@@ -270,12 +272,13 @@ class Loop:
         self.rests_after, self.unsynced_step = self._step, None
 
     def close(self) -> None:
-        """Release the engine's servers."""
+        """Release the engine's servers and the sets' own graders."""
         self._engine.close()
+        self._evaluator.close()
 
-    def evaluate(self) -> dict[str, float]:
-        """Greedy pass@1 of every evaluation set, as `eval/<set>/pass@1`."""
-        return evaluate(self._engine, self.job)
+    def evaluate(self, names: Collection[str] | None = None) -> list[EvalScores]:
+        """Scores of every evaluation set, or of those in `names`."""
+        return self._evaluator.evaluate(self._engine, names)
 
     def take_metrics(self) -> dict[str, Any]:
         """What the phases since the last call measured."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -22,10 +22,12 @@ from dppo_megatron.actor.layout import start_process_group, stop_process_group
 from dppo_megatron.checkpoint.origin import changes_since, find_origin
 from dppo_megatron.checkpoint.store import CheckpointStore, describe, load_checkpoint
 from dppo_megatron.config.changes import config_values, fingerprint
+from dppo_megatron.config.data import eval_set_configs
 from dppo_megatron.data.fingerprint import check_data
 from dppo_megatron.data.report import write_first_prompts
 from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.distributed import from_rank_zero, is_peer_lost
+from dppo_megatron.evaluation.statistics import EvalScores
 from dppo_megatron.job import Job
 from dppo_megatron.loop import Loop
 from dppo_megatron.observe.metrics import Progress
@@ -135,6 +137,7 @@ class Run:
         self._first_step = state["step"] + 1
         self._recorded = self.loop.rests_after = state["step"]
         self.progress.say(f"resumed from {self._origin.directory}: going on at step {self._first_step}")
+        self._begin_new_sets(state["step"])
 
     def remaining_steps(self) -> Iterator[int]:
         """The RL steps that this run has still to do."""
@@ -148,23 +151,23 @@ class Run:
         with self.loop.timers.phase("step"):
             yield
 
-    def record(self, step: int, metrics: dict[str, Any]) -> None:
+    def record(self, step: int, metrics: dict[str, Any], scores: Sequence[EvalScores] = ()) -> None:
         """One line of metrics.jsonl. Step 0 holds the evaluation before training."""
-        scores = {name.split("/")[1]: score for name, score in metrics.items() if name.startswith("eval/")}
+        pass_at_1 = {one.name: one.avg.value for one in scores}
         if step == 0:
-            self.summary.eval_before = scores
+            self.summary.eval_before = pass_at_1
         else:
-            self.summary.eval_after = scores or self.summary.eval_after
+            self.summary.eval_after = pass_at_1 or self.summary.eval_after
             if self._files:
                 self.summary.add(metrics)
                 self._files.write("trace.jsonl", self.loop.trace_row | {"seconds": trace_seconds(metrics)})
                 self.say(self._new_warnings(metrics["prune/ledger"]))
                 self.progress.step(step, metrics)
         if self._files:
+            metrics = metrics | {key: value for one in scores for key, value in one.metrics().items()}
             self._files.write("metrics.jsonl", {"step": step} | metrics)
         self._recorded = step
-        for name, score in scores.items():
-            self.progress.say(f"step {step:>4}: {name} pass@1 {100 * score:.1f} %")
+        self.say(f"step {step:>4}: {one.line()}" for one in scores)
 
     def say(self, lines: Iterable[str]) -> None:
         """Lines for the person who watches."""
@@ -213,6 +216,16 @@ class Run:
             self.summary.write(self._directory / "summary.json")
         except OSError as error:
             raise GuardStop(f"all steps are done, but '{error.filename}' cannot be written: {error.strerror}") from None
+
+    def _begin_new_sets(self, step: int) -> None:
+        """Evaluation sets may come and go between a run and its continuation. One that is new has its `before` here,
+        at the resumed step; `metrics.jsonl` has a line for that step already. Collective."""
+        names = list(eval_set_configs(self._config))
+        scores = self.loop.evaluate(new) if (new := self.summary.without_before(names)) else []
+        self.summary.begin_sets(step, {one.name: one.avg.value for one in scores}, names)
+        if step >= self._last_step:  # nothing will move it any more
+            self.summary.eval_after |= {one.name: one.avg.value for one in scores}
+        self.say(f"step {step:>4}, first evaluation of a new set: {one.line()}" for one in scores)
 
     def _open_directory(self) -> str:
         """On rank 0: lock the run directory; returns the run's id."""

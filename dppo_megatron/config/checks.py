@@ -6,8 +6,10 @@ All of it runs before a process group or a model is made, so a mistake costs sec
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from dppo_megatron.config.data import check_data, longest_prompt_tokens
+from dppo_megatron.config.evaluation import check_evaluation
 from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.pruning import check_pruning
 from dppo_megatron.config.rollout import check_rollout
@@ -15,13 +17,18 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import check_selection
 from dppo_megatron.types import UserError
 
+Purpose = Literal["train", "evaluate", "grade"]
+"""What a config is for: an evaluation alone needs no training data, grading no model either."""
 
-def check_values(config: Config) -> None:
+
+def check_values(config: Config, purpose: Purpose = "train") -> None:
     """Raise `UserError` for the first value that is out of range or contradicts another one."""
     _check_ranges(config)
     _check_actor(config)
-    _check_required(config)
-    _check_files(config)
+    check_evaluation(config)
+    if purpose != "grade":
+        _check_required(config, trains=purpose == "train")
+        _check_files(config, trains=purpose == "train")
     check_rollout(config.rollout)
     check_pruning(config.pruning)
     _check_objective(config)
@@ -167,10 +174,11 @@ def _check_objective(config: Config) -> None:
     )
 
 
-def _check_required(config: Config) -> None:
-    trained_on = config.data.train_path or config.data.train_sets
-    required = {"model.hf_path": config.model.hf_path, "data.train_path": trained_on}
-    if config.warm_start.steps:
+def _check_required(config: Config, *, trains: bool) -> None:
+    required: dict[str, object] = {"model.hf_path": config.model.hf_path}
+    if trains:
+        required["data.train_path"] = config.data.train_path or config.data.train_sets
+    if trains and config.warm_start.steps:
         required["warm_start.examples_path"] = config.warm_start.examples_path
     for key, value in required.items():
         if not value:
@@ -178,19 +186,19 @@ def _check_required(config: Config) -> None:
     if config.model.dtype == "float64":
         raise UserError("model.dtype = float64 has no optimizer in Megatron-core; train in float32 or bfloat16")
     longest = longest_prompt_tokens(config, training=True) + config.rollout.max_completion_tokens
-    if longest > config.packing.max_tokens_per_microbatch:
+    if trains and longest > config.packing.max_tokens_per_microbatch:
         raise UserError(
             f"packing.max_tokens_per_microbatch = {config.packing.max_tokens_per_microbatch}: the longest possible"
             f" sequence has data.max_prompt_tokens + rollout.max_completion_tokens = {longest} tokens and must fit"
         )
 
 
-def _check_files(config: Config) -> None:
+def _check_files(config: Config, *, trains: bool) -> None:
     resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
+    if trains and resume not in ("auto", "never") and not Path(resume).is_dir():
         raise UserError(f"checkpoint.resume = '{resume}': must be auto, never or the directory of a checkpoint")
     if not Path(config.model.hf_path).is_dir():
         raise UserError(
             f"model.hf_path = '{config.model.hf_path}': no such directory (working directory: {Path.cwd()})"
         )
-    check_data(config)
+    check_data(config, trains=trains)

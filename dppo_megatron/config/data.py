@@ -238,8 +238,12 @@ def longest_prompt_tokens(config: Config, *, training: bool = False) -> int:
     return max((one.max_prompt_tokens for one in sets), default=config.data.max_prompt_tokens)
 
 
-def check_data(config: Config) -> None:
-    """Raise `UserError` for what is out of range, contradicts itself or is not there in the settings of any set."""
+def check_data(config: Config, *, trains: bool = True) -> None:
+    """Raise `UserError` for what is out of range, contradicts itself or is not there in the settings of any set.
+
+    Args:
+        trains: False for an evaluation alone, which reads no training set.
+    """
     data = config.data
     _check_layer("data", data)
     for name in data.train_sets.keys() & ({"train"} if data.train_path else set()):
@@ -251,8 +255,12 @@ def check_data(config: Config) -> None:
             _check_layer(f"data.{section}.{name}", entry)
     for name, entry in data.train_sets.items():
         _check_weight(f"data.train_sets.{name}.weight", entry.weight, data.mixing)
-    sets: list[ResolvedSet] = [*train_set_configs(config).values(), *eval_set_configs(config).values()]
-    for one in [*sets, example_set_config(config)] if config.warm_start.steps else sets:
+    sets: list[ResolvedSet] = [*eval_set_configs(config).values()]
+    if trains:
+        sets = [*train_set_configs(config).values(), *sets]
+    if trains and config.warm_start.steps:
+        sets.append(example_set_config(config))
+    for one in sets:
         _check_resolved(one)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
@@ -11,29 +12,42 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dppo_megatron.config.checks import check_run_dir, check_values
+from dppo_megatron.config.checks import Purpose, check_run_dir, check_values
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 
 
-def load_config(path: str, overrides: list[str], *, writes_run: bool = True) -> Config:
+def load_config(
+    path: str,
+    overrides: list[str],
+    *,
+    writes_run: bool = True,
+    purpose: Purpose = "train",
+    layers: Sequence[tuple[str, Mapping[Any, Any]]] = (),
+) -> Config:
     """Read `path`, apply `key=value` overrides (dotted keys, YAML values) and check every value.
 
     Args:
+        path: empty: begin from the defaults.
+        purpose: an evaluation needs no training data, grading no model either.
+        layers: settings between the file and the overrides, each with where it came from.
         writes_run: the caller will write `run_dir`, so it must be given and must not hold a run already.
 
     Raises:
         UserError: the file is missing or no mapping, a key is unknown, a value has the wrong type or range.
     """
     merged = OmegaConf.structured(Config)
-    merged = _merge(merged, _read(path), where=path)
+    if path:
+        merged = _merge(merged, _read(path), where=path)
+    for where, values in layers:
+        merged = _merge(merged, OmegaConf.create(dict(values)), where=where)
     for item in overrides:
         key, separator, _ = item.partition("=")
         if not separator or not key:
             raise UserError(f"override '{item}': expected key=value, for example actor.layout.tensor_parallel=2")
         merged = _merge(merged, _parse_override(item), where=f"override '{item}'")
     config = cast(Config, OmegaConf.to_object(merged))
-    check_values(config)
+    check_values(config, purpose)
     if writes_run:
         check_run_dir(config)
     return config

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.data import ResolvedSet, eval_set_configs, train_set_configs, train_set_weights
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import planned_prompts, too_few_prompts
 from dppo_megatron.data.fields import Messages, answer_of, level_of, problem_of, source_of
 from dppo_megatron.data.fingerprint import SetHash
 from dppo_megatron.data.hub import read_directory, read_hub
@@ -136,11 +137,11 @@ def load_train_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[
     settings = train_set_configs(config)
     for name, one in settings.items():
         sets[name] = load_set(name, one, tokenizer, first_index=sum(len(done.prompts) for done in sets.values()))
-    per_step, total = config.rollout.prompts_per_step, sum(len(one.prompts) for one in sets.values())
-    if total < per_step:
-        paths = ", ".join(one.path for one in settings.values())
-        raise UserError(f"rollout.prompts_per_step = {per_step}, but {paths} holds only {total} problems")
-    make_order(set_sizes(sets), train_set_weights(config), config.seed, per_step)  # says what is wrong with the shares
+    paths = ", ".join(one.path for one in settings.values())
+    if too_few := too_few_prompts(config, sum(len(one.prompts) for one in sets.values()), paths):
+        raise UserError(too_few)
+    sizes, weights = set_sizes(sets), train_set_weights(config)
+    make_order(sizes, weights, config.seed, planned_prompts(config))  # says what is wrong with the shares
     return sets
 
 
