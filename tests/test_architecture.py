@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "simulate": {"algorithms", "selection", "trace"},
     "run": {"actor", "checkpoint", "distributed", "job", "loop", "observe", "pruning", "trace", "weights"},
     "train": {"run", "cli"},
+    "__main__": {"cli"},
     "doctor": {"actor", "algorithms", "distributed", "packing", "platform", "weights"},
     "cli": {
         "actor",

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dppo_megatron.config.ranges import COUNT, ranged
+
 
 @dataclass
 class SetConfig:
@@ -20,7 +22,7 @@ class SetConfig:
     """Split of a `datasets` directory or a hub set; empty: the only one there is."""
     subset: str = ""
     """Configuration of a hub set (gsm8k: main); empty: its default."""
-    limit: int = 0
+    limit: int = ranged(0, COUNT)
     """The first so many problems only; 0: all."""
     problem_field: str | None = None
     """Field of a row that holds the problem's text or a list of chat messages; dots reach into nested rows."""
@@ -40,7 +42,7 @@ class SetConfig:
     """Wrap the prompt as a user turn of the tokenizer's chat template, with the generation prompt appended."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Handed to the chat template (enable_thinking: false)."""
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: int | None = ranged(None, "[1, 100000000]")
     """Longest prompt of this set."""
     overlong: str | None = None
     """What happens to a longer prompt: error or filter."""
@@ -50,7 +52,7 @@ class SetConfig:
 class TrainSetConfig(SetConfig):
     """One set to train on."""
 
-    weight: float = 1.0
+    weight: float = ranged(1.0, "(0, 1e9]")
     """Its share of a step under data.mixing = weighted, relative to the other sets."""
 
 
@@ -58,15 +60,15 @@ class TrainSetConfig(SetConfig):
 class EvalSetConfig(SetConfig):
     """One set to evaluate on. A setting below that is null is taken from the one of the same name in `eval`."""
 
-    samples: int | None = None
+    samples: int | None = ranged(None, "[1, 65536]")
     """Completions of every problem."""
-    temperature: float | None = None
+    temperature: float | None = ranged(None, "[0, 100]")
     """0 is greedy."""
-    top_p: float | None = None
+    top_p: float | None = ranged(None, "(0, 1]")
     """Smallest set of tokens with this probability."""
-    top_k: int | None = None
+    top_k: int | None = ranged(None, "[0, 10000000]")
     """The k most likely tokens; 0: all."""
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = ranged(None, "[0, 100000000]")
     """Longest answer; 0: as rollout.max_completion_tokens."""
     grader: str | None = None
     """Grader of this set, a built-in name or `module:function`; empty: as in training."""
@@ -103,7 +105,7 @@ class DataConfig:
     """Wrap the prompt as a user turn of the tokenizer's chat template, with the generation prompt appended."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Handed to the chat template (enable_thinking: false)."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: int = ranged(1024, "[1, 100000000]")
     """Longest prompt."""
     overlong: Literal["error", "filter"] = "error"
     """A longer prompt is an error before the run starts, or is filtered: counted, and a row of the bias ledger."""
