@@ -14,6 +14,7 @@ from dppo_megatron.config import load_config
 from dppo_megatron.config.methods import parse_methods
 from dppo_megatron.config.paths import check_directory, check_writable
 from dppo_megatron.config.ranges import Range
+from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import launched_rank, launched_world_size
 from dppo_megatron.types import GuardStop, UserError
 
@@ -260,7 +261,7 @@ def _converted(arguments: argparse.Namespace) -> list[str]:
 def _train(arguments: argparse.Namespace) -> int:
     _quiet_libraries()
     resume = [f"checkpoint.resume={arguments.resume}"] if arguments.resume else []
-    config = load_config(arguments.config, [*arguments.overrides, *resume])
+    config = _load(arguments.config, [*arguments.overrides, *resume])
     from dppo_megatron.job import prepare_job
 
     job = prepare_job(config, launched_world_size())
@@ -277,7 +278,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _eval(arguments: argparse.Namespace) -> int:
     _quiet_libraries()
-    config = load_config(arguments.config, arguments.overrides, writes_run=False)
+    config = _load(arguments.config, arguments.overrides, writes_run=False)
     from dppo_megatron.job import prepare_job
 
     job = prepare_job(config, world_size=1)
@@ -297,7 +298,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     methods = parse_methods(arguments.methods)
     _check_option("--seeds", arguments.seeds, "[1, 10000]")
     _check_option("--steps-factor", arguments.steps_factor, "(0, 10000]")
-    config = load_config(arguments.config, arguments.overrides, writes_run=False)
+    config = _load(arguments.config, arguments.overrides, writes_run=False)
     for name in ("", "results.json", "report.html"):
         check_writable("--out", arguments.out / name, directory=not name)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -343,7 +344,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
             raise UserError(f"{arguments.overrides[0]}: settings belong to a job; give --fp8-gate CONFIG before them")
         print("\n".join(f"{what:<20}{finding}" for what, finding in report()))
         return 0
-    config = load_config(arguments.fp8_gate, arguments.overrides, writes_run=False)
+    config = _load(arguments.fp8_gate, arguments.overrides, writes_run=False)
     from dppo_megatron.job import prepare_job
 
     job = prepare_job(config, launched_world_size())
@@ -358,6 +359,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
             print(f"{verdict} {finding.value:9.2e} (bound {finding.bound:g})  {finding.what}")
     stop_process_group()
     return 0 if all(finding.passed for finding in findings) else 3
+
+
+def _load(path: str, overrides: list[str], *, writes_run: bool = True) -> Config:
+    if "=" in path and not os.path.exists(path):
+        raise UserError(f"'{path}' stands where CONFIG should: the file comes first, settings (key=value) after it")
+    return load_config(path, overrides, writes_run=writes_run)
 
 
 def _check_option(name: str, value: float | None, interval: str) -> None:

@@ -71,9 +71,8 @@ def config_values(config: Any) -> dict[str, Any]:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the whole configuration as YAML; `load_config` reads it back to an equal `Config`."""
-    path.write_text(
-        yaml.safe_dump(config_values(config), sort_keys=False, allow_unicode=True, width=120), encoding="utf-8"
-    )
+    # ASCII only: PyYAML writes U+0085 and others as they are, and reads them as line breaks
+    path.write_text(yaml.safe_dump(config_values(config), sort_keys=False, width=120), encoding="ascii")
 
 
 def _plain(value: Any) -> Any:

@@ -44,7 +44,7 @@ class Range:
         match = _FORM.fullmatch(text)
         assert match is not None, text
         opening, low, high, closing = match.groups()
-        return Range(float(low), float(high), opening == "[", closing == "]", text.startswith("0 or "), why)
+        return Range(_number(low), _number(high), opening == "[", closing == "]", text.startswith("0 or "), why)
 
     def __contains__(self, value: float) -> bool:
         if self.or_zero and value == 0:
@@ -122,5 +122,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _number(text: str) -> int | float:
+    return float(text) if "e" in text or "." in text else int(text)  # no float holds 2**63 - 1
+
+
 def _short(number: float) -> str:
-    return str(int(number)) if number == int(number) and abs(number) < 1e16 else f"{number:g}"
+    return str(int(number)) if isinstance(number, int) or number == int(number) else f"{number:g}"

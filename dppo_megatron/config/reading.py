@@ -8,6 +8,7 @@ otherwise than it looks is refused, with the spelling that would be right.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -85,9 +86,10 @@ class Reader:
 
     def section(self, schema: type, node: Node, prefix: str = "") -> Values:
         """The settings that `node` gives for a section."""
-        if not isinstance(node, MappingNode):
+        if _kind(node) != "map":
             what = f"'{prefix.rstrip('.')}' is a section of settings, not a value" if prefix else "expected settings"
             raise UserError(f"{self.where(node)}: {what} (got {self._shown(node)}); write key: value under it")
+        assert isinstance(node, MappingNode)
         hints, values = get_type_hints(schema), {}
         for name, key, value in self.pairs(node):
             if name not in hints:
@@ -101,14 +103,14 @@ class Reader:
         own: dict[str, tuple[Node, Node]] = {}
         merged: dict[str, tuple[Node, Node]] = {}
         for key, value in node.value:
-            if key.tag == "tag:yaml.org,2002:merge":
+            if _kind(key) == "merge":
                 for other in value.value if isinstance(value, SequenceNode) else [value]:
-                    if not isinstance(other, MappingNode):
+                    if not isinstance(other, MappingNode) or _kind(other) != "map":
                         raise UserError(f"{self.where(key)}: '<<' takes a mapping")
                     for name, k, v in self.pairs(other, depth + 1):
                         merged.setdefault(name, (k, v))
                 continue
-            if not isinstance(key, ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+            if not isinstance(key, ScalarNode) or _kind(key) != "str":
                 shown = self._shown(key)
                 raise UserError(
                     f"{self.where(key)}: the key {shown} is not text to YAML; write it in quotes: '{shown}'"
@@ -124,7 +126,7 @@ class Reader:
         """`node` as the type `hint` of the setting `key`."""
         self._count(node, 0)
         hint, may_be_null = _without_none(hint)
-        if node.tag == "tag:yaml.org,2002:null" and hint is not Any:
+        if _kind(node) == "null" and hint is not Any:
             if may_be_null:
                 return None
             raise self._refuse(node, key, f"{_wanted(hint)}; there is nothing to take null for")
@@ -132,7 +134,7 @@ class Reader:
             return self.section(hint, node, f"{key}.")  # type: ignore[arg-type]
         origin = get_origin(hint)
         if origin is list:
-            if not isinstance(node, SequenceNode):
+            if not isinstance(node, SequenceNode) or _kind(node) != "seq":
                 raise self._refuse(node, key, f"must be a list: [{self._shown(node)}]")
             element = get_args(hint)[0]
             return [self.value(element, item, f"{key}[{place}]") for place, item in enumerate(node.value)]
@@ -147,7 +149,7 @@ class Reader:
         return self._choice(hint, node, key) if origin is Literal else self._scalar(hint, node, key)
 
     def _entries(self, hint: Any, node: Node, key: str) -> Entries:
-        if not isinstance(node, MappingNode):
+        if not isinstance(node, MappingNode) or _kind(node) != "map":
             raise self._refuse(node, key, "must be a mapping of names to values, such as {name: value}")
         entries = Entries()
         for name, at, value in self.pairs(node):
@@ -161,14 +163,14 @@ class Reader:
 
     def _choice(self, hint: Any, node: ScalarNode, key: str) -> Any:
         choices = get_args(hint)
-        if node.value in choices:  # also one that YAML takes for a boolean, as in `fp8: off`
+        if node.value in choices and _kind(node):  # also one that YAML takes for a boolean, as in `fp8: off`
             return node.value
-        if node.tag == "tag:yaml.org,2002:int" and _INTEGER.fullmatch(node.value) and int(node.value) in choices:
+        if _kind(node) == "int" and _INTEGER.fullmatch(node.value) and int(node.value) in choices:
             return int(node.value)
         raise self._refuse(node, key, f"must be one of {', '.join(map(str, choices))}")
 
     def _scalar(self, hint: Any, node: ScalarNode, key: str) -> Any:
-        kind = node.tag.rpartition(":")[2]
+        kind = _kind(node)
         plain = node.style is None
         if hint is str:
             if kind != "str":
@@ -181,11 +183,14 @@ class Reader:
                 raise self._refuse(node, key, "must be a whole number in plain decimal digits")
             return int(node.value)
         if hint is float and (kind in ("int", "float") or (kind == "str" and plain)):
-            if kind != "str" and node.value.lower().lstrip("+-") in (".inf", ".nan"):
-                return float(node.value.lower().replace(".", "", 1))  # the range refuses it, and says which numbers
+            if kind == "float" and node.value.lower().lstrip("+-") in (".inf", ".nan"):
+                raise self._refuse(node, key, "must be a finite number")
             pattern = _INTEGER if kind == "int" else _DECIMAL
-            if pattern.fullmatch(node.value) and len(node.value) <= 400:
-                return float(node.value)
+            if pattern.fullmatch(node.value):
+                number = float(node.value)
+                if not math.isfinite(number):
+                    raise self._refuse(node, key, "must be a finite number; this one is too large for a float")
+                return number
         raise self._refuse(node, key, _wanted(hint))
 
     def _text(self, node: ScalarNode, key: str) -> str:
@@ -198,23 +203,19 @@ class Reader:
     def _plain(self, node: Node, key: str, depth: int) -> Any:
         """A value of any type: what JSON can say. Numbers as YAML spells them in decimal."""
         self._count(node, depth)
-        if isinstance(node, SequenceNode):
+        if isinstance(node, SequenceNode) and _kind(node) == "seq":
             return [self._plain(item, f"{key}[{place}]", depth + 1) for place, item in enumerate(node.value)]
-        if isinstance(node, MappingNode):
+        if isinstance(node, MappingNode) and _kind(node) == "map":
             return {name: self._plain(item, f"{key}.{name}", depth + 1) for name, _, item in self.pairs(node, depth)}
-        assert isinstance(node, ScalarNode)
         kinds = {"bool": bool, "int": int, "float": float, "str": str, "null": NoneType}
-        kind = kinds.get(node.tag.rpartition(":")[2] if node.tag.startswith("tag:yaml.org,2002:") else "")
-        if kind is None:
+        kind = kinds.get(_kind(node))
+        if kind is None or not isinstance(node, ScalarNode):
             raise self._refuse(node, key, "is no text, number, true, false or null; write it in quotes")
         if kind is NoneType:
             return None
         if kind is str and has_reference(node.value) and not self._keeps_references:
             raise self._refuse(node, key, "takes no ${...}; write \\${ for the plain text")
-        value = self._scalar(kind, node, key)
-        if (kind is float and abs(value) > 1e308) or value != value:
-            raise self._refuse(node, key, "must be finite")
-        return value
+        return self._scalar(kind, node, key)
 
     def _leaves(self, node: Node, prefix: str = "", depth: int = 0) -> Iterator[str]:
         """Dotted names of what stands under a key, for a hint."""
@@ -231,8 +232,7 @@ class Reader:
             raise UserError(f"{self.where(node)}: nested too deeply, or too large once its aliases are followed")
 
     def _refuse(self, node: Node, key: str, wanted: str) -> UserError:
-        own_tag = not node.tag.startswith("tag:yaml.org,2002:")
-        tagged = f" (the tag {node.tag} is not read)" if own_tag or "python" in node.tag else ""
+        tagged = "" if _kind(node) else f" (the tag {node.tag} is not read)"
         return UserError(f"{self.where(node)}: {key} = {self._shown(node)}{tagged}: {wanted}")
 
     @staticmethod
@@ -247,6 +247,15 @@ class Reader:
 
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+_KINDS = ("str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp")
+
+
+def _kind(node: Node) -> str:
+    """Which of YAML's types a node has; empty for a tag of somebody's own, for sets and for Python's objects."""
+    space, _, name = node.tag.rpartition(":")
+    return name if space == "tag:yaml.org,2002" and name in _KINDS else ""
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:

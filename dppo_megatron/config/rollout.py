@@ -6,6 +6,7 @@ third. `check_rollout` says what a type cannot.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
@@ -56,7 +57,8 @@ class RolloutConfig:
     colocate: bool = False
     """Launched servers share the actor's GPUs: they sleep (free weights and key-value cache) during the update."""
     api_key_env: str = "DPPO_ENGINE_API_KEY"
-    """Environment variable that holds the servers' API key; unset: no key is sent. The key is never logged."""
+    """Environment variable that holds the servers' API key. Unset: no key is sent to `endpoints`, and launched vLLM
+    servers get a random one. The key is never written or logged."""
 
     sync_channel: Literal["auto", "disk", "gloo", "nccl", "ipc"] = "auto"
     """How weights reach a server: `disk` is safetensors on a path that both can read, gloo and nccl a broadcast group
@@ -130,16 +132,34 @@ def check_rollout(config: RolloutConfig) -> None:
             f"rollout.server_gpus has {len(config.server_gpus)} entries for rollout.local_servers ="
             f" {config.local_servers}"
         )
+    _check_keys(config)
     for url in config.endpoints:
         _check_endpoint(url, config)
+    if len(set(config.endpoints)) < len(config.endpoints):
+        raise UserError("rollout.endpoints names a server twice")
+
+
+def _check_keys(config: RolloutConfig) -> None:
+    """No key may be a setting: settings are written to files. What was given is not repeated here."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", config.api_key_env):
+        raise UserError("rollout.api_key_env is not the name of an environment variable; it must not be the key itself")
+    if any(argument.partition("=")[0] in ("--api-key", "--admin-api-key") for argument in config.server_args):
+        raise UserError(
+            "rollout.server_args holds an API key, which would stand in config.yaml and in the list of processes;"
+            f" put it into the environment variable {config.api_key_env} (rollout.api_key_env)"
+        )
 
 
 def _check_endpoint(url: str, config: RolloutConfig) -> None:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"rollout.endpoints: '{url}' is no address; expected http://host:port")
-    if parts.username or parts.password:
+    if "@" in url or "?" in url or "#" in url:  # not repeated: there may be a key in it
         raise UserError("rollout.endpoints: put no key in an address; rollout.api_key_env names where it is read from")
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or not url.isascii() or not url.isprintable() or " " in url:
+        raise UserError(f"rollout.endpoints: {url[:200]!r} is no address; expected http://host:port")
     if parts.hostname not in LOOPBACK and parts.scheme == "http" and not config.allow_remote_endpoints:
         raise UserError(
             f"rollout.endpoints: '{url}' is another host, and plain HTTP can be read on the way;"

@@ -159,7 +159,7 @@ class Config:
 
     run_dir: str = ""
     """Where the run writes; see docs/run_directory.md. A directory that already holds this run is gone on with."""
-    seed: int = ranged(0, "[0, 18446744073709551615]", why="it seeds 64-bit generators")
+    seed: int = ranged(0, "[0, 9223372036854775807]", why="it seeds 64-bit generators")
     """Seeds data order, sampling and every selection draw, each through its own counter-based stream."""
     steps: int = ranged(100, COUNT)
     """RL steps: one rollout and `objective.updates_per_step` optimizer updates each. 0: only the warm start, evaluated

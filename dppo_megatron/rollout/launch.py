@@ -30,13 +30,16 @@ class LaunchedServer:
 
     Args:
         command: its command line; {port} in it is replaced.
-        variables: environment beside the trainer's own.
+        variables: environment beside the trainer's own. The place for its key: command lines can be read by everybody
+            on the machine.
         log: file that takes its output.
+        api_key: what it asks for; empty if it asks for nothing.
     """
 
     command: Sequence[str]
-    variables: dict[str, str]
+    variables: dict[str, str] = field(repr=False)
     log: Path
+    api_key: str = field(default="", repr=False)
     port: int = 0
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     is_starting: bool = field(default=False, init=False)
