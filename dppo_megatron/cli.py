@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import sys
 import warnings
 from pathlib import Path
@@ -104,14 +105,14 @@ def _say(line: str) -> None:
 
 
 def _output_has_gone() -> bool:
-    """Whether nobody reads our output any more (`| head`). What is left of it is then thrown away, or the
-    interpreter would complain about it as it ends."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    """Whether nobody reads our output any more (`| head`), rather than somebody else's pipe having broken. What is left
+    of it is then thrown away, or the interpreter would complain about it as it ends."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # errors are always told
+    if not output.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:

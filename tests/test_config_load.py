@@ -156,7 +156,7 @@ STRICT = {
     "rollout: !!python/object:os.x {top_k: 1}": "is a section of settings, not a value",
     "data: {eval_paths: !!set {a, b}}": "must be a mapping of names",
     "data: {eval_paths: {on: x}}": "the key on is not text to YAML; write it in quotes: 'on'",
-    "data: {eval_paths: {1: x}}": "YAML does not read the key 1 as text",
+    "data: {eval_paths: {1: x}}": "the key 1 is not text to YAML",
     "data: {chat_template_kwargs: {a: .inf}}": r"data\.chat_template_kwargs\.a = \.inf: must be a finite number",
     "data: {chat_template_kwargs: {a: 2026-11-22}}": "is no text, number, true, false or null",
     "data: {chat_template_kwargs: {a: ${seed}}}": "is not|not valid YAML",

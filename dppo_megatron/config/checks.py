@@ -112,7 +112,7 @@ def _check_required(config: Config) -> None:
         if not value:
             raise UserError(f"{key} is not set; give it in the config file or as {key}=...")
     if "{problem}" not in config.data.prompt_template:
-        raise UserError(f"data.prompt_template = {config.data.prompt_template!r}: must contain {{problem}}")
+        raise UserError(f"data.prompt_template = {shown(config.data.prompt_template)!r}: must contain {{problem}}")
     if config.model.dtype == "float64":
         raise UserError("model.dtype = float64 has no optimizer in Megatron-core; train in float32 or bfloat16")
     longest = config.data.max_prompt_tokens + config.rollout.max_completion_tokens

@@ -268,7 +268,7 @@ def _one_of(key: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         near = difflib.get_close_matches(value, known, n=1)
         hint = f"did you mean '{near[0]}'? " if near else ""
-        raise UserError(f"{key} = '{value}': no such choice; {hint}known: {', '.join(known)}")
+        raise UserError(f"{key} = '{value[:80]}': no such choice; {hint}known: {', '.join(known)}")
 
 
 def _in_range(
