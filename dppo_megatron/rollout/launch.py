@@ -114,7 +114,8 @@ class LaunchedServer:
     def _tail(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line or "error:" in line]
-        return "\n".join([*errors[-3:], *lines[-5:]])[-2000:]
+        tail = "\n".join([*errors[-3:], *lines[-5:]])[-2000:]
+        return tail.replace(self.api_key, "***") if self.api_key else tail
 
 
 _LAUNCHER_VARIABLES = {
