@@ -214,6 +214,13 @@ def test_what_has_no_end(tmp_path: Path, text: str) -> None:
         _read(tmp_path, text)
 
 
+def test_a_byte_order_mark_and_dos_lines(tmp_path: Path) -> None:
+    """Other systems' editors leave them."""
+    (tmp_path / "c.yaml").write_bytes(b"\xef\xbb\xbfseed: 4\r\nrun_dir: a b\r\n")
+    config = read_config(str(tmp_path / "c.yaml"), [])
+    assert (config.seed, config.run_dir) == (4, "a b")
+
+
 def test_no_utf8(tmp_path: Path) -> None:
     """The line and the byte."""
     (tmp_path / "c.yaml").write_bytes(b"seed: 1\nrun_dir: caf\xe9\n")

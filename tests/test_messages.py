@@ -166,6 +166,7 @@ INPUTS: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "config is a directory": (lambda f, t: ["train", str(t)], "cannot be read: Is a directory"),
     "config has a long name": (lambda f, t: ["train", LONG], "cannot be read: File name too long"),
     "config has a NUL": (lambda f, t: ["train", "a\0b"], "cannot be read"),
+    "config has no end": (lambda f, t: ["train", "/dev/zero"], "a configuration has at most 1000000"),
     "settings before the config": (lambda f, t: ["train", "seed=3", CONFIG], "'seed=3' stands where CONFIG should"),
     "trace is a directory": (lambda f, t: ["simulate", str(t)], "is a directory, not a file"),
     "trace is missing": (lambda f, t: ["simulate", "nope.jsonl"], "trace = 'nope.jsonl': no such file"),

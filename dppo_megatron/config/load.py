@@ -18,7 +18,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from dppo_megatron.config.checks import check_run_dir, check_values
 from dppo_megatron.config.command_line import read_setting, split_key
-from dppo_megatron.config.reading import Entries, Reader, Values, parse
+from dppo_megatron.config.reading import MAX_CHARACTERS, Entries, Reader, Values, parse
 from dppo_megatron.config.references import Reference, Resolver, escaped
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
@@ -116,7 +116,8 @@ def _document(path: Path, chain: tuple[Path, ...]) -> Node | None:
     of = f", a parent of '{chain[-1]}'," if chain else ""
     try:
         circle = [str(p) for p in (*chain, path)] if path.resolve() in [p.resolve() for p in chain] else []
-        content = b"" if circle else path.read_bytes()
+        with open(path, "rb") as file:
+            content = b"" if circle else file.read(4 * MAX_CHARACTERS + 1)  # a device has no end
     except FileNotFoundError:
         raise UserError(f"config file '{path}'{of} does not exist (working directory: {Path.cwd()})") from None
     except (OSError, ValueError, RuntimeError) as error:  # also a name with a NUL, or links in a circle

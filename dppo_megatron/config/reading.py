@@ -25,7 +25,8 @@ from dppo_megatron.types import UserError
 Values: TypeAlias = dict[str, Any]
 """Settings of a section that were given: values, `Reference`s, `Values` of sections in it, `Entries`."""
 
-_MAX_CHARACTERS = 1_000_000
+MAX_CHARACTERS = 1_000_000
+"""Of a whole configuration file."""
 _MAX_NODES = 100_000
 _MAX_DEPTH = 20
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
@@ -47,8 +48,8 @@ class Entries(dict[str, Any]):
 
 def parse(text: str, source: str) -> Node | None:
     """The YAML document in `text`; None if there is nothing in it. Raises UserError."""
-    if len(text) > _MAX_CHARACTERS:
-        raise UserError(f"{source}: {len(text)} characters; a configuration has at most {_MAX_CHARACTERS}")
+    if len(text) > MAX_CHARACTERS:
+        raise UserError(f"{source}: {len(text)} characters; a configuration has at most {MAX_CHARACTERS}")
     try:
         node: Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
