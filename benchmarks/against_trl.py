@@ -131,7 +131,9 @@ def run_trl_worker(folder: Path, batch_size: int) -> None:
     )
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     trainer = Trainer(
-        model=transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        model=transformers.AutoModelForCausalLM.from_pretrained(
+            folder / "model", dtype=torch.float32, trust_remote_code=False
+        ),
         reward_funcs=lambda **_: [0.0],
         args=config,
         train_dataset=Dataset.from_dict({"prompt": [""] * count}),

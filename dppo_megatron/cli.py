@@ -39,8 +39,8 @@ Train CONFIG's job under several pruning methods and report what each reached, h
   dppo-megatron compare configs/quickstart.yaml --methods grpo,cppo,greso,dppo_paper,dppo,dppo_auto --seeds 3
 
 Same start, data order and evaluation; one run after another on this machine. Writes results.json and report.html.
-Methods: grpo, dppo, dppo_auto, dppo_paper, cppo, cppo_verl, greso,
-greso_ht, infobatch, dynamic_sampling, max_variance.
+Methods: grpo, dppo, dppo_auto, dppo_paper, cppo, cppo_trl, cppo_verl, greso, greso_ht, infobatch, dynamic_sampling,
+max_variance.
 """
 _SIMULATE = """\
 Replay the selection of every method on a recorded run (trace.jsonl in its directory) and predict what a step costs:
@@ -349,11 +349,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from dppo_megatron.job import prepare_job
 
     job = prepare_job(config, launched_world_size())
-    from dppo_megatron.actor.layout import start_process_group, stop_process_group
+    from dppo_megatron.actor.layout import build_layout, start_process_group, stop_process_group
     from dppo_megatron.doctor.fp8_gate import run_gate
 
     start_process_group()
-    findings = run_gate(config, job.architecture, job.checkpoint.get)
+    layout = build_layout(config.actor.layout, config.seed)
+    findings = run_gate(config, layout, job.architecture, job.checkpoint.get)
     if launched_rank() == 0:
         for finding in findings:
             verdict = "ok    " if finding.passed else "BROKEN"

@@ -54,13 +54,14 @@ def hf_to_megatron(
     """
     if is_torch_dist(source):
         raise UserError(f"--hf '{source}' is a distributed checkpoint already; the way back is convert_megatron_to_hf")
-    architecture = read_architecture(source)
+    architecture = read_architecture(source, "--hf")
     for name, size in (("tp", tp), ("pp", pp), ("ep", ep)):
         if size < 1:
             raise UserError(f"--{name} {size}: must be at least 1")
     architecture.check_layout(LayoutConfig(tensor_parallel=tp, pipeline_parallel=pp, expert_parallel=ep))
-    reader = CheckpointReader(source, architecture)
-    said = _check_redundant(reader, source)
+    _check_target(target)
+    reader = CheckpointReader(source, architecture, "--hf")
+    said = [f"{name}: equal to the tied embedding, stored once" for name in sorted(reader.redundant)]
     dtypes = {key: _dtype_of_key(key, reader, architecture) for key in table(architecture)}
 
     def read(key: str, place: Place) -> Tensor:
@@ -96,7 +97,9 @@ def megatron_to_hf(
         As `hf_to_megatron`.
     """
     if not is_torch_dist(checkpoint):
-        raise UserError(f"--checkpoint '{checkpoint}': holds no .metadata, so it is no distributed checkpoint")
+        raise UserError(
+            f"--checkpoint '{checkpoint}': is no distributed checkpoint: no .metadata, or safetensors beside it"
+        )
     assets = hf or checkpoint
     if not (assets / "config.json").is_file():
         raise UserError(f"'{assets}': holds no config.json; give the original Hugging Face directory with --hf")
@@ -104,14 +107,13 @@ def megatron_to_hf(
         raise UserError(f"--shard-gb {shard_gb}: must be greater than 0")
     if dtype and dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
-    architecture = read_architecture(assets)
+    architecture = read_architecture(assets, "--hf" if hf else "--checkpoint")
+    _check_target(target)
     reader = TorchDistReader(checkpoint, architecture)
     stored = {
         name: reader.dtypes[key] for key, patterns in table(architecture).items() for name in patterns
     }  # by pattern: every layer of a key has one type
     dtypes = {name: DTYPES[dtype] if dtype else _by_pattern(name, stored) for name in hf_shapes(architecture)}
-    if target.exists():
-        raise UserError(f"--out '{target}' exists already; remove it or choose another")
     with _disk_errors(target):
         writer = HFWriter(target, assets, architecture, dtypes, max_shard_bytes=int(shard_gb * 1e9))
         try:
@@ -132,11 +134,29 @@ def megatron_to_hf(
     return [*said, f"{target}: {len(reader.names)} tensors of {architecture.name}"]
 
 
+def _check_target(target: Path) -> None:
+    """Raise `UserError` unless `target` is free and can be made: found before anything large is read."""
+    made: list[Path] = []
+    try:
+        if target.exists():
+            raise UserError(f"--out '{target}' exists already; remove it or choose another")
+        probe = target.with_name(target.name + ".incomplete")
+        shutil.rmtree(probe, ignore_errors=True)
+        for path in (*reversed(probe.parents), probe):
+            if not path.exists():
+                path.mkdir()
+                made.append(path)
+    except (OSError, ValueError) as error:  # ValueError: a name such as "."
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"--out '{target}' cannot be written: {reason}") from None
+    finally:
+        for path in reversed(made):
+            path.rmdir()
+
+
 @contextmanager
 def _aside(target: Path) -> Iterator[Path]:
     """A directory that gets the name `target` if the block succeeds, and is removed if not."""
-    if target.exists():
-        raise UserError(f"--out '{target}' exists already; remove it or choose another")
     directory = target.with_name(target.name + ".incomplete")
     with _disk_errors(target):
         shutil.rmtree(directory, ignore_errors=True)
@@ -162,15 +182,6 @@ def _disk_errors(target: Path) -> Iterator[None]:
         if cause is None or cause.errno not in reasons:
             raise
         raise UserError(f"--out '{target}' cannot be written: {cause.strerror}; nothing was left there") from None
-
-
-def _check_redundant(reader: CheckpointReader, source: Path) -> list[str]:
-    for name in sorted(reader.redundant):
-        if not torch.equal(reader.get(name), reader.get("model.embed_tokens.weight")):
-            raise UserError(
-                f"'{source}': config.json says tie_word_embeddings, but {name} differs from model.embed_tokens.weight"
-            )
-    return [f"{name}: equal to the tied embedding, stored once" for name in sorted(reader.redundant)]
 
 
 def _dtype_of_key(key: str, reader: CheckpointReader, architecture: Architecture) -> torch.dtype:

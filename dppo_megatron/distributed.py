@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
+_PEER_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Socket closed")
+
 
 def launched_world_size() -> int:
     """Processes of this job according to the launcher's environment; 1 without a launcher."""
@@ -64,6 +66,16 @@ def barrier() -> None:
     """Return when every rank has come here."""
     if _world_size() > 1:
         dist.barrier()
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone, and not that this one could not do something.
+
+    gloo raises a plain RuntimeError for it, so its words have to do; NCCL and the store have types of their own.
+    """
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_LOST)
 
 
 def _world_size() -> int:

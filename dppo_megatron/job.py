@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
 from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import too_few_prompts
 from dppo_megatron.data.prompts import load_examples, load_prompts
 from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.rewards.graders import BUILT_IN
@@ -22,6 +23,7 @@ from dppo_megatron.rewards.pool import GraderPool
 from dppo_megatron.types import Prompt, TrainSample, UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import WeightReader
+from dppo_megatron.weights.tokenizer import load_tokenizer
 from dppo_megatron.weights.torch_dist import open_checkpoint
 
 
@@ -54,15 +56,14 @@ def prepare_job(config: Config, world_size: int) -> Job:
     layout, machine = config.actor.layout, this_machine()
     machine.choose_layer_spec(config.actor.layer_spec, config.actor.fp8)
     machine.check_experts(layout.expert_parallel, layout.expert_tensor_parallel or layout.tensor_parallel)
+    if architecture.experts is not None:
+        machine.check_mixture()
     _check_positions(config, architecture)
     checkpoint = open_checkpoint(config.model.hf_path, architecture)
-    tokenizer = _load_tokenizer(config.model.hf_path, architecture)
+    tokenizer = load_tokenizer(config.model.hf_path, architecture)
     train_prompts = load_prompts(config.data.train_path, config.data, tokenizer)
-    if len(train_prompts) < config.rollout.prompts_per_step:
-        raise UserError(
-            f"rollout.prompts_per_step = {config.rollout.prompts_per_step}, but {config.data.train_path} holds only"
-            f" {len(train_prompts)} problems"
-        )
+    if too_few := too_few_prompts(config, len(train_prompts), config.data.train_path):
+        raise UserError(too_few)
     examples: list[TrainSample] = []
     if config.warm_start.steps:
         examples = load_examples(
@@ -134,20 +135,3 @@ def _check_positions(config: Config, architecture: Architecture) -> None:
             f"data.max_prompt_tokens + rollout.max_completion_tokens = {longest}, more than the"
             f" {architecture.max_positions} positions of '{config.model.hf_path}'"
         )
-
-
-def _load_tokenizer(hf_path: str, architecture: Architecture) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(hf_path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.hf_path = '{hf_path}': its tokenizer cannot be loaded: {error}") from None
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"model.hf_path = '{hf_path}': its tokenizer has no end-of-sequence token")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if len(tokenizer) > architecture.vocab_size:
-        raise UserError(
-            f"model.hf_path = '{hf_path}': its tokenizer has {len(tokenizer)} tokens, its config.json only"
-            f" {architecture.vocab_size}"
-        )
-    return tokenizer

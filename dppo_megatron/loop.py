@@ -180,7 +180,8 @@ class Loop:
             measured = self._engine.statistics()
             self.metrics |= measured
             cut = measured.get("rollout/cut_completions", 0.0)
-            ledger = [*decision.ledger, *([_cut_row(cut, len(completions))] if cut else [])]
+            cuts = self.job.config.rollout.straggler_share < 1
+            ledger = [*decision.ledger, *([_cut_row(cut, len(completions))] if cuts else [])]
             self.metrics["prune/ledger"] = [asdict(row) for row in ledger]
             self.metrics["rollout/completion_tokens_mean"] = float(rollouts.lengths.sum() / max(1, len(completions)))
             self.metrics["rollout/truncated"] = sum(c.finish_reason == "length" for c in completions)
@@ -396,7 +397,7 @@ def unweighted_sample(prompt: Prompt, completion: Completion) -> TrainSample:
 
 def _cut_row(cut: float, total: int) -> LedgerRow:
     note = f"{cut:.0f} completions were cut off by rollout.straggler_share and count as truncated"
-    return LedgerRow("rollout/stragglers", 1.0 - cut / total, "biased", note)
+    return LedgerRow("rollout/stragglers", 1.0 - cut / max(total, 1), "biased", note)
 
 
 def _name_the_broken(samples: Sequence[TrainSample]) -> str:

@@ -1,7 +1,7 @@
-"""A run: its directory, its record, where it begins, and when to evaluate, save and stop.
+"""A run: where it begins, and when to record, evaluate, save and stop.
 
-The loop itself is in `train.py`. What a killed run leaves behind is put in order here: the record goes back to the
-step of the checkpoint that is gone on from, so that in the end no step stands there twice and none is missing.
+The loop itself is in `train.py`. What is in the run directory, and what a killed run leaves there, is
+`observe/run_directory.py`'s; which checkpoint a run resumes from is decided in `checkpoint/origin.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,15 +19,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dppo_megatron.actor.layout import start_process_group, stop_process_group
-from dppo_megatron.checkpoint.manifest import read_manifest
+from dppo_megatron.checkpoint.origin import changes_since, find_origin
 from dppo_megatron.checkpoint.store import CheckpointStore, describe, load_checkpoint
-from dppo_megatron.config import save_config
-from dppo_megatron.config.changes import check_changes, config_values, fingerprint, saved_values
-from dppo_megatron.config.schema import Config
-from dppo_megatron.distributed import from_rank_zero
+from dppo_megatron.config.changes import config_values, fingerprint
+from dppo_megatron.distributed import from_rank_zero, is_peer_lost
 from dppo_megatron.job import Job
 from dppo_megatron.loop import Loop
-from dppo_megatron.observe.metrics import JsonLines, Progress, rewind
+from dppo_megatron.observe.metrics import Progress
+from dppo_megatron.observe.run_directory import RunDirectory
 from dppo_megatron.observe.signals import StopRequests
 from dppo_megatron.observe.summary import Summary
 from dppo_megatron.observe.watchdog import Watchdog
@@ -49,46 +48,54 @@ class Run:
         self._config = job.config
         self._directory = Path(job.config.run_dir)
         _set_threads(job.config.threads_per_rank)
-        start_process_group()
+        start_process_group(job.config.guard.rendezvous_timeout_s)
         self._writes = dist.get_rank() == 0
         self.progress = Progress(job.config.steps, visible=self._writes)
-        changes = from_rank_zero(lambda: _allowed_changes(job.config))
         self._stop_requests, self._watchdog = StopRequests(), _watchdog(job.config.guard.watchdog_s)
-        self._store = CheckpointStore(
-            self._directory / "checkpoints",
-            assets=Path(job.config.model.hf_path),
-            keep=job.config.checkpoint.keep,
-            async_save=job.config.checkpoint.async_save,
-        )
-        self._origin = self._find_origin()
-        self.resumes = self._origin is not None
-        self._recorded: int | None = None
-        """The last step with a line in metrics.jsonl."""
-        self.loop = Loop(job, self.progress.say)
+        self._files: RunDirectory | None = None
+        """The run directory, on rank 0."""
+        self._data: dict[str, str] = {}
+        """Fingerprint of each problem set, by its name: kept in every checkpoint, and compared when one is resumed."""
+        with ExitStack() as undo:  # what has begun, should something be wrong with what follows
+            if self._watchdog:
+                self._watchdog.start()
+                undo.callback(self._watchdog.stop)
+            undo.callback(self._close_files)
+            self._run = from_rank_zero(self._open_directory)
+            changes = from_rank_zero(lambda: changes_since(job.config, self._directory / "config.yaml"))
+            self._store = CheckpointStore(
+                self._directory / "checkpoints",
+                run=self._run,
+                assets=Path(job.config.model.hf_path),
+                keep=job.config.checkpoint.keep,
+                async_save=job.config.checkpoint.async_save,
+                say=self.progress.say,
+            )
+            self._origin = find_origin(job.config, self._store, self._data)
+            self.resumes = self._origin is not None
+            self._recorded: int | None = None
+            """The last step with a line in metrics.jsonl."""
+            header = trace_header(job.config, len(job.train_prompts))
+            from_rank_zero(lambda: self._open_record(header))
+            self.loop = Loop(job, self.progress.say)
+            undo.pop_all()
         self.summary = Summary()
         self._warned: set[str] = set()
         self._first_step, self._last_step = 1, job.config.steps
-        if self._writes:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._open_record(trace_header(job.config, len(job.train_prompts)))
         self.say(f"changed since the run began: {line}" for line in changes)
         self.progress.say(self.loop.actor.description)
 
     def __enter__(self) -> Run:
         self._stop_requests.listen()
-        if self._watchdog:
-            self._watchdog.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is GuardStop and self._recorded is not None:
             self._keep_what_is_done(self._recorded)
         self.loop.close()
-        self.progress.close()
         self._stop_requests.restore()
-        if self._writes:
-            self._metrics.close()
-            self._trace.close()
+        self._close_files()
+        self.progress.close()
         if kind in (None, Stopped, GuardStop):  # after a failure the other ranks may never arrive
             dist.barrier()  # so that nobody misses a rank that has only finished earlier
             if self._watchdog:
@@ -112,17 +119,17 @@ class Run:
         self.loop.sync()
 
     def resume(self) -> None:
-        """Take over the state of the checkpoint that this run goes on from. Collective."""
+        """Take over the state of the checkpoint that this run resumes or begins from. Collective."""
         assert self._origin is not None
         self.loop.start_rl()
-        state = load_checkpoint(self._origin, self.loop.actor)
+        state = load_checkpoint(self._origin.directory, self.loop.actor)
         self.loop.load_state_dict(state["loop"])
         self.loop.sync()
         self.summary = Summary(**state["summary"])
         self._started -= self.summary.wall_s
         self._first_step = state["step"] + 1
         self._recorded = self.loop.rests_after = state["step"]
-        self.progress.say(f"resumed from {self._origin}: going on at step {self._first_step}")
+        self.progress.say(f"resumed from {self._origin.directory}: going on at step {self._first_step}")
 
     def remaining_steps(self) -> Iterator[int]:
         """The RL steps that this run has still to do."""
@@ -143,13 +150,13 @@ class Run:
             self.summary.eval_before = scores
         else:
             self.summary.eval_after = scores or self.summary.eval_after
-            if self._writes:
+            if self._files:
                 self.summary.add(metrics)
-                self._trace.write(self.loop.trace_row | {"seconds": trace_seconds(metrics)})
+                self._files.write("trace.jsonl", self.loop.trace_row | {"seconds": trace_seconds(metrics)})
                 self.say(self._new_warnings(metrics["prune/ledger"]))
                 self.progress.step(step, metrics)
-        if self._writes:
-            self._metrics.write({"step": step} | metrics)
+        if self._files:
+            self._files.write("metrics.jsonl", {"step": step} | metrics)
         self._recorded = step
         for name, score in scores.items():
             self.progress.say(f"step {step:>4}: {name} pass@1 {100 * score:.1f} %")
@@ -173,7 +180,9 @@ class Run:
 
         Raises:
             Stopped: the run ends here.
+            UserError: another trainer has taken the run directory over.
         """
+        from_rank_zero(lambda: self._files.check() if self._files else None)
         self._finalize(blocking=False)
         self._check_guard(step)
         self._stop_if_asked(step)
@@ -186,40 +195,36 @@ class Run:
         weights = self.loop.actor.weights()
         write_checkpoint(self._directory / "hf", self._config.model.hf_path, weights, write=self._writes)
         self.summary.wall_s = time.perf_counter() - self._started
+        from_rank_zero(self._write_end)
         if self._writes:
-            self.summary.write(self._directory / "summary.json")
             self.progress.close()
             print(f"\n{self.summary.table()}\n\n{self._directory}/: {', '.join(sorted(os.listdir(self._directory)))}")
 
-    def _find_origin(self) -> Path | None:
-        """The checkpoint to go on from: the newest good one of this run, else the one that the config names."""
-        resume = self._config.checkpoint.resume
-        if resume == "never":
-            return None
-        newest, said = self._store.newest_good()
-        self.say(said)
-        if newest is None and resume != "auto":
-            return Path(resume)
-        if newest is None and (self._directory / "metrics.jsonl").exists():
-            self.progress.say(f"{self._directory} holds a run without a good checkpoint: it begins again")
-        return newest
+    def _write_end(self) -> None:
+        """On rank 0: the end of the record and summary.json."""
+        try:
+            if self._files:
+                self._files.sync()
+            self.summary.write(self._directory / "summary.json")
+        except OSError as error:
+            raise GuardStop(f"all steps are done, but '{error.filename}' cannot be written: {error.strerror}") from None
+
+    def _open_directory(self) -> str:
+        """On rank 0: lock the run directory; returns the run's id."""
+        self._files = RunDirectory(self._directory, self.progress.say)
+        return self._files.run
 
     def _open_record(self, header: dict[str, Any]) -> None:
-        """The run's files, taken back to the step that this process goes on from. On rank 0."""
-        save_config(self._config, self._directory / "config.yaml")
-        step = -1
-        if self._origin is not None:
-            manifest = read_manifest(self._origin)
-            step = manifest.step if not isinstance(manifest, str) else -1
-        for name in ("metrics.jsonl", "trace.jsonl"):
-            if step < 0:
-                (self._directory / name).unlink(missing_ok=True)
-            else:
-                rewind(self._directory / name, step)
-        self._metrics = JsonLines(self._directory / "metrics.jsonl")
-        self._trace = JsonLines(self._directory / "trace.jsonl")
-        if not (self._directory / "trace.jsonl").stat().st_size:
-            self._trace.write(header)
+        """On rank 0: the record, as it was at the step that this run resumes from."""
+        own = self._origin if self._origin is not None and self._origin.own else None
+        assert self._files is not None
+        self._files.open_record(
+            self._config, header, own.step if own is not None else None, own.record_sums if own is not None else {}
+        )
+
+    def _close_files(self) -> None:
+        if self._files:
+            self._files.close()
 
     def _keep_what_is_done(self, recorded: int) -> None:
         """A checkpoint where a guard stops the run between two steps, or in the sync that ends one. Collective."""
@@ -235,15 +240,12 @@ class Run:
 
     def _save(self, step: int) -> bool:
         """Returns whether it could be written. Collective."""
-        if self._writes:  # a checkpoint must not survive a power cut that its own step's line does not
-            self._metrics.sync()
-            self._trace.sync()
         self.summary.wall_s = time.perf_counter() - self._started
-        state = {"step": step, "loop": self.loop.state_dict(), "summary": vars(self.summary)}
         try:
-            self._store.save(
-                self.loop.actor, state, describe(step, config_values(self._config), fingerprint(self._config))
-            )
+            record = from_rank_zero(lambda: self._files.sync() if self._files else {})
+            state = {"step": step, "loop": self.loop.state_dict(), "summary": vars(self.summary), "record": record}
+            manifest = describe(step, config_values(self._config), fingerprint(self._config), self._run, self._data)
+            self._store.save(self.loop.actor, state, manifest)
         except (UserError, OSError, RuntimeError, CheckpointException) as error:
             return self._save_failed(error)
         return True
@@ -255,6 +257,8 @@ class Run:
             self._save_failed(error)
 
     def _save_failed(self, error: BaseException) -> bool:
+        if is_peer_lost(error):  # not this rank's disk: the others are missing, and the watchdog says who
+            raise error
         self._store.abandon()
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         self.progress.say(f"warning: no checkpoint could be written ({reason}); the last complete one stays")
@@ -291,23 +295,6 @@ class Run:
         rows = tuple(LedgerRow(**row) for row in ledger if row["name"] not in self._warned)
         self._warned.update(row.name for row in rows if row.label == "biased")
         return [f"warning: {line}" for line in biased_rows(rows)]
-
-
-def _allowed_changes(config: Config) -> list[str]:
-    """A line for each setting that differs from the run's own, or from that of the checkpoint it begins from.
-
-    Raises:
-        UserError: a setting differs that may not.
-    """
-    mine, resume = Path(config.run_dir) / "config.yaml", config.checkpoint.resume
-    if resume != "never" and mine.exists():
-        return check_changes(config, saved_values(mine), str(mine))
-    if resume in ("auto", "never"):
-        return []
-    manifest = read_manifest(Path(resume))
-    if isinstance(manifest, str):
-        raise UserError(f"checkpoint.resume = '{resume}': holds no complete checkpoint: {manifest}")
-    return check_changes(config, manifest.config, resume)
 
 
 def _watchdog(timeout_s: float) -> Watchdog | None:

@@ -10,14 +10,16 @@ policy that knows nothing of the draws that it is about to use, which is what ke
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from dppo_megatron.algorithms.advantages import make_advantages, overlong_penalty
+from dppo_megatron.algorithms.denominators import denominators, token_sums
 from dppo_megatron.config.objective import zero_advantage_slope
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import check_selection, planned_prompts, too_few_prompts
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.pruning import (
     CompletionBatch,
@@ -27,13 +29,14 @@ from dppo_megatron.pruning import (
     make_completion_policy,
     make_prompt_policy,
 )
+from dppo_megatron.pruning.budget import NoiseReference, reference_steps
 from dppo_megatron.pruning.interface import StepCapacity
+from dppo_megatron.pruning.merging import is_reweighted, merge, with_refills
 from dppo_megatron.pruning.monitors import step_metrics
-from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
+from dppo_megatron.pruning.outcomes import check_outcomes
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError
 
-_NOISE_DECAY = 0.9
 _LENGTH_DECAY = 0.9
-_LABELS: tuple[Label, ...] = ("exact", "unbiased", "ratio", "biased")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +108,13 @@ class Selector:
         order: another order of prompts than the config's seed gives; for experiments that vary the draws alone.
         capacity: what a step's micro-batches hold, for the completion policies that fill them; None: not known.
 
+    Example: 64 prompts of 8 completions, after an epoch of warm-up, at the default rates (0.3 of the prompts, 0.5 of
+    the completions). `begin` keeps 64 - floor(0.3 x 64) = 45 prompts with weights up to 1 / 0.2; the engine's answer is
+    graded to rewards [45, 8]. `finish` keeps 180 of these 360 completions, or fewer if fewer have an advantage, each
+    with the product of both weights and with a divisor that counts all 64 x 8.
+
     Raises:
-        UserError: the step's nominal prompts do not divide into its mini-batches.
+        UserError: the step's nominal prompts do not divide into its mini-batches, or are more than there are.
     """
 
     def __init__(
@@ -116,24 +124,24 @@ class Selector:
         order: PromptOrder | None = None,
         capacity: StepCapacity | None = None,
     ) -> None:
+        check_selection(config)
         self._config = config
         self._capacity = capacity
         group = config.rollout.completions_per_prompt
+        rest_steps = reference_steps(config.pruning)
         self._completion_policy = make_completion_policy(
             config.pruning.completion,
             seed=config.seed,
             total_steps=config.steps,
             kl_coef=zero_advantage_slope(config.objective),
+            group_size=group,
+            rest_steps=rest_steps,
         )
-        multiplier = self._completion_policy.prompts_multiplier
-        self.prompts_per_step = int(config.rollout.prompts_per_step * multiplier)
+        self.prompts_per_step = planned_prompts(config)
         """Nominal prompts of a step; above the config's number only with CPPO's allocation."""
+        if num_prompts < self.prompts_per_step:
+            raise UserError(too_few_prompts(config, num_prompts))
         self._updates = config.objective.updates_per_step
-        if self.prompts_per_step % self._updates:
-            raise UserError(
-                f"objective.updates_per_step = {self._updates}: the {self.prompts_per_step} nominal prompts of a step"
-                f" (rollout.prompts_per_step x {multiplier:g} by pruning.completion.allocation) do not divide by it"
-            )
         self._prompt_policy = make_prompt_policy(
             config.pruning.prompt,
             num_prompts=num_prompts,
@@ -141,10 +149,11 @@ class Selector:
             prompts_per_step=self.prompts_per_step,
             total_steps=config.steps,
             seed=config.seed,
+            rest_steps=rest_steps,
         )
         self._order = order or PromptOrder(num_prompts, config.seed)
         self._position = 0
-        self._unpruned_noise = 0.0
+        self._noise = NoiseReference()
         self._mean_length = 0.0
         self._pruned = False
         self._step = _Step()
@@ -164,9 +173,14 @@ class Selector:
         return self._choose(min(missing, self._order.num_prompts), step, 1) if missing else None
 
     def finish(self, rollouts: Rollouts, step: int) -> Decision:
-        """Advantages on full groups, then the completions worth training on."""
+        """Advantages on full groups, then the completions worth training on.
+
+        Raises:
+            GuardStop, UserError: an outcome that nothing can be chosen by; see `check_outcomes`.
+        """
         zero_based, size = step - 1, rollouts.rewards.shape[1]
         prompts = _join(self._step.chosen)
+        check_outcomes(prompts.prompt_index, rollouts.rewards, rollouts.lengths, rollouts.surprisal)
         groups = self._prompt_policy.keep_groups(rollouts.rewards, step=zero_based)
         minibatch = self._assign(prompts, groups)
         advantages = self._advantages(rollouts, prompts.weight * groups.weight)
@@ -184,11 +198,18 @@ class Selector:
         weight = np.zeros(rollouts.rewards.size)
         kept[rows] = completions.kept
         weight[rows] = batch.prompt_weight * completions.weight
-        offered = self._offered()
-        whole_groups = () if groups.kept.all() else groups.ledger
-        whitening = self._whitening_row(prompts)
-        ledger = offered.ledger + whole_groups + whitening + denominator_row + filter_row + completions.ledger
-        self._pruned = any(row.label != "exact" for row in ledger)
+        first, later = self._step.selections[: self._updates], self._step.selections[self._updates :]
+        planned = merge(first, np.arange(sum(len(selection.kept) for selection in first)))
+        offered = with_refills(planned, later)
+        ledger = (
+            *planned.ledger,
+            *(groups.ledger if self._prompt_policy.resamples else ()),
+            *self._whitening_row(planned),
+            *denominator_row,
+            *filter_row,
+            *completions.ledger,
+        )
+        self._pruned = is_reweighted(planned) or is_reweighted(completions)
         self._learn_length(rollouts.lengths, prompts.weight)
         return Decision(
             kept=kept,
@@ -207,10 +228,7 @@ class Selector:
 
         The noise ratio is the squared gradient norm over its running mean on steps where every weight was 1.
         """
-        squared, mean = grad_norm**2, self._unpruned_noise
-        ratio = squared / mean if self._pruned and mean else None
-        if not self._pruned:
-            self._unpruned_noise = _NOISE_DECAY * mean + (1 - _NOISE_DECAY) * squared if mean else squared
+        ratio = self._noise.ratio(grad_norm * grad_norm, pruned=self._pruned)
         said = [
             policy.feedback(step=step - 1, rollout_s=rollout_s, update_s=update_s, other_s=other_s, noise_ratio=ratio)
             for policy in (self._prompt_policy, self._completion_policy)
@@ -223,7 +241,7 @@ class Selector:
             "prompt": self._prompt_policy.state_dict(),
             "completion": self._completion_policy.state_dict(),
             "position": self._position,
-            "unpruned_noise": self._unpruned_noise,
+            "unpruned_noise": self._noise.mean,
             "mean_length": self._mean_length,
         }
 
@@ -232,7 +250,7 @@ class Selector:
         self._prompt_policy.load_state_dict(state["prompt"])
         self._completion_policy.load_state_dict(state["completion"])
         self._position = state["position"]
-        self._unpruned_noise = state["unpruned_noise"]
+        self._noise = NoiseReference(state["unpruned_noise"])
         self._mean_length = state["mean_length"]
 
     def full_scores(self, everything: Rollouts) -> FloatArray:
@@ -240,9 +258,8 @@ class Selector:
         count = len(everything.rewards)
         minibatch = np.arange(count) * self._updates // max(count, 1)
         advantages = self._advantages(everything, np.ones(count))
-        divisor = self._divisor(
-            everything.lengths, minibatch, _token_sums(everything.lengths, minibatch, self._updates)
-        )
+        tokens = token_sums(everything.lengths, minibatch, self._updates)
+        divisor = self._divisor(everything.lengths, tokens[minibatch])
         scores: FloatArray = np.abs(advantages) * everything.surprisal / divisor
         return scores
 
@@ -265,10 +282,10 @@ class Selector:
     def _assign(self, prompts: Chosen, groups: Selection) -> IntArray:
         """[K] mini-batch of each group.
 
-        Where the rewards decided which groups go on (dynamic sampling, GRESO), the nominal positions mean nothing any
+        Where the rewards decide which groups go on (dynamic sampling, GRESO), the nominal positions mean nothing any
         more: those that go on are shared out evenly, in their order.
         """
-        if self._step.rounds == 1 and groups.kept.all():
+        if not self._prompt_policy.resamples:
             return prompts.minibatch
         position = np.maximum(np.cumsum(groups.kept) - 1, 0)
         shared: IntArray = position * self._updates // max(int(groups.kept.sum()), 1)
@@ -284,34 +301,33 @@ class Selector:
     ) -> tuple[FloatArray, tuple[LedgerRow, ...]]:
         """[K, G] frozen divisor of each completion's token sum, and the ledger row of a predicted token count."""
         if self._config.objective.normalization != "token_mean":
-            return self._divisor(lengths, minibatch, np.empty(0)), ()
-        tokens = _token_sums(lengths * groups.weight[:, None], minibatch, self._updates)
-        if self._step.rounds > 1 or not groups.kept.all():
-            return self._divisor(lengths, minibatch, tokens), ()  # the mean over the groups that go on
+            return self._divisor(lengths, np.zeros(len(lengths))), ()
+        tokens = token_sums(lengths * groups.weight[:, None], minibatch, self._updates)
         # by the probabilities and not by the draw: a divisor that depends on who was drawn would bias the estimate
         skips = np.array([bool((selection.inclusion_prob < 1).any()) for selection in self._step.selections])
-        if not skips.any():
-            return self._divisor(lengths, minibatch, tokens), ()
-        nominal = self.prompts_per_step // self._updates * lengths.shape[1]
-        expected = nominal * (self._mean_length or float(self._config.rollout.max_completion_tokens))
+        if self._prompt_policy.resamples or not skips.any():
+            return self._divisor(lengths, tokens[minibatch]), ()  # resampled: the mean over the groups that go on
+        expected = self._nominal(lengths) * (self._mean_length or float(self._config.rollout.max_completion_tokens))
         note = (
             "skipped prompts have no token count: N G mean length of earlier steps stands for it, which changes the"
             " length of the expected gradient and not its direction"
         )
         row = LedgerRow("denominator/token_mean", 1.0, "ratio", note)
-        return self._divisor(lengths, minibatch, np.where(skips, expected, tokens)), (row,)
+        return self._divisor(lengths, np.where(skips, expected, tokens)[minibatch]), (row,)
 
-    def _divisor(self, lengths: IntArray, minibatch: IntArray, tokens: FloatArray) -> FloatArray:
-        """[K, G], given the token count of each mini-batch [updates] (read by token_mean only)."""
-        nominal = self.prompts_per_step // self._updates * lengths.shape[1]
-        normalization = self._config.objective.normalization
-        if normalization == "constant":
-            return np.full(lengths.shape, float(nominal * self._config.rollout.max_completion_tokens))
-        if normalization == "token_mean":
-            counts: FloatArray = np.maximum(tokens, 1.0)[minibatch][:, None] * np.ones(lengths.shape)
-            return counts
-        by_length: FloatArray = nominal * lengths.astype(np.float64)
-        return by_length
+    def _divisor(self, lengths: IntArray, tokens: FloatArray) -> FloatArray:
+        """[K, G], given the token count [K] of each group's mini-batch (read by token_mean only)."""
+        return denominators(
+            self._config.objective.normalization,
+            lengths,
+            tokens,
+            nominal=self._nominal(lengths),
+            max_completion_tokens=self._config.rollout.max_completion_tokens,
+        )
+
+    def _nominal(self, lengths: IntArray) -> int:
+        """Completions of one planned mini-batch."""
+        return self.prompts_per_step // self._updates * int(lengths.shape[1])
 
     def _trainable(self, rollouts: Rollouts, groups: Selection) -> tuple[BoolArray, tuple[LedgerRow, ...]]:
         """[K * G] completions of the groups that go on, less the truncated ones with `overlong.filter`."""
@@ -323,8 +339,8 @@ class Selector:
             truncated = rollouts.lengths >= self._config.rollout.max_completion_tokens
         dropped = trainable & truncated.ravel()
         share = 1.0 - float(dropped.sum()) / max(int(trainable.sum()), 1)
-        note = "truncated completions are never trained on" if dropped.any() else ""
-        row = LedgerRow("completion/overlong_filter", share, "biased" if dropped.any() else "exact", note)
+        # biased also in a step without any: whether one was truncated is an outcome
+        row = LedgerRow("completion/overlong_filter", share, "biased", "truncated completions are never trained on")
         return trainable & ~dropped, (row,)
 
     def _prune_minibatches(self, batch: CompletionBatch, minibatch: IntArray, step: int) -> Selection:
@@ -336,23 +352,12 @@ class Selector:
             )
             for index, mine in enumerate(rows)
         ]
-        return _merge(parts, np.argsort(np.concatenate(rows), kind="stable"))
+        return merge(parts, np.argsort(np.concatenate(rows), kind="stable"))
 
-    def _offered(self) -> Selection:
-        """One selection over all prompts of the step; ledger and figures are the first round's, the planned one."""
-        first, later = self._step.selections[: self._updates], self._step.selections[self._updates :]
-        merged = _merge(first, np.arange(sum(len(selection.kept) for selection in first)))
-        if not later:
-            return merged
-        return replace(
-            merged,
-            kept=np.concatenate([merged.kept, *(s.kept for s in later)]),
-            inclusion_prob=np.concatenate([merged.inclusion_prob, *(s.inclusion_prob for s in later)]),
-            weight=np.concatenate([merged.weight, *(s.weight for s in later)]),
-        )
-
-    def _whitening_row(self, prompts: Chosen) -> tuple[LedgerRow, ...]:
-        if self._config.objective.advantage != "reinforce_baseline" or bool(np.all(prompts.weight == 1.0)):
+    def _whitening_row(self, planned: Selection) -> tuple[LedgerRow, ...]:
+        """By the probabilities: a draw that skipped nothing had the full batch's deviation by chance."""
+        whitens = self._config.objective.advantage == "reinforce_baseline"
+        if not whitens or bool(np.all(planned.inclusion_prob == 1.0)):
             return ()
         note = "the step's standard deviation is estimated from the prompts that were rolled out"
         return (LedgerRow("advantage/reinforce_baseline", 1.0, "ratio", note),)
@@ -444,41 +449,3 @@ def _labels(group: IntArray) -> IntArray:
     """The same groups, numbered from 0 without gaps."""
     labels: IntArray = np.unique(group, return_inverse=True)[1].astype(np.int64)
     return labels
-
-
-def _token_sums(lengths: IntArray | FloatArray, minibatch: IntArray, updates: int) -> FloatArray:
-    """[updates] tokens of each mini-batch, from [K, G]."""
-    sums: FloatArray = np.bincount(minibatch, weights=lengths.sum(axis=1), minlength=updates).astype(np.float64)
-    return sums
-
-
-def _merge(parts: list[Selection], order: IntArray) -> Selection:
-    """One selection from those of a step's mini-batches; `order` puts their concatenated rows into place.
-
-    Figures are means over the mini-batches. Ledger rows of one name become one, with the worst label.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    return Selection(
-        kept=np.concatenate([part.kept for part in parts])[order],
-        inclusion_prob=np.concatenate([part.inclusion_prob for part in parts])[order],
-        weight=np.concatenate([part.weight for part in parts])[order],
-        ledger=_merge_rows([(row, len(part.kept)) for part in parts for row in part.ledger]),
-        metrics={
-            name: float(np.mean([part.metrics[name] for part in parts if name in part.metrics]))
-            for name in dict.fromkeys(name for part in parts for name in part.metrics)
-        },
-    )
-
-
-def _merge_rows(rows: list[tuple[LedgerRow, int]]) -> tuple[LedgerRow, ...]:
-    """One row a name, from rows and how many elements each was about."""
-    merged = []
-    for name in dict.fromkeys(row.name for row, _ in rows):
-        mine = [(row, count) for row, count in rows if row.name == name]
-        offered = sum(count for _, count in mine)
-        kept = sum(row.kept_fraction * count for row, count in mine) / offered if offered else 1.0
-        label = max((row.label for row, _ in mine), key=_LABELS.index)
-        notes = "; ".join(dict.fromkeys(row.note for row, _ in mine if row.note))
-        merged.append(LedgerRow(name, kept, label, notes))
-    return tuple(merged)

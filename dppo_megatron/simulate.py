@@ -104,12 +104,13 @@ def simulate(trace: Trace, method: str, costs: CostModel) -> Prediction:
         ):
             totals[name] += float(amount)
         scores = _scores(decision, rollouts)
-        kept_variance += float(np.sum(np.square(decision.weight * scores)))
+        step_variance = float(np.sum(np.square(decision.weight * scores)))
+        kept_variance += step_variance
         kept_scale += float(np.sum(decision.weight * np.square(scores)))
         everything = outcomes.of(decision.offered[: selector.prompts_per_step], step)
         full_variance += float(np.sum(np.square(selector.full_scores(everything))))
         selector.feedback(
-            step, rollout_s=rollout_s, update_s=update_s, other_s=costs.fixed_s, grad_norm=kept_variance**0.5
+            step, rollout_s=rollout_s, update_s=update_s, other_s=costs.fixed_s, grad_norm=step_variance**0.5
         )
     count = len(trace.steps)
     scale = kept_scale / full_variance if full_variance else 1.0

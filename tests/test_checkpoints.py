@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import shutil
@@ -16,17 +17,19 @@ from launch import run_ranks
 from tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.algorithms.objectives import supervised
-from dppo_megatron.checkpoint.manifest import complete, read_manifest
+from dppo_megatron.checkpoint.manifest import read_manifest, write_manifest
+from dppo_megatron.checkpoint.shelf import named
 from dppo_megatron.cli import main
 
 TP2PP2 = Parallel(tp=2, pp=2, distributed_optimizer=True)
+RUN = "0123456789abcdef"
 LOOP_STATE = {"step": 1, "history": np.arange(5.0), "nested": {"none": None, "text": "x"}}
 
 
 def _store(root: Path, model: Path, **extra: Any) -> Any:
     from dppo_megatron.checkpoint.store import CheckpointStore
 
-    return CheckpointStore(root, assets=model, **({"keep": 2, "async_save": False} | extra))
+    return CheckpointStore(root, assets=model, **({"run": RUN, "keep": 2, "async_save": False} | extra))
 
 
 def _save_steps(model: Path, root: Path, parallel: Parallel, steps: list[int], extra: dict[str, Any]) -> list[set[str]]:
@@ -40,7 +43,7 @@ def _save_steps(model: Path, root: Path, parallel: Parallel, steps: list[int], e
     for step in steps:
         actor.update(samples, plan_for(samples, parallel), supervised())
         random.seed(step + dist.get_rank())
-        store.save(actor, LOOP_STATE | {"step": step}, describe(step, {"seed": 1}, "abc"))
+        store.save(actor, LOOP_STATE | {"step": step}, describe(step, {"seed": 1}, "abc", RUN))
         seen.append({path.name for path in root.iterdir()})
     store.finalize(blocking=True)
     return [*seen, {path.name for path in root.iterdir()}]
@@ -137,14 +140,27 @@ def test_old_ones_go_after_the_new_one_is_complete(model: Path, tmp_path: Path, 
 
 
 def _newest_good(model: Path, root: Path) -> tuple[str, list[str]]:
-    path, said = _store(root, model).newest_good()
-    return (path.name if path else ""), said
+    found = _store(root, model).look()
+    return (found.newest.name if found.newest else ""), [f"{path.name}: {why}" for path, why in found.passed_over]
 
 
 def _flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 3] ^= 4
     path.write_bytes(data)
+
+
+def _replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def _rewrite(directory: Path, **changes: Any) -> None:
+    """A manifest whose own checksum is right, and that says something else."""
+    manifest = read_manifest(directory)
+    assert not isinstance(manifest, str)
+    write_manifest(directory, dataclasses.replace(manifest, **changes))
 
 
 SPOIL = {
@@ -154,6 +170,14 @@ SPOIL = {
     "short": (lambda d: (d / "common.pt").write_bytes(b"x"), "common.pt has 1 bytes instead of"),
     "gone": (lambda d: next(d.glob("__0_*.distcp")).unlink(), "cannot be read (No such file or directory)"),
     "manifest": (lambda d: (d / "manifest.json").write_text('{"format"'), "its manifest.json cannot be read"),
+    "manifest_digit": (lambda d: _replace(d / "manifest.json", '"step": 2', '"step": 1'), "has another checksum"),
+    "foreign": (lambda d: _rewrite(d, run="another"), "it is of another run: another (seed 1), and this run is"),
+    "no_files": (lambda d: _rewrite(d, files={}), "lists no .metadata, metadata.json, common.pt, loop.pt, *.distcp"),
+    "renamed": (lambda d: _rewrite(d, step=7), "it is the checkpoint of step 7 under another name"),
+    "outside": (
+        lambda d: _rewrite(d, files=read_manifest(d).files | {"../../x": (1, "")}),  # type: ignore[union-attr]
+        "which is not a file of this directory",
+    ),
     "half_deleted": (lambda d: (d / "manifest.json").unlink(), "it holds no manifest.json"),
 }
 
@@ -167,7 +191,7 @@ def test_a_spoilt_checkpoint_is_passed_over(model: Path, saved: Path, tmp_path: 
     spoil(root / "step_000002")
     for name, lines in run_ranks(_newest_good, 2, model, root):
         assert name == "step_000001"
-        assert len(lines) == 1 and "step_000002 is not used" in lines[0] and said in lines[0]
+        assert len(lines) == 1 and lines[0].startswith("step_000002: ") and said in lines[0]
 
 
 def test_what_crashes_leave_is_swept(model: Path, saved: Path, tmp_path: Path) -> None:
@@ -178,7 +202,7 @@ def test_what_crashes_leave_is_swept(model: Path, saved: Path, tmp_path: Path) -
     (root / "step_000001").rename(root / "step_000001.removed")
     (root / "step_000002").rename(root / "step_000002.replaced")
     assert run_ranks(_newest_good, 1, model, root) == [("step_000002", [])]
-    assert [step for step, _ in complete(root)] == [2]
+    assert [step for step, _ in named(root)] == [2]
     assert {path.name for path in root.iterdir()} == {"latest", "step_000002"}
 
 

@@ -194,7 +194,7 @@ BAD_INPUT = {
     "no_config": (_no_config, ["holds no config.json"]),
     "index_file": (_index_names_a_missing_file, ["names 1 files that are not there: model-00002-of-00002"]),
     "index_wrong": (_index_is_wrong, ["does not agree with the files about 1 tensors: model.norm.weight"]),
-    "index_json": (_index_is_no_index, ["is not an index of safetensors files"]),
+    "index_json": (_index_is_no_index, ["model.safetensors.index.json is not valid JSON"]),
     "tied_but_different": (_second_embedding, ["lm_head.weight differs from model.embed_tokens.weight"]),
 }
 
@@ -216,7 +216,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(
 
 def _missing_key(converted: Path) -> None:
     raw = json.loads((converted / "config.json").read_text())
-    (converted / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 3}))
+    (converted / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 3, "layer_types": None}))
 
 
 def _short_file(converted: Path) -> None:
@@ -229,7 +229,7 @@ def _broken_metadata(converted: Path) -> None:
 
 
 BAD_CHECKPOINT = {
-    "no_checkpoint": (lambda path: (path / ".metadata").unlink(), "so it is no distributed checkpoint"),
+    "no_checkpoint": (lambda path: (path / ".metadata").unlink(), "is no distributed checkpoint: no .metadata"),
     "metadata": (_broken_metadata, "its .metadata cannot be read"),
     "another_model": (_missing_key, "has tensors of another shape"),
     "truncated": (_short_file, "cannot be read"),

@@ -11,6 +11,7 @@ from job import REPOSITORY, job_config, settings, write_job_files
 from launch import run_ranks
 from tiny import random_samples
 
+from dppo_megatron.actor.layout import build_layout
 from dppo_megatron.cli import main
 from dppo_megatron.doctor.fp8_gate import Finding, run_gate, unsafe_patterns
 from dppo_megatron.packing.alignment import PackingLayout
@@ -33,6 +34,8 @@ def test_report_names_versions_and_layers(capsys: pytest.CaptureFixture[str]) ->
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["torch"] == torch.__version__
     assert lines["layers"].startswith("te" if lines["transformer-engine"][0].isdigit() else "local")
+    if not torch.cuda.is_available():
+        assert lines["attention"] == "padded batches (no CUDA device)"
 
 
 @pytest.mark.parametrize(
@@ -55,13 +58,26 @@ def test_layers_and_recipes_by_machine(
     capability: tuple[int, int] | None, te: bool, wanted: str, fp8: str, outcome: str
 ) -> None:
     """Transformer Engine where it can run, else Megatron's own layers; what cannot run is said, with what would."""
-    machine = Machine(capability, te)
+    machine = Machine(capability, "" if te else "Transformer Engine is not installed")
     if outcome in ("te", "local"):
         assert machine.choose_layer_spec(wanted, fp8)[0] == outcome
     else:
         with pytest.raises(UserError) as raised:
             machine.choose_layer_spec(wanted, fp8)
         assert outcome in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("capability", "te", "runs"), [(None, False, True), ((9, 0), True, True), ((9, 0), False, False)]
+)
+def test_mixture_of_experts_by_machine(capability: tuple[int, int] | None, te: bool, runs: bool) -> None:
+    """On CUDA without Transformer Engine megatron-core's router ends in a NameError: said before a model is built."""
+    machine = Machine(capability, "" if te else "Transformer Engine is not installed")
+    if runs:
+        machine.check_mixture()
+    else:
+        with pytest.raises(UserError, match="mixture-of-experts model on CUDA needs it"):
+            machine.check_mixture()
 
 
 def _findings(files: Path, run_dir: Path, tensor_parallel: int, pipeline_parallel: int) -> list[Finding]:
@@ -73,7 +89,8 @@ def _findings(files: Path, run_dir: Path, tensor_parallel: int, pipeline_paralle
         packing__max_tokens_per_microbatch=1024,
     )
     architecture = read_architecture(config.model.hf_path)
-    return run_gate(config, architecture, CheckpointReader(config.model.hf_path, architecture).get)
+    layout = build_layout(config.actor.layout, config.seed)
+    return run_gate(config, layout, architecture, CheckpointReader(config.model.hf_path, architecture).get)
 
 
 @pytest.mark.parametrize("split", [(1, 1), (2, 2)], ids=str)

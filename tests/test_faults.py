@@ -24,7 +24,7 @@ from tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.job import prepare_job
-from dppo_megatron.observe.metrics import JsonLines, rewind
+from dppo_megatron.observe.record import JsonLines, rewind
 from dppo_megatron.observe.watchdog import Watchdog
 from dppo_megatron.rewards.pool import GraderPool
 from dppo_megatron.rollout.engine import Weights

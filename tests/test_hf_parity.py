@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from dppo_megatron.actor.model import output_weight
 from dppo_megatron.config.schema import LayoutConfig
-from dppo_megatron.types import UserError
+from dppo_megatron.types import TrainSample, UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader, write_checkpoint
 
@@ -33,6 +33,28 @@ CASES: dict[str, tuple[dict[str, Any], list[Parallel]]] = {
     "qwen2.5": ({"family": "qwen2", "tie_word_embeddings": True}, [ONE, FOUR]),
     "llama3": ({"family": "llama3"}, [ONE, Parallel(cp=2)]),
     "moe": ({"family": "qwen3_moe"}, [ONE, Parallel(tp=2, pp=2, ep=2, etp=1), Parallel(tp=2, ep=2, etp=1)]),
+    # nothing is a power of two; one key-value head, so every query head shares it
+    "odd": (
+        {
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "num_hidden_layers": 5,
+            "vocab_size": 1009,
+        },
+        [ONE, Parallel(pp=5)],
+    ),
+    "odd_qwen2.5": ({"family": "qwen2", "num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 24}, [ONE]),
+    "odd_llama3": (
+        {"family": "llama3", "hidden_size": 70, "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": None}
+        | {"vocab_size": 1009, "num_hidden_layers": 5, "intermediate_size": 61},
+        [ONE],
+    ),
+    "moe_all_experts": (
+        {"family": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 6, "vocab_size": 1009, "num_hidden_layers": 5},
+        [ONE, Parallel(ep=2, dp=2)],
+    ),
+    "moe_top_1": ({"family": "qwen3_moe", "num_experts_per_tok": 1, "norm_topk_prob": False}, [ONE]),
     "moe_raw_weights": ({"family": "qwen3_moe", "norm_topk_prob": False}, [ONE]),
 }
 
@@ -42,10 +64,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_model(tmp_path_factory.mktemp(name), **sizes) for name, (sizes, _) in CASES.items()}
 
 
+def _samples(vocab_size: int) -> list[TrainSample]:
+    """Of varied length, and the shortest there are: the model sees 1, 2 and 3 tokens of them."""
+    samples = random_samples(12, vocab_size)
+    for prompt, completion in ((1, 1), (1, 2), (2, 1), (2, 2)):
+        ids = np.arange(3, 3 + prompt + completion)
+        nothing = np.zeros(completion, np.float32)
+        samples.append(TrainSample(f"{prompt}:{completion}", ids, prompt, nothing, 1.0, 1.0, 1.0))
+    return samples
+
+
 def _check(model_path: Path, parallel: Parallel, out: Path) -> tuple[list[np.ndarray] | None, list[np.ndarray] | None]:
     """Log-probabilities at two temperatures, and a written checkpoint."""
     actor = build_actor(model_path, parallel)
-    samples = random_samples(12, read_architecture(model_path).vocab_size)
+    samples = _samples(read_architecture(model_path).vocab_size)
     plan = plan_for(samples, parallel)
     both = actor.logprobs(samples, plan), actor.logprobs(samples, plan, temperature=0.7)
     write_checkpoint(out, model_path, actor.weights(), write=actor.layout.rank == 0)
@@ -60,7 +92,7 @@ def test_logprobs_and_round_trip(models: dict[str, Path], tmp_path: Path, name: 
     """Log-probabilities within 1e-4 of transformers (float32, logits of size 10); exported tensors byte for byte."""
     plain, warm = run_ranks(_check, parallel.world_size, models[name], parallel, tmp_path / "hf")[0]
     model = AutoModelForCausalLM.from_pretrained(models[name]).eval()
-    samples = random_samples(12, model.config.vocab_size)
+    samples = _samples(model.config.vocab_size)
     for temperature, computed in ((1.0, plain), (0.7, warm)):
         for mine, theirs in zip(computed, hf_logprobs(model, samples, temperature), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-4)

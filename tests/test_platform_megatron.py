@@ -131,6 +131,8 @@ class Job:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+        from dppo_megatron.actor.torch_adam import repair
+
         torch.manual_seed(1)
         module = build_gpt()
         config = DistributedDataParallelConfig(use_distributed_optimizer=True)
@@ -140,6 +142,7 @@ class Job:
             [self.model],
             use_gloo_process_groups=False,
         )
+        repair(self.optimizer)
 
     def step(self, index: int) -> float:
         """One update; returns the norm of the gradient."""

@@ -81,11 +81,14 @@ CASES = {
         "more than the 128 positions",
     ),
     "heads_by_tp": (
-        lambda f, t: [_edit_config(f, t, num_attention_heads=3), "actor.layout.tensor_parallel=2"],
+        lambda f, t: [
+            _edit_config(f, t, num_attention_heads=3, num_key_value_heads=3),
+            "actor.layout.tensor_parallel=2",
+        ],
         "the model's 3 attention heads do not divide by it",
     ),
     "layers_by_pp": (
-        lambda f, t: [_edit_config(f, t, num_hidden_layers=3), "actor.layout.pipeline_parallel=2"],
+        lambda f, t: [_edit_config(f, t, num_hidden_layers=3, layer_types=None), "actor.layout.pipeline_parallel=2"],
         "the model's 3 layers do not divide by it",
     ),
     "architecture": (

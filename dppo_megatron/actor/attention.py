@@ -1,7 +1,7 @@
 """Core attention over packed sequences for Megatron's local layer spec, and the norm that goes with it.
 
 Megatron's own DotProductAttention refuses packed sequences without Transformer Engine. A layer spec is the public
-place to put another one. On CUDA in half precision it calls torch's variable-length flash kernel. Elsewhere it
+place to put another one. On CUDA in half precision it calls a variable-length flash kernel (`varlen.py`). Elsewhere it
 gathers the sequences of similar length into right-padded batches and calls SDPA once for each batch: causal
 masking makes right padding harmless, and a few large calls beat one small call for each sequence.
 """
@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dppo_megatron.actor.context import ContextShare
+from dppo_megatron.actor.varlen import find_kernel
 from dppo_megatron.types import PackedMicrobatch
 
 
@@ -143,6 +144,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self._context_group = groups.cp
         self._scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        self._kernel, _ = find_kernel(config.kv_channels)
 
     def forward(
         self,
@@ -156,30 +158,13 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """query [T, H, D], key and value [T, K, D] with K dividing H -> [T, H * D]; T tokens of this rank."""
         assert packed_seq_params is not None, "the actor always packs"
-        one_rank = packed_seq_params.context.size == 1
-        if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and one_rank:
-            out = self._flash(query, key, value, packed_seq_params)
+        packed = packed_seq_params
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        if self._kernel is not None and half and packed.context.size == 1:
+            out = self._kernel(query, key, value, packed.cu_seqlens_q, packed.max_seqlen_q, self._scale)
         else:
-            out = self._bucketed(query, key, value, packed_seq_params)
+            out = self._bucketed(query, key, value, packed)
         return out.reshape(query.size(0), -1)
-
-    def _flash(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
-        out = varlen_attn(
-            query,
-            key,
-            value,
-            packed.cu_seqlens_q,
-            packed.cu_seqlens_kv,
-            packed.max_seqlen_q,
-            packed.max_seqlen_kv,
-            scale=self._scale,
-            window_size=(-1, 0),
-            enable_gqa=query.size(1) != key.size(1),
-        )
-        assert isinstance(out, Tensor)  # a tuple only where the log-sum-exp is asked for
-        return out
 
     def _bucketed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         context = packed.context

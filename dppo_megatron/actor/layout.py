@@ -7,6 +7,7 @@ The only place that calls Megatron's `parallel_state` to build groups. Everythin
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,6 +17,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.config.schema import LayoutConfig
+from dppo_megatron.types import GuardStop
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +40,43 @@ class Layout:
 
 
 _PATIENCE = timedelta(days=7)
-"""Ranks wait in the job's group while rank 0 waits for servers, with bounds of its own that can be hours; torch would
-end them after 10 minutes. Who dies is named by `observe/watchdog.py`, and Megatron's groups keep their timeouts."""
+"""Once all ranks have met, they wait in the job's group while rank 0 waits for servers, with bounds of its own that can
+be hours; torch would end them after 10 minutes. Who dies is named by `observe/watchdog.py`, and Megatron's groups keep
+their timeouts."""
 
 
-def start_process_group() -> None:
-    """Join the job's process group: NCCL with CUDA, gloo without. Needs no launcher for a single process."""
+def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
+    """Join the job's process group: NCCL with CUDA, gloo without. Needs no launcher for a single process.
+
+    Args:
+        rendezvous_timeout_s: how long the ranks wait for each other to come.
+
+    Raises:
+        GuardStop: not all of them came in that time.
+    """
     if dist.is_initialized():
         return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=_PATIENCE)
-    else:
+    if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        return
+    timeout = min(timedelta(seconds=rendezvous_timeout_s), _PATIENCE)
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+        dist.barrier()  # NCCL connects in the first collective, so this belongs to the rendezvous
+    except (RuntimeError, ValueError) as error:  # torch raises either, by what it was waiting for
+        message = (
+            f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE', '?')} could not meet the others within"
+            f" guard.rendezvous_timeout_s = {rendezvous_timeout_s:g} s ({str(error).splitlines()[0]}). Has every rank"
+            " been started, with the same MASTER_ADDR and MASTER_PORT?"
+        )
+        if os.environ["RANK"] != "0":  # whose voice is heard otherwise, but it may be the one that is missing
+            print(f"stopped: {message}", file=sys.stderr, flush=True)
+        raise GuardStop(message) from None
+    dist.distributed_c10d._set_pg_timeout(_PATIENCE, dist.group.WORLD)
+    dist.distributed_c10d._get_default_store().set_timeout(_PATIENCE)
 
 
 def build_layout(config: LayoutConfig, seed: int) -> Layout:

@@ -12,6 +12,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from dppo_megatron.actor.torch_adam import repair
 from dppo_megatron.config.schema import OptimizerConfig
 
 
@@ -23,7 +24,7 @@ def build_optimizer(
     A `max_grad_norm` of 0 becomes infinity, not Megatron's 0: with 0 Megatron does not compute the norm at all, and
     the norm is worth a line in the metrics.
     """
-    return get_megatron_optimizer(
+    optimizer: MegatronOptimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.learning_rate,
@@ -40,6 +41,8 @@ def build_optimizer(
         model,
         use_gloo_process_groups=False,
     )
+    repair(optimizer)
+    return optimizer
 
 
 def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, total_steps: int) -> Any:

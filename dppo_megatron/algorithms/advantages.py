@@ -68,8 +68,11 @@ def group_advantages(rewards: FloatArray, *, divide_by_std: bool, eps: float) ->
     centred = np.where(high > low, centred, 0.0)  # not a rounding error over eps where all rewards are equal
     if not divide_by_std:
         return centred
-    std = np.sqrt(np.square(centred).sum(axis=1, keepdims=True) / count)
-    scaled: FloatArray = centred / (std + eps)
+    # in units of the largest deviation, whose square can neither overflow nor vanish
+    largest = np.abs(centred).max(axis=1, keepdims=True, initial=0.0)
+    unit = np.where(largest > 0, largest, 1.0)
+    std = unit * np.sqrt(np.square(centred / unit).sum(axis=1, keepdims=True) / count)
+    scaled: FloatArray = centred / np.where(largest > 0, std + eps, 1.0)
     return scaled
 
 

@@ -1,23 +1,27 @@
 """What makes a checkpoint complete: a list of its files with their sizes and SHA-256 sums, written last.
 
 Files are summed by the ranks that wrote them and checked by all ranks together, so that neither end waits for one
-rank to read a whole checkpoint.
+rank to read a whole checkpoint. The manifest carries a checksum of its own: it says which run and step this is, and a
+flipped digit there would make a run resume at another step than it was at.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 FILE = "manifest.json"
-_FORMAT = "dppo_megatron checkpoint 1"
-_NAME = re.compile(r"step_(\d{6,})")
+LOOP = "loop.pt"
+"""The loop's own state; the other files are Megatron's and the model's."""
+
+_FORMAT = "dppo_megatron checkpoint 2"
+_EARLIER = ("dppo_megatron checkpoint 1",)
+_REQUIRED = (".metadata", "metadata.json", "common.pt", LOOP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,8 @@ class Manifest:
     """The description of a complete checkpoint."""
 
     step: int
+    run: str
+    """The run that wrote it: the id in its run.json."""
     fingerprint: str
     """Of the settings that a continuation must share."""
     config: dict[str, Any]
@@ -34,6 +40,8 @@ class Manifest:
     """Name to size in bytes and SHA-256."""
     versions: dict[str, str]
     """Of what wrote it."""
+    data: dict[str, str] = field(default_factory=dict)
+    """Fingerprint of each problem set that the run read, by the set's name."""
 
 
 def step_name(step: int) -> str:
@@ -41,32 +49,31 @@ def step_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def complete(root: Path) -> list[tuple[int, Path]]:
-    """The checkpoints under `root` that were given their name, by step; their files are not looked at."""
-    if not root.is_dir():
-        return []
-    named = [(_NAME.fullmatch(path.name), path) for path in root.iterdir()]
-    return sorted((int(match[1]), path) for match, path in named if match and not path.is_symlink())
-
-
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest of `directory`."""
-    text = json.dumps({"format": _FORMAT} | asdict(manifest), indent=1)
+    raw = {"format": _FORMAT} | asdict(manifest)
+    text = json.dumps(raw | {"sha256": _own_sum(raw)}, indent=1)
     (directory / FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_manifest(directory: Path) -> Manifest | str:
-    """The manifest of a checkpoint, or what is wrong with it."""
+    """The manifest of a checkpoint, or what is wrong with it; the files that it lists are not looked at."""
     try:
         raw = json.loads((directory / FILE).read_text(encoding="utf-8"))
-        if raw.pop("format") != _FORMAT:
+        form, own_sum = raw.pop("format"), raw.pop("sha256", None)
+        if form in _EARLIER:
+            return f"an earlier version of this program wrote it ('{form}')"
+        if form != _FORMAT:
             return f"its {FILE} has another format"
+        if own_sum != _own_sum({"format": form} | raw):
+            return f"its {FILE} has another checksum than when it was written"
         raw["files"] = {name: (int(size), str(checksum)) for name, (size, checksum) in raw["files"].items()}
-        return Manifest(**raw)
+        manifest = Manifest(**raw)
     except FileNotFoundError:
         return f"it holds no {FILE}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its {FILE} cannot be read ({error!r})"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"its {FILE} cannot be read ({type(error).__name__}: {error})"
+    return _contradictions(manifest) or manifest
 
 
 def sums(directory: Path, names: list[str]) -> dict[str, tuple[int, str]]:
@@ -82,6 +89,19 @@ def faults(directory: Path, manifest: Manifest) -> list[str]:
     return [line for part in parts for line in part]
 
 
+def _contradictions(manifest: Manifest) -> str:
+    """What a manifest says that no checkpoint of ours can be, although its checksum is right."""
+    missing = [name for name in _REQUIRED if name not in manifest.files]
+    if not any(name.endswith(".distcp") for name in manifest.files):
+        missing.append("*.distcp")
+    if missing:
+        return f"its {FILE} lists no {', '.join(missing)}"
+    if outside := [name for name in manifest.files if Path(name).name != name]:
+        return f"its {FILE} lists {outside[0]!r}, which is not a file of this directory"
+    well_typed = type(manifest.step) is int and isinstance(manifest.run, str) and isinstance(manifest.config, dict)
+    return "" if well_typed and isinstance(manifest.data, dict) else f"its {FILE} has a field of another type"
+
+
 def _fault(path: Path, size: int, checksum: str) -> str:
     try:
         if path.stat().st_size != size:
@@ -89,6 +109,10 @@ def _fault(path: Path, size: int, checksum: str) -> str:
         return "" if _sha256(path) == checksum else f"{path.name} has another checksum than when it was written"
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
+
+
+def _own_sum(raw: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

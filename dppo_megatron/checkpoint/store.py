@@ -1,44 +1,37 @@
-"""Checkpoint directories: Megatron's sharded tensors and the loop's own state, complete or invisible.
+"""The checkpoints of one run: written whole or not at all, checked when read, and kept while they are needed.
 
 A checkpoint is written under another name; when every rank has written, summed and synced its part, rank 0 writes the
 manifest and renames. So a directory named step_NNNNNN was complete once, and its checksums say whether it still is.
-
-What is random in the loop is a function of (seed, step, ids) and needs no state. The generators of Python, numpy,
-torch and Megatron are saved all the same, for losses of the user's that draw from them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import random
-import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import __version__ as megatron_version
-from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 from dppo_megatron import __version__
-from dppo_megatron.checkpoint.manifest import (
-    Manifest,
-    complete,
-    faults,
-    read_manifest,
-    step_name,
-    sums,
-    write_manifest,
-)
+from dppo_megatron.checkpoint import shelf
+from dppo_megatron.checkpoint.manifest import LOOP, Manifest, faults, read_manifest, step_name, sums, write_manifest
+from dppo_megatron.checkpoint.results import use_own_results
+from dppo_megatron.checkpoint.state import generators, read_state, restore_generators, write_state
 from dppo_megatron.distributed import from_rank_zero
+from dppo_megatron.safe_pickle import UnsafePickleError, read_metadata
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.hf_files import check_space, copy_assets, publish
 
-_LOOP = "loop.pt"
+Seen = dict[str, tuple[int, int, int, int]]
+"""Of each file its size, inode and times of last change: while they stay the same, it is not summed again."""
 
 
 class Sharded(Protocol):
@@ -59,44 +52,67 @@ class _Pending:
     manifest: Manifest
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a look through the checkpoints came to."""
+
+    newest: Path | None
+    """The newest good one of this run."""
+    passed_over: list[tuple[Path, str]]
+    """What is newer by its name, newest first, and why it is not used."""
+
+
 class CheckpointStore:
-    """The checkpoints of one run. Every method is collective.
+    """The checkpoints of one run. Every method is collective, if it does not say otherwise.
 
     Args:
         root: their directory.
+        run: id of the run; checkpoints of others are neither used nor counted nor deleted.
         assets: directory whose config.json and tokenizer each checkpoint takes along.
-        keep: complete checkpoints that stay; 0: all.
+        keep: good checkpoints that stay; 0: all.
         async_save: return from `save` once the state is copied, and write in another process.
+        say: takes a line for the person who watches, on rank 0.
     """
 
-    def __init__(self, root: Path, *, assets: Path, keep: int, async_save: bool) -> None:
-        self._root, self._assets, self._keep, self._async = root, assets, keep, async_save
+    def __init__(
+        self, root: Path, *, run: str, assets: Path, keep: int, async_save: bool, say: Callable[[str], None] = print
+    ) -> None:
+        self._root, self._run, self._assets, self._keep, self._async = root, run, assets, keep, async_save
+        self._say = say
         self._queue = AsyncCallsQueue()
         self._pending: _Pending | None = None
-        from_rank_zero(self._sweep)
+        self._saved_step: int | None = None
+        self._good: dict[str, Seen] = {}
+        from_rank_zero(lambda: shelf.sweep(root))
 
     def save(self, actor: Sharded, loop_state: dict[str, Any], manifest: Manifest) -> None:
         """Write a checkpoint of `manifest.step`; with `async_save` it is complete after a later `finalize`.
 
+        A step that this store has saved already is not written again.
+
         Args:
-            loop_state: rank 0's is kept. Anything that pickles.
+            loop_state: rank 0's is kept; what `checkpoint/state.py` can write.
 
         Raises:
             UserError: the disk is full. What was complete before is untouched.
         """
+        if self._saved_step == manifest.step:
+            return
         self.finalize(blocking=True)
         state = actor.sharded_state()
         num_bytes = _total_bytes(state)
-        generators: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(generators, _generators())
+        all_generators: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_generators, generators())
         aside = from_rank_zero(lambda: self._begin(manifest.step, num_bytes))
         self._pending = _Pending(aside, manifest)
+        use_own_results()
         request = dist_checkpointing.save({"actor": state}, str(aside), async_sharded_save=self._async)
-        from_rank_zero(lambda: self._write_own(aside, {"loop": loop_state, "generators": generators}))
+        from_rank_zero(lambda: self._write_own(aside, {"loop": loop_state, "generators": all_generators}))
         if self._async:
             self._queue.schedule_async_request(request)
         else:
             self._publish()
+        self._saved_step = manifest.step
 
     def finalize(self, *, blocking: bool) -> bool:
         """Give a checkpoint that has been written meanwhile its name; returns whether none is left being written.
@@ -115,21 +131,39 @@ class CheckpointStore:
 
     def abandon(self) -> None:
         """Forget a checkpoint that could not be written. Not collective."""
-        pending, self._pending = self._pending, None
+        pending, self._pending, self._saved_step = self._pending, None, None
         if dist.get_rank() == 0:
             with contextlib.suppress(OSError):
-                self._sweep()
+                shelf.sweep(self._root)
         del pending
 
-    def newest_good(self) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint whose files are all as they were written, and a line for each newer one that is not."""
-        said: list[str] = []
-        for _, path in reversed(from_rank_zero(lambda: complete(self._root))):
-            wrong = check(path)
+    def look(self) -> Found:
+        """The newest checkpoint of this run whose files are all as they were written, and what is newer than it."""
+        passed: list[tuple[Path, str]] = []
+        for _, path in reversed(from_rank_zero(lambda: shelf.named(self._root))):
+            wrong = self._judge(path)
             if not wrong:
-                return path, said
-            said.append(f"warning: checkpoint {path} is not used: {wrong}")
-        return None, said
+                return Found(path, passed)
+            passed.append((path, wrong))
+        return Found(None, passed)
+
+    def put_aside(self, path: Path, why: str) -> None:
+        """Move what is no good checkpoint of this run out of the way. Raises OSError where that fails."""
+        where = from_rank_zero(lambda: shelf.put_aside(path))
+        self._say(f"warning: checkpoint {path} is not used: {why}; it is now {where}")
+
+    def _judge(self, path: Path) -> str:
+        """What keeps a directory from being a good checkpoint of this run; empty if nothing does."""
+        manifest = from_rank_zero(lambda: shelf.read_own(path, self._run))
+        if isinstance(manifest, str):
+            return manifest
+        if from_rank_zero(lambda: bool(seen := self._good.get(path.name)) and seen == _seen(path, manifest)):
+            return ""
+        seen = from_rank_zero(lambda: _seen(path, manifest))  # first: what changes while it is summed is summed again
+        wrong = "; ".join(faults(path, manifest))
+        if not wrong:
+            self._good[path.name] = seen
+        return wrong
 
     def _begin(self, step: int, num_bytes: int) -> Path:
         self._root.mkdir(parents=True, exist_ok=True)
@@ -141,49 +175,66 @@ class CheckpointStore:
 
     def _write_own(self, aside: Path, state: dict[str, Any]) -> None:
         copy_assets(self._assets, aside)
-        torch.save(state, aside / _LOOP)
+        write_state(aside / LOOP, state)
 
     def _publish(self) -> None:
         assert self._pending is not None
         pending, self._pending = self._pending, None
         dist.barrier()
-        names = [path.name for path in pending.aside.iterdir() if _writer(path.name) == dist.get_rank()]
-        parts: list[dict[str, tuple[int, str]]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(parts, sums(pending.aside, sorted(names)))
+        parts: list[dict[str, tuple[int, str]] | str] = [{}] * dist.get_world_size()
+        dist.all_gather_object(parts, _sums_of_rank(pending.aside))
+        if failures := [part for part in parts if isinstance(part, str)]:
+            raise OSError(failures[0])
+        files = {name: entry for part in parts if not isinstance(part, str) for name, entry in part.items()}
+        manifest = replace(pending.manifest, files=dict(sorted(files.items())))
+        target = from_rank_zero(lambda: self._name(pending.aside, manifest))
+        self._good[target.name] = from_rank_zero(lambda: _seen(target, manifest))
+        try:
+            self._retire(manifest.step)
+        except OSError as error:  # the new one is complete all the same
+            self._say(f"warning: an old checkpoint could not be removed or put aside ({error})")
 
-        def publish_and_prune() -> None:
-            files = {name: entry for part in parts for name, entry in part.items()}
-            write_manifest(pending.aside, replace(pending.manifest, files=dict(sorted(files.items()))))
-            target = self._root / step_name(pending.manifest.step)
-            publish(pending.aside, target)
-            _point_at(self._root / "latest", target.name)
-            for _, old in complete(self._root)[: -self._keep] if self._keep else []:
-                _remove(old)
+    def _name(self, aside: Path, manifest: Manifest) -> Path:
+        """On rank 0: give a complete checkpoint its name."""
+        write_manifest(aside, manifest)
+        target = self._root / step_name(manifest.step)
+        if target.exists() or target.is_symlink():
+            self._say(f"warning: {target} was in the way of a new checkpoint; it is now {shelf.put_aside(target)}")
+        publish(aside, target)
+        try:
+            shelf.point_at(self._root / "latest", target.name)
+        except OSError as error:
+            self._say(f"warning: {self._root / 'latest'} cannot be made to point at {target.name} ({error.strerror})")
+        return target
 
-        from_rank_zero(publish_and_prune)
+    def _retire(self, newest: int) -> None:
+        """Keep `keep` good checkpoints, the one just written among them; put aside what is none."""
+        if not self._keep:
+            return
+        num_good = 1
+        for step, path in reversed(from_rank_zero(lambda: shelf.named(self._root))):
+            if step >= newest:  # just written; a stray one of a later step is for the next start to judge
+                continue
+            enough = num_good >= self._keep
+            wrong = from_rank_zero(partial(_wrong_manifest, path, self._run)) if enough else self._judge(path)
+            if wrong:
+                self.put_aside(path, wrong)
+            elif enough:
+                from_rank_zero(partial(shelf.remove, path))
+            else:
+                num_good += 1
 
-    def _sweep(self) -> None:
-        """Remove what crashes have left."""
-        if self._root.is_dir():
-            for path in self._root.iterdir():
-                if any(mark in path.name for mark in (".incomplete", ".removed")):
-                    shutil.rmtree(path, ignore_errors=True)
-                elif path.name.endswith(".replaced"):  # a crash between the two renames of `publish`
-                    whole = path.with_name(path.name.removesuffix(".replaced"))
-                    if whole.exists():
-                        shutil.rmtree(path, ignore_errors=True)
-                    else:
-                        path.rename(whole)
 
-
-def describe(step: int, config: dict[str, Any], fingerprint: str) -> Manifest:
+def describe(
+    step: int, config: dict[str, Any], fingerprint: str, run: str, data: dict[str, str] | None = None
+) -> Manifest:
     """The manifest of a checkpoint that is about to be written."""
     versions = {"dppo_megatron": __version__, "torch": torch.__version__, "megatron_core": megatron_version}
-    return Manifest(step, fingerprint, config, dist.get_world_size(), {}, versions)
+    return Manifest(step, run, fingerprint, config, dist.get_world_size(), {}, versions, data or {})
 
 
 def check(directory: Path) -> str:
-    """What is wrong with a checkpoint; empty if nothing is. Collective."""
+    """What is wrong with a checkpoint of whichever run; empty if nothing is. Collective."""
     manifest = from_rank_zero(lambda: read_manifest(directory))
     return manifest if isinstance(manifest, str) else "; ".join(faults(directory, manifest))
 
@@ -191,21 +242,45 @@ def check(directory: Path) -> str:
 def load_checkpoint(directory: Path, actor: Sharded) -> dict[str, Any]:
     """Restore `actor` from `directory`, at any layout; returns the loop's state. Collective.
 
-    The generators are restored where the checkpoint was written by as many ranks.
+    The generators are restored where the checkpoint was written by as many ranks. The caller has found the checkpoint
+    good (`check`, `CheckpointStore.look`).
 
     Raises:
-        UserError: no good checkpoint is there.
+        UserError: it cannot be read, or it holds what would have to be run to be read.
     """
-    if wrong := check(directory):
-        raise UserError(f"'{directory}' is no good checkpoint: {wrong}")
+    try:
+        read_metadata(directory / ".metadata")  # Megatron unpickles it as it stands
+    except (OSError, UnsafePickleError) as error:
+        raise UserError(f"'{directory}': its .metadata cannot be read: {error}") from None
+    own = read_state(directory / LOOP)
     loaded = dist_checkpointing.load({"actor": actor.sharded_state(loading=True)}, str(directory))
     actor.load_sharded_state(loaded["actor"])
-    # a pickle, like the metadata of torch's own format: a checkpoint is to be trusted like a program
-    own = torch.load(directory / _LOOP, weights_only=False)
     if len(own["generators"]) == dist.get_world_size():
-        _restore_generators(own["generators"][dist.get_rank()])
+        restore_generators(own["generators"][dist.get_rank()])
     loop_state: dict[str, Any] = own["loop"]
     return loop_state
+
+
+def _wrong_manifest(path: Path, run: str) -> str:
+    manifest = shelf.read_own(path, run)
+    return manifest if isinstance(manifest, str) else ""
+
+
+def _seen(path: Path, manifest: Manifest) -> Seen:
+    """Empty where a file cannot be looked at."""
+    try:
+        stats = {name: (path / name).stat() for name in manifest.files}
+    except OSError:
+        return {}
+    return {name: (stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats.items()}
+
+
+def _sums_of_rank(aside: Path) -> dict[str, tuple[int, str]] | str:
+    """Sums of the files that this rank wrote, or what kept it from reading them back."""
+    try:
+        return sums(aside, sorted(path.name for path in aside.iterdir() if _writer(path.name) == dist.get_rank()))
+    except OSError as error:
+        return f"rank {dist.get_rank()}: {error}"
 
 
 def _total_bytes(state: dict[str, Any]) -> int:
@@ -229,36 +304,3 @@ def _writer(name: str) -> int:
     """The rank that wrote a file of a checkpoint: Megatron names its shards __<rank>_<number>.distcp."""
     number = name.removeprefix("__").partition("_")[0]
     return int(number) if name.startswith("__") and number.isdigit() else 0
-
-
-def _generators() -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _restore_generators(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
-    if torch.cuda.is_available() and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _point_at(link: Path, name: str) -> None:
-    """For people; resuming looks at the directories themselves."""
-    aside = link.with_name(f"{link.name}.new")
-    aside.unlink(missing_ok=True)
-    aside.symlink_to(name)
-    aside.replace(link)
-
-
-def _remove(directory: Path) -> None:
-    doomed = directory.with_name(directory.name + ".removed")
-    directory.rename(doomed)  # first, so that a half-removed one is never met under its name
-    shutil.rmtree(doomed, ignore_errors=True)

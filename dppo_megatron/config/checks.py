@@ -14,6 +14,7 @@ from dppo_megatron.config.pruning import check_pruning
 from dppo_megatron.config.ranges import check_ranges, texts
 from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import Config, OptimizerConfig
+from dppo_megatron.config.selection import check_selection
 from dppo_megatron.types import UserError
 
 _NEVER_EMPTY = ("data.problem_field", "data.answer_field", "warm_start.completion_field", "reward.function")
@@ -30,6 +31,7 @@ def check_values(config: Config) -> None:
     check_rollout(config.rollout)
     check_pruning(config.pruning)
     _check_objective(config)
+    check_selection(config)
 
 
 def check_world_size(config: Config, world_size: int) -> None:
@@ -57,12 +59,18 @@ def check_run_dir(config: Config) -> None:
         raise UserError("run_dir is not set; give it in the config file or as run_dir=...")
     check_writable("run_dir", config.run_dir, directory=True)
     used = Path(config.run_dir)
-    holds_a_run = (used / "metrics.jsonl").exists()
-    if holds_a_run and (config.checkpoint.resume == "never" or not (used / "config.yaml").exists()):
-        why = "checkpoint.resume = never" if config.checkpoint.resume == "never" else "it has no config.yaml"
+    try:
+        has_record = (used / "metrics.jsonl").exists()
+        has_checkpoints = next((used / "checkpoints").glob("step_[0-9]*"), None) is not None
+    except OSError as error:  # no permission, a file system that does not answer
+        raise UserError(f"run_dir = '{shown(config.run_dir)}': {error.strerror}") from None
+    never = config.checkpoint.resume == "never"
+    if (never and (has_record or has_checkpoints)) or (has_record and not (used / "config.yaml").exists()):
+        held = "metrics.jsonl" if has_record else "checkpoints"
+        why = "checkpoint.resume = never" if never else "it has no config.yaml"
         raise UserError(
-            f"run_dir = '{shown(config.run_dir)}' already holds a run (metrics.jsonl), which is not resumed because"
-            f" {why}; choose another run_dir=... or remove that directory"
+            f"run_dir = '{shown(config.run_dir)}' already holds a run ({held}), which is not resumed because {why};"
+            " choose another run_dir=... or remove that directory"
         )
 
 
@@ -92,8 +100,11 @@ def _check_actor(config: Config) -> None:
         raise UserError(f"actor.fp8 = {actor.fp8} needs model.dtype = bfloat16, not {config.model.dtype}")
     if actor.fp8 == "delayed" and actor.fp8_bf16_layers:
         raise UserError("actor.fp8_bf16_layers does not work with fp8 = delayed: its scales are kept over all layers")
-    if actor.fp8_param and not actor.optimizer.distributed:
-        raise UserError("actor.fp8_param needs actor.optimizer.distributed = true, which keeps the float32 parameters")
+    if actor.fp8_param:
+        raise UserError(
+            "actor.fp8_param = true is not offered: Megatron would build its float32 parameters from the random"
+            " initialisation and not from the checkpoint, so the first update would undo the loaded weights"
+        )
 
 
 def _check_objective(config: Config) -> None:

@@ -13,6 +13,7 @@ METHODS: dict[str, tuple[str, str]] = {
     "dppo_auto": ("dppo_auto", "dppo_auto"),
     "dppo_paper": ("dppo_paper", "dppo_paper"),
     "cppo": ("none", "cppo"),
+    "cppo_trl": ("none", "cppo_trl"),
     "cppo_verl": ("none", "cppo_verl"),
     "greso": ("greso", "greso"),
     "greso_ht": ("greso_ht", "greso_ht"),

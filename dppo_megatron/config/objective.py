@@ -50,7 +50,9 @@ class OverlongConfig:
     buffer_tokens: int = ranged(0, "[0, 100000000]")
     """Soft punishment: the reward falls linearly, by `penalty` in all, over the last so many tokens before
     max_completion_tokens. 0: off. Metrics, prompt scores and dynamic sampling see the reward without it."""
-    penalty: float = ranged(1.0, "[0, 1e6]")
+    penalty: float = ranged(
+        1.0, "[0, 1e6]", why="rewards are squared, and a larger one would leave no digit to the others"
+    )
     """What a completion of max_completion_tokens loses."""
     filter: bool = False
     """Do not train on completions that ran into max_completion_tokens. They still count in their group's advantages.

@@ -11,6 +11,7 @@ import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from dppo_megatron.config.ranges import COUNT, check_ranges, ranged
 from dppo_megatron.types import UserError
@@ -31,6 +32,7 @@ COMPLETION_METHODS = (
     "dppo_auto",
     "dppo_paper",
     "cppo",
+    "cppo_trl",
     "cppo_verl",
     "greso",
     "greso_ht",
@@ -106,7 +108,8 @@ class PromptPruningConfig:
     estimator: str = "ht"
     """Weights of kept prompts: ht (1/pi, unbiased), c_form (mean over kept times C/(1-P)) or hajek (ratio)."""
     max_weight: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
-    """Cap of the weights, 0 for none. A cap that binds trades bias for variance and is labelled biased."""
+    """Cap of the weights, 0 for none. It trades bias for variance: biased wherever a draw from the step's
+    probabilities can give a larger weight."""
     warmup_epochs: float = ranged(1.0, "[0, 1e9]")
     """Epochs at the start without any pruning. Not read by greso, greso_ht and dynamic_sampling."""
     anneal_fraction: float = ranged(0.875, "[0, 1]")
@@ -118,8 +121,9 @@ class PromptPruningConfig:
     """Bound of sum(s^2/pi)/sum(s^2), the variance inflation the score predicts; 0 for none. The rate backs off to hold
     it. dppo, dppo_auto."""
     max_noise_ratio: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
-    """Bound of the measured gradient noise relative to an unpruned step; 0 for none. The rate backs off while the loop
-    reports more. dppo, dppo_auto."""
+    """Bound of the measured gradient noise (squared gradient norm) relative to an unpruned step; 0 for none. The rate
+    backs off while the loop reports more. To have unpruned steps to compare with, the first 4 steps of the run are
+    then left unpruned at both levels. dppo, dppo_auto."""
     auto_rule: str = "cost"
     """dppo_auto: cost (keep probability = root of variance share over cost share) or design_effect (the highest rate
     inside max_design_effect)."""
@@ -139,11 +143,11 @@ class CompletionPruningConfig:
     """Selection after rewards and before the update."""
 
     method: str = "dppo"
-    """none, dppo, dppo_auto, dppo_paper, cppo, cppo_verl, greso, greso_ht, infobatch or max_variance."""
+    """none, dppo, dppo_auto, dppo_paper, cppo, cppo_trl, cppo_verl, greso, greso_ht, infobatch or max_variance."""
     rate: float = ranged(0.5, "[0, 1)", why="1 would drop everything; 0 or method=none keeps all")
     """Share of completions that is dropped, in [0, 1); with cost_aware, share of the tokens. dppo, dppo_paper, cppo,
-    cppo_verl, max_variance; for infobatch the chance to drop a completion below the mean |advantage|; an upper
-    limit for dppo_auto with auto_rule=design_effect."""
+    cppo_trl, cppo_verl, max_variance; for infobatch the chance to drop a completion below the mean |advantage|; for
+    dppo_auto with auto_rule=design_effect an upper limit."""
     p_min: float = ranged(0.05, "[0, 1]")
     """Smallest inclusion probability of a completion that can carry gradient. dppo, dppo_auto."""
     score: str = "free_norm"
@@ -154,7 +158,8 @@ class CompletionPruningConfig:
     estimator: str = "ht"
     """ht (1/pi, unbiased), c_form or hajek. dppo, dppo_auto, infobatch."""
     max_weight: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
-    """Cap of the weights, 0 for none; a cap that binds is labelled biased. dppo, dppo_auto, infobatch."""
+    """Cap of the weights, 0 for none. Biased where the settings admit a larger weight: 1 / p_min with ht, about any
+    with hajek or a c_form of random size. dppo, dppo_auto, infobatch."""
     warmup_steps: int = ranged(0, COUNT)
     """Steps at the start without any pruning."""
     anneal_fraction: float = ranged(1.0, "[0, 1]")
@@ -168,7 +173,8 @@ class CompletionPruningConfig:
     max_design_effect: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of sum(s^2/pi)/sum(s^2); 0 for none. The rate backs off to hold it. dppo, dppo_auto."""
     max_noise_ratio: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
-    """Bound of the measured gradient noise relative to an unpruned step; 0 for none. dppo, dppo_auto."""
+    """Bound of the measured gradient noise relative to an unpruned step; 0 for none. As at prompt level, with 4
+    unpruned steps at the start. dppo, dppo_auto."""
     fill_slack: bool = True
     """Keep more than the rate asks for where a step's last round of micro-batches has room: less variance for no
     further micro-batch, but for the time of the tokens added. dppo, dppo_auto."""
@@ -178,7 +184,7 @@ class CompletionPruningConfig:
     """dppo_auto: seconds of a step outside the update, over those of a full-batch update. 0: measured, which makes
     the draws depend on the clock and a resumed run differ from an uninterrupted one."""
     allocation: bool = False
-    """cppo, cppo_verl: plan 1/(1-rate) times as many prompts, so that the kept completions fill the update."""
+    """cppo, cppo_trl, cppo_verl: plan 1/(1-rate) times as many prompts: the kept completions then fill the update."""
 
 
 @dataclass
@@ -189,6 +195,17 @@ class PruningConfig:
     """Prompts, before rollout."""
     completion: CompletionPruningConfig = field(default_factory=CompletionPruningConfig)
     """Completions, before the update."""
+
+
+def exact_rate(rate: float) -> Fraction:
+    """The shortest decimal that reads as `rate`: 0.95 is 19/20, not the binary number next to it."""
+    return Fraction(str(float(rate)))
+
+
+def prompts_multiplier(config: CompletionPruningConfig) -> Fraction:
+    """Planned prompts of a step relative to the configured number: 1 / (1 - rate) with CPPO's allocation, else 1."""
+    allocates = config.allocation and config.method in ("cppo", "cppo_trl", "cppo_verl")
+    return 1 / (1 - exact_rate(config.rate)) if allocates else Fraction(1)
 
 
 def check_pruning(config: PruningConfig, prefix: str = "pruning") -> None:

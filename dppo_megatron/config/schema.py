@@ -14,7 +14,7 @@ from dppo_megatron.config.data import DataConfig
 from dppo_megatron.config.evaluation import EvalConfig
 from dppo_megatron.config.objective import ObjectiveConfig
 from dppo_megatron.config.pruning import PruningConfig
-from dppo_megatron.config.ranges import COUNT, ranged
+from dppo_megatron.config.ranges import COUNT, SECONDS, ranged
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.rollout import RolloutConfig
 
@@ -122,7 +122,7 @@ class ActorConfig:
     fp8_bf16_layers: int = ranged(0, "[0, 10000]")
     """This many first and as many last layers stay in bfloat16 (not with fp8=delayed)."""
     fp8_param: bool = False
-    """Keep parameters in FP8 too, gathered in FP8 by the distributed optimizer (not with fp8=off)."""
+    """Keep parameters in FP8 too. Refused until a GPU test covers loading, a step and streaming (docs/actor.md)."""
 
 
 @dataclass
@@ -130,12 +130,12 @@ class CheckpointConfig:
     every_steps: int = ranged(0, COUNT)
     """Save a resumable checkpoint every so many steps, beside the one at the end; 0: only at the end."""
     keep: int = ranged(2, COUNT)
-    """Complete checkpoints that stay; older ones are removed after a newer one is complete. 0: all."""
+    """Good checkpoints that stay; older ones are removed after a newer one is complete. 0: all."""
     async_save: bool = False
     """Write while the next rollout runs, through Megatron's asynchronous save (`async` is a keyword of Python). The
     checkpoint becomes visible at the end of the step in which the last rank has finished writing."""
     resume: str = "auto"
-    """`auto`: go on from the newest good checkpoint of run_dir, or begin where there is none. `never`: a run_dir that
+    """`auto`: resume from the newest good checkpoint of run_dir, or begin where there is none. `never`: a run_dir that
     holds a run is an error. A directory (runs/x/checkpoints/step_000020): begin a new run_dir from that checkpoint;
     once run_dir has checkpoints of its own, as `auto`."""
     may_change: list[str] = field(default_factory=list)
@@ -151,6 +151,8 @@ class GuardConfig:
     """An update whose loss or gradient is not finite is skipped; this many in a row stop the run. 0: the first."""
     watchdog_s: float = ranged(300.0, "[0, 1e8]")
     """A rank that gives no sign of life for so long is named, and the others stop. 0: no watchdog."""
+    rendezvous_timeout_s: float = ranged(600.0, SECONDS)
+    """How long the ranks wait for each other at the start. A rank that is alone then ends and frees its GPU."""
 
 
 @dataclass
@@ -158,7 +160,7 @@ class Config:
     """A whole training job."""
 
     run_dir: str = ""
-    """Where the run writes; see docs/run_directory.md. A directory that already holds this run is gone on with."""
+    """Where the run writes; see docs/run_directory.md. If it already holds this run, the run resumes."""
     seed: int = ranged(0, "[0, 9223372036854775807]", why="it seeds 64-bit generators")
     """Seeds data order, sampling and every selection draw, each through its own counter-based stream."""
     steps: int = ranged(100, COUNT)

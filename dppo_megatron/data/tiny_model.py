@@ -37,19 +37,48 @@ def write_tiny_qwen3(
     The directory appears complete or not at all, and replaces an existing one. The same arguments give the same
     weights.
     """
-    config = Qwen3Config(
+    write_model_directory(
+        directory,
+        make_tokenizer(),
+        seed,
         vocab_size=len(VOCABULARY),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        intermediate_size=intermediate_size,
+        tie_word_embeddings=tie_word_embeddings,
+    )
+
+
+def write_model_directory(
+    directory: str | Path,
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    intermediate_size: int = 256,
+    max_positions: int = 128,
+    tie_word_embeddings: bool = False,
+) -> None:
+    """Write a random `Qwen3ForCausalLM` of this shape beside `tokenizer`; complete or not at all."""
+    config = Qwen3Config(
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=hidden_size // num_heads,
-        max_position_embeddings=128,
+        max_position_embeddings=max_positions,
         tie_word_embeddings=tie_word_embeddings,
-        pad_token_id=VOCABULARY.index(PAD),
+        pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
-        eos_token_id=VOCABULARY.index(EOS),
+        eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
     )
     model = Qwen3ForCausalLM(config)
@@ -59,7 +88,7 @@ def write_tiny_qwen3(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     model.save_pretrained(temporary)
-    make_tokenizer().save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
     shutil.rmtree(out, ignore_errors=True)
     os.replace(temporary, out)
 

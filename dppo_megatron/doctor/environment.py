@@ -7,7 +7,8 @@ import platform as python_platform
 
 import torch
 
-from dppo_megatron.platform.capabilities import Machine, this_machine
+from dppo_megatron.actor.varlen import find_kernel
+from dppo_megatron.platform.capabilities import Machine, this_machine, transformer_engine_warning
 from dppo_megatron.types import UserError
 
 _PACKAGES = {
@@ -15,10 +16,13 @@ _PACKAGES = {
     "megatron-core": "required",
     "transformers": "required",
     "transformer-engine": "FP8 and fused layers on CUDA",
-    "flash-attn": "used by Transformer Engine where it is installed",
+    "flash-attn": "attention of the local layers and of Transformer Engine, where it is installed",
+    "apex": "fused optimizer where Transformer Engine is not installed",
     "vllm": "only where the rollout engine runs",
     "sglang": "only where the rollout engine runs",
 }
+_HEAD_DIM = 128
+"""Of most models in use; what decides whether a flash kernel can serve."""
 _RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 
 
@@ -30,7 +34,10 @@ def report() -> list[tuple[str, str]]:
     rows.append(("device", _device(machine)))
     spec, reason = machine.choose_layer_spec("auto", "off")
     rows.append(("layers", f"{spec} ({reason})"))
+    rows.append(("attention", find_kernel(_HEAD_DIM)[1] if spec == "local" else "Transformer Engine's"))
     rows.append(("fp8", _recipes(machine)))
+    if warning := transformer_engine_warning():
+        rows.append(("warning", warning))
     return rows
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dppo_megatron.actor.actor import Actor
-from dppo_megatron.actor.layout import Layout, build_layout
+from dppo_megatron.actor.layout import Layout
 from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.config.schema import ActorConfig, Config
 from dppo_megatron.distributed import from_rank_zero
@@ -29,6 +29,9 @@ from dppo_megatron.types import PackPlan, TrainSample
 from dppo_megatron.weights.architecture import Architecture
 
 _SAMPLES = 24
+_DELAYED_WARMUPS = 2
+"""Passes that only fill the `delayed` recipe's history of maxima. Its scales are 1 at first, and gradients of 1e-5 to
+1e-4 lie at or below E5M2's smallest number, 1.5e-5: a first backward pass says nothing about the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +71,12 @@ class _Measured:
     gradients: dict[str, Tensor]
 
 
-def run_gate(config: Config, architecture: Architecture, get_weight: Callable[[str], Tensor]) -> list[Finding]:
-    """All findings, the same on every rank. Collective; the process group exists already."""
-    actor = replace(config.actor, fp8_param=False, optimizer=replace(config.actor.optimizer, distributed=False))
-    layout = build_layout(actor.layout, config.seed)
+def run_gate(
+    config: Config, layout: Layout, architecture: Architecture, get_weight: Callable[[str], Tensor]
+) -> list[Finding]:
+    """All findings, the same on every rank. Collective; `layout` is the config's, built by the caller, since Megatron
+    builds its groups once in a process."""
+    actor = replace(config.actor, optimizer=replace(config.actor.optimizer, distributed=False))
     samples = _samples(config, architecture)
     plain = replace(actor, fp8="off", fp8_bf16_layers=0)
     findings, reference = _compare_packing(config, plain, layout, architecture, get_weight, samples, config.model.dtype)
@@ -125,11 +130,16 @@ def _compare_packing(
     findings = [Finding("; ".join([f"{number_format}: unsafe patterns in the plan", *unsafe[:3]]), len(unsafe), 0)]
     if unsafe:
         return findings, _Measured(None, {})
-    packed, alone = (_measure(actor, samples, plan, config.rollout.temperature) for plan in plans)
+    warmups = _DELAYED_WARMUPS if actor_config.fp8 == "delayed" else 0
+    packed, alone = (_measure(actor, samples, plan, config.rollout.temperature, warmups) for plan in plans)
     return findings + _differences(what, packed, alone, PACKING_BOUNDS[number_format]), packed
 
 
-def _measure(actor: Actor, samples: Sequence[TrainSample], plan: PackPlan, temperature: float) -> _Measured:
+def _measure(
+    actor: Actor, samples: Sequence[TrainSample], plan: PackPlan, temperature: float, warmups: int
+) -> _Measured:
+    for _ in range(warmups):
+        actor.accumulate(samples, plan, supervised(), temperature=temperature)
     logprobs = actor.logprobs(samples, plan, temperature=temperature)
     actor.accumulate(samples, plan, supervised(), temperature=temperature)
     return _Measured(logprobs, {name: gradient.cpu() for name, gradient in actor.gradients()})

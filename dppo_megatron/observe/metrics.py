@@ -1,15 +1,11 @@
-"""metrics.jsonl, the phase timers and the progress that a person watches. Only rank 0 writes."""
+"""The phase timers, and the progress that a person watches."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -35,60 +31,6 @@ class Timers:
         seconds = {f"time/{name}_s": value for name, value in self._seconds.items()}
         self._seconds.clear()
         return seconds
-
-
-class JsonLines:
-    """One JSON object a line. A line is one write to the file, so that neither a reader nor a kill sees half of it.
-
-    What is not finite becomes null: NaN and Infinity are not JSON.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Append one object. A line that a full disk takes only in part is taken back before OSError is raised."""
-        rest = memoryview((json.dumps(_finite(row), allow_nan=False) + "\n").encode())
-        end = os.fstat(self._file.fileno()).st_size
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError:
-            self._file.truncate(end)
-            raise
-
-    def sync(self) -> None:
-        """Put what was written on the disk."""
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def rewind(path: Path, last_step: int) -> None:
-    """Take back the lines of steps after `last_step`, and a torn one at the end; lines without a step stay."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_bytes().split(b"\n")[:-1]:  # what stands behind the last newline was not written whole
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        if row.get("step", -1) <= last_step:
-            kept.append(line + b"\n")
-    aside = path.with_name(path.name + ".new")
-    aside.write_bytes(b"".join(kept))
-    aside.replace(path)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Progress:

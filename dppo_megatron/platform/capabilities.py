@@ -5,16 +5,23 @@ Megatron ignores `fp8=...` in silence where there is no Transformer Engine, so a
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from dppo_megatron.types import UserError
 
 LayerSpec: TypeAlias = Literal["te", "local"]
 
+TRANSFORMER_ENGINE_RANGE = ">=2.9,<2.12"
+"""What megatron-core 0.16.1 names; the extra `te` in pyproject.toml says the same."""
 _LEAST_CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 """Compute capability from which Transformer Engine has the recipe: Ada and Hopper, Hopper, Blackwell."""
 
@@ -25,7 +32,13 @@ class Machine:
 
     cuda_capability: tuple[int, int] | None
     """Compute capability of the current device; None without CUDA."""
-    has_transformer_engine: bool
+    lacks_transformer_engine: str
+    """Why Transformer Engine cannot be used; empty if it can."""
+
+    @property
+    def has_transformer_engine(self) -> bool:
+        """Whether its layers can be imported."""
+        return not self.lacks_transformer_engine
 
     def choose_layer_spec(self, wanted: str, fp8: str) -> tuple[LayerSpec, str]:
         """The layer spec for `actor.layer_spec` and `actor.fp8`, and why.
@@ -50,10 +63,16 @@ class Machine:
                 f" {expert_tensor_parallel} gathers shares of different sizes, which gloo cannot; on a CPU set one to 1"
             )
 
+    def check_mixture(self) -> None:
+        """Raise `UserError` where a mixture-of-experts model cannot run: without Transformer Engine megatron-core
+        0.16's router reads, on CUDA, a name that only Transformer Engine defines."""
+        if self.cuda_capability is not None and self.lacks_transformer_engine:
+            raise UserError(f"a mixture-of-experts model on CUDA needs it: {self.lacks_transformer_engine}")
+
     def _lacks(self) -> str:
         if self.cuda_capability is None:
             return "there is no CUDA device"
-        return "" if self.has_transformer_engine else "Transformer Engine (transformer_engine) is not installed"
+        return self.lacks_transformer_engine
 
     def _check_fp8(self, fp8: str, lacks: str) -> None:
         if lacks:
@@ -68,4 +87,33 @@ class Machine:
 def this_machine() -> Machine:
     """The current process's device and installed packages."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    return Machine(capability, importlib.util.find_spec("transformer_engine") is not None)
+    return Machine(capability, _transformer_engine_problem(capability is not None))
+
+
+@functools.cache
+def _transformer_engine_problem(on_cuda: bool) -> str:
+    """Why Transformer Engine's layers cannot be used; empty if they can.
+
+    On CUDA it is imported and not only looked for: its core wheel installs without the torch extension, and then
+    Megatron fails in the middle of building a model.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return f"Transformer Engine (transformer-engine[pytorch]{TRANSFORMER_ENGINE_RANGE}) is not installed"
+    if not on_cuda:
+        return ""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # whatever a broken binary raises
+        return f"Transformer Engine is installed but cannot be imported: {type(error).__name__}: {error}"
+    return ""
+
+
+def transformer_engine_warning() -> str:
+    """A sentence where the installed Transformer Engine is outside what megatron-core was written for; else empty."""
+    try:
+        version = importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    if Version(version) in SpecifierSet(TRANSFORMER_ENGINE_RANGE):
+        return ""
+    return f"Transformer Engine {version} is outside {TRANSFORMER_ENGINE_RANGE}, which megatron-core 0.16 supports"

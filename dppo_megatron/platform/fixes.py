@@ -6,7 +6,6 @@ None of them changes a path that a GPU machine takes: the whole package is inact
 
 from __future__ import annotations
 
-import functools
 import logging
 import multiprocessing
 import warnings
@@ -14,10 +13,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import torch
-
 # moe_utils imports this name from Transformer Engine inside try/except and then reads it whether or not that worked.
-# (Also so in 0.19.)
+# (Mended in 0.19. On CUDA without Transformer Engine `capabilities.check_experts` refuses experts for the same reason.)
 _DEFAULTS: dict[str, dict[str, object]] = {"megatron.core.transformer.moe.moe_utils": {"te_general_gemm": None}}
 
 
@@ -36,58 +33,6 @@ def after(module: ModuleType) -> None:
 def _no_jit_fuser(module: ModuleType) -> None:
     # torch.compile would want a C++ compiler, and on a small model spends minutes to save milliseconds.
     module.disable_jit_fuser()
-
-
-def _distributed_optimizer_with_torch_adam(module: ModuleType) -> None:
-    """DistributedOptimizer's checkpoints assume Apex/TE FusedAdam, which keeps `step` once, in the parameter group.
-
-    The torch Adam that stands in without them keeps a `step` tensor with each parameter, and three things break.
-    """
-    cls = module.DistributedOptimizer
-    plain_state_dict, plain_load, plain_set = (
-        cls.state_dict,
-        cls.load_state_dict,
-        cls._set_main_param_and_optimizer_states,
-    )
-
-    @functools.wraps(plain_state_dict)
-    def state_dict(self: Any) -> Any:
-        # Before the first step torch Adam has no state, and upstream asserts that every parameter has the same `step`.
-        # What is filled in is what Adam's first step would start from.
-        if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            for group in self.optimizer.param_groups:
-                for param in group["params"]:
-                    state = self.optimizer.state[param]
-                    state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
-                    for moment in ("exp_avg", "exp_avg_sq"):
-                        if moment not in state:
-                            state[moment] = torch.zeros_like(param)
-        return plain_state_dict(self)
-
-    @functools.wraps(plain_set)
-    def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        # Upstream copies every entry of Adam's state out of the checkpoint, but `step` is not saved as a tensor
-        # (load_state_dict has set it already): KeyError. It is given its own value to copy.
-        group_index, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group_index]["params"][order]]
-        if "step" in state and "step" not in tensors:
-            tensors = {**tensors, "step": state["step"]}
-        plain_set(self, model_param, tensors)
-
-    @functools.wraps(plain_load)
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        # Upstream gives all parameters the same `step` tensor. Each parameter's update then counts it up, so bias
-        # correction is silently wrong from the second parameter on.
-        plain_load(self, state_dict)
-        for state in self.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
-
-    cls.state_dict, cls.load_state_dict, cls._set_main_param_and_optimizer_states = (
-        state_dict,
-        load_state_dict,
-        set_states,
-    )
 
 
 def _forked_checkpoint_queue(module: ModuleType) -> None:
@@ -111,7 +56,6 @@ def _forked_checkpoint_queue(module: ModuleType) -> None:
 
 _FIXES: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.jit": _no_jit_fuser,
-    "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer_with_torch_adam,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _forked_checkpoint_queue,
 }
 

@@ -6,14 +6,51 @@ step, so that loop is closed through a scale on the rate: quick to fall, slow to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dppo_megatron.config.pruning import PruningConfig
 from dppo_megatron.pruning.interface import check_state
 
+NOISE_REFERENCE_STEPS = 4
+"""Steps at the start that stay unpruned while a `max_noise_ratio` is set, or there would be nothing to compare with."""
 _FALL, _RISE, _SMALLEST = 0.7, 0.02, 0.01
-_COST_DECAY = 0.9
+_COST_DECAY = _NOISE_DECAY = 0.9
+
+
+def reference_steps(config: PruningConfig) -> int:
+    """Steps at the start that neither level prunes, so that `max_noise_ratio` has something to compare with.
+
+    0 where no method reads a bound. Both levels rest: the norm of one estimate has the noise of both.
+    """
+    levels = (config.prompt, config.completion)
+    bounded = any(level.max_noise_ratio > 0 and level.method in ("dppo", "dppo_auto") for level in levels)
+    return NOISE_REFERENCE_STEPS if bounded else 0
+
+
+@dataclass(slots=True)
+class NoiseReference:
+    """What the squared gradient norm is without pruning."""
+
+    mean: float = 0.0
+    """Running mean over unpruned steps; 0 before the first."""
+
+    def ratio(self, squared_norm: float, *, pruned: bool) -> float | None:
+        """Of a finished step to an unpruned one; None before there was one. An unpruned step has 1 by definition.
+
+        That 1 is what lets a rate return that had fallen to nothing: every step is then unpruned, and a ratio that is
+        never told could never rise above it.
+
+        Example: unpruned steps of 1.0 and 2.0 make a mean of 1.1; a pruned step of 3.3 then has a ratio of 3.
+        """
+        if not math.isfinite(squared_norm):
+            return math.inf if pruned and self.mean else None
+        if pruned:
+            return squared_norm / self.mean if self.mean else None
+        self.mean = _NOISE_DECAY * self.mean + (1 - _NOISE_DECAY) * squared_norm if self.mean else squared_norm
+        return 1.0
 
 
 @dataclass(slots=True)
@@ -37,6 +74,8 @@ class RateControl:
             return None
         # Below the smallest scale pruning is over, and a later rise starts from nothing.
         self.rate_scale = before * _FALL if before * _FALL >= _SMALLEST else 0.0
+        if before == 0:  # the noise is the other level's by now
+            return None
         return (
             f"{key}: gradient noise is {noise_ratio:.2f} times that of an unpruned step, above"
             f" max_noise_ratio = {max_noise_ratio:g}; rate scaled by {self.rate_scale:.2f} (was {before:.2f})"

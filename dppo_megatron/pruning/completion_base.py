@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from dppo_megatron.config.pruning import CompletionPruningConfig
+from dppo_megatron.config.pruning import CompletionPruningConfig, prompts_multiplier
 from dppo_megatron.pruning.designs import Draw, draw
 from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, check_state, keep_all
 from dppo_megatron.pruning.prompt_base import check_method, scatter
 from dppo_megatron.randomness import generator, uniforms
-from dppo_megatron.types import FloatArray, IntArray
+from dppo_megatron.types import FloatArray, IntArray, Label
 
 
 class CompletionPolicyBase:
@@ -30,12 +30,25 @@ class CompletionPolicyBase:
         total_steps: length of the run, for annealing.
         kl_coef: coefficient of a KL (or entropy) term in the loss; above 0, completions without advantage still carry
             gradient and keep a positive probability.
+        group_size: completions of a whole group, G; 0: not known.
+        rest_steps: steps at the start without pruning even if `warmup_steps` is smaller; see `budget.NoiseReference`.
     """
 
-    def __init__(self, config: CompletionPruningConfig, *, seed: int, total_steps: int, kl_coef: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: CompletionPruningConfig,
+        *,
+        seed: int,
+        total_steps: int,
+        kl_coef: float = 0.0,
+        group_size: int = 0,
+        rest_steps: int = 0,
+    ) -> None:
         self.config = config
         self.seed = seed
         self.kl_coef = kl_coef
+        self.group_size = group_size
+        self.warmup_steps = max(config.warmup_steps, rest_steps)
         self.last_active_step = math.ceil(config.anneal_fraction * total_steps - 1e-9) - 1
 
     @property
@@ -45,8 +58,13 @@ class CompletionPolicyBase:
 
     @property
     def prompts_multiplier(self) -> float:
-        """1: as many prompts as the config says."""
-        return 1.0
+        """See `CompletionPolicy.prompts_multiplier`."""
+        return float(prompts_multiplier(self.config))
+
+    @property
+    def label(self) -> Label:
+        """See `CompletionPolicy.label`."""
+        return "exact"
 
     def prune(
         self,
@@ -63,9 +81,10 @@ class CompletionPolicyBase:
             ValueError: arrays of different lengths, NaN advantages, denominators that are not positive.
         """
         check_batch(batch)
-        if len(batch) == 0 or step < self.config.warmup_steps or step > self.last_active_step:
-            late = step > self.last_active_step
-            return keep_all(len(batch), self.name, "annealed" if late else "warm-up" if len(batch) else "empty batch")
+        if step < self.warmup_steps or step > self.last_active_step:
+            return keep_all(len(batch), self.name, "annealed" if step > self.last_active_step else "warm-up")
+        if len(batch) == 0:  # which prompts were drawn decides that, so the label must be that of any other batch
+            return keep_all(0, self.name, "empty batch", self.label)
         order = np.lexsort((batch.completion_index, batch.group, batch.prompt_index))
         return scatter(self._prune_sorted(take_rows(batch, order), (step, epoch, minibatch), capacity), order)
 

@@ -18,10 +18,11 @@ from dppo_megatron.pruning.completion_base import CompletionPolicyBase
 from dppo_megatron.pruning.completion_slack import fill_slack
 from dppo_megatron.pruning.designs import WaterFiller, count_kept, design_effect
 from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, keep_all
+from dppo_megatron.pruning.labels import label_of_settings
 from dppo_megatron.pruning.prompt_base import with_metrics
 from dppo_megatron.pruning.scores import budgeted_probabilities, completion_score, efficient_probabilities
 from dppo_megatron.pruning.weights import weigh
-from dppo_megatron.types import BoolArray, FloatArray, IntArray
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label
 
 
 class DppoCompletionPolicy(CompletionPolicyBase):
@@ -31,6 +32,33 @@ class DppoCompletionPolicy(CompletionPolicyBase):
         super().__init__(*args, **kwargs)
         self.control = RateControl()
 
+    @property
+    def label(self) -> Label:
+        """Of the estimator, the design and the cap against 1 / p_min; exact where the rate or an unknown cost keeps
+        everything that has gradient."""
+        config, by_rule = self.config, self._follows_costs
+        if self._cost_ratio == 0 if by_rule else config.rate == 0:
+            return "exact"
+        return label_of_settings(
+            config.estimator,
+            # every budget is then a whole number, see `_target`
+            fixed_size=config.design == "systematic" and not self._spends_tokens,
+            least_prob=config.p_min,
+            max_weight=config.max_weight,
+        )
+
+    @property
+    def _follows_costs(self) -> bool:
+        return self.config.method == "dppo_auto" and self.config.auto_rule == "cost"
+
+    @property
+    def _spends_tokens(self) -> bool:
+        return self.config.cost_aware and self.config.method == "dppo"
+
+    @property
+    def _cost_ratio(self) -> float:
+        return self.config.rollout_cost_ratio or self.control.cost_ratio
+
     def _prune_sorted(
         self, batch: CompletionBatch, counters: tuple[int, int, int], capacity: StepCapacity | None
     ) -> Selection:
@@ -39,7 +67,7 @@ class DppoCompletionPolicy(CompletionPolicyBase):
         score = np.where(live, self._score(batch), 0.0)
         cost = self._cost(batch)
         lower = np.where(live, config.p_min, 0.0)
-        by_cost = config.cost_aware and config.method == "dppo"
+        by_cost = self._spends_tokens
         size = score / np.sqrt(cost) if by_cost or config.method == "dppo_auto" else score
         target, note = self._target(score, cost, lower)
         if target is None:
@@ -65,6 +93,7 @@ class DppoCompletionPolicy(CompletionPolicyBase):
             estimator=config.estimator,
             max_weight=config.max_weight,
             note=note,
+            label=self.label,
         )
         self.control.kept_cost = float(np.sum(pi * cost) / np.sum(cost))
         return with_metrics(
@@ -127,15 +156,15 @@ class DppoCompletionPolicy(CompletionPolicyBase):
         """Budget (a whole count, or cost with cost_aware) and why it is not what the rate says; None keeps all."""
         config, scale = self.config, self.control.rate_scale
         note = f"rate scaled by {scale:.2f}: gradient noise" if scale < 1 else ""
-        if config.method == "dppo_auto" and config.auto_rule == "cost":
-            ratio = config.rollout_cost_ratio or self.control.cost_ratio
+        if self._follows_costs:
+            ratio = self._cost_ratio
             if ratio == 0:
                 return None, "no cost measured yet"
             pi = efficient_probabilities(score, cost, lower, ratio * float(cost.sum()))
             # The scale moves the count between the rule's and that of no pruning.
             wanted = float(pi.sum()) * scale + float(np.sum(lower > 0)) * (1.0 - scale)
             return float(math.ceil(wanted - 1e-9)), note
-        if config.cost_aware and config.method == "dppo":
+        if self._spends_tokens:
             return (1.0 - config.rate * scale) * float(cost.sum()), note
         least = math.ceil(float(lower.sum()) - 1e-9)
         return float(max(count_kept(len(score), config.rate * scale), least)), note

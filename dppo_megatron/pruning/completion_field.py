@@ -8,32 +8,42 @@ with the share of the score mass that it never trains on.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from dppo_megatron.pruning.completion_base import CompletionPolicyBase
-from dppo_megatron.pruning.designs import Draw, count_kept, design_effect, deterministic
-from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity
+from dppo_megatron.pruning.designs import Draw, count_kept, design_effect, deterministic, floor_kept
+from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, keep_all
+from dppo_megatron.pruning.labels import label_of_settings
 from dppo_megatron.pruning.prompt_base import with_metrics
-from dppo_megatron.pruning.prompt_infobatch import two_class
+from dppo_megatron.pruning.prompt_infobatch import keep_share, two_class
 from dppo_megatron.pruning.subsets import max_variance_draw
 from dppo_megatron.pruning.weights import weigh, weigh_biased
-from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
 
 
 class CppoPolicy(CompletionPolicyBase):
-    """Methods `cppo`, `cppo_verl` and `dppo_paper`: the largest |advantage|, as a mean over the kept.
+    """Methods `cppo`, `cppo_trl`, `cppo_verl` and `dppo_paper`: the largest |advantage|, as a mean over the kept.
 
-    cppo: the top floor(G (1 - rate)) of each group (arXiv 2503.22342). cppo_verl: the top floor(n (1 - rate)) of the
-    whole mini-batch, as in the authors' verl port. dppo_paper: all but the floor(rate G) lowest of each group, times
+    cppo: the top floor(G (1 - rate)) of each group (the formula of arXiv 2503.22342). cppo_trl: all but the
+    floor(G rate) lowest of each group, as in the authors' TRL trainer; one more where G rate is not whole. cppo_verl:
+    the top floor(n (1 - rate)) of the whole mini-batch, as in their verl port. dppo_paper: cppo_trl's, times
     1 / (1 - rate). Ties are broken by a counter-based key, where torch.topk leaves them undefined. Counts are exact,
     where int(160 * (1 - 0.9)) of the authors' code is 15.
+
+    Example: G = 5, rate = 0.5. cppo keeps 2 of each group, cppo_trl and dppo_paper 3, cppo_verl 40 of 16 groups' 80.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.group_size and self.config.method == "cppo":
+            self._check_kept(self.group_size)
+
     @property
-    def prompts_multiplier(self) -> float:
-        """1 / (1 - rate) with `allocation`: more questions fill the places of pruned completions."""
-        allocates = self.config.allocation and self.config.method in ("cppo", "cppo_verl")
-        return 1.0 / (1.0 - self.config.rate) if allocates else 1.0
+    def label(self) -> Label:
+        """biased, unless the rate is 0."""
+        return "exact" if self.config.rate == 0 else "biased"
 
     def _prune_sorted(
         self, batch: CompletionBatch, counters: tuple[int, int, int], capacity: StepCapacity | None
@@ -41,29 +51,37 @@ class CppoPolicy(CompletionPolicyBase):
         score, method, rate = np.abs(batch.advantages), self.config.method, self.config.rate
         sizes = np.bincount(batch.group) if method != "cppo_verl" else np.array([len(batch)])
         group = batch.group if method != "cppo_verl" else np.zeros(len(batch), dtype=np.int64)
-        if method == "dppo_paper":
-            kept = np.array([count_kept(int(size), rate) for size in sizes], dtype=np.int64)
-        else:
-            kept = np.floor(sizes * (1.0 - rate) + 1e-9).astype(np.int64)
-        empty = (kept == 0) & (sizes > 0)
-        if empty.any():
-            size = int(sizes[empty][0])
-            raise UserError(
-                f"pruning.completion.rate = {rate}: method={method} would keep none of {size} completions;"
-                f" must be at most {1 - 1 / size:.4g}"
-            )
+        count = floor_kept if method in ("cppo", "cppo_verl") else count_kept
+        if not self.group_size:
+            self._check_kept(int(sizes.max()))
+        # At least one: a group, or a mini-batch, may be shorter than planned (objective.overlong.filter, few prompts).
+        kept = np.array([max(count(int(size), rate), min(int(size), 1)) for size in sizes], dtype=np.int64)
         drawn = deterministic(score, kept, uniform=self._ties(batch, counters), group=group)
         scale: FloatArray | float = sizes[group] / kept[group] if method != "dppo_paper" else 1.0 / (1.0 - rate)
         note = f"the lowest |advantages| are never trained on: {_lost(score, drawn):.1%} of their sum"
-        return _with_figures(weigh_biased(drawn, name=self.name, scale=scale, note=note), drawn, score)
+        selection = weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label)
+        return _with_figures(selection, drawn, score)
+
+    def _check_kept(self, size: int) -> None:
+        count = floor_kept if self.config.method in ("cppo", "cppo_verl") else count_kept
+        if count(size, self.config.rate) == 0:
+            raise UserError(
+                f"pruning.completion.rate = {self.config.rate}: method={self.config.method} would keep none of {size}"
+                f" completions; must be at most {1 - 1 / size:.4g}"
+            )
 
 
 class ZeroVariancePolicy(CompletionPolicyBase):
     """Methods `greso` and `greso_ht`: groups without reward variance are dropped.
 
     greso averages over the other groups, which is dynamic sampling's target. greso_ht keeps the nominal denominators
-    and drops groups whose advantages are all 0: exact without a KL term, biased with one.
+    and drops groups whose advantages are all 0: unbiased without a KL or entropy term, biased with one.
     """
+
+    @property
+    def label(self) -> Label:
+        """biased, unless only groups without gradient are dropped; whether a batch has any such group is an outcome."""
+        return "unbiased" if self.config.method == "greso_ht" and self.kl_coef == 0 else "biased"
 
     def _prune_sorted(
         self, batch: CompletionBatch, counters: tuple[int, int, int], capacity: StepCapacity | None
@@ -74,42 +92,64 @@ class ZeroVariancePolicy(CompletionPolicyBase):
             drawn = Draw(kept, kept.astype(np.float64), fixed_size=True)
             if self.kl_coef > 0:
                 note = f"the KL gradient of {1 - float(kept.mean()):.1%} of the completions is lost"
-                return _with_figures(weigh_biased(drawn, name=self.name, scale=1.0, note=note), drawn, score)
-            return _with_figures(weigh(drawn, name=self.name, note="dropped groups have no gradient"), drawn, score)
+                selection = weigh_biased(drawn, name=self.name, scale=1.0, note=note, label=self.label)
+            else:
+                selection = weigh(drawn, name=self.name, note="dropped groups have no gradient", label=self.label)
+            return _with_figures(selection, drawn, score)
         kept = _groups_with_variance(batch.rewards, batch.group)
         drawn = Draw(kept, kept.astype(np.float64), fixed_size=True)
         scale = len(batch) / int(kept.sum()) if kept.any() else 0.0
         note = "target is the mean over groups with reward variance"
-        return _with_figures(weigh_biased(drawn, name=self.name, scale=scale, note=note), drawn, score)
+        selection = weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label)
+        return _with_figures(selection, drawn, score)
 
 
 class InfoBatchCompletionPolicy(CompletionPolicyBase):
     """Method `infobatch`: completions below the mean |advantage| are dropped with probability `rate`, weighted 1/pi."""
+
+    @property
+    def label(self) -> Label:
+        """Of the estimator and the cap; how many are below the mean is an outcome, so no design has a fixed size."""
+        config = self.config
+        least = keep_share(config.rate)
+        if least == 1.0:
+            return "exact"
+        return label_of_settings(config.estimator, fixed_size=False, least_prob=least, max_weight=config.max_weight)
 
     def _prune_sorted(
         self, batch: CompletionBatch, counters: tuple[int, int, int], capacity: StepCapacity | None
     ) -> Selection:
         config, score = self.config, np.abs(batch.advantages)
         drawn = self._draw(batch, two_class(score < score.mean(), config.rate), counters)
-        selection = weigh(drawn, name=self.name, estimator=config.estimator, max_weight=config.max_weight)
+        selection = weigh(
+            drawn, name=self.name, estimator=config.estimator, max_weight=config.max_weight, label=self.label
+        )
         return _with_figures(selection, drawn, score)
 
 
 class MaxVariancePolicy(CompletionPolicyBase):
     """Method `max_variance`: of each group the subset with the largest reward variance (PODS, arXiv 2504.13818).
 
-    As a mean over the kept. Advantages stay those of the full group. Failed gradings are never kept.
+    As a mean over the kept. Advantages stay those of the full group. Failed gradings are never kept, but at rate 0.
     """
+
+    @property
+    def label(self) -> Label:
+        """biased, unless the rate is 0."""
+        return "exact" if self.config.rate == 0 else "biased"
 
     def _prune_sorted(
         self, batch: CompletionBatch, counters: tuple[int, int, int], capacity: StepCapacity | None
     ) -> Selection:
+        if self.config.rate == 0:
+            return keep_all(len(batch), self.name)
         drawn = max_variance_draw(batch.rewards, batch.group, self.config.rate, self._ties(batch, counters))
         sizes = np.bincount(batch.group)
         kept = np.maximum(np.bincount(batch.group, weights=drawn.kept), 1)
         score = np.abs(batch.advantages)
         note = f"rewards in the middle are never trained on: {_lost(score, drawn):.1%} of the sum of |advantages|"
-        selection = weigh_biased(drawn, name=self.name, scale=(sizes / kept)[batch.group], note=note)
+        scale = (sizes / kept)[batch.group]
+        selection = weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label)
         return _with_figures(selection, drawn, score)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dppo_megatron.config.pruning import exact_rate
 from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
 _SMALLEST_RELATIVE_SIZE = 1e-12
@@ -33,6 +34,8 @@ class Draw:
     """[n] float64, P(kept) under the design, exact."""
     fixed_size: bool
     """The number kept is the same in every draw."""
+    least_kept: int = 0
+    """Every draw keeps at least so many, beside what the probabilities of 1 say."""
 
 
 class WaterFiller:
@@ -46,6 +49,11 @@ class WaterFiller:
         size: [n] finite, >= 0.
         lower: [n] or scalar in [0, 1], floor of pi; elements with size 0 and lower 0 have no support and get pi = 0.
         cost: [n] > 0, default 1.
+
+    Example: sizes (8, 2, 1, 1), floor 0.2, two of four to be kept. The first would get more than 1 and is certain; the
+    others share the rest in proportion, lambda = 1 / 4:
+        WaterFiller(np.array([8.0, 2, 1, 1]), 0.2).solve(2.0)  ->  (1, 0.5, 0.25, 0.25)
+    At a target of 1.2 the last three rest on the floor: (0.6, 0.2, 0.2, 0.2).
     """
 
     def __init__(self, size: FloatArray, lower: FloatArray | float, cost: FloatArray | None = None) -> None:
@@ -136,6 +144,10 @@ def systematic(inclusion_prob: FloatArray, *, order: IntArray, start: float) -> 
 
     Returns:
         A draw with P(kept) = inclusion_prob exactly; the count is floor or ceil of the sum, and fixed if that is whole.
+
+    Example: pi = (0.5, 0.7, 0.8) ends at 0.5, 1.2 and 2.0 on the cumulated line. start = 0.3 puts points at 0.3 and
+    1.3: the first and the third are kept. start = 0.6 puts them at 0.6 and 1.6: the second and the third. The first is
+    kept for starts below 0.5, the second for those from 0.5 on and below 0.2, the third for those from 0.2 on.
     """
     pi = checked_probabilities(inclusion_prob)
     pi = np.where(pi > _CERTAIN, 1.0, pi)
@@ -152,7 +164,8 @@ def systematic(inclusion_prob: FloatArray, *, order: IntArray, start: float) -> 
             cumulated[-1] = total
         points = np.floor(np.concatenate([[0.0], cumulated]) - start)
         kept[rest] = np.diff(points) > 0.5
-    return Draw(kept, pi, fixed_size=_is_whole(total))
+    sampled = round(total) if _is_whole(total) else math.floor(total)
+    return Draw(kept, pi, fixed_size=_is_whole(total), least_kept=int((pi >= 1.0).sum()) + sampled)
 
 
 def poisson(inclusion_prob: FloatArray, *, uniform: FloatArray) -> Draw:
@@ -212,11 +225,16 @@ def draw(design: str, inclusion_prob: FloatArray, *, order: IntArray, start: flo
 
 
 def count_kept(count: int, rate: float) -> int:
-    """`count` less floor(rate * count), with the floor taken in exact arithmetic.
+    """`count` less floor(rate * count), with the rate taken as the decimal that was written.
 
-    Plain int(160 * (1 - 0.9)) is 15 in binary floating point; a nudge of 1e-9 makes it the 16 that was meant.
+    Plain int(160 * (1 - 0.9)) is 15 in binary floating point; 9/10 as a fraction gives the 16 that was meant.
     """
-    return count - math.floor(rate * count + 1e-9)
+    return count - math.floor(exact_rate(rate) * count)
+
+
+def floor_kept(count: int, rate: float) -> int:
+    """floor(count * (1 - rate)), exactly: one fewer than `count_kept` where rate * count is not whole."""
+    return math.floor((1 - exact_rate(rate)) * count)
 
 
 def design_effect(score: FloatArray, inclusion_prob: FloatArray) -> float:

@@ -91,6 +91,11 @@ class StepCapacity(Protocol):
 class PromptPolicy(Protocol):
     """Decides before rollout which prompts are generated. Depends on history only, never on this step's rollouts."""
 
+    @property
+    def resamples(self) -> bool:
+        """The rewards decide how many prompts are rolled out and which groups go on: `keep_groups` is a selection."""
+        ...
+
     def select(self, prompt_index: IntArray, *, step: int, minibatch: int = 0) -> Selection:
         """Decide about the nominal prompts [n] of one optimizer mini-batch. Same arguments and history, same answer.
 
@@ -161,6 +166,11 @@ class CompletionPolicy(Protocol):
         """Planned prompts per step relative to the config's number; above 1 only for CPPO's allocation."""
         ...
 
+    @property
+    def label(self) -> Label:
+        """What its active steps do to the expected gradient, whatever they are offered: a function of the settings."""
+        ...
+
     def prune(
         self,
         batch: CompletionBatch,
@@ -197,14 +207,14 @@ class CompletionPolicy(Protocol):
         ...
 
 
-def keep_all(count: int, name: str, note: str = "") -> Selection:
+def keep_all(count: int, name: str, note: str = "", label: Label = "exact") -> Selection:
     """The selection that keeps everything: probabilities and weights are exactly 1.0."""
     ones = np.ones(count, dtype=np.float64)
     return Selection(
         kept=np.ones(count, dtype=np.bool_),
         inclusion_prob=ones,
         weight=ones.copy(),
-        ledger=(LedgerRow(name, 1.0, "exact", note),),
+        ledger=(LedgerRow(name, 1.0, label, note),),
         metrics={"rate_effective": 0.0, "design_effect": 1.0, "share_at_floor": 0.0, "share_at_one": 1.0},
     )
 

@@ -33,6 +33,7 @@ _COMPLETION: dict[str, type[CompletionPolicyBase]] = {
     "dppo_auto": DppoCompletionPolicy,
     "dppo_paper": CppoPolicy,
     "cppo": CppoPolicy,
+    "cppo_trl": CppoPolicy,
     "cppo_verl": CppoPolicy,
     "greso": ZeroVariancePolicy,
     "greso_ht": ZeroVariancePolicy,
@@ -49,6 +50,7 @@ def make_prompt_policy(
     prompts_per_step: int,
     total_steps: int,
     seed: int,
+    rest_steps: int = 0,
 ) -> PromptPolicy:
     """The policy of `pruning.prompt.method`.
 
@@ -59,6 +61,7 @@ def make_prompt_policy(
         prompts_per_step: nominal prompts of a step; with num_prompts it says how many steps an epoch has.
         total_steps: length of the run, for annealing.
         seed: the run's seed.
+        rest_steps: steps at the start that are not pruned whatever `warmup_epochs` says.
 
     Raises:
         UserError: a setting is out of range; the message names its key.
@@ -76,11 +79,18 @@ def make_prompt_policy(
         prompts_per_step=prompts_per_step,
         total_steps=total_steps,
         seed=seed,
+        rest_steps=rest_steps,
     )
 
 
 def make_completion_policy(
-    config: CompletionPruningConfig, *, seed: int, total_steps: int, kl_coef: float = 0.0
+    config: CompletionPruningConfig,
+    *,
+    seed: int,
+    total_steps: int,
+    kl_coef: float = 0.0,
+    group_size: int = 0,
+    rest_steps: int = 0,
 ) -> CompletionPolicy:
     """The policy of `pruning.completion.method`.
 
@@ -89,9 +99,14 @@ def make_completion_policy(
         seed: the run's seed.
         total_steps: length of the run, for annealing.
         kl_coef: coefficient of the KL (or entropy) term in the loss; must be the loss's, or the floor is wrong.
+        group_size: completions of a whole group, for the methods that keep a count of each; 0: not known, and a rate
+            that keeps none of a group is found out when it comes.
+        rest_steps: steps at the start that are not pruned whatever `warmup_steps` says.
 
     Raises:
         UserError: a setting is out of range; the message names its key.
     """
     check_completion(config)
-    return _COMPLETION[config.method](config, seed=seed, total_steps=total_steps, kl_coef=kl_coef)
+    return _COMPLETION[config.method](
+        config, seed=seed, total_steps=total_steps, kl_coef=kl_coef, group_size=group_size, rest_steps=rest_steps
+    )

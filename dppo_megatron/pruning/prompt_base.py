@@ -31,6 +31,8 @@ class PromptPolicyBase:
         prompts_per_step: nominal prompts of a step, N.
         total_steps: length of the run, for annealing.
         seed: the run's seed.
+        rest_steps: steps at the start without pruning even if `warmup_epochs` is shorter: those whose gradient noise
+            `max_noise_ratio` compares with.
     """
 
     def __init__(
@@ -42,13 +44,14 @@ class PromptPolicyBase:
         prompts_per_step: int,
         total_steps: int,
         seed: int,
+        rest_steps: int = 0,
     ) -> None:
         self.config = config
         self.completions_per_prompt = completions_per_prompt
         self.prompts_per_step = prompts_per_step
         self.seed = seed
         steps_per_epoch = num_prompts / prompts_per_step
-        self.warmup_steps = math.ceil(config.warmup_epochs * steps_per_epoch - 1e-9)
+        self.warmup_steps = max(math.ceil(config.warmup_epochs * steps_per_epoch - 1e-9), rest_steps)
         self.last_active_step = math.ceil(config.anneal_fraction * total_steps - 1e-9) - 1
         self.history = PromptHistory(
             num_prompts, prior=config.prior, discount=config.discount, steps_per_epoch=steps_per_epoch
@@ -58,6 +61,11 @@ class PromptPolicyBase:
     def name(self) -> str:
         """Name of this selection in the ledger."""
         return f"prompt/{self.config.method}"
+
+    @property
+    def resamples(self) -> bool:
+        """False: every nominal prompt is offered once, and every group goes on."""
+        return False
 
     def select(self, prompt_index: IntArray, *, step: int, minibatch: int = 0) -> Selection:
         """See `PromptPolicy.select`; pi = 1 for all during warm-up and after annealing."""

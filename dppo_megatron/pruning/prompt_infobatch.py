@@ -45,5 +45,10 @@ class InfoBatchPolicy(PromptPolicyBase):
 
 
 def two_class(low: BoolArray, rate: float) -> FloatArray:
-    """Keep probability [n]: 1, or max(0.1, 1 - rate) where `low`."""
-    return np.where(low, max(_SMALLEST_KEEP, 1.0 - rate), 1.0)
+    """Keep probability [n]: 1, or `keep_share` where `low`."""
+    return np.where(low, keep_share(rate), 1.0)
+
+
+def keep_share(rate: float) -> float:
+    """max(0.1, 1 - rate): the keep probability of the lower class."""
+    return max(_SMALLEST_KEEP, 1.0 - rate)

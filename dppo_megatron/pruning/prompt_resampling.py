@@ -34,6 +34,11 @@ class DynamicSamplingPolicy(PromptPolicyBase):
     enough; here the step trains on what there is, as a mean over it, and the ledger says so.
     """
 
+    @property
+    def resamples(self) -> bool:
+        """True."""
+        return True
+
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
         """See `PromptPolicy.missing_prompts`."""
         refill = self.config.refill
@@ -72,6 +77,11 @@ class GresoPolicy(PromptPolicyBase):
         }
         self._counted = {"step": -1, "easy": 0, "hard": 0, "total": 0}
         self._round = {"step": -1, "groups": 0, "last": 0}
+
+    @property
+    def resamples(self) -> bool:
+        """True for `greso`."""
+        return not self._weighted
 
     @property
     def _weighted(self) -> bool:
@@ -221,4 +231,5 @@ def keep_informative(informative: BoolArray, wanted: int, name: str) -> Selectio
     note = "target is the mean over groups with reward variance"
     if count < wanted:
         note += f"; only {count} of {wanted} such groups were found"
-    return weigh_biased(drawn, name=name, scale=wanted / count if count else 0.0, note=note)
+    # biased also in the step where every group has variance: that it does is an outcome
+    return weigh_biased(drawn, name=name, scale=wanted / count if count else 0.0, note=note, label="biased")

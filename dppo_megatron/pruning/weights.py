@@ -1,4 +1,4 @@
-"""From a draw to weights and to the honest label of what they estimate.
+"""From a draw to weights; what they estimate is told by `labels`.
 
 Horvitz-Thompson is the default because it is exactly unbiased for any design. The two ratio forms are here since papers
 use them: C/(1-P) equals Horvitz-Thompson when the size is fixed and is a ratio estimator otherwise; Hajek pays
@@ -11,6 +11,7 @@ import numpy as np
 
 from dppo_megatron.pruning.designs import Draw
 from dppo_megatron.pruning.interface import LedgerRow, Selection
+from dppo_megatron.pruning.labels import can_bind, label_of_draw, largest_weight
 from dppo_megatron.types import FloatArray, Label
 
 
@@ -41,42 +42,54 @@ def hajek(draw: Draw) -> FloatArray:
 ESTIMATOR_WEIGHTS = {"ht": horvitz_thompson, "c_form": c_form, "hajek": hajek}
 
 
-def weigh(draw: Draw, *, name: str, estimator: str = "ht", max_weight: float = 0.0, note: str = "") -> Selection:
+def weigh(
+    draw: Draw,
+    *,
+    name: str,
+    estimator: str = "ht",
+    max_weight: float = 0.0,
+    note: str = "",
+    label: Label | None = None,
+) -> Selection:
     """Weights of a random draw by the estimator's name, capped at `max_weight` if that is not 0, with its ledger row.
 
     The caller vouches that pi = 0 only where there is no gradient.
+
+    Args:
+        label: of the settings, where the probabilities are themselves the outcome of an earlier draw; None: from the
+            probabilities and the design. Never from what was kept.
     """
     weight = ESTIMATOR_WEIGHTS[estimator](draw)
-    label, notes = _label(draw, estimator), [note] if note else []
+    notes = [note] if note else []
     if max_weight > 0:
-        supported = draw.inclusion_prob > 0
-        expected = np.minimum(1.0, max_weight * draw.inclusion_prob[supported])
         weight = np.minimum(weight, max_weight)
-        bound = int((expected < 1.0 - 1e-12).sum())
-        if bound:
-            label = "biased"
-            lost = 1.0 - float(expected.mean())
-            notes.append(
-                f"max_weight {max_weight:g} binds for {bound} of {len(expected)}, losing {lost:.1%} of the weight"
-            )
+        notes += _cap_notes(draw, estimator, max_weight)
     return Selection(
         kept=draw.kept,
         inclusion_prob=draw.inclusion_prob,
         weight=weight,
-        ledger=(LedgerRow(name, kept_fraction(draw), label, "; ".join(notes)),),
+        ledger=(
+            LedgerRow(name, kept_fraction(draw), label or label_of_draw(draw, estimator, max_weight), "; ".join(notes)),
+        ),
         metrics={},
     )
 
 
-def weigh_biased(draw: Draw, *, name: str, scale: FloatArray | float, note: str) -> Selection:
-    """A factor (scalar or [n]) on the kept elements of a draw that no weight can make unbiased."""
-    weight = np.where(draw.kept, scale, 0.0)
-    whole = bool(np.all(weight == 1.0))
+def weigh_biased(
+    draw: Draw, *, name: str, scale: FloatArray | float, note: str, label: Label | None = None
+) -> Selection:
+    """A factor (scalar or [n]) on the kept elements of a draw that no weight can make unbiased.
+
+    Args:
+        label: of the settings, as for `weigh`; None: exact where the design keeps everything with factor 1.
+    """
+    everything = bool(np.all(draw.inclusion_prob == 1.0) and np.all(np.asarray(scale) == 1.0))
+    given: Label = label or ("exact" if everything else "biased")
     return Selection(
         kept=draw.kept,
         inclusion_prob=draw.inclusion_prob,
-        weight=weight,
-        ledger=(LedgerRow(name, kept_fraction(draw), "exact" if whole else "biased", "" if whole else note),),
+        weight=np.where(draw.kept, scale, 0.0),
+        ledger=(LedgerRow(name, kept_fraction(draw), given, "" if given == "exact" else note),),
         metrics={},
     )
 
@@ -86,9 +99,14 @@ def kept_fraction(draw: Draw) -> float:
     return float(draw.kept.mean()) if len(draw.kept) else 1.0
 
 
-def _label(draw: Draw, estimator: str) -> Label:
-    if bool(np.all(draw.inclusion_prob == 1.0)):
-        return "exact"
-    if estimator == "ht" or (estimator == "c_form" and draw.fixed_size):
-        return "unbiased"
-    return "ratio"
+def _cap_notes(draw: Draw, estimator: str, max_weight: float) -> list[str]:
+    """What the cap can do to this draw, from the probabilities."""
+    largest = largest_weight(draw, estimator)
+    if not can_bind(max_weight, largest):
+        return []
+    if estimator != "ht" and not draw.fixed_size:
+        return [f"max_weight {max_weight:g} can bind: weights of {estimator} reach up to {largest:.3g} here"]
+    expected = np.minimum(1.0, max_weight * draw.inclusion_prob[draw.inclusion_prob > 0])
+    bound = int((expected < 1.0 - 1e-12).sum())
+    lost = 1.0 - float(expected.mean())
+    return [f"max_weight {max_weight:g} binds for {bound} of {len(expected)}, losing {lost:.1%} of the weight"]

@@ -6,6 +6,7 @@ receiver, which takes a bare backend; SGLang builds torch's full process group, 
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Sequence
@@ -103,8 +104,20 @@ class Sending:
 
 
 def abandon(group: BroadcastGroup) -> None:
-    """Drop a group, whose other end may have failed: ending it waits for what was begun, so nobody waits for that."""
-    threading.Thread(target=group.clear, name="abandoned group", daemon=True).start()
+    """Drop a group whose other end may have failed, in a thread of its own: ending it can wait for what was begun.
+
+    NCCL's is aborted first. Its destructor waits for pending broadcasts, and where a killed receiver never answers
+    torch's watchdog would end this whole process after the group's timeout.
+    """
+    threading.Thread(target=_end, args=(group,), name="abandoned group", daemon=True).start()
+
+
+def _end(group: BroadcastGroup) -> None:
+    for backend in {id(backend): backend for backend in group.values()}.values():
+        if backend.name() == "nccl":  # gloo's ends with its sockets
+            with contextlib.suppress(RuntimeError):
+                backend.abort()
+    group.clear()
 
 
 def _backend(meeting: Meeting, store: PrefixStore) -> Any:

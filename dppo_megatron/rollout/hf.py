@@ -14,14 +14,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.engine import Request, Sampling, Weights
 from dppo_megatron.rollout.hf_names import by_checkpoint_name
-from dppo_megatron.types import Completion
-from dppo_megatron.weights.hf_files import WeightReader
+from dppo_megatron.rollout.kv_cache import growing_cache
+from dppo_megatron.types import BoolArray, Completion, FloatArray, IntArray
+from dppo_megatron.weights.hf_files import WeightReader, check_finite
 
 _COMPACT_BELOW = 0.75
 """Rows leave the batch once this share of it is still running: each compaction copies the key-value cache."""
@@ -40,7 +42,9 @@ class HFEngine:
         max_concurrent_sequences: int,
     ) -> None:
         with torch.device(device):
-            self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(hf_path), dtype=dtype).eval()
+            config = AutoConfig.from_pretrained(hf_path, trust_remote_code=False, local_files_only=True)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            self._model = model.eval()
         self._tokenizer = tokenizer
         self._device = device
         self._batch = max_concurrent_sequences
@@ -110,60 +114,91 @@ class HFEngine:
 
     @torch.inference_mode()
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        eos = self._tokenizer.eos_token_id
-        inputs, attention = self._left_pad(requests)
+        prompts, prompt_of = _distinct_prompts(requests)
+        inputs, attention = self._left_pad(prompts)
         positions = (attention.cumsum(-1) - 1).clamp_min(0)
+        cache = growing_cache()
+        # every prompt is read once, however many completions it gets
+        logits = self._forward(inputs, attention, positions, cache)
+        expand = torch.tensor(prompt_of, device=self._device)
+        cache.batch_select_indices(expand)
+        logits, attention, positions = logits[expand], attention[expand], positions[expand, -1:]
+
         choose = _Chooser(requests, sampling, self._device)
+        eos = self._tokenizer.eos_token_id
         stops = torch.tensor([eos, *sampling.stop_token_ids], device=self._device)
         shape = (len(requests), sampling.max_completion_tokens)
         generated = torch.full(shape, eos, dtype=torch.int64, device=self._device)
         logprobs = torch.zeros(shape, dtype=torch.float32, device=self._device)
         rows = torch.arange(len(requests), device=self._device)
         running = torch.ones(len(requests), dtype=torch.bool, device=self._device)
-        cache = DynamicCache()
         for t in range(sampling.max_completion_tokens):
-            logits = self._model(
-                inputs, attention_mask=attention, position_ids=positions, past_key_values=cache, logits_to_keep=1
-            ).logits[:, -1]
             chosen, chosen_logprobs = choose(logits, rows, t)
             # a row that has ended but is still carried along writes behind its end, where nobody reads
             generated[rows, t], logprobs[rows, t] = chosen, chosen_logprobs
             running &= ~torch.isin(chosen, stops)
             num_running = int(running.sum())
-            if num_running == 0:
+            if num_running == 0 or t + 1 == sampling.max_completion_tokens:
                 break
             if num_running <= _COMPACT_BELOW * len(rows):
                 keep = running.nonzero()[:, 0]
                 cache.batch_select_indices(keep)
                 rows, running, chosen = rows[keep], running[keep], chosen[keep]
                 attention, positions = attention[keep], positions[keep]
-            inputs = chosen[:, None]
-            positions = positions[:, -1:] + 1
+            positions = positions + 1
             attention = torch.cat([attention, attention.new_ones(len(rows), 1)], dim=1)
-        arrays = generated.cpu().numpy(), logprobs.cpu().numpy()
-        ends = np.array(stops.tolist())
-        return [self._completion(ids, values, ends) for ids, values in zip(*arrays, strict=True)]
+            logits = self._forward(chosen[:, None], attention, positions, cache)
+        return self._completions(generated.cpu().numpy(), logprobs.cpu().numpy(), stops.cpu().numpy())
 
-    def _left_pad(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
-        longest = max(len(request.prompt.token_ids) for request in requests)
-        tokens = torch.full((len(requests), longest), self._tokenizer.pad_token_id, dtype=torch.int64)
+    def _forward(self, inputs: Tensor, attention: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """Logits [B, V] of the next token after each row of `inputs` [B, n], which are appended to the cache."""
+        output = self._model(
+            inputs,
+            attention_mask=attention,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,  # config.json may say false, as checkpoints from training do
+            logits_to_keep=1,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _left_pad(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+        longest = max(len(token_ids) for token_ids in prompts)
+        tokens = torch.full((len(prompts), longest), self._tokenizer.pad_token_id, dtype=torch.int64)
         attention = torch.zeros_like(tokens)
-        for row, request in enumerate(requests):
-            length = len(request.prompt.token_ids)
-            tokens[row, longest - length :] = torch.tensor(request.prompt.token_ids)
-            attention[row, longest - length :] = 1
+        for row, token_ids in enumerate(prompts):
+            tokens[row, longest - len(token_ids) :] = torch.tensor(token_ids)
+            attention[row, longest - len(token_ids) :] = 1
         return tokens.to(self._device), attention.to(self._device)
 
-    def _completion(self, ids: np.ndarray, logprobs: np.ndarray, stops: np.ndarray) -> Completion:
-        ends = np.flatnonzero(np.isin(ids, stops))
-        length = int(ends[0]) + 1 if ends.size else len(ids)
-        return Completion(
-            token_ids=ids[:length].astype(np.int64),
-            logprobs=logprobs[:length].astype(np.float32),
-            finish_reason="stop" if ends.size else "length",
-            text=self._tokenizer.decode(ids[:length], skip_special_tokens=True),
-            weights_versions=np.full(length, self._version, dtype=np.int64),
-        )
+    def _completions(self, ids: IntArray, logprobs: FloatArray, stops: IntArray) -> list[Completion]:
+        """From [N, T] arrays that are filled beyond each row's end."""
+        ended = np.isin(ids, stops)
+        stopped: BoolArray = np.any(ended, axis=1)
+        lengths = np.where(stopped, ended.argmax(axis=1) + 1, ids.shape[1])
+        cut = [row[:length] for row, length in zip(ids, lengths, strict=True)]
+        texts = self._tokenizer.batch_decode(cut, skip_special_tokens=True)
+        return [
+            Completion(
+                token_ids=tokens.astype(np.int64),
+                logprobs=values[: len(tokens)].astype(np.float32),
+                finish_reason="stop" if stop else "length",
+                text=text,
+                weights_versions=np.full(len(tokens), self._version, dtype=np.int64),
+            )
+            for tokens, values, stop, text in zip(cut, logprobs, stopped, texts, strict=True)
+        ]
+
+
+def _distinct_prompts(requests: Sequence[Request]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """The different prompts of a batch, and for each request which of them is its own.
+
+    Example: requests for prompts A, A, B, A give [A, B] and [0, 0, 1, 0].
+    """
+    index: dict[tuple[int, ...], int] = {}
+    prompt_of = [index.setdefault(request.prompt.token_ids, len(index)) for request in requests]
+    return list(index), prompt_of
 
 
 def engine_from_files(config: Config, tokenizer: PreTrainedTokenizerBase, checkpoint: WeightReader) -> HFEngine:
@@ -175,7 +210,14 @@ def engine_from_files(config: Config, tokenizer: PreTrainedTokenizerBase, checkp
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         max_concurrent_sequences=config.rollout.max_concurrent_sequences,
     )
-    engine.load_weights(lambda: ((name, checkpoint.get(name)) for name in checkpoint.names))
+
+    def finite() -> Iterator[tuple[str, Tensor]]:
+        for name in checkpoint.names:
+            tensor = checkpoint.get(name)
+            check_finite(name, tensor)
+            yield name, tensor
+
+    engine.load_weights(finite)
     return engine
 
 

@@ -1,21 +1,30 @@
-"""What the shape of a Hugging Face checkpoint is, read from its config.json alone.
+"""What the shape of a Hugging Face checkpoint is, read from its config.json.
 
-Read as JSON and not through transformers' config classes: their attribute names move between versions (rope_theta
-became rope_parameters in version 5), and the layout checks need nothing else.
+Read as JSON key by key, so that a key this code does not know how to obey is refused by name (`config_keys.py`), and
+then compared with what transformers' own config class makes of the same file (`transformers_view.py`).
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig
 from dppo_megatron.types import UserError
-
-SUPPORTED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
-"""Architectures with rows in the weight table of `mapping.py`: Qwen3 dense and MoE, Qwen2.5, the Llama-3 family."""
+from dppo_megatron.weights.config_keys import (
+    MODEL_TYPES,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    SUPPORTED,
+    check_keys,
+    read_keys,
+)
+from dppo_megatron.weights.json_files import plain, read_object, shown
+from dppo_megatron.weights.rope import read_rope
+from dppo_megatron.weights.transformers_view import check_agreement, names_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,79 +126,95 @@ class Architecture:
         return -(-self.vocab_size // tensor_parallel) * tensor_parallel
 
 
-def read_architecture(hf_path: str | Path) -> Architecture:
-    """Read config.json of a Hugging Face checkpoint directory.
+def read_architecture(hf_path: str | Path, given_as: str = "model.hf_path =") -> Architecture:
+    """Read config.json of a Hugging Face checkpoint directory, as transformers reads it or not at all.
+
+    Args:
+        given_as: the setting or option that named the directory, for messages.
 
     Raises:
         UserError: no config.json, not JSON, an unsupported architecture, or a feature the actor does not have.
     """
     path = Path(hf_path) / "config.json"
+    if not _exists(path):
+        raise UserError(f"{given_as} '{hf_path}': holds no config.json, so it is no Hugging Face checkpoint")
+    raw = read_object(path)
+    family = _family(raw, path)
+    model_type = MODEL_TYPES[family]
+    values = read_keys(raw, family, path)
+    check_keys(raw, family, path, names_of(model_type))
+    rope = read_rope(raw, path)
+    _check_sizes(values, path)
+    _check_pad_token(raw, values, path)
+    ours = values | {"rope_theta": rope.theta, "rope_factor": rope.llama3_factor}
+    check_agreement(raw, model_type, ours, path)
+    return Architecture(
+        name=family,
+        num_layers=values["num_hidden_layers"],
+        hidden_size=values["hidden_size"],
+        ffn_size=values["intermediate_size"],
+        num_heads=values["num_attention_heads"],
+        num_kv_heads=values["num_key_value_heads"],
+        head_dim=values["head_dim"],
+        vocab_size=values["vocab_size"],
+        max_positions=values["max_position_embeddings"],
+        rope_theta=rope.theta,
+        norm_eps=values["rms_norm_eps"],
+        tied_embeddings=values["tie_word_embeddings"],
+        qk_norm=family in (QWEN3, QWEN3_MOE),
+        qkv_bias=family == QWEN2,
+        rope_factor=rope.llama3_factor,
+        experts=_experts(values, path) if family == QWEN3_MOE else None,
+    )
+
+
+def _exists(path: Path) -> bool:
     try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return path.exists()
+    except OSError:  # a name of more than 4,096 characters, or a directory that is not ours to look into
+        return False
+
+
+def _family(raw: Mapping[str, Any], path: Path) -> str:
+    names = raw.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise UserError(f"{path}: architectures = {shown(names)}: must be a list of one name of {', '.join(SUPPORTED)}")
+    if names[0] not in MODEL_TYPES:
+        raise UserError(f"{path}: architecture {plain(names[0])} is not supported; supported: {', '.join(SUPPORTED)}")
+    model_type = MODEL_TYPES[names[0]]
+    if raw.get("model_type") != model_type:
         raise UserError(
-            f"model.hf_path = '{hf_path}': holds no config.json, so it is no Hugging Face checkpoint"
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
-    names = raw.get("architectures") or ["<none>"]
-    if names[0] not in SUPPORTED:
-        raise UserError(f"{path}: architecture {names[0]} is not supported; supported: {', '.join(SUPPORTED)}")
-    rope = raw.get("rope_parameters") or {
-        "rope_theta": raw.get("rope_theta", 10000.0),
-        **(raw.get("rope_scaling") or {}),
-    }
-    unsupported = {
-        "attention_bias": names[0] != "Qwen2ForCausalLM" and raw.get("attention_bias", False),
-        "mlp_bias": raw.get("mlp_bias", False),
-        "sliding window attention": raw.get("use_sliding_window", False),
-        f"activation {raw.get('hidden_act')}": raw.get("hidden_act", "silu") != "silu",
-        "a mix of dense and expert layers": raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1,
-    }
-    for feature, present in unsupported.items():
-        if present:
-            raise UserError(f"{path}: {feature} is not supported")
-    try:
-        return Architecture(
-            name=names[0],
-            num_layers=raw["num_hidden_layers"],
-            hidden_size=raw["hidden_size"],
-            ffn_size=raw["intermediate_size"],
-            num_heads=raw["num_attention_heads"],
-            num_kv_heads=raw.get("num_key_value_heads", raw["num_attention_heads"]),
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-            vocab_size=raw["vocab_size"],
-            max_positions=raw["max_position_embeddings"],
-            rope_theta=float(rope["rope_theta"]),
-            norm_eps=raw["rms_norm_eps"],
-            tied_embeddings=raw.get("tie_word_embeddings", False),
-            qk_norm=names[0].startswith("Qwen3"),
-            qkv_bias=names[0] == "Qwen2ForCausalLM",
-            rope_factor=_rope_factor(rope, path),
-            experts=_experts(raw) if names[0] == "Qwen3MoeForCausalLM" else None,
+            f"{path}: model_type = {shown(raw.get('model_type'))} does not fit architectures = {names[0]}, which needs"
+            f" {model_type}"
         )
-    except KeyError as error:
-        raise UserError(f"{path}: key {error} is missing") from None
+    return names[0]
 
 
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The constants that Megatron-core's Llama-3 frequency scaling has built in."""
+def _check_sizes(values: Mapping[str, Any], path: Path) -> None:
+    heads, groups = values["num_attention_heads"], values["num_key_value_heads"]
+    if heads % groups:
+        raise UserError(f"{path}: num_key_value_heads = {groups} does not divide num_attention_heads = {heads}")
 
 
-def _rope_factor(rope: dict[str, Any], path: Path) -> float:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return 0.0
-    wrong = {key: rope.get(key) for key, value in _LLAMA3_ROPE.items() if rope.get(key) != value}
-    if kind != "llama3" or wrong:
-        raise UserError(f"{path}: rope scaling {kind} {wrong or ''} is not supported; supported: llama3 {_LLAMA3_ROPE}")
-    return float(rope["factor"])
+def _check_pad_token(raw: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
+    """transformers gives it to the embedding, which refuses a row that it does not have."""
+    pad, vocab_size = raw.get("pad_token_id"), values["vocab_size"]
+    if pad is not None and not (type(pad) is int and -vocab_size <= pad < vocab_size):
+        raise UserError(f"{path}: pad_token_id = {shown(pad)}: must be a row of the {vocab_size} of the vocabulary")
 
 
-def _experts(raw: dict[str, Any]) -> Experts:
+def _experts(values: Mapping[str, Any], path: Path) -> Experts:
+    count, per_token = values["num_experts"], values["num_experts_per_tok"]
+    if per_token > count:
+        raise UserError(f"{path}: num_experts_per_tok = {per_token} is more than num_experts = {count}")
+    if per_token == 1 and values["norm_topk_prob"]:
+        raise UserError(
+            f"{path}: num_experts_per_tok = 1 with norm_topk_prob = true is not supported: Megatron-core's router has"
+            " no such mode (every weight would be 1, and the router would not learn)"
+        )
     return Experts(
-        count=raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"],
-        per_token=raw["num_experts_per_tok"],
-        ffn_size=raw["moe_intermediate_size"],
-        normalize_weights=raw.get("norm_topk_prob", False),
+        count=count,
+        per_token=per_token,
+        ffn_size=values["moe_intermediate_size"],
+        normalize_weights=values["norm_topk_prob"],
     )

@@ -23,9 +23,11 @@ from torch import Tensor
 
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
+from dppo_megatron.weights.hf_index import INDEX, check_index, weight_files
+from dppo_megatron.weights.json_files import plain, read_object
 from dppo_megatron.weights.shapes import Shape, hf_shapes
 
-INDEX = "model.safetensors.index.json"
+INPUT_NAME, OUTPUT_NAME = "model.embed_tokens.weight", "lm_head.weight"
 MAX_SHARD_BYTES = 5 * 10**9
 """Size of a written file, as transformers has it; only a single larger tensor makes a larger file."""
 
@@ -56,12 +58,9 @@ class CheckpointReader:
             unknown or of another shape; all of them are named.
     """
 
-    def __init__(self, hf_path: str | Path, architecture: Architecture) -> None:
+    def __init__(self, hf_path: str | Path, architecture: Architecture, given_as: str = "model.hf_path =") -> None:
         directory = Path(hf_path)
-        index = _read_index(directory)
-        paths = sorted({directory / name for name in index.values()}) or sorted(directory.glob("*.safetensors"))
-        if not paths:
-            raise UserError(f"model.hf_path = '{hf_path}': holds no *.safetensors file")
+        paths, index = weight_files(directory, given_as)
         self.files: dict[str, Path] = {}
         """Tensor name to the file that holds it."""
         self.dtypes: dict[str, torch.dtype] = {}
@@ -70,20 +69,25 @@ class CheckpointReader:
         for path in paths:
             handle = _open(path)
             for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
+                if name in self.files:
+                    raise UserError(f"{plain(name)} is in two files, {self.files[name]} and {path}; remove one of them")
                 tensor = handle.get_slice(name)
-                shapes[name], self.dtypes[name] = (
-                    tuple(tensor.get_shape()),
-                    _torch_dtype(path, name, tensor.get_dtype()),
-                )
+                shapes[name] = tuple(tensor.get_shape())
+                self.dtypes[name] = _torch_dtype(path, name, tensor.get_dtype())
                 self.files[name] = path
-        _check_index(directory, index, self.files)
+        check_index(directory, index, self.files)
         expected = hf_shapes(architecture)
-        self.redundant = {"lm_head.weight"} & set(shapes) if architecture.tied_embeddings else set()
+        self.redundant = {OUTPUT_NAME} & set(shapes) if architecture.tied_embeddings else set()
         """Tensors that the checkpoint holds beside those of the architecture: a tied model's second copy."""
-        for name in self.redundant:
-            del shapes[name]
+        copies = {name: shapes.pop(name) for name in self.redundant}
         check_shapes(f"checkpoint '{hf_path}'", expected, shapes)
         self.names = list(expected)
+        for name, shape in copies.items():
+            if shape != expected[INPUT_NAME] or not _same_values(self.get(name), self.get(INPUT_NAME)):
+                # transformers would load such a checkpoint untied, with a warning
+                raise UserError(
+                    f"'{hf_path}': config.json says tie_word_embeddings, but {name} differs from {INPUT_NAME}"
+                )
 
     def get(self, name: str) -> Tensor:
         """One full tensor, on the CPU."""
@@ -91,7 +95,10 @@ class CheckpointReader:
         if self._open is None or self._open[0] != path:
             self._open = None  # first, so that two files are never mapped at a time
             self._open = (path, _open(path))
-        tensor: Tensor = self._open[1].get_tensor(name)
+        try:
+            tensor: Tensor = self._open[1].get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise UserError(f"{path}: {name} cannot be read: {error}") from None
         return tensor.clone()  # the mapping ends with the last view of it
 
 
@@ -111,7 +118,7 @@ def check_shapes(where: str, expected: Mapping[str, Shape], found: Mapping[str, 
         ),
     )
     said = [
-        f"{what} {len(names)}: {', '.join(sorted(names)[:8])}{', ...' if len(names) > 8 else ''}"
+        f"{what} {len(names)}: {', '.join(map(plain, sorted(names)[:8]))}{', ...' if len(names) > 8 else ''}"
         for what, names in problems
         if names
     ]
@@ -224,7 +231,7 @@ class HFWriter:
 
     def _write_config(self) -> None:
         path = self._aside / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_object(path)
         largest = max(self._bytes, key=lambda name: self._bytes[name])  # norms may be kept in another type
         config["dtype" if "dtype" in config else "torch_dtype"] = str(self._dtypes[largest]).removeprefix("torch.")
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -260,7 +267,8 @@ def copy_assets(source: str | Path, target: Path) -> None:
     """Copy config.json, tokenizer and the like: all that a checkpoint needs beside its weights."""
     for pattern in _NOT_WEIGHTS:
         for path in Path(source).glob(pattern):
-            if path.name not in (INDEX, "metadata.json", "manifest.json"):  # those are about the source's own files
+            # those are about the source's own files
+            if path.is_file() and path.name not in (INDEX, "metadata.json", "manifest.json"):
                 shutil.copy(path, target / path.name)
 
 
@@ -295,35 +303,23 @@ def sync(path: Path) -> None:
 
 def _open(path: Path) -> Any:
     try:
+        if not path.is_file():  # and not a pipe, which would be waited for
+            raise UserError(f"{path} is not a readable safetensors file: no such file")
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is not a readable safetensors file: {error}") from None
 
 
-def _read_index(directory: Path) -> dict[str, str]:
-    """Tensor name to file name; empty without an index."""
-    path = directory / INDEX
-    if not path.is_file():
-        return {}
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        weight_map = {str(name): str(file) for name, file in index.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not an index of safetensors files: {error!r}") from None
-    missing = sorted({file for file in weight_map.values() if not (directory / file).is_file()})
-    if missing:
-        raise UserError(f"{path} names {len(missing)} files that are not there: {', '.join(missing[:8])}")
-    return weight_map
+def _same_values(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left, right) if left.dtype == right.dtype else torch.equal(left.double(), right.double())
 
 
-def _check_index(directory: Path, index: Mapping[str, str], files: Mapping[str, Path]) -> None:
-    wrong = sorted(name for name, file in index.items() if files.get(name) != directory / file)
-    if index and not wrong:
-        wrong = sorted(set(files) - set(index))
-    if wrong:
-        raise UserError(
-            f"{directory / INDEX} does not agree with the files about {len(wrong)} tensors: {', '.join(wrong[:8])}"
-        )
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raise `UserError` that names the tensor if it holds a NaN or an infinity."""
+    # a sum is one pass without a copy, and NaN and infinity survive it; only a sum that overflows needs the long look
+    if not bool(tensor.sum(dtype=torch.float32).isfinite()) and not bool(tensor.isfinite().all()):
+        bad = int((~tensor.isfinite()).sum())
+        raise UserError(f"{name}: {bad} of {tensor.numel()} weights are NaN or infinite; the checkpoint is damaged")
 
 
 def _torch_dtype(path: Path, name: str, dtype: str) -> torch.dtype:

@@ -17,7 +17,9 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 from torch import Tensor
 
+from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.weights.hf_files import check_finite
 from dppo_megatron.weights.mapping import PADDED_TO_VOCAB, Place, hf_names, join, split
 
 
@@ -34,17 +36,44 @@ class _Piece:
 
 @torch.no_grad()
 def load_hf_weights(model: Sequence[torch.nn.Module], architecture: Architecture, get: Callable[[str], Tensor]) -> None:
-    """Copy full Hugging Face tensors into this rank's shards. `get(name)` returns one full tensor, on the CPU."""
-    for shard in _local_shards(model):
-        piece = _describe(shard)
-        full = join(piece.key, [get(name) for name in hf_names(piece.key, piece.place, architecture)], architecture)
-        if piece.key in PADDED_TO_VOCAB:
-            padding = full.new_zeros(piece.shape[0] - full.shape[0], *full.shape[1:])
-            full = torch.cat([full, padding])
-        if tuple(full.shape) != piece.shape:
-            raise ValueError(f"{piece.key}: checkpoint has shape {tuple(full.shape)}, the model {piece.shape}")
-        assert shard.data is not None
-        shard.data.copy_(full[piece.index])
+    """Copy full Hugging Face tensors into this rank's shards. Collective.
+
+    Args:
+        get: returns one full tensor by name, on the CPU.
+
+    Raises:
+        UserError: on every rank, if one of them met a tensor that cannot be read, or holds a NaN or an infinity.
+    """
+    refusal = ""
+    try:
+        for shard in _local_shards(model):
+            _load_shard(shard, architecture, get)
+    except UserError as error:
+        refusal = str(error)
+    refusals = [refusal]
+    if dist.get_world_size() > 1:  # with pipeline stages, only one rank may have read the tensor
+        refusals = [""] * dist.get_world_size()
+        dist.all_gather_object(refusals, refusal)
+    if first := next(filter(None, refusals), ""):
+        raise UserError(first)
+
+
+def _load_shard(shard: ShardedTensor, architecture: Architecture, get: Callable[[str], Tensor]) -> None:
+    piece = _describe(shard)
+    assert shard.data is not None
+    parts = []
+    for name in hf_names(piece.key, piece.place, architecture):
+        # in the actor's own type: a float64 that bfloat16 cannot hold becomes an infinity here
+        part = get(name).to(shard.data.dtype)
+        check_finite(name, part)
+        parts.append(part)
+    full = join(piece.key, parts, architecture)
+    if piece.key in PADDED_TO_VOCAB:
+        padding = full.new_zeros(piece.shape[0] - full.shape[0], *full.shape[1:])
+        full = torch.cat([full, padding])
+    if tuple(full.shape) != piece.shape:
+        raise ValueError(f"{piece.key}: checkpoint has shape {tuple(full.shape)}, the model {piece.shape}")
+    shard.data.copy_(full[piece.index])
 
 
 class WeightStream:

@@ -21,9 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -41,8 +39,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import CheckpointReader, WeightReader, check_shapes
+from dppo_megatron.weights.hf_index import holds_safetensors
 from dppo_megatron.weights.mapping import PADDED_TO_VOCAB, Place, hf_names, split, table
 from dppo_megatron.weights.shapes import full_shape, in_layer_order, stacked_axes, stacked_shape
+from dppo_megatron.weights.torch_dist_metadata import read_metadata
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -55,16 +55,20 @@ _NOT_MODEL = ("optimizer.", "reference.")
 
 
 def is_torch_dist(directory: str | Path) -> bool:
-    """Whether `directory` looks like a distributed checkpoint."""
-    return (Path(directory) / ".metadata").is_file()
+    """Whether `directory` is a distributed checkpoint: it has a `.metadata`, and no safetensors, which would decide."""
+    return (Path(directory) / ".metadata").is_file() and not holds_safetensors(directory)
 
 
-def open_checkpoint(directory: str | Path, architecture: Architecture) -> WeightReader:
+def open_checkpoint(
+    directory: str | Path, architecture: Architecture, given_as: str = "model.hf_path ="
+) -> WeightReader:
     """A reader for `directory`, whichever kind of checkpoint it holds.
 
     Raises UserError as `CheckpointReader` and `TorchDistReader` do.
     """
-    return (TorchDistReader if is_torch_dist(directory) else CheckpointReader)(directory, architecture)
+    if is_torch_dist(directory):
+        return TorchDistReader(directory, architecture)
+    return CheckpointReader(directory, architecture, given_as)
 
 
 def write_torch_dist(
@@ -105,11 +109,13 @@ class TorchDistReader:
     def __init__(self, directory: str | Path, architecture: Architecture) -> None:
         self._directory, self._architecture = Path(directory), architecture
         self._reader = FileSystemReader(directory)
-        metadata = _read_metadata(self._directory, self._reader)
+        if not is_torch_dist(directory):
+            raise UserError(f"'{directory}': holds no .metadata, so it is no distributed checkpoint (torch_dist)")
+        metadata = read_metadata(self._directory)
         tensors = {
             key: value
             for key, value in metadata.state_dict_metadata.items()
-            if not isinstance(value, BytesStorageMetadata) and not key.startswith(_NOT_MODEL)
+            if isinstance(value, TensorStorageMetadata) and not key.startswith(_NOT_MODEL)
         }
         self.dtypes = {key: value.properties.dtype for key, value in tensors.items()}
         """Of each Megatron key."""
@@ -209,13 +215,3 @@ def _write_item(key: str, place: Place, architecture: Architecture, dtype: torch
         WriteItemType.SHARD,
         tensor_data=TensorWriteData(chunk, TensorProperties(dtype=dtype), size),
     )
-
-
-def _read_metadata(directory: Path, reader: FileSystemReader) -> Metadata:
-    if not is_torch_dist(directory):
-        raise UserError(f"'{directory}': holds no .metadata, so it is no distributed checkpoint (torch_dist)")
-    try:
-        metadata: Metadata = reader.read_metadata()
-    except (OSError, EOFError, ValueError, AttributeError, ImportError, pickle.UnpicklingError) as error:
-        raise UserError(f"'{directory}': its .metadata cannot be read: {error!r}") from None
-    return metadata

@@ -1,4 +1,4 @@
-"""How many cases a fuzzer tries."""
+"""How many cases a fuzzer tries: few in the suite, any number by `DPPO_FUZZ=100000 python -m pytest tests/fuzz`."""
 
 from __future__ import annotations
 
@@ -6,4 +6,5 @@ import os
 
 
 def fuzz_cases(default: int) -> int:
+    """The number in the environment, or what the suite has time for."""
     return int(os.environ.get("DPPO_FUZZ", default))

@@ -1,0 +1,58 @@
+"""Megatron's distributed optimizer where torch's own AdamW stands in for Apex's or Transformer Engine's.
+
+Its checkpoints assume FusedAdam, which keeps one `step` in the parameter group. torch keeps a `step` tensor with each
+parameter, and three things break: a save before the first step, a load, and bias correction after a load (0.16 and
+0.19 alike). That happens on every CPU, and on every GPU without those two packages. Mended in a subclass of our own
+rather than in Megatron's class: nothing that anybody else builds changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+
+class TorchAdamDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
+    """A `DistributedOptimizer` whose state can be saved at any time and loaded again."""
+
+    def state_dict(self) -> Any:
+        """See Megatron's. Before the first step torch's Adam has no state, and Megatron asserts that every parameter
+        has the same `step`: what is filled in is what the first step would start from."""
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                state = self.optimizer.state[param]
+                state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    if moment not in state:
+                        state[moment] = torch.zeros_like(param)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See Megatron's, which gives all parameters one `step` tensor: each parameter's update would then count it
+        up, and bias correction be wrong, silently, from the second parameter on."""
+        super().load_state_dict(state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+    def _set_main_param_and_optimizer_states(
+        self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
+    ) -> None:
+        # Megatron copies every entry of Adam's state out of the checkpoint, but `step` is not saved as a tensor
+        # (load_state_dict has set it already): KeyError. It is given its own value to copy.
+        group_index, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group_index]["params"][order]]
+        if "step" in state and "step" not in tensors:
+            tensors = {**tensors, "step": state["step"]}
+        super()._set_main_param_and_optimizer_states(model_param, tensors)
+
+
+def repair(optimizer: MegatronOptimizer) -> None:
+    """Make every distributed optimizer over torch's Adam in `optimizer` a `TorchAdamDistributedOptimizer`, in place."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        torch_adam = isinstance(getattr(part, "optimizer", None), (torch.optim.Adam, torch.optim.AdamW))
+        if type(part) is DistributedOptimizer and torch_adam:
+            part.__class__ = TorchAdamDistributedOptimizer

@@ -1,0 +1,88 @@
+"""The directories under checkpoints/: which there are, whose they are, and how one is put aside or removed.
+
+Nothing here is collective; rank 0 does it. The only thing that is ever deleted is a checkpoint that this run wrote and
+that newer good ones have replaced. What is damaged, of another run, or in the way is renamed into `aside/`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from dppo_megatron.checkpoint.manifest import Manifest, read_manifest, step_name
+
+ASIDE = "aside"
+
+_NAME = re.compile(r"step_([0-9]{6,20})")
+_LEFT_OVER = re.compile(r"step_[0-9]{6,20}(\.incomplete\.[0-9a-f]{8}|\.removed)")
+_REPLACED = re.compile(r"(step_[0-9]{6,20})\.replaced")
+
+
+def named(root: Path) -> list[tuple[int, Path]]:
+    """What has a checkpoint's name under `root`, by step; nothing in it has been looked at.
+
+    A symbolic link counts: to move an old checkpoint to another disk and link to it is an ordinary thing to do.
+    """
+    if not root.is_dir():
+        return []
+    matches = [(_NAME.fullmatch(path.name), path) for path in root.iterdir()]
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def read_own(path: Path, run: str) -> Manifest | str:
+    """The manifest of a checkpoint of `run`, or why it is none; the files that it lists are not looked at."""
+    if not path.exists():
+        return "it is a link to something that is not there"
+    if not path.is_dir():
+        return "it is not a directory"
+    manifest = read_manifest(path)
+    if isinstance(manifest, str):
+        return manifest
+    if step_name(manifest.step) != path.name:
+        return f"it is the checkpoint of step {manifest.step} under another name"
+    if manifest.run != run:
+        seed = f" (seed {manifest.config['seed']})" if "seed" in manifest.config else ""
+        return f"it is of another run: {manifest.run}{seed}, and this run is {run}"
+    return manifest
+
+
+def put_aside(path: Path) -> Path:
+    """Move what bears a checkpoint's name and is none of this run's into `aside/`; returns where it is now."""
+    shelf = path.parent / ASIDE
+    shelf.mkdir(exist_ok=True)
+    target, number = shelf / path.name, 1
+    while target.exists() or target.is_symlink():
+        target, number = shelf / f"{path.name}.{number}", number + 1
+    return path.rename(target)
+
+
+def sweep(root: Path) -> None:
+    """Remove what crashes have left half-written or half-removed; a name that nobody here gives stays."""
+    if not root.is_dir():
+        return
+    for path in root.iterdir():
+        if _LEFT_OVER.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+        elif match := _REPLACED.fullmatch(path.name):  # a crash between two renames
+            whole = path.with_name(match[1])
+            if not whole.exists() and not whole.is_symlink():
+                path.rename(whole)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; of a link only the link."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    doomed = path.with_name(path.name + ".removed")
+    path.rename(doomed)  # first, so that a half-removed one is never met under its name
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def point_at(link: Path, name: str) -> None:
+    """Make `link` point at the sibling `name`. For people: resuming looks at the directories themselves."""
+    aside = link.with_name(f"{link.name}.new")
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(name)
+    aside.replace(link)

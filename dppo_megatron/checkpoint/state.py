@@ -1,0 +1,77 @@
+"""loop.pt: the loop's own state and each rank's generators, written so that reading it runs no code.
+
+torch's restricted unpickler (`weights_only`) rebuilds tensors and plain containers; numpy's arrays are added here, type
+by type. What it cannot rebuild is an error while the checkpoint is written, and not when somebody needs it.
+
+What is random in the loop is a function of (seed, step, ids) and needs no state. The generators of Python, numpy,
+torch and Megatron are saved all the same, for losses of the user's that draw from them.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+
+from dppo_megatron.types import UserError
+
+_NUMPY = [
+    np.ndarray,
+    np.dtype,
+    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
+    np._core.multiarray.scalar,  # type: ignore[attr-defined]
+    *(type(np.dtype(kind)) for kind in "?bhilqBHILQefdU"),
+]
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write containers, numbers, text, numpy arrays and tensors.
+
+    Raises:
+        UserError: `state` holds something else.
+    """
+    torch.save(state, path)
+    read_state(path)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What `write_state` wrote.
+
+    Raises:
+        UserError: it cannot be read, or it holds what would have to be run to be read.
+    """
+    try:
+        with torch.serialization.safe_globals(_NUMPY):
+            state: dict[str, Any] = torch.load(path, weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"'{path}' cannot be read: {reason}") from None
+    if not isinstance(state, dict):
+        raise UserError(f"'{path}' holds a {type(state).__name__} and not the state of a run")
+    return state
+
+
+def generators() -> dict[str, Any]:
+    """The state of every random number generator of this rank."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def restore_generators(state: dict[str, Any]) -> None:
+    """Take over what `generators` gave."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
+    if torch.cuda.is_available() and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])

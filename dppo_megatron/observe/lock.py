@@ -1,0 +1,208 @@
+"""One trainer for each run directory: lock.json says which host and process has it.
+
+Three signs are asked, because none is enough alone. The kernel's record lock (fcntl) ends with the process, whatever
+becomes of its children, and reaches over NFS and Lustre where their lock managers run. Where they do not, a process of
+this host is looked up by its id and start time. A process of another host is only known by its heartbeat: it touches
+the file every few seconds, and one whose file has not changed for a minute of the file system's own clock is gone.
+
+POSIX record locks end as soon as the process closes any descriptor of the file. So this process never opens lock.json
+a second time, and what is read of it is read through the one descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dppo_megatron.types import UserError
+
+FILE = "lock.json"
+_HEARTBEAT_S = 5.0
+_STALE_S = 60.0
+"""Twelve heartbeats: a stalled file system must not look like a dead trainer."""
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class RunLock:
+    """Held from its making to `release`.
+
+    Args:
+        directory: the run directory; it exists.
+        say: takes a line for the person who watches: why it waits.
+        stale_s: age of the heartbeat, in seconds, from which a trainer on another host counts as dead.
+
+    Raises:
+        UserError: another trainer has it; it is named.
+        OSError: lock.json cannot be written.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        say: Callable[[str], None] = print,
+        *,
+        stale_s: float = _STALE_S,
+        heartbeat_s: float = _HEARTBEAT_S,
+    ) -> None:
+        self._path, self._say, self._stale_s = directory / FILE, say, stale_s
+        self._descriptor, kernel_locks = self._open()
+        try:
+            before = self._read()
+            if before and self._lives(before, kernel_locks):
+                raise UserError(self._refusal(before))
+            self.took_over = _name(before) if before else ""
+            """The trainer that ended without giving the lock back, if any."""
+            self._mine = json.dumps(_describe_self()).encode()
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, self._mine, 0)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._beat, args=(heartbeat_s,), name="run lock", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise UserError if the lock is no longer this process's: somebody removed or replaced lock.json."""
+        try:
+            theirs = os.stat(self._path).st_ino != os.fstat(self._descriptor).st_ino
+        except OSError:
+            return  # a file system that does not answer says nothing about another trainer
+        if theirs or os.pread(self._descriptor, 65536, 0) != self._mine:
+            raise UserError(
+                f"{self._path} was replaced while this trainer ran: another one may have begun to write to"
+                f" '{self._path.parent}', so this one stops. Its checkpoints stay as they are"
+            )
+
+    def release(self) -> None:
+        """Give the lock back; a second call does nothing."""
+        if self._done.is_set():
+            return
+        self._done.set()
+        self._thread.join()
+        with contextlib.suppress(OSError):
+            if os.stat(self._path).st_ino == os.fstat(self._descriptor).st_ino:
+                self._path.unlink()
+        os.close(self._descriptor)
+
+    def _open(self) -> tuple[int, bool]:
+        """A descriptor of the file that has the name now, locked; and whether this file system has locks."""
+        while True:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                kernel_locks = self._lock(descriptor)
+                if os.fstat(descriptor).st_ino == os.stat(self._path).st_ino:
+                    return descriptor, kernel_locks
+            except FileNotFoundError:
+                pass  # its holder has just given it back and removed it
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> bool:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise UserError(self._refusal(_parse(os.pread(descriptor, 65536, 0)))) from None
+            if error.errno not in _NO_LOCKS_HERE:
+                raise
+            return False
+        return True
+
+    def _read(self) -> dict[str, Any]:
+        return _parse(os.pread(self._descriptor, 65536, 0))
+
+    def _lives(self, holder: dict[str, Any], kernel_locks: bool) -> bool:
+        """Whether the process that `holder` describes still runs, as far as can be known here."""
+        if holder.get("host") == socket.gethostname() and holder.get("boot") == _boot_id():
+            if kernel_locks:  # in our hands, so no process of this machine can have it
+                return False
+            started = _start_of(holder.get("pid"))
+            if started and started == holder.get("process_start"):
+                return True
+        first = os.fstat(self._descriptor).st_mtime_ns
+        said = False
+        while (self._clock_ns() - first) / 1e9 < self._stale_s:
+            if not said:
+                self._say(f"{self._path}: waiting up to {self._stale_s:g} s for a sign of life of {_name(holder)}")
+                said = True
+            time.sleep(min(1.0, self._stale_s / 10))
+            if os.fstat(self._descriptor).st_mtime_ns != first:
+                return True
+        return False
+
+    def _clock_ns(self) -> int:
+        """The time of the file system's clock, which is the one that the heartbeat is written with."""
+        probe = self._path.with_name(f".{FILE}.{os.getpid()}")
+        probe.touch()
+        now = probe.stat().st_mtime_ns
+        probe.unlink()
+        return now
+
+    def _beat(self, heartbeat_s: float) -> None:
+        while not self._done.wait(heartbeat_s):
+            with contextlib.suppress(OSError):
+                os.utime(self._descriptor)
+
+    def _refusal(self, holder: dict[str, Any]) -> str:
+        return (
+            f"run_dir = '{self._path.parent}' is being written by another trainer: {_name(holder)}."
+            f" Wait for it or stop it, or choose another run_dir; if it is certain that it no longer runs, remove"
+            f" {self._path}"
+        )
+
+
+def _describe_self() -> dict[str, Any]:
+    pid = os.getpid()
+    described = {
+        "host": socket.gethostname(),
+        "pid": pid,
+        "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "boot": _boot_id(),
+        "process_start": _start_of(pid),
+    }
+    job = os.environ.get("SLURM_JOB_ID", "")
+    return described | ({"slurm_job": job} if job else {})
+
+
+def _name(holder: dict[str, Any]) -> str:
+    if "host" not in holder:
+        return "one that has not yet said who it is"
+    job = f", Slurm job {holder['slurm_job']}" if "slurm_job" in holder else ""
+    return f"host {holder['host']}, process {holder.get('pid')}{job}, since {holder.get('since')}"
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    """What a lock file says; nothing where it is empty, torn or of somebody else's making."""
+    try:
+        holder = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _start_of(pid: object) -> str:
+    """When a process of this machine was started, in the kernel's clock ticks; empty if there is none of that id."""
+    try:
+        # its name, the second field, may hold spaces and brackets; the start time is the 22nd field of all
+        return Path(f"/proc/{int(str(pid))}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except (OSError, ValueError, IndexError):
+        return ""

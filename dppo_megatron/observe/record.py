@@ -1,0 +1,230 @@
+"""metrics.jsonl and trace.jsonl: a line a step, written whole, and put in order again when a run resumes.
+
+A record is worth more than its file system. A line that does not fit on a full disk waits in memory. A line that is
+damaged, or of a step that is done again, is moved to `old/` beside the record and never thrown away. A checkpoint
+remembers a checksum of every line up to its step, so that a changed digit is noticed too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+OLD = "old"
+"""Where lines and files go that are no longer part of the record, beside it."""
+
+_START = b'{"step": '
+"""How a step's line begins, by which one is found again that has lost the newline before it."""
+
+
+class JsonLines:
+    """One JSON object a line. A line is one write to the file, so that neither a reader nor a kill sees half of it.
+
+    What is not finite becomes null: NaN and Infinity are not JSON.
+
+    Args:
+        sums: CRC-32 of the lines that the file holds, by step.
+    """
+
+    def __init__(self, path: Path, sums: Mapping[int, int] | None = None) -> None:
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
+        self._waiting: list[bytes] = []
+        self.sums = dict(sums or {})
+        """CRC-32 of every line that has a step, written or waiting."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Lines that could not be written so far."""
+        return len(self._waiting)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one object. Raises OSError where the disk does not take it; the line is then tried again first."""
+        line = _line(row)
+        if "step" in row:
+            self.sums[row["step"]] = zlib.crc32(line)
+        self._waiting.append(line + b"\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits. A line that a full disk takes only in part is taken back before OSError is raised."""
+        while self._waiting:
+            rest = memoryview(self._waiting[0])
+            end = os.fstat(self._file.fileno()).st_size
+            try:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                self._file.truncate(end)
+                raise
+            del self._waiting[0]
+
+    def sync(self) -> None:
+        """Put everything on the disk. Raises OSError where that is not possible."""
+        self.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+@dataclass
+class _Sorted:
+    """The lines of a record, sorted by what becomes of them."""
+
+    headers: list[bytes] = field(default_factory=list)
+    steps: dict[int, bytes] = field(default_factory=dict)
+    later: list[bytes] = field(default_factory=list)
+    """Of steps that are done again."""
+    damaged: list[bytes] = field(default_factory=list)
+
+
+def rewind(path: Path, last_step: int, sums: Mapping[int, int] | None = None) -> tuple[list[str], dict[int, int]]:
+    """Make `path` the record of the steps up to `last_step`: what is damaged or of later steps goes to `old/`.
+
+    A torn line at the end is what a kill leaves, and is dropped without a word. Good lines out of order are sorted.
+
+    Args:
+        sums: CRC-32 of the lines as they were when the checkpoint was written, by step; None: unknown.
+
+    Returns:
+        A line for the log for everything unusual, and the checksums of what `path` holds now.
+    """
+    before = path.read_bytes() if path.exists() else b""
+    lines = _sort(before, last_step, sums)
+    after = b"".join(line + b"\n" for line in [*lines.headers, *(lines.steps[step] for step in sorted(lines.steps))])
+    old, said = path.parent / OLD, []
+    if lines.damaged:
+        _append(old / f"{path.stem}.damaged{path.suffix}", lines.damaged)
+        said.append(f"warning: {path}: damaged lines ({len(lines.damaged)}) moved to {old}/{path.stem}.damaged.jsonl")
+    if lines.later:
+        _append(old / f"{path.stem}.redone{path.suffix}", lines.later)
+        said.append(
+            f"{path}: lines after step {last_step} ({len(lines.later)}) moved to {old}/{path.stem}.redone.jsonl"
+        )
+    if missing := sorted((sums or {}).keys() - lines.steps.keys()):
+        listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        said.append(f"warning: {path}: the lines of {len(missing)} finished steps are lost ({listed})")
+    if after != before:
+        _replace(path, after)
+    return said, {step: zlib.crc32(line) for step, line in lines.steps.items()}
+
+
+def move_to_old(path: Path) -> Path | None:
+    """Move a whole record out of the way of a run that begins again; returns where it is now, None if none was there.
+
+    Example: metrics.jsonl becomes old/metrics.0001.jsonl, the next one old/metrics.0002.jsonl.
+    """
+    if not path.exists() or (path.is_file() and not path.stat().st_size):
+        return None
+    old, number = path.parent / OLD, 1
+    old.mkdir(exist_ok=True)
+    while (target := old / f"{path.stem}.{number:04d}{path.suffix}").exists():
+        number += 1
+    return path.rename(target)
+
+
+def put_first(path: Path, header: Mapping[str, Any]) -> None:
+    """Give a trace that has lost its first line, or has none yet, one."""
+    rest = path.read_bytes() if path.exists() else b""
+    if not rest.startswith(b'{"format"'):
+        _replace(path, _line(header) + b"\n" + rest)
+
+
+def _sort(data: bytes, last_step: int, sums: Mapping[int, int] | None) -> _Sorted:
+    result = _Sorted()
+    *whole, tail = data.split(b"\n")
+    for line in whole:
+        for part, step in _whole_lines(line):
+            _place(part, step, last_step, sums, result)
+    for part, step in _whole_lines(tail):
+        if step is not None:  # what is torn there was not written whole
+            _place(part, step, last_step, sums, result)
+    return result
+
+
+def _place(
+    line: bytes, step: int | str | None, last_step: int, sums: Mapping[int, int] | None, result: _Sorted
+) -> None:
+    if step == "header":
+        (result.damaged if result.headers else result.headers).append(line)
+    elif not isinstance(step, int):
+        if line.strip(b"\0 \t\r"):
+            result.damaged.append(line)
+    elif step > last_step:
+        result.later.append(line)
+    elif sums is not None and sums.get(step) != zlib.crc32(line):
+        result.damaged.append(line)
+    elif result.steps.setdefault(step, line) != line:
+        result.damaged.append(line)  # two lines of one step, and no telling which: the first stays
+
+
+def _read(line: bytes) -> int | str | None:
+    """The step of a line; "header" for a trace's first; None if it is neither."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict):
+        return None
+    step = row.get("step")
+    if type(step) is int and step >= 0:
+        return step
+    return "header" if "step" not in row and isinstance(row.get("format"), str) else None
+
+
+def _whole_lines(line: bytes) -> list[tuple[bytes, int | str | None]]:
+    """A line and its step; where it is none, the whole lines that a damaged newline has joined in it, and the rest."""
+    if (step := _read(line)) is not None:
+        return [(line, step)]
+    starts = [0, *(at for at in _occurrences(line, _START) if at)]
+    found: list[tuple[bytes, int | str | None]] = []
+    for start, end in zip(starts, [*starts[1:], len(line)], strict=True):
+        part = line[start:end]
+        # behind a whole object may stand the byte that was its newline
+        found.append((part, step) if (step := _read(part)) is not None else (part[:-1], _read(part[:-1])))
+        if found[-1][1] is None:
+            found[-1] = (part, None)
+    return found
+
+
+def _occurrences(line: bytes, mark: bytes) -> list[int]:
+    found, at = [], line.find(mark)
+    while at >= 0:
+        found.append(at)
+        at = line.find(mark, at + 1)
+    return found
+
+
+def _append(path: Path, lines: list[bytes]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "ab") as file:
+        file.write(b"".join(line + b"\n" for line in lines))
+
+
+def _replace(path: Path, data: bytes) -> None:
+    target = Path(os.path.realpath(path))  # of a link, what it points to
+    aside = target.with_name(target.name + ".new")
+    with open(aside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(target)
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(_finite(row), allow_nan=False).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

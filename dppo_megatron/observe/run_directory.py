@@ -1,0 +1,184 @@
+"""A run's directory while it is written: whose it is, the lock on it, and the record in it. Only rank 0 has one.
+
+What could stop a run before it begins (no permission, a file in the way, another trainer, a directory of another run)
+is asked here, before a model is built. Once it runs, a full disk costs no line: what cannot be written waits.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dppo_megatron.config import save_config
+from dppo_megatron.config.schema import Config
+from dppo_megatron.observe.lock import RunLock
+from dppo_megatron.observe.record import JsonLines, move_to_old, put_first, rewind
+from dppo_megatron.types import UserError
+
+IDENTITY = "run.json"
+RECORDS = ("metrics.jsonl", "trace.jsonl")
+_FORMAT = "dppo_megatron run 1"
+
+Sums = dict[str, dict[int, int]]
+"""CRC-32 of every line of each record, by step: what a checkpoint remembers of them."""
+
+
+class RunDirectory:
+    """Locked from its making to `close`.
+
+    Args:
+        path: made if it is not there.
+        say: takes a line for the person who watches.
+
+    Raises:
+        UserError: it cannot be written, another trainer has it, or it holds a run that does not say which.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self._path, self._say = path, say
+        self._lines: dict[str, JsonLines] = {}
+        self._troubled: set[str] = set()
+        with _said_as_mistake(path):
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = RunLock(path, say)
+            try:
+                self.run = _read_identity(path) or _begin_identity(path)
+                """The run's id."""
+                _check_checkpoints(path / "checkpoints")
+            except BaseException:
+                self._lock.release()
+                raise
+        if self._lock.took_over:
+            say(f"the last trainer of {path} ended without a word: {self._lock.took_over}")
+
+    def open_record(self, config: Config, header: dict[str, Any], resumed_step: int | None, sums: Sums) -> None:
+        """Write config.yaml and open the record: as it was after `resumed_step`, or empty where the run begins.
+
+        Args:
+            header: the first line of trace.jsonl.
+            resumed_step: the step of the run's own checkpoint that it resumes from; None: it begins.
+            sums: the record's lines as that checkpoint remembers them.
+        """
+        with _said_as_mistake(self._path):
+            aside = self._path / "config.yaml.new"
+            save_config(config, aside)
+            aside.replace(self._path / "config.yaml")
+            for name in RECORDS:
+                path, kept = self._path / name, dict[int, int]()
+                if resumed_step is not None:
+                    said, kept = rewind(path, resumed_step, sums.get(name))
+                    for line in said:
+                        self._say(line)
+                elif where := move_to_old(path):
+                    self._say(f"warning: {path} is the record of a run without a checkpoint; it is now {where}")
+                if name == "trace.jsonl":
+                    put_first(path, header)
+                self._lines[name] = JsonLines(path, kept)
+
+    def write(self, name: str, row: dict[str, Any]) -> None:
+        """Append a line to a record. Where the disk does not take it, it waits, and that is said once."""
+        try:
+            self._lines[name].write(row)
+        except OSError as error:
+            if name not in self._troubled:
+                self._troubled.add(name)
+                self._say(
+                    f"warning: {self._path / name} cannot be written ({error.strerror}): its lines wait in memory and"
+                    " are tried again; until they are on the disk no checkpoint is saved"
+                )
+            return
+        if name in self._troubled:
+            self._troubled.remove(name)
+            self._say(f"{self._path / name} is written again; no line is lost")
+
+    def sync(self) -> Sums:
+        """Put the records on the disk: a checkpoint must not survive a power cut that its own step's line does not.
+
+        Returns:
+            The checksums for that checkpoint.
+
+        Raises:
+            OSError: a line could not be written.
+        """
+        for name, lines in self._lines.items():
+            try:
+                lines.sync()
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._path / name)) from None
+            self._troubled.discard(name)
+        return {name: dict(lines.sums) for name, lines in self._lines.items()}
+
+    def check(self) -> None:
+        """Raise UserError if another trainer has taken the directory over."""
+        self._lock.check()
+
+    def close(self) -> None:
+        """Close the records and give the lock back."""
+        for name, lines in self._lines.items():
+            try:
+                lines.flush()
+            except OSError as error:
+                self._say(f"warning: {self._path / name} ends {lines.num_waiting} lines early ({error.strerror})")
+            lines.close()
+        self._lines = {}
+        self._lock.release()
+
+
+@contextmanager
+def _said_as_mistake(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
+        raise UserError(
+            f"run_dir = '{path}' cannot be written: {error.strerror or error}{where}; choose another run_dir, or make"
+            " room or give permission there"
+        ) from None
+
+
+def _read_identity(path: Path) -> str:
+    """The id in run.json; empty in a directory that holds nothing of a run."""
+    own = path / IDENTITY
+    held = [name for name in RECORDS if (path / name).exists()]
+    held += [f"checkpoints/{found.name}" for found in sorted((path / "checkpoints").glob("step_[0-9]*"))[:1]]
+    reason = "it is missing"
+    if own.exists():
+        try:
+            raw = json.loads(own.read_text(encoding="utf-8"))
+            if raw["format"] == _FORMAT and isinstance(raw["run"], str) and raw["run"]:
+                return str(raw["run"])
+            reason = "it has another format"
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            reason = f"it cannot be read ({type(error).__name__})"
+    elif not held:
+        return ""
+    raise UserError(
+        f"run_dir = '{path}' holds {', '.join(held) or IDENTITY}, but {IDENTITY} does not say which run that is:"
+        f" {reason}. Choose another run_dir; checkpoint.resume=DIR begins it from one of these checkpoints"
+    )
+
+
+def _begin_identity(path: Path) -> str:
+    run = uuid.uuid4().hex
+    text = json.dumps({"format": _FORMAT, "run": run, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}, indent=1)
+    aside = path / f"{IDENTITY}.new"
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path / IDENTITY)
+    return run
+
+
+def _check_checkpoints(root: Path) -> None:
+    """Raise OSError where no checkpoint could be written: better now than at the first save."""
+    root.mkdir(exist_ok=True)
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root))

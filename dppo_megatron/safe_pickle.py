@@ -1,0 +1,107 @@
+"""Pickles that were not written here: only what is on a list is looked up, so reading one runs no code of its writer.
+
+torch's distributed checkpoints keep their table of contents, `.metadata`, as a pickle, and `pickle.load` calls whatever
+a pickle names. The alternative, a parser of our own for the few opcodes that torch emits, would have to follow torch;
+the list follows it more easily: a class that is missing here is an error that names it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
+DISTRIBUTED_CHECKPOINT: Mapping[str, frozenset[str]] = {
+    "torch": frozenset(
+        [
+            "Size",
+            "bfloat16",
+            "bool",
+            "complex128",
+            "complex64",
+            "float16",
+            "float32",
+            "float64",
+            "float8_e4m3fn",
+            "float8_e4m3fnuz",
+            "float8_e5m2",
+            "float8_e5m2fnuz",
+            "float8_e8m0fnu",
+            "int16",
+            "int32",
+            "int64",
+            "int8",
+            "uint16",
+            "uint32",
+            "uint64",
+            "uint8",
+        ]
+    ),
+    "torch.serialization": frozenset({"_get_layout"}),
+    _METADATA: frozenset(
+        [
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        ]
+    ),
+    # Megatron stores its ranks' save plans beside the table, to reuse them at the next save
+    _PLANNER: frozenset(["BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"]),
+    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
+    "collections": frozenset({"OrderedDict"}),
+    "pathlib": frozenset({"PosixPath", "PurePosixPath"}),  # where it was written, if the writer was given a Path
+    "pathlib._local": frozenset({"PosixPath", "PurePosixPath"}),  # its name in Python 3.13
+}
+"""Module to names: what the `.metadata` of a distributed checkpoint is made of. Plain data, and nothing that can be
+made to call anything else."""
+
+
+class UnsafePickleError(ValueError):
+    """The pickle is damaged, or names something that is not on the list."""
+
+
+def read_pickle(file: BinaryIO, allowed: Mapping[str, frozenset[str]]) -> Any:
+    """Unpickle `file`, looking up only what `allowed` lists as module to names.
+
+    Raises:
+        UnsafePickleError: something else is named, or these bytes are no pickle.
+    """
+    try:
+        return _Unpickler(file, allowed).load()
+    except UnsafePickleError:
+        raise
+    except Exception as error:  # damaged bytes make an unpickler raise nearly anything
+        raise UnsafePickleError(f"it is damaged ({type(error).__name__}: {error})") from None
+
+
+def read_metadata(path: Path) -> Any:
+    """torch's `Metadata` in the file `.metadata` of a distributed checkpoint.
+
+    Raises:
+        UnsafePickleError: as `read_pickle`, or it holds something else.
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        metadata = read_pickle(file, DISTRIBUTED_CHECKPOINT)
+    if type(metadata).__name__ != "Metadata":
+        raise UnsafePickleError(f"it holds a {type(metadata).__name__} and not torch's Metadata")
+    return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BinaryIO, allowed: Mapping[str, frozenset[str]]) -> None:
+        super().__init__(file)
+        self._allowed = allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in self._allowed.get(module, ()):
+            raise UnsafePickleError(f"it asks for {module}.{name}, which such a file has no use for; it was not loaded")
+        return super().find_class(module, name)

@@ -1,0 +1,67 @@
+"""JSON of a model directory, read strictly: whatever is wrong with the file ends in one sentence.
+
+Stricter than `json.loads` in one point: a key that stands twice in an object is an error, because Python keeps the
+last one and other readers the first, so two engines could run two models.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dppo_megatron.types import UserError
+
+_MAX_BYTES = 256 * 2**20  # the index of a 1,000-expert model has about 60 MB; a tokenizer.json has 20
+_SHOWN_CHARACTERS = 120
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`.
+
+    Raises:
+        UserError: no such file, not readable, not JSON, a key that stands twice, or no object.
+    """
+    try:
+        if not path.is_file():  # and not a pipe, which would be waited for
+            raise UserError(f"{path}: no such file")
+        if path.stat().st_size > _MAX_BYTES:
+            raise UserError(f"{path}: larger than {_MAX_BYTES} bytes")
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except _DuplicateKeyError as error:
+        raise UserError(f"{path}: the key {shown(error.args[0])} stands twice in one object; remove one") from None
+    except RecursionError:
+        raise UserError(f"{path} is not valid JSON: nested too deeply") from None
+    except ValueError as error:  # not JSON, not UTF-8, or a number of more than 4,300 digits
+        raise UserError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: holds {shown(value)}, expected an object of keys and values")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A JSON value as one short printable line of ASCII, for messages."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = repr(type(value))
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + " ..."
+
+
+def plain(name: str) -> str:
+    """A name as it stands if it is printable ASCII, else as `shown` does."""
+    return name if name.isascii() and name.isprintable() and len(name) <= _SHOWN_CHARACTERS else shown(name)
+
+
+class _DuplicateKeyError(Exception):
+    pass
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _DuplicateKeyError(next(name for name in names if names.count(name) > 1))
+    return found

@@ -1,0 +1,115 @@
+"""The tokenizer of a model directory: loaded without its code, and checked against the model it belongs to.
+
+transformers is lenient here, and each leniency is a run that trains on the wrong thing: without tokenizer files it
+makes a tokenizer of one token, and an end-of-sequence token that no file gives an id to is added as a new one, whose
+embedding nobody trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from dppo_megatron.types import UserError
+from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.weights.json_files import read_object, shown
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_PROBE = "What is 1 + 1?\nThe answer is \\boxed{2}."
+
+
+def load_tokenizer(
+    directory: str | Path, architecture: Architecture, given_as: str = "model.hf_path ="
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint, with a padding token.
+
+    Args:
+        given_as: the setting or option that named the directory, for messages.
+
+    Raises:
+        UserError: none there, damaged, code of its own, tokens that the model has no row for, or no end of sequence.
+    """
+    where = f"{given_as} '{directory}'"
+    settings = _settings(Path(directory))
+    if not any((Path(directory) / name).is_file() for name in _FILES):
+        raise UserError(f"{where}: holds no tokenizer (none of {', '.join(_FILES)})")
+    if settings.get("auto_map"):
+        raise UserError(
+            f"{where}: tokenizer_config.json names code of its own (auto_map = {shown(settings['auto_map'])}), which is"
+            " never run; save the tokenizer in a format that transformers reads by itself"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        vocabulary = tokenizer.get_vocab()
+        probe = tokenizer.encode(_PROBE)
+        tokenizer.decode(probe)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a damaged file surfaces as anything; the Rust library's panics are no Exceptions
+        raise UserError(f"{where}: its tokenizer cannot be loaded: {_one_line(error)}") from None
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise UserError(f"{where}: its tokenizer is a {type(tokenizer).__name__}, which is for another kind of model")
+    _check_ids(tokenizer, vocabulary, probe, architecture, where)
+    _check_end(tokenizer, Path(directory), settings, where)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    path = directory / "tokenizer_config.json"
+    return read_object(path) if path.exists() else {}
+
+
+def _check_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: Mapping[str, int],
+    probe: list[int],
+    architecture: Architecture,
+    where: str,
+) -> None:
+    rows, largest = architecture.vocab_size, max(vocabulary.values(), default=-1)
+    if len(tokenizer) > rows or largest >= rows:
+        raise UserError(
+            f"{where}: its tokenizer has {len(tokenizer)} tokens up to id {largest}, its config.json only {rows}"
+        )
+    if not probe or not all(0 <= token < rows for token in probe):
+        raise UserError(f"{where}: its tokenizer makes {shown(probe)} of {shown(_PROBE)}; it is damaged or empty")
+
+
+def _check_end(tokenizer: PreTrainedTokenizerBase, directory: Path, settings: Mapping[str, Any], where: str) -> None:
+    """An end of sequence that the model was trained with: one that a file gives an id to."""
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{where}: its tokenizer has no end-of-sequence token (eos_token in tokenizer_config.json)")
+    end = tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)
+    if not _has_id(str(end), directory, settings):
+        raise UserError(
+            f"{where}: its end-of-sequence token {shown(str(end))} has no id in the tokenizer's files, so the model"
+            " never learned it; set eos_token in tokenizer_config.json to one of its tokens"
+        )
+
+
+def _has_id(token: str, directory: Path, settings: Mapping[str, Any]) -> bool:
+    declared = settings.get("added_tokens_decoder")
+    if isinstance(declared, dict) and any(
+        isinstance(entry, dict) and entry.get("content") == token for entry in declared.values()
+    ):
+        return True
+    if not (directory / "tokenizer.json").is_file():
+        return True  # older formats keep theirs in binary files or several; transformers has read them
+    fast = read_object(directory / "tokenizer.json")
+    added, model = fast.get("added_tokens"), fast.get("model")
+    if isinstance(added, list) and any(isinstance(entry, dict) and entry.get("content") == token for entry in added):
+        return True
+    known = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(known, dict):
+        return token in known
+    return isinstance(known, list) and any(isinstance(entry, list) and entry[:1] == [token] for entry in known)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return f"{type(error).__name__}: {text.encode('ascii', 'backslashreplace').decode()[:300]}"

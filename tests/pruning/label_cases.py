@@ -1,0 +1,366 @@
+"""Random configurations of a step, their full-batch coefficients by definition, and expectations over every draw.
+
+Kept apart from the tests because three of them use it. Nothing here reads a label. The coefficients are computed one
+completion at a time from the formulas of docs/objectives.md, for the configuration without pruning; the expectation is
+a sum over all draws of the design, found by steering the uniform numbers that the selector asks for:
+
+- a systematic draw is piecewise constant in its start, so one run in each piece and the piece's length integrate it;
+- independent coins are enumerated, 2^k patterns of the k rows that chance decides.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from dppo_megatron import randomness
+from dppo_megatron.config.objective import KLConfig, ObjectiveConfig, OverlongConfig
+from dppo_megatron.config.pruning import COMPLETION_METHODS, PROMPT_METHODS
+from dppo_megatron.config.schema import Config
+from dppo_megatron.packing.alignment import PackingLayout
+from dppo_megatron.packing.slack import TokenCapacity
+from dppo_megatron.pruning import completion_base, prompt_base, prompt_resampling
+from dppo_megatron.selection import Decision, Rollouts, Selector
+from dppo_megatron.types import UserError
+
+LIMIT = 12
+ALMOST_ONE = 1.0 - 2.0**-53
+
+
+@dataclass
+class Case:
+    """A selector somewhere in a run, and what each prompt's rollout would come to in the next step."""
+
+    config: Config
+    selector: Selector
+    step: int
+    state: dict[str, Any]
+    outcomes: Rollouts
+    """[num_prompts, G], a row for each prompt."""
+
+    def run(self, outcomes: Rollouts | None = None) -> Decision:
+        """The step from the same state, with whatever the uniform numbers are now."""
+        table = outcomes or self.outcomes
+        self.selector.load_state_dict(self.state)
+        rows = self.selector.begin(self.step).prompt_index
+        while (more := self.selector.refill(table.rewards[rows], self.step)) is not None:
+            rows = np.concatenate([rows, more.prompt_index])
+        return self.selector.finish(_rows_of(table, rows), self.step)
+
+
+# ------------------------------------------------------------------------------------------ the generator
+
+
+def make_config(rng: np.random.Generator) -> Config:
+    """Any settings that look reasonable one by one; together they may be refused."""
+
+    def one(*values: Any) -> Any:
+        return values[rng.integers(len(values))]
+
+    config = Config(steps=int(one(8, 400, 400)), seed=int(rng.integers(2**31)))
+    pruning = config.pruning
+    weighted = ("none", "dppo", "dppo", "dppo_auto", "infobatch", "greso_ht")  # half of the cases can be unbiased
+    pruning.prompt.method = one(*(weighted if rng.random() < 0.7 else PROMPT_METHODS))
+    pruning.completion.method = one(*(weighted if rng.random() < 0.7 else COMPLETION_METHODS))
+    for level in (pruning.prompt, pruning.completion):
+        level.rate = one(0.0, 0.25, 0.3, 0.5, 0.5, 0.6, 0.7, 0.9, float(rng.uniform(0, 0.95)))
+        level.p_min = float(one(0.02, 0.05, 1 - level.rate, rng.uniform(0.01, 1 - level.rate)))
+        level.design, level.estimator = (
+            one("systematic", "systematic", "poisson"),
+            one("ht", "ht", "ht", "c_form", "hajek"),
+        )
+        capped = rng.random() < 0.3
+        level.max_weight = float(one(1, 1.3, 2, 3, 5, 20, 1 / level.p_min, 100)) if capped else 0.0
+        level.anneal_fraction = float(one(*[1] * 8, 0.5, 0.0))
+        level.cost_aware = one(False, False, True)
+        level.max_design_effect = float(one(0, 0, 0, 0, 1.1, 1.6))
+        level.max_noise_ratio = float(one(*[0] * 7, 1.5))
+        level.auto_rule = one("cost", "design_effect")
+    pruning.prompt.score = one("beta", "mean_abs", "rms")
+    pruning.prompt.warmup_epochs = float(one(0, 0, 0, 0, 0.5, 1))
+    pruning.prompt.fixed_cost_ratio = float(one(0, 0.01, 0.1, 1))
+    pruning.prompt.revisit_epochs = float(one(0, 1.5))
+    pruning.prompt.refill.enabled = one(True, True, False)
+    pruning.prompt.refill.max_rounds = int(one(1, 3))
+    pruning.prompt.greso.smallest_refill_prompts = 1
+    pruning.completion.score = one("free_norm", "abs_advantage")
+    pruning.completion.warmup_steps = int(one(*[0] * 7, 2))
+    pruning.completion.rollout_cost_ratio = float(one(0, 0.01, 0.1, 1))
+    pruning.completion.kl_slope = float(one(0, 1, 1))
+    pruning.completion.fill_slack = one(True, False)
+    pruning.completion.allocation = one(False, True)
+    loss = one("clip", "clip", "gspo", "cispo", "divergence_tv")
+    config.objective = ObjectiveConfig(
+        loss=loss,
+        clip_low=float(one(0.0, 0.2, 0.5)),
+        clip_high=float(one(0.0, 0.28, 5.0)),
+        dual_clip=float(one(0, 10)) if loss == "clip" else 0.0,
+        advantage=one("group_std", "group_mean", "rloo", "reinforce_baseline"),
+        advantage_eps=one(0.0, 1e-6, 0.1),
+        normalization=one("sequence_mean", "token_mean", "constant"),
+        kl=KLConfig(coef=one(0.0, 0.0, 0.04), estimator=one("k1", "k2", "k3", "k3_unbiased")),
+        entropy_coef=one(0.0, 0.0, 0.01),
+        overlong=OverlongConfig(buffer_tokens=int(one(0, 0, 6)), filter=bool(rng.random() < 0.08)),
+        updates_per_step=int(one(1, 1, 2, 3)),
+    )
+    # Small enough that every pattern of independent coins can be tried.
+    coins = pruning.completion.design == "poisson" or pruning.prompt.design == "poisson"
+    shape = one((2, 2), (2, 3), (3, 2)) if coins else one((2, 2), (3, 2), (4, 2), (4, 3), (6, 2), (3, 4), (2, 8))
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = shape
+    config.rollout.max_completion_tokens = LIMIT
+    return config
+
+
+def make_outcomes(rng: np.random.Generator, num_prompts: int, size: int, *, binary: bool) -> Rollouts:
+    """Ties, groups that are all right or all wrong, failed gradings, graded rewards, and what cannot be told apart."""
+    shape = (num_prompts, size)
+    kind = rng.integers(0, 4)
+    rewards = (rng.random(shape) < rng.choice([0.0, 0.3, 0.5, 1.0], (num_prompts, 1))).astype(np.float64)
+    if kind == 1:
+        rewards = rng.choice([0.0, 0.1, 1.0], shape)
+    elif kind == 2:
+        rewards = rng.random(shape)
+    elif kind == 3 and not binary:
+        rewards = rng.normal(0, 10.0 ** rng.integers(-3, 4), shape)
+    rewards = np.where(rng.random(shape) < rng.choice([0.0, 0.2]), np.nan, rewards)
+    if rng.random() < 0.2:
+        rewards[rng.integers(num_prompts)] = np.nan
+    lengths = rng.integers(1, LIMIT + 1, shape)
+    truncated = (lengths == LIMIT) & (rng.random(shape) < 0.8) if rng.random() < 0.5 else None
+    surprisal = rng.uniform(0.01, 1, shape) * np.sqrt(lengths)
+    surprisal[rng.random(shape) < rng.choice([0.0, 0.1])] = 0.0
+    tokens = rng.integers(1, 5, num_prompts) if rng.random() < 0.5 else None
+    return Rollouts(rewards, lengths, surprisal, tokens, truncated)
+
+
+def make_case(index: int) -> Case:
+    """The case of this number: refused settings are drawn anew, then up to six steps are played."""
+    rng = np.random.default_rng((20261122, index))
+    while True:
+        config = make_config(rng)
+        binary = config.pruning.prompt.method.startswith("dppo") and config.pruning.prompt.score == "beta"
+        num_prompts = config.rollout.prompts_per_step * int(rng.choice([1, 1, 2])) + int(rng.integers(0, 3))
+        num_prompts *= 4 if config.pruning.completion.allocation else 1
+        room = TokenCapacity(PackingLayout(data_parallel=int(rng.integers(1, 3))), 40) if rng.random() < 0.5 else None
+        try:
+            selector = Selector(config, num_prompts, capacity=room)
+        except UserError:
+            continue
+        if selector.prompts_per_step > 8:
+            continue
+        break
+    size = config.rollout.completions_per_prompt
+    case = Case(config, selector, 1, selector.state_dict(), make_outcomes(rng, num_prompts, size, binary=binary))
+    for step in range(1, int(rng.integers(2, 8))):
+        case.outcomes = make_outcomes(rng, num_prompts, size, binary=binary)
+        case.run()
+        norm = float(rng.uniform(0.5, 2.0))
+        selector.feedback(step, rollout_s=2.0, update_s=float(rng.uniform(0.1, 5)), other_s=0.5, grad_norm=norm)
+        case.step, case.state = step + 1, selector.state_dict()
+    case.outcomes = make_outcomes(rng, num_prompts, size, binary=binary)
+    return case
+
+
+def _rows_of(table: Rollouts, rows: np.ndarray) -> Rollouts:
+    optional = [None if column is None else column[rows] for column in (table.prompt_tokens, table.truncated)]
+    return Rollouts(table.rewards[rows], table.lengths[rows], table.surprisal[rows], *optional)
+
+
+# ---------------------------------------------------------------------- coefficients of the full batch
+
+
+def full_coefficients(case: Case, nominal: np.ndarray) -> tuple[dict[tuple[int, int], float], dict[Any, float]]:
+    """A / D and 1 / D of every completion of the nominal prompts, without any pruning, by definition."""
+    objective, table = case.config.objective, case.outcomes
+    size, updates = table.rewards.shape[1], objective.updates_per_step
+    limit = case.config.rollout.max_completion_tokens
+    share = len(nominal) // updates
+    centred: dict[tuple[int, int], float] = {}
+    for q in nominal.tolist():
+        rewards = {}
+        for i in range(size):
+            length, buffer = int(table.lengths[q, i]), objective.overlong.buffer_tokens
+            over = min(max(length - (limit - buffer), 0) / buffer, 1.0) if buffer else 0.0
+            if not np.isnan(table.rewards[q, i]):
+                rewards[i] = table.rewards[q, i] - objective.overlong.penalty * over
+        mean = sum(rewards.values()) / max(len(rewards), 1)
+        varies = len(set(rewards.values())) > 1
+        deviation = (sum((r - mean) ** 2 for r in rewards.values()) / max(len(rewards), 1)) ** 0.5
+        for i in range(size):
+            value = rewards[i] - mean if i in rewards and varies else 0.0
+            if objective.advantage == "group_std" and varies:
+                value /= deviation + objective.advantage_eps
+            if objective.advantage == "rloo" and varies:
+                value = rewards[i] - (sum(rewards.values()) - rewards[i]) / (len(rewards) - 1) if i in rewards else 0.0
+            centred[q, i] = value
+    if objective.advantage == "reinforce_baseline":
+        graded = sum(int((~np.isnan(table.rewards[q])).sum()) for q in nominal.tolist())
+        deviation = (sum(value**2 for value in centred.values()) / max(graded, 1)) ** 0.5
+        scale = deviation + objective.advantage_eps if deviation > 0 else 1.0
+        centred = {key: value / scale for key, value in centred.items()}
+    coefficient, inverse = {}, {}
+    for position, q in enumerate(nominal.tolist()):
+        mine = nominal[position // share * share : position // share * share + share]
+        for i in range(size):
+            divisor = {
+                "sequence_mean": share * size * int(table.lengths[q, i]),
+                "token_mean": int(table.lengths[mine].sum()),
+                "constant": share * size * limit,
+            }[objective.normalization]
+            coefficient[q, i], inverse[q, i] = centred[q, i] / divisor, 1.0 / divisor
+    return coefficient, inverse
+
+
+def drawn_coefficients(decision: Decision) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
+    """W A / D and W / D of every completion that one draw trains on."""
+    size = len(decision.kept) // max(len(decision.prompts.prompt_index), 1)
+    coefficient, inverse = {}, {}
+    for row in np.flatnonzero(decision.kept).tolist():
+        key = (int(decision.prompts.prompt_index[row // size]), row % size)
+        coefficient[key] = float(decision.weight[row] * decision.advantages[row] / decision.denominator[row])
+        inverse[key] = float(decision.weight[row] / decision.denominator[row])
+    return coefficient, inverse
+
+
+# ---------------------------------------------------------------------------------- every draw of a step
+
+Place = tuple[str, int]
+"""`prompt` or `completion`, and the mini-batch."""
+
+
+@dataclass
+class Dice:
+    """The uniform numbers of a step: given where `starts` or `coins` say so, the selector's own elsewhere."""
+
+    starts: dict[Place, float] = field(default_factory=dict)
+    coins: dict[Place, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
+    asked: dict[Place, tuple[str, np.ndarray, np.ndarray]] = field(default_factory=dict)
+    """What was drawn in the latest run: design, probabilities, order or ids."""
+    _now: Place = ("", 0)
+
+    def generator(self, seed: int, purpose: str, *counters: int) -> Any:
+        """In the place of `randomness.generator`."""
+        real = randomness.generator(seed, purpose, *counters)
+        self._now = (purpose.split()[0], counters[-1])
+        start = self.starts.get(self._now) if purpose.endswith("start") else None
+        if start is None:
+            return real
+        return type("Start", (), {"random": lambda _: start})()
+
+    def uniforms(self, seed: int, purpose: str, ids: np.ndarray, *counters: int) -> np.ndarray:
+        """In the place of `randomness.uniforms`."""
+        place = (purpose.split()[0], counters[-1])
+        if purpose.endswith("coin") and place in self.coins:
+            return self.coins[place](ids)
+        return randomness.uniforms(seed, purpose, ids, *counters)
+
+    def draw(self, design: str, pi: np.ndarray, *, order: np.ndarray, start: float, uniform: np.ndarray) -> Any:
+        """In the place of `designs.draw`: the real one, and a note of what it was asked."""
+        self.asked[self._now] = (design, pi, order)
+        return _REAL_DRAW(design, pi, order=order, start=start, uniform=uniform)
+
+    def greso_coins(self, seed: int, purpose: str, ids: np.ndarray, *counters: int) -> np.ndarray:
+        """In the place of GRESO's `uniforms`; its own comparison keeps where the number is large."""
+        self.asked["prompt", counters[-1]] = ("greso", np.empty(0), ids)
+        return self.uniforms(seed, purpose, ids, *counters)
+
+    @contextmanager
+    def rolled(self) -> Iterator[Dice]:
+        """While the selector takes its numbers from here."""
+        with (
+            patch.object(prompt_base, "generator", self.generator),
+            patch.object(completion_base, "generator", self.generator),
+            patch.object(prompt_base, "uniforms", self.uniforms),
+            patch.object(completion_base, "uniforms", self.uniforms),
+            patch.object(prompt_resampling, "uniforms", self.greso_coins),
+            patch.object(prompt_base, "draw", self.draw),
+            patch.object(completion_base, "draw", self.draw),
+        ):
+            yield self
+
+
+_REAL_DRAW = prompt_base.draw
+
+
+def every_draw(case: Case, dice: Dice, place: Place) -> Iterator[tuple[float, Decision]]:
+    """(probability, decision) of every draw at one place, everything else as `dice` has it. Run within `rolled`."""
+    dice.asked.pop(place, None)
+    decision = case.run()
+    if place not in dice.asked:  # nothing is left to chance there
+        yield 1.0, decision
+        return
+    design, pi, rows = dice.asked[place]
+    if design == "systematic":
+        inside = pi[rows][(pi[rows] > 0) & (pi[rows] < 1)]
+        edges = np.unique(np.concatenate([[0.0, 1.0], np.cumsum(inside) % 1.0]))
+        for low, high in itertools.pairwise(edges.tolist()):
+            if high - low > 1e-11:  # a shorter piece is rounding between two equal edges
+                dice.starts[place] = 0.5 * (low + high)
+                yield high - low, case.run()
+        dice.starts.pop(place, None)
+        return
+    greso = design == "greso"
+    if greso:  # all coins high keep whatever can be kept, and the decision tells its probabilities
+        dice.coins[place] = lambda ids: np.full(len(ids), ALMOST_ONE)
+        prompts = case.run().prompts
+        known = dict(zip(prompts.prompt_index.tolist(), prompts.inclusion_prob.tolist(), strict=True))
+        pi = np.array([known[q] for q in rows.tolist()])
+    chance = np.flatnonzero((pi > 0) & (pi < 1))
+    assert len(chance) <= 9, "too many coins to enumerate"
+    for pattern in itertools.product((False, True), repeat=len(chance)):
+        keep = np.ones(len(pi), dtype=bool)
+        keep[chance] = pattern
+        coins = np.where(keep == greso, ALMOST_ONE, 0.0)
+        coins[pi == 1.0] = 0.5  # a certain row is kept whatever its coin
+        dice.coins[place] = lambda ids, coins=coins: coins
+        yield float(np.prod(np.where(pattern, pi[chance], 1 - pi[chance]))), case.run()
+    dice.coins.pop(place, None)
+
+
+@dataclass
+class Expected:
+    """Over every draw of a step."""
+
+    coefficient: dict[tuple[int, int], float]
+    inverse: dict[tuple[int, int], float]
+    labels: set[tuple[tuple[str, str], ...]]
+    """Every ledger that came up, as (name, label) pairs."""
+    decisions: list[Decision]
+    total: float
+    """Sum of the probabilities over mini-batches, to be their number."""
+
+
+def expectation(case: Case) -> Expected:
+    """E[W A / D] and E[W / D], mini-batch by mini-batch: their draws are independent of each other."""
+    found = Expected({}, {}, set(), [], 0.0)
+    updates = case.config.objective.updates_per_step
+    for minibatch in range(updates):
+        dice = Dice()
+        with dice.rolled():
+            for outer, _ in every_draw(case, dice, ("prompt", minibatch)):
+                for inner, decision in every_draw(case, dice, ("completion", minibatch)):
+                    found.labels.add(tuple((row.name, row.label) for row in decision.ledger))
+                    found.decisions.append(decision)
+                    found.total += outer * inner
+                    size = case.outcomes.rewards.shape[1]
+                    share = case.selector.prompts_per_step // updates
+                    mine = set(decision.offered[minibatch * share : (minibatch + 1) * share].tolist())
+                    mine = mine if not _resampled(case) else set(range(len(case.outcomes.rewards)))
+                    for totals, values in zip(
+                        (found.coefficient, found.inverse), drawn_coefficients(decision), strict=True
+                    ):
+                        for key, value in values.items():
+                            if key[0] in mine:
+                                totals[key] = totals.get(key, 0.0) + outer * inner * value
+                    assert size == case.config.rollout.completions_per_prompt
+    return found
+
+
+def _resampled(case: Case) -> bool:
+    return case.config.pruning.prompt.method in ("greso", "dynamic_sampling")

@@ -1,0 +1,290 @@
+"""Labels are true and the same in every draw, for whatever the configuration admits.
+
+Each case is a random configuration somewhere in a run (`label_cases`). All draws of the step are run through
+`Selector.begin`, `refill` and `finish`; DPPO_LABEL_CONFIGS=5000 runs more cases than the suite does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from label_cases import Case, drawn_coefficients, expectation, full_coefficients, make_case, make_outcomes
+
+from dppo_megatron.config.objective import KLConfig, ObjectiveConfig, OverlongConfig
+from dppo_megatron.config.pruning import COMPLETION_METHODS, PROMPT_METHODS
+from dppo_megatron.config.schema import Config
+from dppo_megatron.data.order import PromptOrder
+from dppo_megatron.pruning.designs import poisson, systematic
+from dppo_megatron.pruning.labels import largest_weight
+from dppo_megatron.pruning.weights import ESTIMATOR_WEIGHTS
+from dppo_megatron.selection import Decision, Rollouts, Selector
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+COUNT = int(os.environ.get("DPPO_LABEL_CONFIGS", os.environ.get("DPPO_FUZZ", "500")))
+FAST = min(COUNT, 150)
+ORDER = ("exact", "unbiased", "ratio", "biased")
+
+
+def check(case: Case) -> str:
+    """All that must hold of one case; its label, the worst of the ledger."""
+    expected = expectation(case)
+    assert len(expected.labels) == 1, f"the label depends on the draw: {expected.labels}"
+    [ledger] = expected.labels
+    updates = case.config.objective.updates_per_step
+    assert expected.total == pytest.approx(updates, abs=1e-7), "the draws were not all found"
+    rng = np.random.default_rng(case.step)
+    for _ in range(3):
+        other = make_outcomes(rng, *case.outcomes.rewards.shape, binary=True)
+        found = tuple((row.name, row.label) for row in case.run(other).ledger)
+        assert found == ledger, f"the label depends on the outcome: {found} and {ledger}"
+    label = max((name for _, name in ledger), key=ORDER.index)
+    if label in ("exact", "unbiased"):
+        nominal = expected.decisions[0].offered[: case.selector.prompts_per_step]
+        coefficient, inverse = full_coefficients(case, nominal)
+        carries_zero = case.config.objective.kl.coef + case.config.objective.entropy_coef > 0
+        scale = max(abs(value) for value in [*coefficient.values(), max(inverse.values())])
+        compared = [(coefficient, expected.coefficient, 0)] + ([(inverse, expected.inverse, 1)] if carries_zero else [])
+        for full, mean, which in compared:
+            for key in full.keys() | mean.keys():
+                assert mean.get(key, 0.0) == pytest.approx(full.get(key, 0.0), rel=3e-6, abs=1e-6 * scale), key
+            if label == "exact":
+                for decision in expected.decisions:
+                    drawn = drawn_coefficients(decision)[which]
+                    for key in full:
+                        assert drawn.get(key, 0.0) == pytest.approx(full[key], rel=1e-9, abs=1e-12 * scale), key
+    return label
+
+
+def check_all(indices: range) -> Counter[str]:
+    """Labels of the cases; the first that fails is named, so that it can be run alone."""
+    labels: Counter[str] = Counter()
+    for index in indices:
+        case = make_case(index)
+        try:
+            labels[check(case)] += 1
+        except AssertionError as error:
+            raise AssertionError(f"case {index}, step {case.step}: {error}\n{case.config.pruning}\n"
+                                 f"{case.config.objective}\n{case.config.rollout.prompts_per_step} x"
+                                 f" {case.config.rollout.completions_per_prompt}") from error  # fmt: skip
+    return labels
+
+
+def test_labels_are_true_in_every_draw() -> None:
+    """The first cases of the generator, and it is not idle: every label comes up often."""
+    labels = check_all(range(FAST))
+    if FAST >= 150:
+        assert all(labels[name] > 5 for name in ORDER), labels
+
+
+@pytest.mark.slow
+def test_labels_are_true_in_every_draw_of_many_more() -> None:
+    """The rest."""
+    labels = check_all(range(FAST, COUNT))
+    assert sum(labels.values()) == COUNT - FAST
+
+
+# -------------------------------------------------------------------------- by Monte Carlo, where there are too many
+
+
+@pytest.mark.parametrize("design", ["systematic", "poisson"])
+def test_expectation_of_a_larger_step(design: str) -> None:
+    """Both levels, two mini-batches of 8 x 8, a KL term, 300 draws: along each of 64 random directions the mean is
+    within 5 standard errors of the full batch's (the chance of a false alarm is 4e-5)."""
+    config = _config("dppo", "dppo", rate=0.5)
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 16, 8
+    config.objective.updates_per_step, config.objective.kl = 2, KLConfig(coef=0.02)
+    config.pruning.prompt.design = config.pruning.completion.design = design
+    rng = np.random.default_rng(3)
+    table = make_outcomes(rng, 16, 8, binary=True)
+    drawn = np.zeros((300, 2, 16, 8))
+    for seed in range(len(drawn)):
+        config.seed = seed
+        selector = Selector(config, 16, order=PromptOrder(16, 0))
+        for step in (1, 2):  # the first visits every prompt
+            rows = selector.begin(step).prompt_index
+            decision = selector.finish(_taken(table, rows), step)
+        for which, values in enumerate(drawn_coefficients(decision)):
+            for (prompt, completion), value in values.items():
+                drawn[seed, which, prompt, completion] = value
+    case = Case(config, selector, 2, selector.state_dict(), table)
+    full = np.zeros(drawn.shape[1:])
+    for which, values in enumerate(full_coefficients(case, decision.offered)):
+        for (prompt, completion), value in values.items():
+            full[which, prompt, completion] = value
+    differences = (drawn - full).reshape(len(drawn), -1) @ rng.normal(size=(full.size, 64))
+    z = differences.mean(axis=0) / (differences.std(axis=0) / np.sqrt(len(drawn)))
+    assert 0.1 < np.abs(z).max() < 5
+
+
+# ---------------------------------------------------------------------------------------- the largest weight
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.05, 0.2, 1 / 3, 0.5, 0.8, 1.0]), min_size=1, max_size=7),
+    st.sampled_from(["ht", "c_form", "hajek"]),
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_the_largest_weight_that_can_occur(probabilities: list[float], estimator: str) -> None:
+    """Against every draw: attained by independent coins, never exceeded by a systematic draw, and known before any."""
+    pi, n = np.array(probabilities), len(probabilities)
+    weigh = ESTIMATOR_WEIGHTS[estimator]
+    patterns = [np.array(p) for p in itertools.product((0.0, 1 - 2.0**-53), repeat=n)]
+    coins = [poisson(pi, uniform=pattern) for pattern in patterns]
+    assert len({largest_weight(draw, estimator) for draw in coins}) == 1
+    assert largest_weight(coins[0], estimator) == pytest.approx(max(weigh(draw).max() for draw in coins))
+    edges = np.unique(np.concatenate([[0.0, 1.0], np.cumsum(pi[(pi > 0) & (pi < 1)]) % 1]))
+    starts = [systematic(pi, order=np.arange(n), start=float(u)) for u in 0.5 * (edges[1:] + edges[:-1])]
+    assert len({largest_weight(draw, estimator) for draw in starts}) == 1
+    assert max(weigh(draw).max() for draw in starts) <= largest_weight(starts[0], estimator) * (1 + 1e-12)
+
+
+# ------------------------------------------------------------------------------------------- what the docs say
+
+
+def _config(prompt: str = "none", completion: str = "none", rate: float = 0.5, **changes: Any) -> Config:
+    config = Config(steps=1000, objective=ObjectiveConfig(**changes.pop("objective", {})))
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 8, 4
+    config.rollout.max_completion_tokens = 12
+    config.pruning.prompt.method, config.pruning.completion.method = prompt, completion
+    config.pruning.prompt.warmup_epochs = 0.0
+    for level in (config.pruning.prompt, config.pruning.completion):
+        level.rate, level.max_design_effect = rate, 1.5
+        for key, value in changes.items():
+            setattr(level, key, value)
+    config.pruning.prompt.fixed_cost_ratio = config.pruning.completion.rollout_cost_ratio = 0.05
+    return config
+
+
+def _taken(table: Rollouts, rows: np.ndarray) -> Rollouts:
+    return Rollouts(table.rewards[rows], table.lengths[rows], table.surprisal[rows])
+
+
+def _decide(config: Config, steps: int = 8) -> Decision:
+    """The last of some steps in which three prompts of eight are always right."""
+    rng = np.random.default_rng(0)
+    rewards = np.where(np.arange(8)[:, None] < 3, 1.0, rng.integers(0, 2, (8, 4)))
+    table = Rollouts(rewards, rng.integers(1, 13, (8, 4)), rng.uniform(0.5, 2, (8, 4)))
+    selector = Selector(config, 8)
+    for step in range(1, steps + 1):
+        rows = selector.begin(step).prompt_index
+        while (more := selector.refill(rewards[rows], step)) is not None:
+            rows = np.concatenate([rows, more.prompt_index])
+        decision = selector.finish(_taken(table, rows), step)
+    return decision
+
+
+def _label(config: Config, *prefixes: str) -> str:
+    """The worst label of the rows whose names begin so."""
+    rows = [row for row in _decide(config).ledger if row.name.startswith(prefixes)]
+    return max((row.label for row in rows), key=ORDER.index)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "`ht`": {},
+    "`c_form`": {"estimator": "c_form"},
+    "`c_form`, `poisson`": {"estimator": "c_form", "design": "poisson"},
+    "`hajek`": {"estimator": "hajek"},
+    "`ht`, `max_weight` 1.2": {"max_weight": 1.2},
+    "rate 0": {"rate": 0.0},
+}
+
+
+def _completion_table() -> list[str]:
+    kl = {"objective": {"kl": KLConfig(coef=0.01)}}
+    header = [*SETTINGS, "`ht`, KL or entropy"]
+    lines = [f"| completions | {' | '.join(header)} |", "|---" * (len(header) + 1) + "|"]
+    for method in COMPLETION_METHODS:
+        labels = [_label(_config("none", method, **changes), "completion/") for changes in [*SETTINGS.values(), kl]]
+        lines.append(f"| `{method}` | {' | '.join(labels)} |")
+    return lines
+
+
+def _prompt_table() -> list[str]:
+    lines = [f"| prompts | {' | '.join(SETTINGS)} | every π is 1 |", "|---" * (len(SETTINGS) + 2) + "|"]
+    for method in PROMPT_METHODS:
+        labels = [_label(_config(method, **changes), "prompt/") for changes in SETTINGS.values()]
+        unseen = [row for row in _decide(_config(method), steps=1).ledger if row.name.startswith("prompt/")]
+        first = max((row.label for row in unseen), key=ORDER.index)
+        lines.append(f"| `{method}` | {' | '.join(labels)} | {first} |")
+    return lines
+
+
+def _objective_table() -> list[str]:
+    choices: dict[str, dict[str, Any]] = {
+        "`loss=clip`": {"loss": "clip"},
+        "`loss=clip`, dual clip": {"loss": "clip", "dual_clip": 3.0},
+        "`loss=gspo`": {"loss": "gspo"},
+        "`loss=cispo`": {"loss": "cispo"},
+        "`loss=divergence_tv`": {"loss": "divergence_tv"},
+        "`kl.coef` > 0": {"kl": KLConfig(coef=0.01)},
+        "`entropy_coef` > 0": {"entropy_coef": 0.01},
+        "`advantage=group_std`": {"advantage": "group_std"},
+        "`advantage=group_mean`": {"advantage": "group_mean"},
+        "`advantage=rloo`": {"advantage": "rloo"},
+        "`advantage=reinforce_baseline`": {"advantage": "reinforce_baseline"},
+        "`normalization=sequence_mean`": {"normalization": "sequence_mean"},
+        "`normalization=constant`": {"normalization": "constant"},
+        "`normalization=token_mean`": {"normalization": "token_mean"},
+        "`updates_per_step=2`": {"updates_per_step": 2},
+        "`overlong.buffer_tokens` > 0": {"overlong": OverlongConfig(buffer_tokens=4)},
+        "`overlong.filter`": {"overlong": OverlongConfig(filter=True)},
+    }
+    lines = ["| setting | no pruning | completions | prompts and completions |", "|---|---|---|---|"]
+    for name, objective in choices.items():
+        labels = [
+            _label(_config(prompt, completion, objective=objective), "")
+            for prompt, completion in (("none", "none"), ("none", "dppo"), ("dppo", "dppo"))
+        ]
+        lines.append(f"| {name} | {' | '.join(labels)} |")
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("page", "table"),
+    [("pruning.md", _completion_table), ("pruning.md", _prompt_table), ("objectives.md", _objective_table)],
+    ids=["completions", "prompts", "objectives"],
+)
+def test_the_tables_of_labels_are_what_the_code_says(page: str, table: Any) -> None:
+    """Made from the ledgers of real steps; on a difference the message is the table to paste."""
+    lines = table()
+    assert "\n".join(lines) in (DOCS / page).read_text(encoding="utf-8"), "\n" + "\n".join(lines)
+
+
+def test_the_worked_example_of_the_docs() -> None:
+    """docs/pruning.md, "One prompt and four completions, by hand": weights, expectation and labels."""
+    changes = {"objective": {"advantage": "group_mean", "normalization": "constant"}, "max_design_effect": 0.0}
+    table = Rollouts(np.array([[1.0, 0, 0, 0]]), np.full((1, 4), 5), np.ones((1, 4)))
+    advantages, weights = np.array([0.75, -0.25, -0.25, -0.25]), {}
+    for name, method, extra in (
+        ("dppo", "dppo", {}), ("capped", "dppo", {"max_weight": 2.0}), ("cppo", "cppo", {}),
+    ):  # fmt: skip
+        config = _config("none", method, **changes, **extra)
+        config.rollout.prompts_per_step, config.rollout.max_completion_tokens = 1, 10
+        case = Case(config, Selector(config, 1), 1, Selector(config, 1).state_dict(), table)
+        drawn = []
+        for seed in range(600):
+            config.seed = seed
+            selector = Selector(config, 1)
+            selector.begin(1)
+            decision = selector.finish(table, 1)
+            assert (decision.denominator == 40).all() and np.allclose(decision.advantages, advantages)
+            drawn.append(decision.weight)
+        weights[name] = np.array(drawn)
+        assert {row.label for row in decision.ledger} <= {"exact", "unbiased" if name == "dppo" else "biased"}
+        if name != "cppo":
+            full, _ = full_coefficients(case, np.zeros(1, np.int64))
+            np.testing.assert_allclose([full[0, i] for i in range(4)], advantages / 40)
+            factor = np.array([1.0, 1, 1, 1]) if name == "dppo" else np.array([1, 2 / 3, 2 / 3, 2 / 3])
+            mean = expectation(case).coefficient
+            np.testing.assert_allclose([mean[0, i] for i in range(4)], factor * advantages / 40, rtol=1e-9)
+    for name, first, other in (("dppo", 1, 3), ("capped", 1, 2), ("cppo", 2, 2)):
+        assert np.allclose(weights[name][:, 0], first) and np.allclose(weights[name][:, 1:].sum(axis=1), other)
+        assert (weights[name][:, 1:] > 0).sum(axis=0).min() > 150  # each in about 200 of 600 draws

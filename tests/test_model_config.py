@@ -1,0 +1,299 @@
+"""config.json is read as transformers reads it, or refused by name; the tables of what is which are complete and true.
+
+The independent source is transformers itself: its config classes, and the attributes that its modelling code is seen
+to read while it builds and runs a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import FAMILIES, write_model
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers_reading import same_as_transformers
+
+from dppo_megatron.types import UserError
+from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.weights.config_keys import FIXED, LEFT, LLAMA, MODEL_TYPES, QWEN2, QWEN3, QWEN3_MOE, READ, table
+
+ARCHITECTURE = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "qwen2": QWEN2, "llama3": LLAMA}
+DOC = Path(__file__).parent.parent / "docs" / "actor.md"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: write_model(tmp_path_factory.mktemp(family), family=family) for family in FAMILIES}
+
+
+def _with(model: Path, tmp_path: Path, changes: dict[str, Any], drop: tuple[str, ...] = ()) -> Path:
+    raw = json.loads((model / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if key not in drop}))
+    return tmp_path
+
+
+def _listed(family: str) -> set[str]:
+    return {name for key in (*READ, *FIXED, *LEFT) if family in key.families for name in key.names}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_of_the_config_class_is_in_the_tables(family: str) -> None:
+    """A new version of transformers that adds a field fails here, and is refused by name at run time."""
+    name = ARCHITECTURE[family]
+    fields = {field.name for field in dataclasses.fields(CONFIG_MAPPING[MODEL_TYPES[name]])}
+    assert fields <= _listed(name), fields - _listed(name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_that_transformers_reads_is_in_the_tables(
+    family: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Watched while a model is built and run with a cache, `getattr(config, name, default)` included."""
+    seen: set[str] = set()
+    original = PreTrainedConfig.__getattribute__
+
+    def watched(self: PreTrainedConfig, name: str) -> Any:
+        seen.add(name)
+        return original(self, name)
+
+    config = CONFIG_MAPPING[MODEL_TYPES[ARCHITECTURE[family]]].from_pretrained(models[family])
+    monkeypatch.setattr(PreTrainedConfig, "__getattribute__", watched)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    cache = DynamicCache(config=config)
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]), past_key_values=cache, use_cache=True)
+    assert "hidden_size" in seen
+    members = {name for name, value in inspect.getmembers_static(PreTrainedConfig) if callable(value)}
+    # bookkeeping of the class itself, and keys of config.json that are refused because the class has the attribute
+    refused = {name for name in seen if name.startswith("_") or hasattr(PreTrainedConfig, name)}
+    unlisted = seen - members - refused - _listed(ARCHITECTURE[family])
+    assert " ".join(sorted(unlisted)) == ""
+
+
+def test_the_docs_hold_the_table() -> None:
+    """`python tools/write_actor_table.py` writes it."""
+    assert table() in DOC.read_text(encoding="utf-8")
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    # S1: rope_scaling wins in transformers, so a plain rope_parameters beside it is another model
+    "yarn_beside_plain": (
+        "qwen3",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+        'rope_scaling.rope_type = "yarn" is not supported; supported: default, llama3',
+    ),
+    "two_thetas": ("qwen3", {"rope_theta": 5e5}, "rope_theta = 500000.0 and rope_parameters.rope_theta = 10000.0"),
+    "llama3_beside_plain": (
+        "llama3",
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 10000.0}},
+        "disagree; transformers would take rope_scaling alone",
+    ),
+    **{
+        kind: ("qwen3", {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **more}}, f'rope_type = "{kind}"')
+        for kind, more in {
+            "linear": {"factor": 2.0},
+            "dynamic": {"factor": 2.0},
+            "yarn": {"factor": 2.0, "original_max_position_embeddings": 64},
+            "longrope": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64},
+            "proportional": {"partial_rotary_factor": 0.5},
+            "mrope": {"mrope_section": [2, 3, 3]},
+        }.items()
+    },
+    "mrope_as_default": (
+        "qwen2",
+        {"rope_parameters": {"type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}},
+        "rope_parameters.mrope_section = [2, 2, 2] is not supported with rope type default",
+    ),
+    "rope_by_layer_type": (
+        "qwen3",
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+        "rope_parameters.full_attention",
+    ),
+    "rope_partial": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "rope_parameters.partial_rotary_factor = 0.5",
+    ),
+    "partial": ("llama3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+    "theta_inf": ("qwen3", {"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta = Infinity: must be"),
+    "theta_null": ("qwen3", {"rope_parameters": None, "rope_theta": None}, "rope_theta = null: must be a number"),
+    "theta_huge": ("qwen3", {"rope_parameters": {"rope_theta": 10**400}}, "must be a number from 1 to 1e+30"),
+    "original": ("qwen3", {"original_max_position_embeddings": 64}, "original_max_position_embeddings = 64"),
+    "window": ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window = true"),
+    "window_llama": ("llama3", {"sliding_window": 8}, "sliding_window = 8 is not supported; supported: null"),
+    "layer_types": ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    "attention_bias": ("qwen3", {"attention_bias": True}, "attention_bias = true is not supported; supported: false"),
+    "mlp_bias": ("llama3", {"mlp_bias": True}, "mlp_bias = true is not supported; supported: false"),
+    "no_qkv_bias": ("qwen2", {"attention_bias": False}, "attention_bias = false is not supported; supported: true"),
+    "dropout": ("qwen3", {"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported"),
+    "activation": ("qwen3", {"hidden_act": "gelu"}, 'hidden_act = "gelu" is not supported; supported: "silu"'),
+    "eps_zero": ("qwen3", {"rms_norm_eps": 0.0}, "rms_norm_eps = 0.0: must be a number from 1e-30 to 0.1"),
+    "eps_negative": ("qwen3", {"rms_norm_eps": -1e-6}, "rms_norm_eps = -1e-06"),
+    "eps_null": ("qwen3", {"rms_norm_eps": None}, "rms_norm_eps = null"),
+    "eps_nan": ("qwen3", {"rms_norm_eps": float("nan")}, "rms_norm_eps = NaN"),
+    "softcap": ("llama3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+    "granite": ("llama3", {"residual_multiplier": 0.22}, "residual_multiplier = 0.22 is not supported; supported: 1"),
+    "quantized": ("qwen3", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    "per_layer": ("qwen3", {"per_layer_config": {"1": {"intermediate_size": 32}}}, "per_layer_config"),
+    "code": ("qwen3", {"auto_map": {"AutoConfig": "evil.Config"}}, "auto_map"),
+    "kernels": ("qwen3", {"attn_implementation": "someone/kernels"}, 'attn_implementation = "someone/kernels"'),
+    "bidirectional": ("qwen3", {"is_causal": False}, "is_causal = false is not supported; supported: true"),
+    "bidirectional_null": ("qwen3", {"is_causal": None}, "is_causal = null"),
+    "tuples": ("qwen3", {"return_dict": None}, "return_dict = null is not supported; supported: true"),
+    "private": ("qwen3", {"_rope_type_labels": ["rope_theta"]}, "_rope_type_labels"),
+    "method": ("qwen3", {"to_dict": 1}, "to_dict = 1 is not supported: leave the key out"),
+    "sizes_null": ("qwen3", {"hidden_size": None}, "hidden_size = null: must be a whole number"),
+    "sizes_negative": ("qwen3", {"num_hidden_layers": -1}, "num_hidden_layers = -1"),
+    "sizes_huge": ("qwen3", {"num_hidden_layers": 10**12}, "num_hidden_layers = 1000000000000"),
+    "sizes_bool": ("qwen3", {"num_hidden_layers": True}, "num_hidden_layers = true"),
+    "sizes_float": ("qwen3", {"vocab_size": 37.0}, "vocab_size = 37.0"),
+    "sizes_text": ("qwen3", {"vocab_size": "37"}, 'vocab_size = "37"'),
+    "odd_head": ("qwen3", {"head_dim": 15}, "head_dim = 15: must be an even number"),
+    "null_head": ("qwen2", {"head_dim": None}, "head_dim"),
+    "groups": ("qwen3", {"num_key_value_heads": 3}, "num_key_value_heads = 3 does not divide num_attention_heads = 4"),
+    "tied_null": ("qwen3", {"tie_word_embeddings": None}, "tie_word_embeddings = null: must be false or true"),
+    "model_type": ("qwen3", {"model_type": "llama"}, 'model_type = "llama" does not fit architectures'),
+    "two_architectures": ("qwen3", {"architectures": ["Qwen3ForCausalLM", "X"]}, "must be a list of one name"),
+    "architectures_text": ("qwen3", {"architectures": "Qwen3ForCausalLM"}, "must be a list of one name"),
+    "strict": ("qwen3", {"use_cache": "yes"}, "transformers refuses it"),
+    "dtype": ("qwen3", {"dtype": "int8"}, 'dtype = "int8" is not supported; supported: "float32" or'),
+    "pad": ("qwen3", {"pad_token_id": 37}, "pad_token_id = 37: must be a row of the 37"),
+    "experts_of_a_dense_model": ("qwen3", {"num_experts": 8}, "num_experts = 8 is not supported"),
+    "sparse_step": ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+    "dense_layers": ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
+    "shared_experts": ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts = 1"),
+    "sigmoid": ("qwen3_moe", {"scoring_func": "sigmoid"}, 'scoring_func = "sigmoid"'),
+    "router_loss": ("qwen3_moe", {"output_router_logits": True}, "output_router_logits = true"),
+    "top_1": ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 with norm_topk_prob = true"),
+    "top_9": ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is more than num_experts = 4"),
+    "two_counts": ("qwen3_moe", {"num_local_experts": 8, "num_experts": 4}, "are one thing and disagree"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name(case: str, models: dict[str, Path], tmp_path: Path) -> None:
+    family, changes, expected = REFUSED[case]
+    with pytest.raises(UserError) as refusal:
+        read_architecture(_with(models[family], tmp_path, changes))
+    assert expected in str(refusal.value)
+    assert str(refusal.value).startswith(f"{tmp_path / 'config.json'}") and "\n" not in str(refusal.value)
+
+
+TEXTS = {
+    "list": ("[1, 2]", "holds [1, 2], expected an object"),
+    "number": ("5", "holds 5, expected an object"),
+    "twice": ('{"hidden_size": 48, "hidden_size": 64}', 'the key "hidden_size" stands twice'),
+    "twice_inside": ('{"rope_parameters": {"factor": 1, "factor": 2}}', 'the key "factor" stands twice'),
+    "deep": ("[" * 100_000, "nested too deeply"),
+    "digits": ('{"hidden_size": ' + "9" * 5000 + "}", "is not valid JSON"),
+    "empty": ("", "is not valid JSON"),
+    "latin_1": ('{"a": "\xe9"}', "is not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_damaged_text_is_one_sentence(case: str, tmp_path: Path) -> None:
+    text, expected = TEXTS[case]
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError) as refusal:
+        read_architecture(tmp_path)
+    assert expected in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+ACCEPTED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "both_and_equal": ("qwen3", {"rope_scaling": {"type": "default", "rope_theta": 10000.0}}, ()),
+    "old_spelling": (
+        "llama3",
+        {
+            "rope_theta": 5e5,
+            "rope_scaling": {
+                "type": "llama3",
+                "factor": 32.0,
+                "low_freq_factor": 1,
+                "high_freq_factor": 4,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+        ("rope_parameters",),
+    ),
+    "theta_at_the_top": ("qwen3", {"rope_theta": 1e6, "rope_scaling": None}, ("rope_parameters",)),
+    "no_theta": ("qwen2", {}, ("rope_parameters",)),
+    "no_eps": ("qwen3", {}, ("rms_norm_eps", "tie_word_embeddings")),
+    "default_head_dim": ("qwen3", {}, ("head_dim",)),
+    "derived_head_dim": ("qwen3_moe", {}, ("head_dim",)),
+    "null_groups": ("llama3", {"num_key_value_heads": None}, ()),
+    "default_groups": ("qwen3", {"num_attention_heads": 64}, ("num_key_value_heads",)),
+    "default_groups_moe": ("qwen3_moe", {"num_attention_heads": 8}, ("num_key_value_heads",)),
+    "local_experts": ("qwen3_moe", {"num_local_experts": 4}, ("num_experts",)),
+    "top_1_raw": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}, ()),
+    "generation_keys": ("qwen3", {"temperature": 0.7, "max_length": 20, "unsloth_version": "x"}, ()),
+    # as models on the Hub have them
+    "hub_keys": (
+        "qwen3_moe",
+        {"max_window_layers": 48, "mlp_only_layers": [], "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+        | {"qkv_bias": False, "router_aux_loss_coef": 0.001, "sliding_window": None, "tokenizer_class": None},
+        (),
+    ),
+    "hub_keys_qwen2": ("qwen2", {"use_mrope": False, "sliding_window": 4096, "_attn_implementation_autoset": True}, ()),
+    "hub_keys_llama": ("llama3", {"pretraining_tp": 1, "attention_dropout": 0, "torch_dtype": "bfloat16"}, ("dtype",)),
+}
+
+HUB = {
+    "Qwen3-8B": """
+        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": false, "attention_dropout":
+        0.0, "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers":
+        36, "num_attention_heads": 32, "num_hidden_layers": 4, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null, "tie_word_embeddings": false,
+        "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true, "use_sliding_window": false,
+        "vocab_size": 151936}
+    """,
+    "Qwen2.5-Math-7B": """
+        {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02,
+        "intermediate_size": 18944, "max_position_embeddings": 4096, "max_window_layers": 28, "num_attention_heads": 28,
+        "num_hidden_layers": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 10000, "sliding_window":
+        4096, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache":
+        true, "use_mrope": false, "use_sliding_window": false, "vocab_size": 152064}
+    """,
+    "Llama-3.1-8B-Instruct": """
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": false, "attention_dropout":
+        0.0, "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size":
+        4096, "initializer_range": 0.02, "intermediate_size": 14336, "mlp_bias": false, "max_position_embeddings":
+        131072, "num_attention_heads": 32, "num_hidden_layers": 4, "num_key_value_heads": 8, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "rope_type": "llama3", "original_max_position_embeddings": 8192},
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.42.3", "use_cache": true,
+        "vocab_size": 128256}
+    """,
+    "Qwen3-30B-A3B": """
+        {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": false,
+        "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645, "decoder_sparse_step": 1, "head_dim":
+        128, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [], "norm_topk_prob": true,
+        "moe_intermediate_size": 768, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 4, "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-06,
+        "rope_scaling": null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null,
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true,
+        "use_sliding_window": false, "vocab_size": 151936}
+    """,
+}
+"""As they stand on the Hub, with fewer layers."""
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_models_of_the_hub_are_accepted(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(HUB[name])
+    same_as_transformers(read_architecture(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_accepted_as_transformers_reads_it(case: str, models: dict[str, Path], tmp_path: Path) -> None:
+    family, changes, drop = ACCEPTED[case]
+    architecture = read_architecture(_with(models[family], tmp_path, changes, drop))
+    same_as_transformers(architecture, tmp_path)

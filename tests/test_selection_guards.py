@@ -1,0 +1,275 @@
+"""What the selector refuses, what it does about gradient noise, and the counts of CPPO: by arrays alone, no model."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from job import job_config, write_job_files
+
+from dppo_megatron.algorithms.advantages import group_advantages
+from dppo_megatron.config.pruning import COMPLETION_METHODS, PROMPT_METHODS, CompletionPruningConfig
+from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import check_selection, planned_prompts
+from dppo_megatron.job import prepare_job
+from dppo_megatron.pruning import CompletionBatch, make_completion_policy
+from dppo_megatron.pruning.designs import count_kept, floor_kept
+from dppo_megatron.selection import Decision, Rollouts, Selector
+from dppo_megatron.types import GuardStop, UserError
+
+N, G = 16, 4
+RNG = np.random.default_rng(0)
+REWARDS = RNG.integers(0, 2, (64, G)).astype(np.float64)
+LENGTHS = RNG.integers(1, 12, (64, G))
+SURPRISAL = RNG.uniform(0.5, 2.0, (64, G))
+
+
+def _config(prompt: str = "dppo", completion: str = "dppo") -> Config:
+    config = Config(steps=1000)
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = N, G
+    config.pruning.prompt.method, config.pruning.completion.method = prompt, completion
+    return config
+
+
+def _step(selector: Selector, step: int) -> Decision:
+    rows = selector.begin(step).prompt_index
+    while (more := selector.refill(REWARDS[rows], step)) is not None:
+        rows = np.concatenate([rows, more.prompt_index])
+    return selector.finish(Rollouts(REWARDS[rows], LENGTHS[rows], SURPRISAL[rows]), step)
+
+
+def _feedback(selector: Selector, step: int, grad_norm: float) -> list[str]:
+    return selector.feedback(step, rollout_s=1.0, update_s=1.0, other_s=0.1, grad_norm=grad_norm)
+
+
+# --------------------------------------------------------------------------------------------- gradient noise
+
+
+def _played(config: Config, norms: list[float]) -> tuple[list[Decision], list[list[str]]]:
+    selector = Selector(config, 64)
+    decisions, lines = [], []
+    for step, norm in enumerate(norms, start=1):
+        decisions.append(_step(selector, step))
+        lines.append(_feedback(selector, step, norm))
+    return decisions, lines
+
+
+@pytest.mark.parametrize("level", ["prompt", "completion"])
+def test_noise_acts_at_the_defaults(level: str) -> None:
+    """Only the bound is set. Steps like the first ones move nothing; a gradient of 1,000 times their norm takes the
+    rate of that level away within 50 steps, each fall with a line; when the noise is gone the rate comes back."""
+    config = _config()
+    getattr(config.pruning, level).max_noise_ratio = 2.0
+    decisions, lines = _played(config, [1.0] * 20 + [1000.0] * 50 + [1.0] * 200)
+    key = f"prune/{level}_design_effect"  # 1 where nothing that has gradient is left to chance
+    assert all(decision.weight[decision.kept].max() == 1.0 for decision in decisions[:4]), "nothing to compare with"
+    assert not any(lines[:20])
+    assert decisions[19].metrics[key] > 1.05
+    said = [line for step in lines[20:70] for line in step]
+    assert len(said) >= 5 and all(line.startswith(f"pruning.{level}: gradient noise is") for line in said)
+    assert decisions[40].metrics[key] < 1.001 < 1.05 < decisions[-1].metrics[key]
+    other = "completion" if level == "prompt" else "prompt"
+    assert decisions[69].metrics[f"prune/{other}_design_effect"] > 1.05, "a level without a bound does not move"
+
+
+COMBINATIONS = [(p, "dppo", "completion") for p in PROMPT_METHODS] + [("dppo", c, "prompt") for c in COMPLETION_METHODS]
+
+
+@pytest.mark.parametrize(("prompt", "completion", "level"), COMBINATIONS)
+def test_noise_acts_beside_any_other_method(prompt: str, completion: str, level: str) -> None:
+    """Whatever the other level does, there are steps to compare with, and the bound lowers this level's rate."""
+    config = _config(prompt, completion)
+    getattr(config.pruning, level).max_noise_ratio = 2.0
+    decisions, lines = _played(config, [1.0] * 8 + [1000.0] * 25)
+    assert sum(f"pruning.{level}: gradient noise" in line for step in lines[8:] for line in step) >= 5
+    assert min(decision.metrics[f"prune/{level}_design_effect"] for decision in decisions[-15:]) < 1.001
+
+
+def test_without_a_bound_no_step_is_left_unpruned() -> None:
+    """The four steps are the price of the bound and of nothing else."""
+    decisions, lines = _played(_config(), [1.0, 1000.0, 1.0])
+    assert (decisions[0].weight > 1).any() and not any(lines)
+
+
+@pytest.mark.parametrize("norm", [np.inf, np.nan, 1e200])
+def test_a_gradient_without_a_norm_spoils_no_reference(norm: float) -> None:
+    """One broken step among the first ones: afterwards the bound still acts."""
+    config = _config()
+    config.pruning.completion.max_noise_ratio = 2.0
+    _, lines = _played(config, [1.0, norm, 1.0, 1.0, 1.0, 1000.0])
+    assert not any(lines[:5]) and lines[5]
+
+
+# ------------------------------------------------------------------------------------------------ bad outcomes
+
+
+def _finish(rewards: np.ndarray, lengths: np.ndarray, surprisal: np.ndarray, **score: Any) -> Decision:
+    config = _config()
+    config.pruning.prompt.score = score.get("score", "beta")
+    selector = Selector(config, N)
+    rows = selector.begin(1).prompt_index
+    for step in (1, 2, 3):
+        if step > 1:
+            rows = selector.begin(step).prompt_index
+        decision = selector.finish(Rollouts(rewards[rows], lengths[rows], surprisal[rows]), step)
+    return decision
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "error", "message"),
+    [
+        ("lengths", 0, GuardStop, "completion 2 of prompt 5 has 0 tokens"),
+        ("lengths", -3, GuardStop, "completion 2 of prompt 5 has -3 tokens"),
+        ("surprisal", np.nan, GuardStop, "completion 2 of prompt 5 has log-probabilities that are none"),
+        ("surprisal", np.inf, GuardStop, "completion 2 of prompt 5 has log-probabilities that are none"),
+        ("surprisal", -1.0, GuardStop, "completion 2 of prompt 5 has log-probabilities that are none"),
+        ("rewards", np.inf, UserError, "reward of prompt 5, completion 2 is inf: must be within -1e\\+15"),
+        ("rewards", 1e300, UserError, "reward of prompt 5, completion 2 is 1e\\+300: must be within -1e\\+15"),
+        ("rewards", -1e16, UserError, "reward of prompt 5, completion 2 is -1e\\+16: must be within -1e\\+15"),
+    ],
+)
+def test_an_absurd_outcome_is_named(column: str, value: float, error: type[Exception], message: str) -> None:
+    """Before anything is chosen by it: an engine's bad answer stops the run, a grader's is the user's."""
+    table = {"rewards": REWARDS[:N].copy(), "lengths": LENGTHS[:N].copy(), "surprisal": SURPRISAL[:N].copy()}
+    table[column][5, 2] = value
+    with pytest.raises(error, match=message):
+        _finish(**table, score="rms")
+
+
+@given(st.integers(0, 10**6), st.sampled_from([-300, -30, -8, 0, 8, 14]), st.sampled_from(["rms", "mean_abs"]))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_rewards_of_any_scale_are_selected_by(seed: int, exponent: int, score: str) -> None:
+    """Everything that passes the check gives finite weights, also after it went through the history."""
+    rng = np.random.default_rng(seed)
+    rewards = np.clip(rng.normal(size=(N, G)) * 10.0**exponent, -1e15, 1e15)
+    rewards[rng.random((N, G)) < 0.1] = np.nan
+    decision = _finish(rewards, LENGTHS[:N], SURPRISAL[:N], score=score)
+    assert np.isfinite(decision.weight).all() and np.isfinite(decision.advantages).all()
+    assert np.isfinite(list(decision.metrics.values())).all()
+
+
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=6), st.integers(-300, 300), st.sampled_from([0.0, 1e-300, 1e-6]))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_the_group_deviation_neither_overflows_nor_vanishes(values: list[float], exponent: int, eps: float) -> None:
+    """Flat groups have advantage exactly 0 for every eps, 0 too; others the same advantages at any scale, up to eps."""
+    rewards = np.array([values]) * 10.0**exponent
+    advantages = group_advantages(rewards, divide_by_std=True, eps=eps)
+    assert np.isfinite(advantages).all() and np.abs(advantages).max() <= np.sqrt(len(values)) * (1 + 1e-9)
+    if rewards.max() == rewards.min():
+        assert (advantages == 0).all()
+    elif eps == 0 and np.ptp(rewards) > 1e-6 * np.abs(rewards).max() > 1e-300:
+        assert np.sqrt(np.mean(advantages**2)) == pytest.approx(1.0, rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------- counts and plans
+
+
+@given(st.integers(1, 4096), st.integers(0, 10**4 - 1))
+@settings(max_examples=500, deadline=None, derandomize=True)
+def test_counts_are_those_of_the_decimal(count: int, parts: int) -> None:
+    """A rate of k / 10,000 as anybody writes it, against integer arithmetic."""
+    rate = float(f"{parts / 10**4:.4f}")
+    assert count_kept(count, rate) == count - count * parts // 10**4
+    assert floor_kept(count, rate) == count * (10**4 - parts) // 10**4
+    whole = count * parts % 10**4 == 0
+    assert count_kept(count, rate) - floor_kept(count, rate) == (0 if whole else 1)
+
+
+def _kept(method: str, groups: int, size: int, rate: float) -> np.ndarray:
+    """How many of each group a method keeps."""
+    rng, n = np.random.default_rng(1), groups * size
+    batch = CompletionBatch(
+        prompt_index=np.repeat(np.arange(groups), size),
+        completion_index=np.tile(np.arange(size), groups),
+        group=np.repeat(np.arange(groups), size),
+        rewards=np.zeros(n),
+        advantages=rng.normal(size=n),
+        lengths=np.ones(n, np.int64),
+        surprisal=np.ones(n),
+        denominator=np.ones(n),
+        prompt_weight=np.ones(n),
+        num_nominal=n,
+    )
+    policy = make_completion_policy(CompletionPruningConfig(method=method, rate=rate), seed=0, total_steps=9)
+    return np.bincount(batch.group, weights=policy.prune(batch, step=0).kept)
+
+
+@pytest.mark.parametrize("size", [5, 7, 8, 16])
+@pytest.mark.parametrize("rate", [0.1, 0.3, 0.5, 0.65, 0.7, 0.8])
+def test_the_three_rules_of_cppo(size: int, rate: float) -> None:
+    """Restated from where each comes from: the paper's floor(G (1 - P)) a group, the TRL trainer's k = int(G P) dropped
+    a group (grpo_trainer_gsm.py 903-916), the verl port's int(n (1 - P)) of all (cppo_ray_trainer.py 311-313)."""
+    fraction, groups = Fraction(str(rate)), 6
+    assert (_kept("cppo", groups, size, rate) == int(size * (1 - fraction))).all()
+    assert (_kept("cppo_trl", groups, size, rate) == size - int(size * fraction)).all()
+    assert _kept("cppo_verl", groups, size, rate).sum() == int(groups * size * (1 - fraction))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "rate", "planned"), [(16, 0.95, 320), (32, 0.9, 320), (10, 0.7, 33), (64, 0.0, 64)]
+)
+def test_allocation_plans_exactly(prompts: int, rate: float, planned: int) -> None:
+    """16 / (1 - 0.95) is 319.99... in floating point."""
+    config = _config("none", "cppo_trl")
+    config.rollout.prompts_per_step, config.pruning.completion.rate = prompts, rate
+    config.pruning.completion.allocation = True
+    assert planned_prompts(config) == planned == Selector(config, planned).prompts_per_step
+    assert len(Selector(config, planned).begin(1).prompt_index) == planned
+
+
+def test_a_step_needs_the_prompts_it_plans() -> None:
+    """N planned of fewer would still be divided by N, and labelled exact."""
+    with pytest.raises(UserError, match=r"rollout.prompts_per_step = 16, but the prompt set holds only 15 problems"):
+        Selector(_config(), 15)
+    config = _config("none", "cppo")
+    config.pruning.completion.allocation = True
+    with pytest.raises(UserError, match=r"pruning.completion.allocation makes 32, but the prompt set holds only 31"):
+        Selector(config, 31)
+
+
+def test_the_job_counts_the_planned_prompts(tmp_path: Path) -> None:
+    """Before a model is built, with the file's name; 48 problems are enough for 16 prompts and not for 64."""
+    files = write_job_files(tmp_path)
+    cppo = {"pruning__prompt__method": "none", "pruning__completion__method": "cppo"}
+    config = job_config(files, tmp_path / "run", **cppo, pruning__completion__rate=0.75)
+    assert len(prepare_job(config, 1).train_prompts) == 48
+    config.pruning.completion.allocation = True
+    with pytest.raises(UserError, match=r"allocation makes 64, but .*train.jsonl holds only 48 problems"):
+        prepare_job(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("method", "rate", "updates", "message"),
+    [
+        ("cppo", 0.8, 1, "would keep none of 4 completions; must be at most 0.75, or method=cppo_trl"),
+        ("cppo_verl", 0.99, 1, "would keep none of 64 completions; must be at most 0.9844"),
+        ("cppo", 0.7, 3, "the 53 nominal prompts of a step by pruning.completion.allocation do not divide by it"),
+    ],
+)
+def test_contradictions_across_sections(method: str, rate: float, updates: int, message: str) -> None:
+    """Before the run, and by the selector too; at run time a group that a filter has shortened keeps at least one."""
+    config = _config("none", method)
+    config.pruning.completion.rate, config.objective.updates_per_step = rate, updates
+    config.pruning.completion.allocation = updates > 1
+    for refuse in (check_selection, lambda config: Selector(config, 64)):
+        with pytest.raises(UserError, match=message):
+            refuse(config)
+
+
+@pytest.mark.parametrize("method", ["cppo", "cppo_trl", "cppo_verl", "dppo_paper", "max_variance"])
+def test_groups_that_the_filter_has_shortened(method: str) -> None:
+    """All but one of most groups are truncated: at rate 0.5 the one is trained on, and the run goes on."""
+    config = _config("none", method)
+    config.objective.overlong.filter = True
+    selector = Selector(config, N)
+    rows = selector.begin(1).prompt_index
+    truncated = np.ones((N, G), dtype=bool)
+    truncated[:, 0] = False
+    truncated[0] = False
+    decision = selector.finish(Rollouts(REWARDS[rows], LENGTHS[rows], SURPRISAL[rows], None, truncated), 1)
+    assert decision.kept.any() and np.isfinite(decision.weight).all()

@@ -1,0 +1,147 @@
+"""The arguments that each package's variable-length attention takes, without a GPU.
+
+A wrong keyword is a TypeError in the first layer of the first step on a GPU, where no test of this suite runs. So each
+signature that torch has shipped stands here as a function that computes what its arguments say, with SDPA, sequence by
+sequence; the adapter must give the same through every one of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dppo_megatron.actor.varlen import find_kernel, from_flash_attn, from_torch
+
+OFFSETS = torch.tensor([0, 5, 6, 14], dtype=torch.int32)
+LONGEST = 8
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, *, causal: bool, scale: float | None, gqa: bool
+) -> Tensor:
+    """What the kernels compute: each sequence alone; different head counts only where grouped queries are known."""
+    if query.size(1) != key.size(1) and not gqa:
+        raise RuntimeError("the kernel was given fewer key heads than query heads")
+    out = torch.empty_like(query)
+    for start, end in pairwise(offsets.tolist()):
+        q, k, v = (tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value))
+        one = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
+        out[start:end] = one[0].transpose(0, 1)
+    return out
+
+
+def torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):  # type: ignore[no-untyped-def]
+    return _attend(query, key, value, cu_seq_q, causal=is_causal, scale=None, gqa=False)
+
+
+def torch_2_11(  # type: ignore[no-untyped-def]
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
+    assert window_size in ((-1, -1), (-1, 0))
+    return _attend(query, key, value, cu_seq_q, causal=window_size == (-1, 0), scale=scale, gqa=False)
+
+
+def torch_2_12(  # type: ignore[no-untyped-def]
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    seqused_k=None,
+    block_table=None,
+    num_splits=None,
+):
+    assert window_size in ((-1, -1), (-1, 0))
+    return _attend(query, key, value, cu_seq_q, causal=window_size == (-1, 0), scale=scale, gqa=enable_gqa)
+
+
+def flash_attn_2(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+):
+    return _attend(q, k, v, cu_seqlens_q, causal=causal, scale=softmax_scale, gqa=True)
+
+
+@pytest.mark.parametrize("scale", [None, 0.1], ids=["default scale", "own scale"])
+@pytest.mark.parametrize("kv_heads", [6, 3, 1])
+@pytest.mark.parametrize("function", [torch_2_10, torch_2_11, torch_2_12, flash_attn_2], ids=lambda f: f.__name__)
+def test_every_signature_computes_causal_grouped_attention(
+    function: Callable[..., Tensor], kv_heads: int, scale: float | None
+) -> None:
+    """Value and gradients through every signature equal SDPA over the repeated heads, to float64 rounding."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(heads: int) -> Tensor:
+        return torch.randn(14, heads, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    query, key, value = tensor(6), tensor(kv_heads), tensor(kv_heads)
+    wanted_scale = scale if scale is not None else 1 / math.sqrt(16)
+    wrap = from_flash_attn if function is flash_attn_2 else from_torch
+    got = wrap(function)(query, key, value, OFFSETS, LONGEST, wanted_scale)
+    wanted = _attend(
+        query,
+        key.repeat_interleave(6 // kv_heads, 1),
+        value.repeat_interleave(6 // kv_heads, 1),
+        OFFSETS,
+        causal=True,
+        scale=wanted_scale,
+        gqa=False,
+    )
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    weights = torch.randn(got.shape, generator=generator, dtype=torch.float64)
+    mine = torch.autograd.grad((got * weights).sum(), (query, key, value), retain_graph=True)
+    theirs = torch.autograd.grad((wanted * weights).sum(), (query, key, value))
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_the_installed_torch_takes_the_arguments() -> None:
+    """Bound against the real signature: the fakes above cannot drift from the torch that is here unnoticed."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    real = inspect.signature(varlen.varlen_attn)
+    bound: list[inspect.BoundArguments] = []
+
+    def spy(*args: object, **kwargs: object) -> Tensor:
+        bound.append(real.bind(*args, **kwargs))
+        return torch.zeros(14, 6, 16)
+
+    spy.__signature__ = real  # type: ignore[attr-defined]
+    from_torch(spy)(torch.zeros(14, 6, 16), torch.zeros(14, 3, 16), torch.zeros(14, 3, 16), OFFSETS, LONGEST, 0.25)
+    [arguments] = bound
+    assert arguments.arguments["max_q"] == arguments.arguments["max_k"] == LONGEST
+    known = {tuple(inspect.signature(f).parameters) for f in (torch_2_10, torch_2_11, torch_2_12)}
+    assert tuple(real.parameters) in known, "torch has a new signature: add it above and look at its meaning"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has CUDA")
+def test_without_cuda_there_is_no_kernel() -> None:
+    """The padded path serves, and the reason is said."""
+    assert find_kernel(128) == (None, "padded batches (no CUDA device)")
