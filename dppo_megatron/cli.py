@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import sys
 import warnings
 from pathlib import Path
@@ -12,6 +13,9 @@ from pathlib import Path
 from dppo_megatron import __version__
 from dppo_megatron.config import load_config
 from dppo_megatron.config.methods import parse_methods
+from dppo_megatron.config.paths import check_directory, check_writable
+from dppo_megatron.config.ranges import Range
+from dppo_megatron.config.schema import Config
 from dppo_megatron.data.command import add_data_command
 from dppo_megatron.distributed import launched_rank, launched_world_size
 from dppo_megatron.evaluation.options import add_eval
@@ -37,8 +41,8 @@ Train CONFIG's job under several pruning methods and report what each reached, h
   dppo-megatron compare configs/quickstart.yaml --methods grpo,cppo,greso,dppo_paper,dppo,dppo_auto --seeds 3
 
 Same start, data order and evaluation; one run after another on this machine. Writes results.json and report.html.
-Settings (key=value) stand before the options. Methods: grpo, dppo, dppo_auto, dppo_paper, cppo, cppo_trl, cppo_verl,
-greso, greso_ht, infobatch, dynamic_sampling, max_variance.
+Methods: grpo, dppo, dppo_auto, dppo_paper, cppo, cppo_trl, cppo_verl, greso, greso_ht, infobatch, dynamic_sampling,
+max_variance.
 """
 _SIMULATE = """\
 Replay the selection of every method on a recorded run (trace.jsonl in its directory) and predict what a step costs:
@@ -69,20 +73,61 @@ A distributed checkpoint loads at any tensor, pipeline and expert parallel size.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code (0 done, 2 the user's mistake)."""
-    arguments = _parser().parse_args(argv)
+    """Run a subcommand; returns the exit code (docs/run_directory.md lists them)."""
+    arguments = _parse(_parser(), sys.argv[1:] if argv is None else argv)
     try:
         code: int = arguments.run(arguments)
+        sys.stdout.flush()  # here, so that a reader who has gone is met here
         return code
     except UserError as error:
-        if launched_rank() == 0:
-            print(f"error: {error}", file=sys.stderr)
+        _say(f"error: {error}")
         return 2
+    except GuardStop as stop:
+        _say(f"stopped: {stop}")
+        return 3
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+    except BrokenPipeError:
+        if not _output_has_gone():
+            raise
+        return 141
+
+
+def _say(line: str) -> None:
+    if launched_rank() == 0:
+        print(line, file=sys.stderr)
+
+
+def _output_has_gone() -> bool:
+    """Whether nobody reads our output any more (`| head`), rather than somebody else's pipe having broken. What is left
+    of it is then thrown away, or the interpreter would complain about it as it ends."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # errors are always told
+    if not output.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """As `parse_args`, but settings may stand before and after options, which argparse can do for a command without
+    subcommands only: so the commands are followed here."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and argv and argv[0] in action.choices:
+            arguments = _parse(action.choices[argv[0]], argv[1:])
+            if action.dest != argparse.SUPPRESS:
+                setattr(arguments, action.dest, argv[0])
+            return arguments
+        if isinstance(action, argparse._SubParsersAction):
+            return parser.parse_args(argv)  # help, the version, or the error
+    return parser.parse_intermixed_args(argv)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dppo-megatron",
+        allow_abbrev=False,
         description="Dynamic Pruning Policy Optimization (arXiv 2603.04135) on Megatron-core.",
     )
     parser.add_argument("--version", action="version", version=__version__)
@@ -92,7 +137,11 @@ def _parser() -> argparse.ArgumentParser:
         ("compare", _compare, "train under several pruning methods and compare", _COMPARE),
     ):
         command = commands.add_parser(
-            name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+            name,
+            help=summary,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         command.add_argument("config", metavar="CONFIG", help="YAML file")
         command.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the file's")
@@ -120,6 +169,7 @@ def _parser() -> argparse.ArgumentParser:
         help="check the installation, and packing and FP8 on your model",
         description=_DOCTOR,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     doctor.add_argument("--fp8-gate", metavar="CONFIG", help="YAML file of the job to check")
     doctor.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the file's")
@@ -135,6 +185,7 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         help="predict the cost of pruning methods from a recorded run",
         description=_SIMULATE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     simulate.add_argument("trace", metavar="TRACE", help="trace.jsonl of a run")
     simulate.add_argument("--methods", default=_METHODS, metavar="A,B,...", help=f"default: {_METHODS}")
@@ -150,13 +201,16 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="Hugging Face checkpoint to Megatron's format and back",
         description=_CONVERT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     directions = convert.add_subparsers(required=True, metavar="to-megatron|to-hf", dest="direction")
-    to_megatron = directions.add_parser("to-megatron", help="from a Hugging Face checkpoint")
+    to_megatron = directions.add_parser("to-megatron", help="from a Hugging Face checkpoint", allow_abbrev=False)
     to_megatron.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint")
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
         to_megatron.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"check {what}-parallel size N")
-    to_hf = directions.add_parser("to-hf", help="from a distributed checkpoint, converted or of a training run")
+    to_hf = directions.add_parser(
+        "to-hf", help="from a distributed checkpoint, converted or of a training run", allow_abbrev=False
+    )
     to_hf.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="distributed checkpoint")
     to_hf.add_argument("--hf", type=Path, metavar="DIR", help="config.json and tokenizer, if the checkpoint has none")
     to_hf.add_argument("--dtype", default="", metavar="T", help="fp32, bf16 or fp16 (default: as stored)")
@@ -168,29 +222,43 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
-
-    if arguments.direction == "to-megatron":
-        sizes = arguments.tp, arguments.pp, arguments.ep
-        said = hf_to_megatron(arguments.hf, arguments.out, *sizes, verify=arguments.verify)
-    else:
-        said = megatron_to_hf(
-            arguments.checkpoint,
-            arguments.out,
-            hf=arguments.hf,
-            dtype=arguments.dtype,
-            shard_gb=arguments.shard_gb,
-            verify=arguments.verify,
-        )
+    if os.path.lexists(arguments.out):
+        raise UserError(f"--out '{arguments.out}' exists already; remove it or choose another")
+    check_writable("--out", arguments.out, directory=True)
+    if arguments.direction == "to-hf":
+        check_directory("--checkpoint", str(arguments.checkpoint))
+        _check_option("--shard-gb", arguments.shard_gb, "(0, 1e6]")
+    if arguments.hf is not None:
+        check_directory("--hf", str(arguments.hf))
+    try:
+        said = _converted(arguments)
+    except UserError as error:  # the room of weights calls the directory what a job calls it
+        raise UserError(str(error).replace("model.hf_path = ", "--hf ")) from None
     for line in said:
         print(line)
     return 0
 
 
+def _converted(arguments: argparse.Namespace) -> list[str]:
+    from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
+
+    if arguments.direction == "to-megatron":
+        sizes = arguments.tp, arguments.pp, arguments.ep
+        return hf_to_megatron(arguments.hf, arguments.out, *sizes, verify=arguments.verify)
+    return megatron_to_hf(
+        arguments.checkpoint,
+        arguments.out,
+        hf=arguments.hf,
+        dtype=arguments.dtype,
+        shard_gb=arguments.shard_gb,
+        verify=arguments.verify,
+    )
+
+
 def _train(arguments: argparse.Namespace) -> int:
     _quiet_libraries()
     resume = [f"checkpoint.resume={arguments.resume}"] if arguments.resume else []
-    config = load_config(arguments.config, [*arguments.overrides, *resume])
+    config = _load(arguments.config, [*arguments.overrides, *resume])
     from dppo_megatron.job import prepare_job
 
     job = prepare_job(config, launched_world_size())
@@ -200,13 +268,8 @@ def _train(arguments: argparse.Namespace) -> int:
     try:
         with Run(job) as run:
             train(run)
-    except GuardStop as stop:
-        if launched_rank() == 0:
-            print(f"stopped: {stop}", file=sys.stderr)
-        return 3
     except Stopped as stopped:
-        if launched_rank() == 0:
-            print(stopped, file=sys.stderr)
+        _say(str(stopped))
     return 0
 
 
@@ -214,11 +277,11 @@ def _compare(arguments: argparse.Namespace) -> int:
     from dppo_megatron.compare import compare, report, table, write_results
 
     methods = parse_methods(arguments.methods)
-    if arguments.seeds < 1:
-        raise UserError(f"--seeds {arguments.seeds}: must be at least 1")
-    if not arguments.steps_factor > 0:
-        raise UserError(f"--steps-factor {arguments.steps_factor}: must be greater than 0")
-    config = load_config(arguments.config, arguments.overrides, writes_run=False)
+    _check_option("--seeds", arguments.seeds, "[1, 10000]")
+    _check_option("--steps-factor", arguments.steps_factor, "(0, 10000]")
+    config = _load(arguments.config, arguments.overrides, writes_run=False)
+    for name in ("", "results.json", "report.html"):
+        check_writable("--out", arguments.out / name, directory=not name)
     arguments.out.mkdir(parents=True, exist_ok=True)
     comparison = compare(
         config,
@@ -241,14 +304,14 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
     methods = parse_methods(arguments.methods)
     for name in ("rollout_cost", "update_cost"):
-        value = getattr(arguments, name)
-        if value is not None and not value >= 0:
-            raise UserError(f"--{name.replace('_', '-')} {value}: must not be negative")
+        _check_option(f"--{name.replace('_', '-')}", getattr(arguments, name), "[0, 1e9]")
+    if arguments.json is not None:
+        check_writable("--json", arguments.json, directory=False)
     trace = read_trace(arguments.trace)
     costs = fit_costs(trace, arguments.rollout_cost, arguments.update_cost)
     predictions = [simulate(trace, method, costs) for method in methods]
     print(table(predictions, costs))
-    if arguments.json:
+    if arguments.json is not None:
         Path(arguments.json).write_text(json.dumps(as_json(predictions, costs), indent=2) + "\n", encoding="utf-8")
     return 0
 
@@ -262,7 +325,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
             raise UserError(f"{arguments.overrides[0]}: settings belong to a job; give --fp8-gate CONFIG before them")
         print("\n".join(f"{what:<20}{finding}" for what, finding in report()))
         return 0
-    config = load_config(arguments.fp8_gate, arguments.overrides, writes_run=False)
+    config = _load(arguments.fp8_gate, arguments.overrides, writes_run=False)
     from dppo_megatron.job import prepare_job
 
     job = prepare_job(config, launched_world_size())
@@ -278,6 +341,18 @@ def _doctor(arguments: argparse.Namespace) -> int:
             print(f"{verdict} {finding.value:9.2e} (bound {finding.bound:g})  {finding.what}")
     stop_process_group()
     return 0 if all(finding.passed for finding in findings) else 3
+
+
+def _load(path: str, overrides: list[str], *, writes_run: bool = True) -> Config:
+    if "=" in path and not os.path.exists(path):
+        raise UserError(f"'{path}' stands where CONFIG should: the file comes first, settings (key=value) after it")
+    return load_config(path, overrides, writes_run=writes_run)
+
+
+def _check_option(name: str, value: float | None, interval: str) -> None:
+    allowed = Range.parse(interval)
+    if value is not None and value not in allowed:
+        raise UserError(f"{name} {value}: {allowed.wanted(value)}")
 
 
 def _quiet_libraries() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from dppo_megatron.config.methods import method_overrides
 from dppo_megatron.config.schema import Config
 from dppo_megatron.observe.report import Line, Plot, write_report
-from dppo_megatron.types import UserError
+from dppo_megatron.types import GuardStop, UserError
 
 BASELINE = "grpo"
 
@@ -173,6 +173,8 @@ def _train(config_path: str, settings: list[str], run_dir: Path) -> None:
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode == 2:
         raise UserError(done.stderr.strip().removeprefix("error: "))
+    if done.returncode == 3:
+        raise GuardStop(f"{run_dir}: {done.stderr.strip().rpartition('stopped: ')[2]}")
     if done.returncode:
         raise RuntimeError(f"{run_dir}: the run failed with exit code {done.returncode}:\n{done.stderr[-4000:]}")
 

@@ -140,8 +140,9 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
         sys.path.append(os.getcwd())  # an installed command does not look there by itself
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"{key} = '{path}' cannot be imported: {error}") from None
+    except (Exception, SystemExit) as error:  # a module is code: whatever it does while it is imported
+        said = str(error).strip().partition("\n")[0]
+        raise UserError(f"{key} = '{path}' cannot be imported: {type(error).__name__}: {said}") from None
     if not callable(function):
         raise UserError(f"{key} = '{path}' is not callable")
     loaded: Callable[..., Any] = function

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
 
-from dppo_megatron.config.load import config_from_values
+from dppo_megatron.config.load import config_from_values, config_values
+from dppo_megatron.config.paths import check_file
 from dppo_megatron.config.schema import Config
 from dppo_megatron.selection import Decision, Rollouts
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError
@@ -49,12 +48,11 @@ class Trace:
 
 def trace_header(config: Config, set_sizes: dict[str, int]) -> dict[str, Any]:
     """The first line; `set_sizes` are the problems of each training set."""
-    values = OmegaConf.to_container(OmegaConf.structured(config))
     return {
         "format": _FORMAT,
         "num_prompts": sum(set_sizes.values()),
         "set_sizes": set_sizes,
-        "config": values,
+        "config": config_values(config),
     }
 
 
@@ -86,23 +84,24 @@ def read_trace(path: str) -> Trace:
     Raises:
         UserError: no such file, not a trace, a broken line (named), or no steps.
     """
-    if not Path(path).is_file():
-        raise UserError(f"trace '{path}': no such file")
+    check_file("trace", path)
     rows = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # also what is no UTF-8
                 raise UserError(f"{path}:{number}: not valid JSON: {error}") from None
+            if not isinstance(rows[-1], dict):
+                raise UserError(f"{path}:{number}: not a JSON object")
     if not rows or rows[0].get("format") != _FORMAT:
         raise UserError(f"trace '{path}': does not begin with a line of format '{_FORMAT}'")
     if len(rows) == 1:
         raise UserError(f"trace '{path}': holds no steps")
-    config = config_from_values(rows[0]["config"], where=path)
     try:
+        config = config_from_values(rows[0]["config"], where=path)
         return Trace(config, rows[0]["num_prompts"], rows[0].get("set_sizes"), [_read_step(row) for row in rows[1:]])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise UserError(f"trace '{path}': a step lacks or garbles a field: {error}") from None
 
 

@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "weights",
     },
     "train": {"run", "cli"},
+    "__main__": {"cli"},
     "doctor": {"actor", "algorithms", "distributed", "packing", "platform", "weights"},
     "cli": {
         "actor",

@@ -20,7 +20,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _load(name: str, files: Path, tmp_path: Path) -> Config:
     path = str(REPOSITORY / "configs" / name)
     keys = ("run_dir", "model.hf_path", "data.", "warm_start.examples_path")
-    return load_config(path, [s for s in settings(files, tmp_path / "run") if s.startswith(keys)])
+    paths = [s for s in settings(files, tmp_path / "run") if s.startswith(keys)]
+    return load_config(path, ["data.eval_paths={}", "data.eval_sets={}", *paths])
 
 
 def test_grpo_twin_differs_in_pruning_only(files: Path, tmp_path: Path) -> None:
@@ -31,19 +32,50 @@ def test_grpo_twin_differs_in_pruning_only(files: Path, tmp_path: Path) -> None:
         assert dppo["pruning"][level] | {"method": "none"} == grpo["pruning"][level]
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.name)
+CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(REPOSITORY / "configs")))
 def test_shipped_configs_load_and_round_trip(files: Path, tmp_path: Path, path: Path) -> None:
     """Every config that ships passes the checks once its paths exist, and survives being written and read."""
-    config = _load(path.name, files, tmp_path)
+    config = _load(str(path.relative_to(REPOSITORY / "configs")), files, tmp_path)
     save_config(config, tmp_path / "config.yaml")
     assert load_config(str(tmp_path / "config.yaml"), []) == config
+
+
+MATH = [path for path in CONFIGS if path.parent.name == "math"]
+
+
+@pytest.mark.parametrize("path", [REPOSITORY / "configs" / "qwen3_4b.yaml", *MATH], ids=lambda path: path.name)
+def test_a_4b_model_has_an_engine_that_can_do_the_job(files: Path, tmp_path: Path, path: Path) -> None:
+    """transformers' embedded generation is for tiny models; and Qwen3 is told whether to think."""
+    config = _load(str(path.relative_to(REPOSITORY / "configs")), files, tmp_path)
+    assert (config.rollout.engine, config.rollout.launch, config.rollout.colocate) == ("vllm", "local", True)
+    assert "enable_thinking" in config.data.chat_template_kwargs and config.data.apply_chat_template
+
+
+def test_math_by_grpo_is_what_is_known_of_the_paper(files: Path, tmp_path: Path) -> None:
+    """n = 5, 1,024 tokens, 15 epochs; batch 512, mini-batch 256, learning rate 1e-6, KL 0.001 (k3)."""
+    config = _load("math/qwen3_4b_grpo.yaml", files, tmp_path)
+    rollout, objective = config.rollout, config.objective
+    assert (rollout.completions_per_prompt, rollout.max_completion_tokens) == (5, 1024)
+    assert (rollout.prompts_per_step, rollout.prompts_per_step / objective.updates_per_step) == (512, 256)
+    assert config.actor.optimizer.learning_rate == 1e-6
+    assert (objective.kl.coef, objective.kl.estimator) == (0.001, "k3")
+    assert config.steps == 15 * 7500 // 512
+
+
+def test_dppo_differs_from_grpo_in_pruning_only(files: Path, tmp_path: Path) -> None:
+    """So that the two can be compared."""
+    dppo, grpo = (asdict(_load(f"math/qwen3_4b_{name}.yaml", files, tmp_path)) for name in ("dppo", "grpo"))
+    assert [key for key in dppo if dppo[key] != grpo[key]] == ["pruning"]
 
 
 def test_every_field_is_explained() -> None:
     """Each setting has a docstring under it, in every file of settings."""
     for path in sorted((REPOSITORY / "dppo_megatron" / "config").glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if not isinstance(node, ast.ClassDef):
+            if not isinstance(node, ast.ClassDef) or not node.name.endswith("Config"):
                 continue
             for item, following in zip(node.body, [*node.body[1:], None], strict=True):
                 if isinstance(item, ast.AnnAssign):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -20,6 +21,7 @@ from servers import local_settings, needs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.tiny_model import write_tiny_qwen3
 from dppo_megatron.job import prepare_job
+from dppo_megatron.rollout.http import Http, Refused
 from dppo_megatron.rollout.launch import LaunchedServer
 from dppo_megatron.rollout.serving import ServerEngine
 from dppo_megatron.run import Run
@@ -81,6 +83,8 @@ def test_a_run_starts_its_server_and_starts_it_again(files: Path, tmp_path: Path
 def _train_and_kill_the_server(config: Config, killed: str) -> str:
     with Run(prepare_job(config, 2)) as run:
         engine: Any = run.loop._engine
+        if engine._connection is not None and config.rollout.engine == "vllm":
+            _asks_for_its_key(_only_server(engine))
         name = {"generating": "start", "asleep": "rest"}[killed]
         call, calls = getattr(engine, name), itertools.count(1)
 
@@ -97,6 +101,20 @@ def _train_and_kill_the_server(config: Config, killed: str) -> str:
         with pytest.raises(ProcessLookupError):
             _wait_until_gone(last.pid)
     return description
+
+
+def _asks_for_its_key(server: LaunchedServer) -> None:
+    """Everywhere, its development mode included; and the key stands neither in a command line nor in its log."""
+    for path in ("/weight_info", "/server_info", "/health", "/v1/models"):
+        with pytest.raises(Refused, match="HTTP 401"):
+            Http(server.url).get(path, timeout_s=30)
+    with pytest.raises(Refused, match="HTTP 401"):
+        Http(server.url, "another-key").post("/collective_rpc", {"method": "dppo_model"}, timeout_s=30)
+    assert Http(server.url, server.api_key).get("/weight_info", timeout_s=30)
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            assert server.api_key.encode() not in process.read_bytes()
+    assert server.api_key not in server.log.read_text(errors="replace")
 
 
 def _only_server(engine: ServerEngine) -> LaunchedServer:

@@ -48,13 +48,19 @@ NO_ANSWER = '{"problem": "1+1="}'
 # name: (overrides made from (files, tmp_path), what the message must say)
 CASES = {
     "unknown_key": (lambda f, t: ["rollout.prompts_per_stp=4"], "did you mean 'rollout.prompts_per_step'?"),
-    "unknown_section": (lambda f, t: ["optimizer.learning_rate=1"], "did you mean 'actor.optimizer'?"),
-    "wrong_type": (lambda f, t: ["steps=many"], "steps: Value 'many' of type 'str' could not be converted to Integer"),
-    "wrong_choice": (lambda f, t: ["model.dtype=fp8"], "expected one of ['float32', 'bfloat16', 'float64']"),
+    "unknown_section": (lambda f, t: ["optimizer.learning_rate=1"], "did you mean 'actor.optimizer.learning_rate'?"),
+    "wrong_type": (lambda f, t: ["steps=many"], "steps = many: must be a whole number"),
+    "wrong_choice": (
+        lambda f, t: ["model.dtype=fp8"],
+        "model.dtype = 'fp8': must be one of float32, bfloat16, float64",
+    ),
     "section_as_value": (lambda f, t: ["rollout=3"], "'rollout' is a section of settings"),
     "no_equals_sign": (lambda f, t: ["steps"], "override 'steps': expected key=value"),
     "out_of_range": (lambda f, t: ["rollout.temperature=0"], "rollout.temperature = 0.0: must be greater than 0"),
-    "group_of_one": (lambda f, t: ["rollout.completions_per_prompt=1"], "needs at least 2"),
+    "group_of_one": (
+        lambda f, t: ["rollout.completions_per_prompt=1"],
+        "rollout.completions_per_prompt = 1: must be at least 2",
+    ),
     "pruning_everything": (lambda f, t: ["pruning.prompt.rate=1.0"], "pruning.prompt.rate = 1.0"),
     "pruning_method": (lambda f, t: ["pruning.completion.method=dpo"], "did you mean 'dppo'?"),
     "missing_data": (lambda f, t: ["data.train_path=nowhere.jsonl"], "data.train_path = 'nowhere.jsonl': no such file"),

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
 from dppo_megatron.config.load import config_from_values
+from dppo_megatron.config.load import config_values as config_values
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 
@@ -39,12 +39,6 @@ FREE = (
 )
 """Settings and sections that may differ. Another layout or packing continues equal to rounding; other `steps` move
 what is planned over the whole run (decaying learning rates, annealed pruning)."""
-
-
-def config_values(config: Config) -> dict[str, Any]:
-    """All settings as plain nested values."""
-    values: dict[str, Any] = OmegaConf.to_container(OmegaConf.structured(config))  # type: ignore[assignment]
-    return values
 
 
 def fingerprint(config: Config) -> str:

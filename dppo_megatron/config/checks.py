@@ -1,29 +1,35 @@
-"""What the types of the schema cannot say: ranges, files, and settings that contradict each other.
+"""What the types and ranges of the schema cannot say: files, and settings that contradict each other.
 
 All of it runs before a process group or a model is made, so a mistake costs seconds and not a queue slot.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
 from dppo_megatron.config.data import check_data, longest_prompt_tokens
 from dppo_megatron.config.evaluation import check_evaluation
 from dppo_megatron.config.objective import check_objective
+from dppo_megatron.config.paths import check_directory, check_writable, shown
 from dppo_megatron.config.pruning import check_pruning
+from dppo_megatron.config.ranges import check_ranges, texts
 from dppo_megatron.config.rollout import check_rollout
-from dppo_megatron.config.schema import Config
+from dppo_megatron.config.schema import Config, OptimizerConfig
 from dppo_megatron.config.selection import check_selection
 from dppo_megatron.types import UserError
 
 Purpose = Literal["train", "evaluate", "grade"]
 """What a config is for: an evaluation alone needs no training data, grading no model either."""
+_NEVER_EMPTY = ("data.problem_field", "data.answer_field", "warm_start.completion_field", "reward.function")
 
 
 def check_values(config: Config, purpose: Purpose = "train") -> None:
     """Raise `UserError` for the first value that is out of range or contradicts another one."""
-    _check_ranges(config)
+    check_ranges(config)
+    _check_text(config)
+    _check_optimizer(config.actor.optimizer)
     _check_actor(config)
     check_evaluation(config)
     if purpose != "grade":
@@ -58,82 +64,24 @@ def check_run_dir(config: Config) -> None:
     """Raise `UserError` unless `run_dir` can be written without touching a run that this is not a continuation of."""
     if not config.run_dir:
         raise UserError("run_dir is not set; give it in the config file or as run_dir=...")
+    check_writable("run_dir", config.run_dir, directory=True)
     used = Path(config.run_dir)
     try:
-        is_something_else = used.exists() and not used.is_dir()
         has_record = (used / "metrics.jsonl").exists()
         has_checkpoints = next((used / "checkpoints").glob("step_[0-9]*"), None) is not None
-    except OSError as error:  # no permission, a name that is too long, a file system that does not answer
-        raise UserError(f"run_dir = '{config.run_dir[:200]}': {error.strerror}") from None
-    if is_something_else:
-        raise UserError(f"run_dir = '{config.run_dir}': exists and is not a directory")
+    except OSError as error:  # no permission, a file system that does not answer
+        raise UserError(f"run_dir = '{shown(config.run_dir)}': {error.strerror}") from None
     never = config.checkpoint.resume == "never"
     if (never and (has_record or has_checkpoints)) or (has_record and not (used / "config.yaml").exists()):
         held = "metrics.jsonl" if has_record else "checkpoints"
         why = "checkpoint.resume = never" if never else "it has no config.yaml"
         raise UserError(
-            f"run_dir = '{config.run_dir}' already holds a run ({held}), which is not resumed because {why};"
+            f"run_dir = '{shown(config.run_dir)}' already holds a run ({held}), which is not resumed because {why};"
             " choose another run_dir=... or remove that directory"
         )
 
 
-def _check_ranges(config: Config) -> None:
-    at_least_one = {
-        "rollout.prompts_per_step": config.rollout.prompts_per_step,
-        "rollout.max_completion_tokens": config.rollout.max_completion_tokens,
-        "rollout.max_concurrent_sequences": config.rollout.max_concurrent_sequences,
-        "packing.max_tokens_per_microbatch": config.packing.max_tokens_per_microbatch,
-        "packing.window": config.packing.window,
-        "actor.layout.tensor_parallel": config.actor.layout.tensor_parallel,
-        "actor.layout.pipeline_parallel": config.actor.layout.pipeline_parallel,
-        "actor.layout.virtual_pipeline": config.actor.layout.virtual_pipeline,
-        "actor.layout.context_parallel": config.actor.layout.context_parallel,
-        "actor.layout.expert_parallel": config.actor.layout.expert_parallel,
-        "actor.logprob_chunk_tokens": config.actor.logprob_chunk_tokens,
-        "warm_start.examples_per_step": config.warm_start.examples_per_step,
-        "reward.processes": config.reward.processes,
-    }
-    for key, count in at_least_one.items():
-        if count < 1:
-            raise UserError(f"{key} = {count}: must be at least 1")
-    if config.rollout.completions_per_prompt < 2:
-        raise UserError(
-            f"rollout.completions_per_prompt = {config.rollout.completions_per_prompt}: a group-relative advantage"
-            " needs at least 2"
-        )
-    optimizer = config.actor.optimizer
-    at_least_zero: dict[str, float] = {
-        "seed": config.seed,
-        "steps": config.steps,
-        "threads_per_rank": config.threads_per_rank,
-        "warm_start.steps": config.warm_start.steps,
-        "warm_start.lr_warmup_steps": config.warm_start.lr_warmup_steps,
-        "eval.every_steps": config.eval.every_steps,
-        "checkpoint.every_steps": config.checkpoint.every_steps,
-        "checkpoint.keep": config.checkpoint.keep,
-        "guard.max_skipped_updates": config.guard.max_skipped_updates,
-        "guard.watchdog_s": config.guard.watchdog_s,
-        "actor.layout.expert_tensor_parallel": config.actor.layout.expert_tensor_parallel,
-        "actor.fp8_bf16_layers": config.actor.fp8_bf16_layers,
-        "actor.optimizer.lr_warmup_steps": optimizer.lr_warmup_steps,
-        "actor.optimizer.weight_decay": optimizer.weight_decay,
-        "actor.optimizer.max_grad_norm": optimizer.max_grad_norm,
-        "actor.optimizer.min_learning_rate": optimizer.min_learning_rate,
-    }
-    for key, value in at_least_zero.items():
-        if not value >= 0:
-            raise UserError(f"{key} = {value}: must not be negative")
-    positive = {
-        "rollout.temperature": config.rollout.temperature,
-        "actor.optimizer.learning_rate": optimizer.learning_rate,
-        "actor.optimizer.adam_eps": optimizer.adam_eps,
-        "warm_start.learning_rate": config.warm_start.learning_rate,
-        "reward.timeout_s": config.reward.timeout_s,
-        "guard.rendezvous_timeout_s": config.guard.rendezvous_timeout_s,
-    }
-    for key, value in positive.items():
-        if not value > 0:
-            raise UserError(f"{key} = {value}: must be greater than 0")
+def _check_optimizer(optimizer: OptimizerConfig) -> None:
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise UserError(
             f"actor.optimizer.min_learning_rate = {optimizer.min_learning_rate} is above"
@@ -195,10 +143,16 @@ def _check_required(config: Config, *, trains: bool) -> None:
 
 def _check_files(config: Config, *, trains: bool) -> None:
     resume = config.checkpoint.resume
-    if trains and resume not in ("auto", "never") and not Path(resume).is_dir():
-        raise UserError(f"checkpoint.resume = '{resume}': must be auto, never or the directory of a checkpoint")
-    if not Path(config.model.hf_path).is_dir():
-        raise UserError(
-            f"model.hf_path = '{config.model.hf_path}': no such directory (working directory: {Path.cwd()})"
-        )
+    if trains and resume not in ("auto", "never") and not os.path.isdir(resume):
+        raise UserError(f"checkpoint.resume = '{shown(resume)}': must be auto, never or the directory of a checkpoint")
+    check_directory("model.hf_path", config.model.hf_path)
     check_data(config, trains=trains)
+
+
+def _check_text(config: Config) -> None:
+    """No text may hold what cannot be written to a file; names are not empty."""
+    for key, text in texts(config):
+        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+            raise UserError(f"{key} = {text[:80]!r}: holds a NUL or half of a surrogate pair, which is no text")
+        if key in _NEVER_EMPTY and not text.strip():
+            raise UserError(f"{key} = '{text}': must not be empty")

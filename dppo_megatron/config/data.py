@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dppo_megatron.config.paths import shown
+from dppo_megatron.config.ranges import COUNT, ranged
 from dppo_megatron.config.templates import PLAIN, TEMPLATES, Template
 from dppo_megatron.types import UserError
 
@@ -30,7 +32,7 @@ class SetConfig:
     """Split of a directory or a hub set; empty: the only one there is."""
     subset: str = ""
     """Configuration of a hub set (gsm8k: main); empty: its default."""
-    limit: int = 0
+    limit: int = ranged(0, COUNT)
     """The first so many rows only; 0: all."""
     problem_field: str | None = None
     """Field of a row that holds the problem's text or a list of chat messages; dots reach into nested rows."""
@@ -50,7 +52,7 @@ class SetConfig:
     """Wrap the prompt as a user turn of the tokenizer's chat template, with the generation prompt appended."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Handed to the chat template (enable_thinking: false)."""
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: int | None = ranged(None, "[1, 100000000]")
     """Longest prompt of this set."""
     overlong: str | None = None
     """What happens to a longer prompt: error or filter."""
@@ -60,7 +62,7 @@ class SetConfig:
 class TrainSetConfig(SetConfig):
     """One set to train on."""
 
-    weight: float = 1.0
+    weight: float = ranged(1.0, "(0, 1e9]")
     """Its share of a step under data.mixing = weighted, relative to the other sets."""
 
 
@@ -68,15 +70,15 @@ class TrainSetConfig(SetConfig):
 class EvalSetConfig(SetConfig):
     """One set to evaluate on. A setting below that is null is taken from the one of the same name in `eval`."""
 
-    samples: int | None = None
+    samples: int | None = ranged(None, "[1, 65536]")
     """Completions of every problem."""
-    temperature: float | None = None
+    temperature: float | None = ranged(None, "[0, 100]")
     """0 is greedy."""
-    top_p: float | None = None
+    top_p: float | None = ranged(None, "(0, 1]")
     """Smallest set of tokens with this probability."""
-    top_k: int | None = None
+    top_k: int | None = ranged(None, "[0, 10000000]")
     """The k most likely tokens; 0: all."""
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = ranged(None, "[0, 100000000]")
     """Longest answer; 0: as rollout.max_completion_tokens."""
     grader: str | None = None
     """Grader of this set, a built-in name or `module:function`; empty: as in training."""
@@ -116,7 +118,7 @@ class DataConfig:
     """Wrap the prompt as a user turn of the tokenizer's chat template, with the generation prompt appended."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Handed to the chat template (enable_thinking: false). Replaces the preset's as a whole."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: int = ranged(1024, "[1, 100000000]")
     """Longest prompt."""
     overlong: Literal["error", "filter"] = "error"
     """A longer prompt is an error before the run starts, or is filtered: counted, and a row of the bias ledger."""
@@ -368,9 +370,9 @@ def _check_path(one: ResolvedSet) -> None:
         path = Path(one.path)
         exists, is_file = path.exists(), path.is_file()
     except (OSError, ValueError) as error:  # a name that is too long, or holds a NUL
-        raise UserError(f"{one.path_key} = '{one.path[:200]}': no such file: {error}") from None
+        raise UserError(f"{one.path_key} = '{shown(one.path)}': no such file: {error}") from None
     if not exists:
-        raise UserError(f"{one.path_key} = '{one.path}': no such file (working directory: {Path.cwd()})")
+        raise UserError(f"{one.path_key} = '{shown(one.path)}': no such file (working directory: {Path.cwd()})")
     for name, value in (("split", one.split), ("subset", one.subset)):
         if is_file and value:
             raise UserError(

@@ -12,20 +12,22 @@ from dppo_megatron.types import UserError
 if TYPE_CHECKING:  # the schema imports this module
     from dppo_megatron.config.schema import Config
 
+from dppo_megatron.config.ranges import COUNT, ranged
+
 
 @dataclass
 class EvalConfig:
-    every_steps: int = 0
+    every_steps: int = ranged(0, COUNT)
     """Evaluate every so many steps, beside the one before and the one after training; 0: only those two."""
-    samples: int = 1
+    samples: int = ranged(1, "[1, 65536]")
     """Completions of every problem."""
-    temperature: float = 0.0
+    temperature: float = ranged(0.0, "[0, 100]")
     """0 is greedy."""
-    top_p: float = 1.0
+    top_p: float = ranged(1.0, "(0, 1]")
     """Smallest set of tokens with this probability."""
-    top_k: int = 0
+    top_k: int = ranged(0, "[0, 10000000]")
     """The k most likely tokens; 0: all."""
-    max_completion_tokens: int = 0
+    max_completion_tokens: int = ranged(0, "[0, 100000000]")
     """Longest answer; 0: as rollout.max_completion_tokens."""
 
 

@@ -1,20 +1,31 @@
-"""From a YAML file and `key=value` overrides to a checked `Config`, with errors that name key, file and fix."""
+"""From YAML files and `key=value` overrides to a checked `Config`, with errors that name key, place and fix.
+
+    defaults: quickstart.yaml      # or a list; relative to the file that says so
+    run_dir: runs/quickstart_grpo
+
+What a file says stands above its parents, the command line above all. Sections are merged setting by setting, mappings
+of names (data.eval_paths) name by name, unless a file or the command line gives `{}`: then the inherited ones are gone.
+"""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from dppo_megatron.config.checks import Purpose, check_run_dir, check_values
+from dppo_megatron.config.command_line import read_setting, split_key
+from dppo_megatron.config.reading import MAX_CHARACTERS, Entries, Reader, Values, parse
+from dppo_megatron.config.references import Reference, Resolver, escaped
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
+
+_PARENTS = "defaults"
+T = TypeVar("T")
 
 
 def load_config(
@@ -25,7 +36,7 @@ def load_config(
     purpose: Purpose = "train",
     layers: Sequence[tuple[str, Mapping[Any, Any]]] = (),
 ) -> Config:
-    """Read `path`, apply `key=value` overrides (dotted keys, YAML values) and check every value.
+    """Read `path` and its parents, apply `key=value` overrides (dotted keys) and check every value.
 
     Args:
         path: empty: begin from the defaults.
@@ -34,109 +45,176 @@ def load_config(
         writes_run: the caller will write `run_dir`, so it must be given and must not hold a run already.
 
     Raises:
-        UserError: the file is missing or no mapping, a key is unknown, a value has the wrong type or range.
+        UserError: a file is missing or no mapping, a key is unknown, a value has the wrong type or range.
     """
-    merged = OmegaConf.structured(Config)
-    if path:
-        merged = _merge(merged, _read(path), where=path)
-    for where, values in layers:
-        merged = _merge(merged, OmegaConf.create(dict(values)), where=where)
-    for item in overrides:
-        key, separator, _ = item.partition("=")
-        if not separator or not key:
-            raise UserError(f"override '{item}': expected key=value, for example actor.layout.tensor_parallel=2")
-        merged = _merge(merged, _parse_override(item), where=f"override '{item}'")
-    config = cast(Config, OmegaConf.to_object(merged))
+    config = read_config(path, overrides, layers)
     check_values(config, purpose)
     if writes_run:
         check_run_dir(config)
     return config
 
 
-def config_from_values(values: dict[str, Any], where: str) -> Config:
-    """A `Config` from plain values that another run saved; types and keys are checked, files and ranges are not."""
-    merged = _merge(OmegaConf.structured(Config), OmegaConf.create(values), where=where)
-    return cast(Config, OmegaConf.to_object(merged))
+def read_config(path: str, overrides: list[str], layers: Sequence[tuple[str, Mapping[Any, Any]]] = ()) -> Config:
+    """As `load_config`, without the checks of ranges and files."""
+    merged: Values = {}
+    files = _layers(Path(path), ()) if path else []
+    given = [_plain_layer(values, where) for where, values in layers]
+    for layer in [*files, *given, *(read_setting(item, Config) for item in overrides)]:
+        _merge(merged, layer)
+    _resolve(merged)
+    return _build(Config, merged)
+
+
+def config_from_values(values: Mapping[str, Any], where: str) -> Config:
+    """A `Config` from plain values that another run saved; types and keys are checked, files and ranges are not.
+    References in it stay as they were written."""
+    return _build(Config, _plain_layer(values, where, keeps_references=True))
+
+
+def _plain_layer(values: Mapping[Any, Any], where: str, *, keeps_references: bool = False) -> Values:
+    try:
+        node = parse(yaml.safe_dump(dict(values), sort_keys=False), where)
+    except (yaml.YAMLError, RecursionError):
+        raise UserError(f"{where}: holds no settings") from None
+    reader = Reader(Config, where, has_lines=False, keeps_references=keeps_references)
+    return reader.section(Config, node) if node is not None else {}
+
+
+def config_values(config: Any) -> dict[str, Any]:
+    """All settings of a `Config`, or of a section, as plain nested values, as files hold them: a path from the
+    environment as its reference."""
+    return {item.name: _plain(getattr(config, item.name)) for item in fields(config)}
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write the fully resolved configuration as YAML; `load_config` reads it back to an equal `Config`."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    """Write the whole configuration as YAML; `load_config` reads it back to an equal `Config`."""
+    # ASCII only: PyYAML writes U+0085 and others as they are, and reads them as line breaks
+    path.write_text(yaml.safe_dump(config_values(config), sort_keys=False, width=120), encoding="ascii")
 
 
-def _read(path: str) -> DictConfig:
-    if not Path(path).is_file():
-        raise UserError(f"config file '{path}' does not exist (working directory: {Path.cwd()})")
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return config_values(value)
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return escaped(value) if isinstance(value, str) else value
+
+
+def _layers(path: Path, chain: tuple[Path, ...]) -> list[Values]:
+    """The settings of a file, behind those of its parents."""
+    source = str(path)
+    node = _document(path, chain)
+    if node is None:
+        return [{}]
+    if not isinstance(node, MappingNode):
+        raise UserError(f"config file '{source}' must hold a mapping of keys to values")
+    own = [(key, value) for key, value in node.value if getattr(key, "value", None) == _PARENTS]
+    reader = Reader(Config, source, has_lines=True)
+    layers: list[Values] = []
+    if len(own) > 1:
+        raise UserError(f"{reader.where(own[1][0])}: the key '{_PARENTS}' stands here twice; it takes a list")
+    for parent in _parents(own[0][1], reader) if own else []:
+        layers += _layers(path.parent / parent, (*chain, path))
+    rest = [pair for pair in node.value if pair not in own]
+    return [*layers, reader.section(Config, MappingNode(node.tag, rest, node.start_mark, node.end_mark))]
+
+
+def _parents(node: Node, reader: Reader) -> list[str]:
+    nodes = node.value if isinstance(node, SequenceNode) else [node]
+    for item in nodes:
+        if not isinstance(item, ScalarNode) or item.tag != "tag:yaml.org,2002:str" or not item.value:
+            raise UserError(f"{reader.where(node)}: {_PARENTS} names the parent's file, or a list of files")
+    return [item.value for item in nodes]
+
+
+def _document(path: Path, chain: tuple[Path, ...]) -> Node | None:
+    of = f", a parent of '{chain[-1]}'," if chain else ""
     try:
-        loaded = OmegaConf.load(path)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise UserError(f"config file '{path}' is not valid YAML: {error}") from None
-    if not isinstance(loaded, DictConfig):
-        raise UserError(f"config file '{path}' must hold a mapping of keys to values")
-    return loaded
-
-
-def _parse_override(item: str) -> DictConfig:
+        circle = [str(p) for p in (*chain, path)] if path.resolve() in [p.resolve() for p in chain] else []
+        with open(path, "rb") as file:
+            content = b"" if circle else file.read(4 * MAX_CHARACTERS + 1)  # a device has no end
+    except FileNotFoundError:
+        raise UserError(f"config file '{path}'{of} does not exist (working directory: {Path.cwd()})") from None
+    except (OSError, ValueError, RuntimeError) as error:  # also a name with a NUL, or links in a circle
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"config file '{str(path)[:200]}'{of} cannot be read: {reason}") from None
+    if circle:
+        raise UserError(f"config file '{chain[-1]}': its {_PARENTS} come back to itself: {' -> '.join(circle)}")
     try:
-        return OmegaConf.from_dotlist([item])
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"override '{item}' cannot be parsed: {error}") from None
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(
+            f"{path}:{line}: not UTF-8 (byte 0x{content[error.start]:02x}); save the file as UTF-8"
+        ) from None
+    return parse(text, f"config file '{path}'")
 
 
-def _merge(base: DictConfig, update: DictConfig, where: str) -> DictConfig:
-    _reject_unknown_keys(Config, OmegaConf.to_container(update), prefix="", where=where)
-    try:
-        return cast(DictConfig, OmegaConf.merge(base, update))
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or "?"
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{where}: {key}: {reason}") from None
+def _merge(base: Values, update: Values) -> None:
+    for key, value in update.items():
+        old = base.get(key)
+        if isinstance(value, Entries):
+            if isinstance(old, Entries) and not value.replaces:
+                _merge(old, value)
+            else:
+                base[key] = value
+        elif isinstance(value, dict) and isinstance(old, dict):
+            _merge(old, value)
+        else:
+            base[key] = value
 
 
-def _reject_unknown_keys(schema: type, values: Any, prefix: str, where: str) -> None:
-    if not isinstance(values, dict):
-        return
-    known = {item.name: item for item in fields(schema)}
-    for key, value in values.items():
-        if key not in known:
-            near = _nearest_key(f"{prefix}{key}")
-            hint = f"; did you mean '{near}'?" if near else f"; known here: {', '.join(sorted(known))}"
-            raise UserError(f"{where}: unknown key '{prefix}{key}'{hint}")
-        default = known[key].default_factory
-        if is_dataclass(default):
-            if not isinstance(value, dict):
-                raise UserError(f"{where}: '{prefix}{key}' is a section of settings, not a value (got {value!r})")
-            _reject_unknown_keys(cast(type, default), value, f"{prefix}{key}.", where)
-        elif (entry := _entry_type(schema, key)) is not None and isinstance(value, dict):
-            for name, section in value.items():
-                _reject_unknown_keys(entry, section, f"{prefix}{key}.{name}.", where)
+def _resolve(values: Values) -> None:
+    """Replace every `Reference` in `values` by what it refers to."""
+    defaults = Config()
+
+    def look_up(key: str) -> Any:
+        found: Any = values
+        default: Any = defaults
+        for part in split_key(key) or [key]:
+            found = found.get(part) if isinstance(found, dict) else None
+            default = default.get(part) if isinstance(default, dict) else getattr(default, part, None)
+            if found is None and default is None:
+                raise KeyError(key)
+        if found is None and is_dataclass(default):
+            return {}
+        return default if found is None else found
+
+    def decode(value: Any, hint: Any, key: str, where: str) -> Any:
+        text = value if isinstance(value, str) else yaml.safe_dump(value).partition("\n")[0]
+        if hint is str:
+            return text
+        node = parse(text, where)
+        reader = Reader(Config, where.partition(": ")[0], has_lines=False)
+        if not isinstance(node, ScalarNode):
+            raise UserError(f"{where}: comes to {text!r}, which is no value of this setting")
+        return reader.value(hint, node, key)
+
+    resolver = Resolver(look_up, decode)
+
+    def walk(inside: Any, prefix: str) -> None:
+        for key, value in inside.items() if isinstance(inside, dict) else enumerate(inside):
+            name = f"{prefix}[{key}]" if isinstance(inside, list) else f"{prefix}.{key}" if prefix else str(key)
+            if isinstance(value, Reference):
+                inside[key] = resolver.resolve(name, value)
+            elif isinstance(value, dict | list):
+                walk(value, name)
+
+    walk(values, "")
 
 
-def _entry_type(schema: type, key: str) -> type | None:
-    """The section class of a `dict[str, Section]` field, else None."""
-    arguments = get_args(get_type_hints(schema)[key])
-    entry = arguments[1] if len(arguments) == 2 else None
-    return entry if is_dataclass(entry) else None  # type: ignore[return-value]
+def _build(schema: type[T], values: Values) -> T:
+    """An instance of a settings class; what `values` leave out has its default."""
+    hints = get_type_hints(schema)
+    return schema(**{key: _built(hints[key], value) for key, value in values.items()})
 
 
-def _nearest_key(key: str) -> str | None:
-    """The known dotted key closest to `key`: the same last part in another section counts as close."""
-    known = list(_all_keys(Config, ""))
-    last = key.rsplit(".", 1)[-1]
-    same_name = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == last]
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    by_last = difflib.get_close_matches(last, [k.rsplit(".", 1)[-1] for k in known], n=1, cutoff=0.75)
-    if same_name:
-        return difflib.get_close_matches(key, same_name, n=1, cutoff=0.0)[0]
-    if close:
-        return close[0]
-    return next((k for k in known if by_last and k.rsplit(".", 1)[-1] == by_last[0]), None)
-
-
-def _all_keys(schema: type, prefix: str) -> list[str]:
-    keys = []
-    for item in fields(schema):
-        keys.append(prefix + item.name)
-        if is_dataclass(item.default_factory):
-            keys += _all_keys(cast(type, item.default_factory), f"{prefix}{item.name}.")
-    return keys
+def _built(hint: Any, value: Any) -> Any:
+    if is_dataclass(hint):
+        return _build(cast(type, hint), value)
+    if isinstance(value, Entries):
+        inside = next((get_args(arm)[1] for arm in (hint, *get_args(hint)) if get_origin(arm) is dict), Any)
+        return {name: _built(inside, entry) for name, entry in value.items()}
+    return value

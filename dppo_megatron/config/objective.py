@@ -7,20 +7,18 @@ some combinations make no sense; `check_objective` says which, and why.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dppo_megatron.config.ranges import check_ranges, ranged
 from dppo_megatron.types import UserError
-
-_LARGEST_PENALTY = 1e6
 
 
 @dataclass
 class KLConfig:
     """KL to the reference policy, as a term of the loss. The reference is the policy at the start of RL."""
 
-    coef: float = 0.0
+    coef: float = ranged(0.0, "[0, 1e6]")
     """Factor of the term; 0 turns it off, and with it the reference's forward pass. DeepSeekMath has 0.04 (arXiv
     2402.03300), DAPO and Dr.GRPO none."""
     estimator: Literal["k1", "k2", "k3", "k3_unbiased"] = "k3"
@@ -39,9 +37,9 @@ class CorrectionConfig:
     mode: Literal["truncate", "mask"] = "truncate"
     """`truncate`: min(ratio, max_ratio), truncated importance sampling. `mask`: the ratio inside
     [min_ratio, max_ratio], 0 outside (IcePop, arXiv 2510.18855)."""
-    max_ratio: float = 2.0
+    max_ratio: float = ranged(2.0, "(0, 1e9]")
     """Largest ratio that counts in full."""
-    min_ratio: float = 0.0
+    min_ratio: float = ranged(0.0, "[0, 1e9]")
     """mode=mask: smallest ratio that counts; IcePop's range is [0.5, 5]."""
 
 
@@ -49,10 +47,12 @@ class CorrectionConfig:
 class OverlongConfig:
     """What DAPO does about completions near or at the length limit (arXiv 2503.14476, section 3.4)."""
 
-    buffer_tokens: int = 0
+    buffer_tokens: int = ranged(0, "[0, 100000000]")
     """Soft punishment: the reward falls linearly, by `penalty` in all, over the last so many tokens before
     max_completion_tokens. 0: off. Metrics, prompt scores and dynamic sampling see the reward without it."""
-    penalty: float = 1.0
+    penalty: float = ranged(
+        1.0, "[0, 1e6]", why="rewards are squared, and a larger one would leave no digit to the others"
+    )
     """What a completion of max_completion_tokens loses."""
     filter: bool = False
     """Do not train on completions that ran into max_completion_tokens. They still count in their group's advantages.
@@ -63,10 +63,10 @@ class OverlongConfig:
 class DivergenceConfig:
     """Trust region of loss=divergence_tv (Divergence PPO, arXiv 2602.04879, binary total variation)."""
 
-    max_shift: float = 0.15
+    max_shift: float = ranged(0.15, "(0, 1e6]")
     """A token is masked when its probability has moved from the behaviour's by more than this, and the advantage
     would move it further."""
-    max_ratio: float = 20.0
+    max_ratio: float = ranged(20.0, "(0, 1e9]")
     """Cap of the ratio policy / behaviour that multiplies the gradient."""
 
 
@@ -81,12 +81,12 @@ class ObjectiveConfig:
     function: str = ""
     """A loss of your own as `module:function`, in place of `loss`, with the signature of the built-in ones:
     function(TokenBatch, ObjectiveConfig) -> TokenLoss. See docs/objectives.md."""
-    clip_low: float = 0.2
+    clip_low: float = ranged(0.2, "[0, 1]")
     """The ratio is clipped at 1 - clip_low. loss=clip and gspo: where the advantage is negative. cispo: always; 1 turns
     its lower bound off, as in the paper."""
-    clip_high: float = 0.2
+    clip_high: float = ranged(0.2, "[0, 1e9]")
     """The ratio is clipped at 1 + clip_high. loss=clip and gspo: where the advantage is positive. cispo: always."""
-    dual_clip: float = 0.0
+    dual_clip: float = ranged(0.0, "[0, 1e9]")
     """loss=clip: bound c > 1 of the dual clip for negative advantages (arXiv 1912.09729); 0 turns it off."""
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     """Trust region of loss=divergence_tv."""
@@ -94,7 +94,7 @@ class ObjectiveConfig:
     """`group_std`: (r - mean) / std of the group (GRPO). `group_mean`: r - mean (Dr.GRPO). `rloo`: r less the mean of
     the others (arXiv 2402.14740). `reinforce_baseline`: r - mean, divided by the step's standard deviation
     (REINFORCE++-baseline, 2501.03262)."""
-    advantage_eps: float = 1e-6
+    advantage_eps: float = ranged(1e-6, "[0, 1e6]")
     """Added to a standard deviation (population form)."""
     normalization: Literal["sequence_mean", "token_mean", "constant"] = "sequence_mean"
     """Frozen divisor of a sample's token sum, for a mini-batch of N nominal prompts with G completions.
@@ -102,16 +102,16 @@ class ObjectiveConfig:
     N G mean length of earlier steps. `constant`: N G max_completion_tokens (Dr.GRPO). Never a survivors' count."""
     kl: KLConfig = field(default_factory=KLConfig)
     """KL to the reference policy."""
-    entropy_coef: float = 0.0
+    entropy_coef: float = ranged(0.0, "[0, 1e6]")
     """Factor of an entropy bonus: entropy_coef x entropy is subtracted from each token's loss."""
-    zero_advantage_slope: float = 0.0
+    zero_advantage_slope: float = ranged(0.0, "[0, 1e6]")
     """Only for `function`: about how steep your loss is in the log-probability where the advantage is 0. Above 0,
     completions with advantage 0 keep a chance to be trained on, as they do with a KL term."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """Rollout/trainer mismatch."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     """Completions near the length limit."""
-    updates_per_step: int = 1
+    updates_per_step: int = ranged(1, "[1, 1000000]")
     """Optimizer updates on each rollout. A step's nominal prompts are split into so many mini-batches before anything
     is selected; each has its own draws and denominators. Learning-rate settings count updates."""
     old_logprobs: Literal["auto", "recompute", "behaviour"] = "auto"
@@ -141,7 +141,9 @@ def check_objective(
     Raises:
         UserError: the key path, what is wrong with its value, and what would be right.
     """
-    _check_ranges(config, prefix)
+    check_ranges(config, f"{prefix}.")
+    if config.clip_low == 1 and config.loss != "cispo":
+        raise UserError(f"{prefix}.clip_low = 1.0: must be below 1 (the ratio is positive); 1 is for loss=cispo only")
     if config.loss == "clip" and config.dual_clip and config.dual_clip <= 1 + config.clip_high:
         raise UserError(
             f"{prefix}.dual_clip = {config.dual_clip}: must be 0 (off) or above 1 + clip_high = {1 + config.clip_high}"
@@ -179,40 +181,3 @@ def check_objective(
             f"{prefix}.updates_per_step = {config.updates_per_step}: rollout.prompts_per_step = {prompts_per_step}"
             " does not divide by it, and mini-batches hold whole groups"
         )
-
-
-def _check_ranges(config: ObjectiveConfig, prefix: str) -> None:
-    at_least_zero = {
-        "clip_low": config.clip_low,
-        "clip_high": config.clip_high,
-        "dual_clip": config.dual_clip,
-        "advantage_eps": config.advantage_eps,
-        "kl.coef": config.kl.coef,
-        "entropy_coef": config.entropy_coef,
-        "zero_advantage_slope": config.zero_advantage_slope,
-        "correction.min_ratio": config.correction.min_ratio,
-        "overlong.buffer_tokens": config.overlong.buffer_tokens,
-        "overlong.penalty": config.overlong.penalty,
-    }
-    for key, value in at_least_zero.items():
-        if not (value >= 0 and math.isfinite(value)):
-            raise UserError(f"{prefix}.{key} = {value}: must be finite and not negative")
-    if config.overlong.penalty > _LARGEST_PENALTY:
-        raise UserError(
-            f"{prefix}.overlong.penalty = {config.overlong.penalty:g}: must be at most {_LARGEST_PENALTY:g};"
-            " rewards are squared, and a larger one would leave no digit to the others"
-        )
-    positive = {
-        "correction.max_ratio": config.correction.max_ratio,
-        "divergence.max_shift": config.divergence.max_shift,
-        "divergence.max_ratio": config.divergence.max_ratio,
-    }
-    for key, value in positive.items():
-        if not (value > 0 and math.isfinite(value)):
-            raise UserError(f"{prefix}.{key} = {value}: must be finite and greater than 0")
-    if config.clip_low > 1 or (config.clip_low == 1 and config.loss != "cispo"):
-        raise UserError(
-            f"{prefix}.clip_low = {config.clip_low}: must be below 1 (the ratio is positive); 1 is for loss=cispo only"
-        )
-    if config.updates_per_step < 1:
-        raise UserError(f"{prefix}.updates_per_step = {config.updates_per_step}: must be at least 1")

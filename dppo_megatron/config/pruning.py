@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from dppo_megatron.config.ranges import COUNT, check_ranges, ranged
 from dppo_megatron.types import UserError
 
 PROMPT_METHODS = (
@@ -49,26 +50,26 @@ AUTO_RULES = ("cost", "design_effect")
 class GresoConfig:
     """GRESO (arXiv 2506.02177). Read by the prompt methods `greso` and `greso_ht`."""
 
-    initial_keep_probability: float = 0.5
+    initial_keep_probability: float = ranged(0.5, "(0, 1]")
     """Start value of both exploration probabilities: the chance to roll out a prompt after one zero-variance visit."""
-    keep_floor: float = 0.01
+    keep_floor: float = ranged(0.01, "(0, 1]")
     """Smallest inclusion probability of `greso`, however long the run of zero-variance visits. `greso_ht` uses
     `pruning.prompt.p_min` instead, because 1/0.01 is too large a weight."""
-    target_zero_variance: float = 0.25
+    target_zero_variance: float = ranged(0.25, "(0, 1)")
     """Wanted share of zero-variance groups; a third of it for easy prompts, two thirds for hard ones."""
-    adaptation_step: float = 0.01
+    adaptation_step: float = ranged(0.01, "[0, 1)")
     """Change of an exploration probability at each adaptation."""
-    smallest_probability: float = 0.05
+    smallest_probability: float = ranged(0.05, "(0, 1]")
     """Lower clamp of the exploration probabilities."""
-    largest_probability: float = 0.95
+    largest_probability: float = ranged(0.95, "(0, 1]")
     """Upper clamp of the exploration probabilities."""
-    easy_reward: float = 0.98
+    easy_reward: float = ranged(0.98, "[-1e9, 1e9]")
     """A visit is easy when the mean reward of its group is at least this."""
-    hard_reward: float = 0.11
+    hard_reward: float = ranged(0.11, "[-1e9, 1e9]")
     """A visit is hard when the mean reward of its group is at most this (0.1 is the official format reward)."""
-    smallest_refill_prompts: int = 64
+    smallest_refill_prompts: int = ranged(64, "[1, 1000000]")
     """Fewest prompts asked for in a refill round."""
-    largest_refill_prompts: int = 384
+    largest_refill_prompts: int = ranged(384, "[1, 1000000]")
     """Most prompts asked for in a refill round; an estimate within it makes that round the last one."""
 
 
@@ -78,9 +79,9 @@ class RefillConfig:
 
     enabled: bool = True
     """false: never ask for more prompts. `greso_ht` never refills: inverse sampling has no exact weights."""
-    max_rounds: int = 10
+    max_rounds: int = ranged(10, "[1, 1000000]")
     """Rollout rounds of one step, the first included; then the step trains on a short batch, and says so."""
-    prompts_per_round: int = 0
+    prompts_per_round: int = ranged(0, "[0, 1000000]")
     """Prompts of a refill round of `dynamic_sampling`; 0: as many as the step's nominal prompts."""
 
 
@@ -90,46 +91,46 @@ class PromptPruningConfig:
 
     method: str = "dppo"
     """none, dppo, dppo_auto, dppo_paper, greso, greso_ht, infobatch or dynamic_sampling."""
-    rate: float = 0.3
+    rate: float = ranged(0.3, "[0, 1)", why="1 would drop everything; 0 or method=none keeps all")
     """Share of the already visited prompts of a step that is skipped, in [0, 1). dppo, dppo_paper; for infobatch the
     chance to skip a prompt below the mean score; an upper limit for dppo_auto with auto_rule=design_effect."""
-    p_min: float = 0.2
+    p_min: float = ranged(0.2, "(0, 1]", why="0 would leave prompts that can never be drawn")
     """Smallest inclusion probability; bounds the weights by 1 / p_min. dppo, dppo_auto, greso_ht."""
     score: str = "beta"
     """What ranks prompts. beta: posterior chance that a group has reward variance (rewards in [0, 1]); mean_abs: mean
     |advantage| of the last visit; rms: root of a discounted mean of squared rewards about the group's mean."""
-    discount: float = 0.7
+    discount: float = ranged(0.7, "(0, 1]")
     """What is left of the evidence about a prompt after one more visit, or one more epoch without a visit."""
-    prior: float = 0.5
+    prior: float = ranged(0.5, "(0, 1e9]")
     """Both parameters of the Beta prior of an unvisited prompt."""
     design: str = "systematic"
     """How kept prompts are drawn: systematic (fixed size) or poisson (independent coins)."""
     estimator: str = "ht"
     """Weights of kept prompts: ht (1/pi, unbiased), c_form (mean over kept times C/(1-P)) or hajek (ratio)."""
-    max_weight: float = 0.0
+    max_weight: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Cap of the weights, 0 for none. It trades bias for variance: biased wherever a draw from the step's
     probabilities can give a larger weight."""
-    warmup_epochs: float = 1.0
+    warmup_epochs: float = ranged(1.0, "[0, 1e9]")
     """Epochs at the start without any pruning. Not read by greso, greso_ht and dynamic_sampling."""
-    anneal_fraction: float = 0.875
+    anneal_fraction: float = ranged(0.875, "[0, 1]")
     """Nothing is pruned after this fraction of the run: 0.875 leaves the last 12.5 % full. Not read
     by greso, greso_ht and dynamic_sampling."""
     cost_aware: bool = False
     """Divide the score by the root of the prompt's mean completion length. dppo, dppo_auto."""
-    max_design_effect: float = 0.0
+    max_design_effect: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of sum(s^2/pi)/sum(s^2), the variance inflation the score predicts; 0 for none. The rate backs off to hold
     it. dppo, dppo_auto."""
-    max_noise_ratio: float = 0.0
+    max_noise_ratio: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of the measured gradient noise (squared gradient norm) relative to an unpruned step; 0 for none. The rate
     backs off while the loop reports more. To have unpruned steps to compare with, the first 4 steps of the run are
     then left unpruned at both levels. dppo, dppo_auto."""
     auto_rule: str = "cost"
     """dppo_auto: cost (keep probability = root of variance share over cost share) or design_effect (the highest rate
     inside max_design_effect)."""
-    fixed_cost_ratio: float = 0.0
+    fixed_cost_ratio: float = ranged(0.0, "[0, 1e9]")
     """dppo_auto: seconds of a step that skipping prompts does not save, over those it does at full batch. 0: measured,
     which makes the draws depend on the clock and a resumed run differ from an uninterrupted one."""
-    revisit_epochs: float = 0.0
+    revisit_epochs: float = ranged(0.0, "[0, 1e9]")
     """dppo_paper: a prompt unvisited for this many epochs is kept as if unseen; 0: a skipped prompt stays out."""
     greso: GresoConfig = field(default_factory=GresoConfig)
     """Settings of GRESO."""
@@ -143,11 +144,11 @@ class CompletionPruningConfig:
 
     method: str = "dppo"
     """none, dppo, dppo_auto, dppo_paper, cppo, cppo_trl, cppo_verl, greso, greso_ht, infobatch or max_variance."""
-    rate: float = 0.5
+    rate: float = ranged(0.5, "[0, 1)", why="1 would drop everything; 0 or method=none keeps all")
     """Share of completions that is dropped, in [0, 1); with cost_aware, share of the tokens. dppo, dppo_paper, cppo,
     cppo_trl, cppo_verl, max_variance; for infobatch the chance to drop a completion below the mean |advantage|; for
     dppo_auto with auto_rule=design_effect an upper limit."""
-    p_min: float = 0.05
+    p_min: float = ranged(0.05, "[0, 1]")
     """Smallest inclusion probability of a completion that can carry gradient. dppo, dppo_auto."""
     score: str = "free_norm"
     """free_norm: |A| times the root of the squared surprisals, a gradient-norm proxy from rollout log-probabilities;
@@ -156,22 +157,22 @@ class CompletionPruningConfig:
     """systematic (fixed size) or poisson (independent coins). dppo, dppo_auto, infobatch."""
     estimator: str = "ht"
     """ht (1/pi, unbiased), c_form or hajek. dppo, dppo_auto, infobatch."""
-    max_weight: float = 0.0
+    max_weight: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Cap of the weights, 0 for none. Biased where the settings admit a larger weight: 1 / p_min with ht, about any
     with hajek or a c_form of random size. dppo, dppo_auto, infobatch."""
-    warmup_steps: int = 0
+    warmup_steps: int = ranged(0, COUNT)
     """Steps at the start without any pruning."""
-    anneal_fraction: float = 1.0
+    anneal_fraction: float = ranged(1.0, "[0, 1]")
     """Nothing is pruned after this fraction of the run; 1: pruned to the end."""
     cost_aware: bool = False
     """Spend a token budget instead of a count, with probabilities proportional to score / sqrt(cost). dppo."""
-    quadratic_cost_per_token: float = 0.0
+    quadratic_cost_per_token: float = ranged(0.0, "[0, 1e9]")
     """Update cost of a completion is len * (1 + this * len); 1/24576 is about right for a 7B model."""
-    kl_slope: float = 1.0
+    kl_slope: float = ranged(1.0, "[0, 1e9]")
     """Typical slope of a token's KL term in its log-probability; read only with a KL term in the loss."""
-    max_design_effect: float = 0.0
+    max_design_effect: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of sum(s^2/pi)/sum(s^2); 0 for none. The rate backs off to hold it. dppo, dppo_auto."""
-    max_noise_ratio: float = 0.0
+    max_noise_ratio: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of the measured gradient noise relative to an unpruned step; 0 for none. As at prompt level, with 4
     unpruned steps at the start. dppo, dppo_auto."""
     fill_slack: bool = True
@@ -179,7 +180,7 @@ class CompletionPruningConfig:
     further micro-batch, but for the time of the tokens added. dppo, dppo_auto."""
     auto_rule: str = "cost"
     """dppo_auto: cost or design_effect, as at prompt level."""
-    rollout_cost_ratio: float = 0.0
+    rollout_cost_ratio: float = ranged(0.0, "[0, 1e9]")
     """dppo_auto: seconds of a step outside the update, over those of a full-batch update. 0: measured, which makes
     the draws depend on the clock and a resumed run differ from an uninterrupted one."""
     allocation: bool = False
@@ -219,22 +220,13 @@ def check_pruning(config: PruningConfig, prefix: str = "pruning") -> None:
 
 def check_prompt(config: PromptPruningConfig, prefix: str = "pruning.prompt") -> None:
     """Check the prompt section; raises `UserError`."""
+    check_ranges(config, f"{prefix}.")
     _one_of(f"{prefix}.method", config.method, PROMPT_METHODS)
     _one_of(f"{prefix}.score", config.score, PROMPT_SCORES)
     _check_shared(config, prefix)
-    _in_range(f"{prefix}.p_min", config.p_min, above=0.0, most=1.0, why="0 would leave prompts that can never be drawn")
-    _in_range(f"{prefix}.discount", config.discount, above=0.0, most=1.0)
-    _in_range(f"{prefix}.prior", config.prior, above=0.0)
-    _in_range(f"{prefix}.warmup_epochs", config.warmup_epochs, least=0.0)
-    _in_range(f"{prefix}.fixed_cost_ratio", config.fixed_cost_ratio, least=0.0)
-    _in_range(f"{prefix}.revisit_epochs", config.revisit_epochs, least=0.0)
     if config.method == "dppo":
         _floor_below_rate(prefix, config.p_min, config.rate)
     greso = config.greso
-    _in_range(f"{prefix}.greso.keep_floor", greso.keep_floor, above=0.0, most=1.0)
-    _in_range(f"{prefix}.greso.target_zero_variance", greso.target_zero_variance, above=0.0, below=1.0)
-    _in_range(f"{prefix}.greso.adaptation_step", greso.adaptation_step, least=0.0, below=1.0)
-    _in_range(f"{prefix}.greso.smallest_probability", greso.smallest_probability, above=0.0, most=1.0)
     _in_range(
         f"{prefix}.greso.largest_probability", greso.largest_probability, least=greso.smallest_probability, most=1.0
     )
@@ -245,29 +237,22 @@ def check_prompt(config: PromptPruningConfig, prefix: str = "pruning.prompt") ->
         most=greso.largest_probability,
     )
     _in_range(f"{prefix}.greso.easy_reward", greso.easy_reward, above=greso.hard_reward)
-    _in_range(f"{prefix}.greso.smallest_refill_prompts", greso.smallest_refill_prompts, least=1)
     _in_range(
         f"{prefix}.greso.largest_refill_prompts", greso.largest_refill_prompts, least=greso.smallest_refill_prompts
     )
-    _in_range(f"{prefix}.refill.max_rounds", config.refill.max_rounds, least=1)
-    _in_range(f"{prefix}.refill.prompts_per_round", config.refill.prompts_per_round, least=0)
 
 
 def check_completion(config: CompletionPruningConfig, prefix: str = "pruning.completion") -> None:
     """Check the completion section; raises `UserError`."""
+    check_ranges(config, f"{prefix}.")
     _one_of(f"{prefix}.method", config.method, COMPLETION_METHODS)
     _one_of(f"{prefix}.score", config.score, COMPLETION_SCORES)
     _check_shared(config, prefix)
-    _in_range(f"{prefix}.p_min", config.p_min, least=0.0, most=1.0)
     if config.p_min == 0 and config.method in ("dppo", "dppo_auto"):
         raise UserError(
             f"{prefix}.p_min = 0: must be in (0, 1]; a completion with an advantage but a score of zero would never"
             " be drawn, which is biased. 0.05 bounds the weights by 20"
         )
-    _in_range(f"{prefix}.warmup_steps", config.warmup_steps, least=0)
-    _in_range(f"{prefix}.quadratic_cost_per_token", config.quadratic_cost_per_token, least=0.0)
-    _in_range(f"{prefix}.kl_slope", config.kl_slope, least=0.0)
-    _in_range(f"{prefix}.rollout_cost_ratio", config.rollout_cost_ratio, least=0.0)
     if config.method == "dppo":
         _floor_below_rate(prefix, config.p_min, config.rate)
     if config.cost_aware and config.estimator == "c_form":
@@ -278,20 +263,9 @@ def check_completion(config: CompletionPruningConfig, prefix: str = "pruning.com
 
 
 def _check_shared(config: PromptPruningConfig | CompletionPruningConfig, prefix: str) -> None:
-    _in_range(
-        f"{prefix}.rate", config.rate, least=0.0, below=1.0, why="1 would drop everything; 0 or method=none keeps all"
-    )
     _one_of(f"{prefix}.design", config.design, RANDOM_DESIGNS)
     _one_of(f"{prefix}.estimator", config.estimator, ESTIMATORS)
     _one_of(f"{prefix}.auto_rule", config.auto_rule, AUTO_RULES)
-    _in_range(f"{prefix}.anneal_fraction", config.anneal_fraction, least=0.0, most=1.0)
-    for name, bound in (
-        ("max_weight", config.max_weight),
-        ("max_design_effect", config.max_design_effect),
-        ("max_noise_ratio", config.max_noise_ratio),
-    ):
-        if bound != 0 and not (math.isfinite(bound) and bound >= 1):
-            raise UserError(f"{prefix}.{name} = {bound}: must be at least 1, the value without pruning, or 0 for none")
     if config.method == "dppo_auto" and config.auto_rule == "design_effect" and config.max_design_effect == 0:
         raise UserError(
             f"{prefix}.max_design_effect = 0: method=dppo_auto with auto_rule=design_effect needs a bound to work"
@@ -311,7 +285,7 @@ def _one_of(key: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         near = difflib.get_close_matches(value, known, n=1)
         hint = f"did you mean '{near[0]}'? " if near else ""
-        raise UserError(f"{key} = '{value}': no such choice; {hint}known: {', '.join(known)}")
+        raise UserError(f"{key} = '{value[:80]}': no such choice; {hint}known: {', '.join(known)}")
 
 
 def _in_range(
@@ -321,11 +295,9 @@ def _in_range(
     least: float = -math.inf,
     above: float = -math.inf,
     most: float = math.inf,
-    below: float = math.inf,
-    why: str = "",
 ) -> None:
-    if math.isfinite(value) and least <= value <= most and (above == -math.inf or value > above) and value < below:
+    if least <= value <= most and (above == -math.inf or value > above):
         return
     low = f"({above:g}" if above > -math.inf else f"[{least:g}" if least > -math.inf else "(-inf"
-    high = f"{below:g})" if below < math.inf else f"{most:g}]" if most < math.inf else "inf)"
-    raise UserError(f"{key} = {value}: must be in {low}, {high}" + (f"; {why}" if why else ""))
+    high = f"{most:g}]" if most < math.inf else "inf)"
+    raise UserError(f"{key} = {value}: must be in {low}, {high}")

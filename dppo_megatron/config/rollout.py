@@ -6,10 +6,12 @@ third. `check_rollout` says what a type cannot.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
+from dppo_megatron.config.ranges import COUNT, SECONDS, check_ranges, ranged
 from dppo_megatron.types import UserError
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -19,22 +21,22 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 class RolloutConfig:
     engine: Literal["hf", "vllm", "sglang"] = "hf"
     """What generates: `hf` is transformers, embedded in every rank; `vllm` and `sglang` are servers."""
-    prompts_per_step: int = 64
+    prompts_per_step: int = ranged(64, "[1, 1000000]")
     """Nominal prompts of a step, before any pruning: N of every denominator."""
-    completions_per_prompt: int = 8
+    completions_per_prompt: int = ranged(8, "[2, 65536]", why="an advantage compares a group's completions")
     """Completions sampled for each selected prompt: the group size G."""
-    max_completion_tokens: int = 1024
+    max_completion_tokens: int = ranged(1024, "[1, 100000000]")
     """Generation stops here; such a completion has finish reason `length`."""
-    temperature: float = 1.0
+    temperature: float = ranged(1.0, "(0, 100]")
     """Sampling temperature. The actor's log-probabilities are taken at the same temperature."""
-    top_p: float = 1.0
+    top_p: float = ranged(1.0, "(0, 1]")
     """Sample from the smallest set of tokens with this much probability. Below 1 the behaviour log-probabilities are
     those of the cut distribution, which the actor's are not: a mismatch by choice."""
-    top_k: int = 0
+    top_k: int = ranged(0, "[0, 10000000]")
     """Sample from the k most likely tokens; 0: all."""
-    stop_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: list[int] = ranged([], "[0, 2147483647]")
     """Tokens that end a completion, beside the tokenizer's end of sequence."""
-    max_concurrent_sequences: int = 512
+    max_concurrent_sequences: int = ranged(512, "[1, 1000000]")
     """Sequences generated at a time: in one batch on one rank (hf), or outstanding on one server."""
 
     endpoints: list[str] = field(default_factory=list)
@@ -44,7 +46,7 @@ class RolloutConfig:
     """Plain HTTP to other hosts: prompts and completions are then readable on that network."""
     launch: Literal["none", "local"] = "none"
     """`local`: the trainer starts `local_servers` servers on this machine and ends them with the run."""
-    local_servers: int = 1
+    local_servers: int = ranged(1, "[1, 1024]")
     """Servers that launch=local starts."""
     server_python: str = ""
     """Python interpreter of the environment that holds the engine (.venv-vllm/bin/python); empty: the trainer's."""
@@ -55,7 +57,8 @@ class RolloutConfig:
     colocate: bool = False
     """Launched servers share the actor's GPUs: they sleep (free weights and key-value cache) during the update."""
     api_key_env: str = "DPPO_ENGINE_API_KEY"
-    """Environment variable that holds the servers' API key; unset: no key is sent. The key is never logged."""
+    """Environment variable that holds the servers' API key. Unset: no key is sent to `endpoints`, and launched vLLM
+    servers get a random one. The key is never written or logged."""
 
     sync_channel: Literal["auto", "disk", "gloo", "nccl", "ipc"] = "auto"
     """How weights reach a server: `disk` is safetensors on a path that both can read, gloo and nccl a broadcast group
@@ -63,41 +66,41 @@ class RolloutConfig:
     takes ipc where servers are colocated or launched on a CPU, then nccl on GPUs or gloo, else disk; it is printed."""
     sync_dir: str = ""
     """Directory for sync_channel=disk; it must be the same path for the servers. Empty: run_dir/sync."""
-    sync_bucket_mb: int = 256
+    sync_bucket_mb: int = ranged(256, "[1, 1000000]")
     """Weights are gathered and sent in pieces of about this size, in MiB; no rank holds the whole model for it."""
-    verify_every_syncs: int = 10
+    verify_every_syncs: int = ranged(10, COUNT)
     """After the first and every so many syncs, tensors' checksums (where the engine shows its tensors) and a canary
     completion's log-probabilities are compared with the actor's; 0: never."""
-    max_canary_logprob_diff: float = 0.05
+    max_canary_logprob_diff: float = ranged(0.05, "(0, 1e6]")
     """Largest mean |log-probability difference| of the canary; above it the run stops."""
     in_flight: Literal["finish", "abort", "continue"] = "finish"
     """Requests in flight at a sync (async_steps=1): wait for them, abort and generate them again, or let them go on
     with the new weights; every token's weights version is recorded."""
-    async_steps: int = 0
+    async_steps: int = ranged(0, "[0, 1]")
     """1: the next step's completions are generated during this step's update, one policy behind. 0: never stale."""
-    mismatch_alarm: float = 0.5
+    mismatch_alarm: float = ranged(0.5, "(0, 1e6]")
     """A warning is printed when a step's mean |log-probability difference| between engine and actor is above this."""
 
-    start_timeout_s: float = 600.0
+    start_timeout_s: float = ranged(600.0, SECONDS)
     """A launched server must be ready after this long."""
-    sync_timeout_s: float = 600.0
+    sync_timeout_s: float = ranged(600.0, SECONDS)
     """A weight sync of one server must be done after this long; else the server is marked out."""
-    rollout_timeout_s: float = 3600.0
+    rollout_timeout_s: float = ranged(3600.0, SECONDS)
     """A request older than this stops the run with its prompt and request id: nothing is waited for for ever."""
-    engine_wait_s: float = 300.0
+    engine_wait_s: float = ranged(300.0, SECONDS)
     """With every server gone the run waits this long for one to come back, then stops."""
-    probe_every_s: float = 5.0
+    probe_every_s: float = ranged(5.0, SECONDS)
     """Every server is asked for its health this often."""
-    probe_timeout_s: float = 20.0
+    probe_timeout_s: float = ranged(20.0, SECONDS)
     """A server that does not answer a health probe in this time is marked out and its requests go elsewhere."""
-    straggler_share: float = 1.0
+    straggler_share: float = ranged(1.0, "(0, 1]")
     """Below 1: once this share of a step's completions has finished, the rest is cut off where it is and counted as
     `length`. A selection, so the step's bias ledger shows it. 1: wait for all."""
 
 
 def check_rollout(config: RolloutConfig) -> None:
     """Raise `UserError` for the first setting of `rollout` that is out of range or contradicts another one."""
-    _check_ranges(config)
+    check_ranges(config, "rollout.")
     serves = config.engine != "hf"
     for key, value in (("endpoints", config.endpoints), ("launch", config.launch != "none")):
         if value and not serves:
@@ -129,45 +132,36 @@ def check_rollout(config: RolloutConfig) -> None:
             f"rollout.server_gpus has {len(config.server_gpus)} entries for rollout.local_servers ="
             f" {config.local_servers}"
         )
+    _check_keys(config)
     for url in config.endpoints:
         _check_endpoint(url, config)
+    if len(set(config.endpoints)) < len(config.endpoints):
+        raise UserError("rollout.endpoints names a server twice")
+
+
+def _check_keys(config: RolloutConfig) -> None:
+    """No key may be a setting: settings are written to files. What was given is not repeated here."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", config.api_key_env):
+        raise UserError("rollout.api_key_env is not the name of an environment variable; it must not be the key itself")
+    if any(argument.partition("=")[0] in ("--api-key", "--admin-api-key") for argument in config.server_args):
+        raise UserError(
+            "rollout.server_args holds an API key, which would stand in config.yaml and in the list of processes;"
+            f" put it into the environment variable {config.api_key_env} (rollout.api_key_env)"
+        )
 
 
 def _check_endpoint(url: str, config: RolloutConfig) -> None:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"rollout.endpoints: '{url}' is no address; expected http://host:port")
-    if parts.username or parts.password:
+    if "@" in url or "?" in url or "#" in url:  # not repeated: there may be a key in it
         raise UserError("rollout.endpoints: put no key in an address; rollout.api_key_env names where it is read from")
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or not url.isascii() or not url.isprintable() or " " in url:
+        raise UserError(f"rollout.endpoints: {url[:200]!r} is no address; expected http://host:port")
     if parts.hostname not in LOOPBACK and parts.scheme == "http" and not config.allow_remote_endpoints:
         raise UserError(
             f"rollout.endpoints: '{url}' is another host, and plain HTTP can be read on the way;"
             " set rollout.allow_remote_endpoints=true if that network is yours"
         )
-
-
-def _check_ranges(config: RolloutConfig) -> None:
-    at_least_one = {"local_servers": config.local_servers, "sync_bucket_mb": config.sync_bucket_mb}
-    at_least_zero = {"top_k": config.top_k, "verify_every_syncs": config.verify_every_syncs}
-    positive = {
-        name: getattr(config, name)
-        for name in (
-            *("max_canary_logprob_diff", "mismatch_alarm", "start_timeout_s", "sync_timeout_s", "rollout_timeout_s"),
-            *("engine_wait_s", "probe_every_s", "probe_timeout_s"),
-        )
-    }
-    for values, lowest, text in (
-        (at_least_one, 1, "must be at least 1"),
-        (at_least_zero, 0, "must not be negative"),
-    ):
-        for name, value in values.items():
-            if value < lowest:
-                raise UserError(f"rollout.{name} = {value}: {text}")
-    for name, seconds in positive.items():
-        if not seconds > 0:
-            raise UserError(f"rollout.{name} = {seconds}: must be greater than 0")
-    for name in ("top_p", "straggler_share"):
-        if not 0 < getattr(config, name) <= 1:
-            raise UserError(f"rollout.{name} = {getattr(config, name)}: must be above 0 and at most 1")
-    if config.async_steps not in (0, 1):
-        raise UserError(f"rollout.async_steps = {config.async_steps}: must be 0 or 1")

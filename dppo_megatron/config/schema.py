@@ -1,8 +1,8 @@
 """Every setting of a training job, once, with its meaning under it.
 
 One tree of plain dataclasses rather than an argument namespace: a room is handed its own branch and nothing else,
-so what a function depends on can be read from its signature. Units are in the names. OmegaConf checks the types;
-`checks.py` checks what a type cannot say.
+so what a function depends on can be read from its signature. Units are in the names. `load.py` checks the
+types, the range at a field its values, `checks.py` how settings fit together.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dppo_megatron.config.data import DataConfig
 from dppo_megatron.config.evaluation import EvalConfig
 from dppo_megatron.config.objective import ObjectiveConfig
 from dppo_megatron.config.pruning import PruningConfig
+from dppo_megatron.config.ranges import COUNT, SECONDS, ranged
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.rollout import RolloutConfig
 
@@ -25,6 +26,9 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     """Parameter and activation type. bfloat16 keeps float32 main parameters in the optimizer. float64 is for
     proofs on small batches: gradients only, no optimizer step."""
+    trust_remote_code: bool = False
+    """Let transformers run Python files that lie in the model's directory. Off: they are not read, and nobody is asked.
+    On, whoever wrote that directory can do what you can (docs/security.md)."""
 
 
 @dataclass
@@ -35,41 +39,41 @@ class WarmStartConfig:
     """JSON Lines file of worked solutions: the problem field of `data` and `completion_field`."""
     completion_field: str = "completion"
     """Field of a row that holds the solution's text; the end-of-sequence token is appended."""
-    steps: int = 0
+    steps: int = ranged(0, COUNT)
     """Optimizer steps."""
-    examples_per_step: int = 128
+    examples_per_step: int = ranged(128, "[1, 1000000]")
     """Worked solutions per optimizer step."""
-    learning_rate: float = 1e-3
+    learning_rate: float = ranged(1e-3, "(0, 100]")
     """Peak learning rate, constant after the warm-up."""
-    lr_warmup_steps: int = 10
+    lr_warmup_steps: int = ranged(10, COUNT)
     """Steps of linear warm-up from 0."""
 
 
 @dataclass
 class PackingConfig:
-    max_tokens_per_microbatch: int = 16384
+    max_tokens_per_microbatch: int = ranged(16384, "[1, 100000000]")
     """Hard cap of one packed micro-batch. A longer sequence is an error before the run starts."""
     mode: Literal["balanced", "window", "first_fit_decreasing", "none"] = "balanced"
     """`balanced`: fewest micro-batches, then even step time over ranks and pipeline slots. `window`: the paper's Dense
     Prompt Packing, window-based greedy. `first_fit_decreasing`: what most packers do. `none`: one sequence a
     micro-batch, the unpacked baseline."""
-    window: int = 64
+    window: int = ranged(64, "[1, 1000000]")
     """Sequences that mode=window chooses from; the other modes see all."""
 
 
 @dataclass
 class LayoutConfig:
-    tensor_parallel: int = 1
+    tensor_parallel: int = ranged(1, "[1, 65536]")
     """Tensor-parallel size."""
-    pipeline_parallel: int = 1
+    pipeline_parallel: int = ranged(1, "[1, 65536]")
     """Pipeline stages: 1F1B, or interleaved with virtual_pipeline above 1."""
-    virtual_pipeline: int = 1
+    virtual_pipeline: int = ranged(1, "[1, 65536]")
     """Model chunks per pipeline stage (interleaved schedule). Above 1 every pack of a step is padded to one length."""
-    context_parallel: int = 1
+    context_parallel: int = ranged(1, "[1, 65536]")
     """Ranks that share each sequence (zig-zag halves); for contexts that do not fit one rank."""
-    expert_parallel: int = 1
+    expert_parallel: int = ranged(1, "[1, 65536]")
     """Ranks that share the experts of a mixture-of-experts model."""
-    expert_tensor_parallel: int = 0
+    expert_tensor_parallel: int = ranged(0, "[0, 65536]")
     """Tensor-parallel size inside experts; 0: as tensor_parallel."""
     sequence_parallel: bool = True
     """Shard activations over the tensor-parallel ranks; without effect at tensor_parallel=1."""
@@ -77,23 +81,23 @@ class LayoutConfig:
 
 @dataclass
 class OptimizerConfig:
-    learning_rate: float = 1e-6
+    learning_rate: float = ranged(1e-6, "(0, 100]")
     """Peak learning rate of the RL phase."""
-    min_learning_rate: float = 0.0
+    min_learning_rate: float = ranged(0.0, "[0, 100]")
     """Learning rate at the last update; used by the decaying schedules."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up."""
-    lr_warmup_steps: int = 0
+    lr_warmup_steps: int = ranged(0, COUNT)
     """Optimizer updates of linear warm-up from 0."""
-    weight_decay: float = 0.0
+    weight_decay: float = ranged(0.0, "[0, 100]")
     """Decoupled weight decay."""
-    adam_beta1: float = 0.9
+    adam_beta1: float = ranged(0.9, "[0, 1)")
     """Decay of Adam's first moment."""
-    adam_beta2: float = 0.95
+    adam_beta2: float = ranged(0.95, "[0, 1)")
     """Decay of Adam's second moment."""
-    adam_eps: float = 1e-8
+    adam_eps: float = ranged(1e-8, "(0, 1]")
     """Adam's epsilon."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = ranged(1.0, "[0, 1e9]")
     """Global gradient-norm clip; 0 turns clipping off."""
     distributed: bool = True
     """Shard optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
@@ -110,12 +114,12 @@ class ActorConfig:
     layer_spec: Literal["auto", "te", "local"] = "auto"
     """Layers of the model: `te` is Transformer Engine's (CUDA), `local` Megatron's own with this project's packed
     attention. `auto` takes te where it is installed and a CUDA device is there."""
-    logprob_chunk_tokens: int = 2048
+    logprob_chunk_tokens: int = ranged(2048, "[1, 100000000]")
     """Tokens whose full-vocabulary float32 logits exist at a time when log-probabilities are taken."""
     fp8: Literal["off", "tensorwise", "delayed", "blockwise", "mxfp8"] = "off"
     """FP8 recipe of Transformer Engine for the linear layers; H100: tensorwise, delayed or blockwise. mxfp8 needs a
     Blackwell chip. Run `dppo-megatron doctor --fp8-gate CONFIG` before a long job."""
-    fp8_bf16_layers: int = 0
+    fp8_bf16_layers: int = ranged(0, "[0, 10000]")
     """This many first and as many last layers stay in bfloat16 (not with fp8=delayed)."""
     fp8_param: bool = False
     """Keep parameters in FP8 too. Refused until a GPU test covers loading, a step and streaming (docs/actor.md)."""
@@ -123,9 +127,9 @@ class ActorConfig:
 
 @dataclass
 class CheckpointConfig:
-    every_steps: int = 0
+    every_steps: int = ranged(0, COUNT)
     """Save a resumable checkpoint every so many steps, beside the one at the end; 0: only at the end."""
-    keep: int = 2
+    keep: int = ranged(2, COUNT)
     """Good checkpoints that stay; older ones are removed after a newer one is complete. 0: all."""
     async_save: bool = False
     """Write while the next rollout runs, through Megatron's asynchronous save (`async` is a keyword of Python). The
@@ -143,11 +147,11 @@ class CheckpointConfig:
 class GuardConfig:
     """What stops a run that has gone wrong, with exit code 3 and a checkpoint."""
 
-    max_skipped_updates: int = 5
+    max_skipped_updates: int = ranged(5, COUNT)
     """An update whose loss or gradient is not finite is skipped; this many in a row stop the run. 0: the first."""
-    watchdog_s: float = 300.0
+    watchdog_s: float = ranged(300.0, "[0, 1e8]")
     """A rank that gives no sign of life for so long is named, and the others stop. 0: no watchdog."""
-    rendezvous_timeout_s: float = 600.0
+    rendezvous_timeout_s: float = ranged(600.0, SECONDS)
     """How long the ranks wait for each other at the start. A rank that is alone then ends and frees its GPU."""
 
 
@@ -157,12 +161,12 @@ class Config:
 
     run_dir: str = ""
     """Where the run writes; see docs/run_directory.md. If it already holds this run, the run resumes."""
-    seed: int = 0
+    seed: int = ranged(0, "[0, 9223372036854775807]", why="it seeds 64-bit generators")
     """Seeds data order, sampling and every selection draw, each through its own counter-based stream."""
-    steps: int = 100
+    steps: int = ranged(100, COUNT)
     """RL steps: one rollout and `objective.updates_per_step` optimizer updates each. 0: only the warm start, evaluated
     and saved under hf/."""
-    threads_per_rank: int = 0
+    threads_per_rank: int = ranged(0, "[0, 1024]")
     """CPU threads of torch in each rank; 0: cores of the machine divided by the ranks on it."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model that is trained."""

@@ -21,10 +21,9 @@ from urllib.parse import urlsplit
 
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dppo_megatron.rollout.fleet import Fleet, Member
-from dppo_megatron.rollout.groups import BroadcastBackend, BroadcastGroup, Meeting, Sending, abandon
+from dppo_megatron.rollout.groups import BroadcastBackend, BroadcastGroup, Meeting, Sending, abandon, listening_store
 from dppo_megatron.rollout.http import Refused, Unreachable
 from dppo_megatron.rollout.server import BucketServer, TensorNote
 from dppo_megatron.rollout.shared_memory import SharedBuffer
@@ -175,7 +174,7 @@ class BroadcastChannel(BucketChannel):
             abandon(self._groups.pop(member.name))
         receiver, timeout = _receiver(member), timedelta(seconds=self._timeout_s)
         host, world_size = _own_address(member.name), self._world_sizes[member.name] + 1
-        store = TCPStore(host, 0, world_size, True, timeout, wait_for_workers=False)
+        store = listening_store(host, world_size, timeout)
         meeting = Meeting(f"dppo-{uuid.uuid4().hex}", self._backend, host, store, world_size, timeout)
         answer = in_thread(lambda: receiver.join_group(meeting, timeout_s=self._timeout_s))
         group = receiver.own_group(meeting)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout import shared_memory
 from dppo_megatron.rollout.fleet import Fleet
-from dppo_megatron.rollout.http import Http, Refused, Unreachable
+from dppo_megatron.rollout.http import Http, Refused, Unreachable, clean_key
 from dppo_megatron.rollout.launch import LaunchedServer
 from dppo_megatron.rollout.server import Server, ServerInfo
 from dppo_megatron.rollout.sglang import SGLangServer, sglang_command, sglang_environment
@@ -82,11 +83,14 @@ def connect(config: Config, architecture: Architecture, say: Callable[[str], Non
         UserError: what is wrong with which server.
     """
     rollout = config.rollout
+    key = configured_key(rollout)
     launched = launch_servers(config) if rollout.launch == "local" else []
     try:
-        key = os.environ.get(rollout.api_key_env, "")
         urls = [server.url for server in launched] or rollout.endpoints
-        servers: list[Server] = [make_server(rollout.engine, url, key, architecture.vocab_size) for url in urls]
+        keys = [server.api_key for server in launched] or [key] * len(urls)
+        servers: list[Server] = [
+            make_server(rollout.engine, url, key, architecture.vocab_size) for url, key in zip(urls, keys, strict=True)
+        ]
         for own, server in zip(launched, servers, strict=False):
             own.wait_ready(lambda s=server: s.healthy(timeout_s=_READY_S), rollout.start_timeout_s)  # type: ignore[misc]
         infos = [describe(server, rollout.api_key_env) for server in servers]
@@ -127,6 +131,12 @@ def _reachable(channels: Sequence[str], launched: LaunchedServer | None) -> list
 def first_device(visible: str) -> str:
     """The first of a CUDA_VISIBLE_DEVICES."""
     return visible.split(",")[0].strip()
+
+
+def configured_key(rollout: RolloutConfig) -> str:
+    """The API key that the environment holds; empty if there is none. Raises UserError, which does not show it."""
+    name = rollout.api_key_env
+    return clean_key(os.environ.get(name, ""), f"the environment variable {name} (rollout.api_key_env)")
 
 
 def make_server(engine: str, url: str, api_key: str, vocab_size: int) -> Server:
@@ -193,8 +203,13 @@ def _check_cuts(url: str, info: ServerInfo, rollout: RolloutConfig, vocab_size: 
 
 
 def launch_servers(config: Config) -> list[LaunchedServer]:
-    """Start `rollout.local_servers` processes, without waiting for them."""
+    """Start `rollout.local_servers` processes, without waiting for them.
+
+    vLLM servers get a key through their environment, and ask for it at every endpoint (`in_engine/dppo_vllm_guard.py`):
+    other users of this machine can reach the port too. SGLang takes a key on its command line only, and logs it.
+    """
     rollout = config.rollout
+    key = configured_key(rollout)
     python = rollout.server_python or sys.executable
     cpu = not torch.cuda.is_available()
     longest, _ = longest_sequence(config)
@@ -209,7 +224,9 @@ def launch_servers(config: Config) -> list[LaunchedServer]:
         for index in range(rollout.local_servers):
             gpus = {"CUDA_VISIBLE_DEVICES": rollout.server_gpus[index]} if rollout.server_gpus else {}
             log = Path(config.run_dir) / "servers" / f"server_{index}.log"
-            servers.append(LaunchedServer(command, variables | gpus, log))
+            own_key = (key or secrets.token_urlsafe(32)) if vllm else key
+            guard = {"VLLM_API_KEY": own_key} if vllm else {}
+            servers.append(LaunchedServer(command, variables | gpus | guard, log, own_key))
             servers[-1].start()
     except UserError:
         for server in servers:

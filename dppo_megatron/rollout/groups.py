@@ -7,6 +7,7 @@ receiver, which takes a bare backend; SGLang builds torch's full process group, 
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,15 @@ class Meeting:
     store: TCPStore
     world_size: int
     timeout: timedelta
+
+
+def listening_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
+    """The store of a meeting, on a free port of `host` and on no other address of this machine: torch's own would
+    listen on all of them, and takes keys and values from anybody."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        port, handed_over = listener.getsockname()[1], listener.detach()
+    return TCPStore(host, port, world_size, True, timeout, wait_for_workers=False, master_listen_fd=handed_over)
 
 
 BroadcastGroup: TypeAlias = dict[str, Any]

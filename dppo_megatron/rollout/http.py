@@ -15,6 +15,8 @@ import threading
 from typing import Any
 from urllib.parse import urlsplit
 
+from dppo_megatron.types import UserError
+
 
 class Unreachable(Exception):
     """No complete answer: refused, reset, timed out, or cut by `Http.close`."""
@@ -26,6 +28,18 @@ class Refused(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"HTTP {status}: {message}")
         self.status = status
+
+
+def clean_key(key: str, where: str) -> str:
+    """An API key without the white space around it: mounted secrets end in a newline.
+
+    Raises:
+        UserError: it cannot stand in a header. The message names `where` it came from and shows nothing of it.
+    """
+    key = key.strip()
+    if any(not "!" <= character <= "~" for character in key):
+        raise UserError(f"the API key in {where} holds white space or a character outside ASCII, which no header may")
+    return key
 
 
 class Http:
@@ -43,6 +57,7 @@ class Http:
         self._prefix = parts.path.rstrip("/")
         self._host, self._port, self._tls = parts.hostname, parts.port, parts.scheme == "https"
         self._headers = {"Content-Type": "application/json"}
+        self._key = api_key = clean_key(api_key, f"the request to {self.url}")
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._lock = threading.Lock()
@@ -93,7 +108,8 @@ class Http:
             self._busy.discard(connection)
             self._idle.append(connection)
         if status >= 400:
-            raise Refused(status, _excerpt(content))
+            said = _excerpt(content)  # a proxy may send our headers back
+            raise Refused(status, said.replace(self._key, "***") if self._key else said)
         if not content:
             return None
         try:

@@ -30,13 +30,16 @@ class LaunchedServer:
 
     Args:
         command: its command line; {port} in it is replaced.
-        variables: environment beside the trainer's own.
+        variables: environment beside the trainer's own. The place for its key: command lines can be read by everybody
+            on the machine.
         log: file that takes its output.
+        api_key: what it asks for; empty if it asks for nothing.
     """
 
     command: Sequence[str]
-    variables: dict[str, str]
+    variables: dict[str, str] = field(repr=False)
     log: Path
+    api_key: str = field(default="", repr=False)
     port: int = 0
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     is_starting: bool = field(default=False, init=False)
@@ -111,7 +114,8 @@ class LaunchedServer:
     def _tail(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line or "error:" in line]
-        return "\n".join([*errors[-3:], *lines[-5:]])[-2000:]
+        tail = "\n".join([*errors[-3:], *lines[-5:]])[-2000:]
+        return tail.replace(self.api_key, "***") if self.api_key else tail
 
 
 _LAUNCHER_VARIABLES = {

@@ -270,6 +270,7 @@ def vllm_command(
         *("--max-num-seqs", str(config.max_concurrent_sequences), "--enable-scale-out"),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--worker-extension-cls", "dppo_vllm_extension.WorkerExtension"),
+        *("--middleware", "dppo_vllm_guard.RequireKey"),
         *("--weight-transfer-config", '{"backend": "dppo"}'),
         *(["--enable-sleep-mode"] if config.colocate and not cpu else []),
         *(["--enforce-eager", *_WHOLE_PREFILL, "--max-num-batched-tokens", str(max(2048, max_tokens))] if cpu else []),

@@ -63,16 +63,25 @@ def local_settings(engine: str, *more_arguments: str) -> dict[str, Any]:
 
 
 def start_servers(engine: str, files: Path, run_dir: Path, count: int) -> list[LaunchedServer]:
-    """`count` servers of the job's model, ready. They hold its weights and ask for `API_KEY`."""
+    """`count` servers of the job's model, ready. They hold its weights and ask for `API_KEY`: vLLM is told it by the
+    environment, SGLang by its command line, which only a test may do."""
     config = job_config(
         files,
         run_dir,
         rollout__local_servers=count,
         rollout__max_completion_tokens=96,
         rollout__max_concurrent_sequences=64,
-        **local_settings(engine, "--api-key", API_KEY),
+        **local_settings(engine),
     )
-    servers = launch_servers(config)
+    if engine == "sglang":
+        config.rollout.server_args += ["--api-key", API_KEY]
+    before = os.environ.get(config.rollout.api_key_env)
+    os.environ[config.rollout.api_key_env] = API_KEY
+    try:
+        servers = launch_servers(config)
+    finally:
+        os.environ.pop(config.rollout.api_key_env)
+        os.environ.update({config.rollout.api_key_env: before} if before is not None else {})
     try:
         for server in servers:
             http = Http(server.url, API_KEY)

@@ -70,7 +70,7 @@ def test_every_completion_method_is_constructible(method):
         ("prompt.score=betta", r"did you mean 'beta'"),
         ("prompt.greso.hard_reward=0.99", r"pruning.prompt.greso.easy_reward = 0.98: must be in \(0.99"),
         ("prompt.greso.initial_keep_probability=0.99", r"pruning.prompt.greso.initial_keep_probability = 0.99"),
-        ("prompt.refill.max_rounds=0", r"pruning.prompt.refill.max_rounds = 0: must be in \[1, inf\)"),
+        ("prompt.refill.max_rounds=0", r"pruning.prompt.refill.max_rounds = 0: must be at least 1"),
     ],
 )
 def test_wrong_values_are_explained(override, message):

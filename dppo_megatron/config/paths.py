@@ -1,0 +1,78 @@
+"""Whether a path can be read or written, asked before any work is done, in words that name the setting.
+
+A directory that is to be written is tried, not only asked about: a disk may be mounted read-only, or full, under a
+name with every permission set. Nothing stays behind.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from dppo_megatron.config.references import escaped
+from dppo_megatron.types import UserError
+
+
+def check_file(key: str, path: str) -> None:
+    """Raise `UserError` unless there is a file that can be opened. `key` names the setting or option."""
+    if _exists(key, path, "file") and not Path(path).is_file():
+        raise UserError(f"{key} = '{shown(path)}': is a directory, not a file")
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise UserError(f"{key} = '{shown(path)}': cannot be read: {error.strerror}") from None
+
+
+def check_directory(key: str, path: str) -> None:
+    """Raise `UserError` unless there is a directory."""
+    if _exists(key, path, "directory") and not Path(path).is_dir():
+        raise UserError(f"{key} = '{shown(path)}': is a file, not a directory")
+
+
+def check_writable(key: str, path: str | Path, *, directory: bool) -> None:
+    """Raise `UserError` unless a file or directory of this name can be written; its parents may be missing."""
+    target = Path(path)
+    if not str(path):
+        raise UserError(f"{key} is empty; give it the path of a {'directory' if directory else 'file'}")
+    try:
+        os.lstat(target)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # too long, a parent that is a file, a NUL
+        raise UserError(f"{key} = '{shown(path)}': cannot be written: {_reason(error)}") from None
+    if target.exists() and target.is_dir() != directory:
+        raise UserError(f"{key} = '{shown(path)}': is a {'file' if directory else 'directory'}")
+    if target.exists() and not directory:
+        if not os.access(target, os.W_OK):
+            raise UserError(f"{key} = '{shown(path)}': cannot be written: Permission denied")
+        return
+    existing = target.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UserError(f"{key} = '{shown(path)}': cannot be written in {existing}: {_reason(error)}") from None
+
+
+def shown(path: str | Path) -> str:
+    """For messages: not what the environment held, and not pages of it."""
+    text = escaped(path) if isinstance(path, str) else str(path)
+    return text if len(text) <= 200 else f"{text[:100]}...{text[-60:]}"
+
+
+def _exists(key: str, path: str, what: str) -> bool:
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{key} = '{shown(path)}': no such {what} (working directory: {Path.cwd()})") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key} = '{shown(path)}': cannot be read: {_reason(error)}") from None
+    return True
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

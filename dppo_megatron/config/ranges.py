@@ -1,0 +1,130 @@
+"""Ranges of settings, written at the field that they belong to, and the one walker that checks them.
+
+    prompts_per_step: int = ranged(64, "[1, 65536]")
+    p_min: float = ranged(0.2, "(0, 1]", why="0 would leave prompts that can never be drawn")
+
+A range is what makes a value absurd, not what makes it unwise: upper ends are far above anything that was ever run, and
+there so that 2**40 or a value in the wrong unit is a sentence at start and not a hang later. Every number of the
+schema has one (tests/test_config_ranges.py); how settings must fit to one another is in `checks.py` and the sections.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar
+
+from dppo_megatron.types import UserError
+
+T = TypeVar("T")
+
+SECONDS = "(0, 1e8]"
+"""Of a time limit: up to three years. Longer ones overflow the timers of sockets and locks."""
+COUNT = "[0, 1e9]"
+"""Of steps and the like, where 0 means none, all or off."""
+_FORM = re.compile(r"(?:0 or )?([\[(])(\S+), (\S+)([\])])")
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """An interval of finite numbers, perhaps with 0 beside it."""
+
+    low: float
+    high: float
+    holds_low: bool
+    holds_high: bool
+    or_zero: bool
+    why: str
+
+    @staticmethod
+    def parse(text: str, why: str = "") -> Range:
+        """Read `[1, 100]`, `(0, 1]`, `0 or [1, 1e6]` and the like."""
+        match = _FORM.fullmatch(text)
+        assert match is not None, text
+        opening, low, high, closing = match.groups()
+        return Range(_number(low), _number(high), opening == "[", closing == "]", text.startswith("0 or "), why)
+
+    def __contains__(self, value: float) -> bool:
+        if self.or_zero and value == 0:
+            return True
+        above = value >= self.low if self.holds_low else value > self.low
+        below = value <= self.high if self.holds_high else value < self.high
+        return above and below  # NaN is neither
+
+    def wanted(self, value: float) -> str:
+        """What is asked of `value`, which is not in the range: the side that it misses, and why that matters."""
+        if isinstance(value, int) and str(self) == "[0, 1]":
+            text = "must be 0 or 1"
+        elif self.high <= 1:
+            text = f"must be in {self}"
+        elif not math.isfinite(value):
+            text = f"must be finite, in {self}"
+        elif value > self.low:
+            text = f"must be {'at most' if self.holds_high else 'below'} {_short(self.high)}"
+        elif self.low == 0:
+            text = "must not be negative" if self.holds_low else "must be greater than 0"
+        else:
+            text = f"must be {'at least' if self.holds_low else 'above'} {_short(self.low)}"
+        return text + (", or 0" if self.or_zero else "") + (f"; {self.why}" if self.why else "")
+
+    def __str__(self) -> str:
+        ends = f"{_short(self.low)}, {_short(self.high)}"
+        return f"{'[' if self.holds_low else '('}{ends}{']' if self.holds_high else ')'}"
+
+
+def ranged(default: T, interval: str, *, why: str = "") -> T:
+    """A field of a settings class with a default and the range that its values (or a list's elements) must be in."""
+    of = {"range": Range.parse(interval, why)}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=of)  # type: ignore[return-value]
+    return field(default=default, metadata=of)
+
+
+def check_ranges(section: Any, prefix: str = "") -> None:
+    """Raise `UserError` for the first number of `section`, or of a section in it, that is out of its range."""
+    for key, value, allowed in numbers(section, prefix):
+        if allowed is not None and value not in allowed:
+            raise UserError(f"{key} = {value}: {allowed.wanted(value)}")
+
+
+def numbers(section: Any, prefix: str = "") -> Iterator[tuple[str, int | float, Range | None]]:
+    """Dotted key, value and range of every number that is set in `section`."""
+    for item in fields(section):
+        key, value, allowed = f"{prefix}{item.name}", getattr(section, item.name), item.metadata.get("range")
+        if is_dataclass(value):
+            yield from numbers(value, f"{key}.")
+        elif isinstance(value, dict):
+            for name, entry in value.items():
+                if is_dataclass(entry):
+                    yield from numbers(entry, f"{key}.{name}.")
+                elif _is_number(entry) and allowed is not None:  # a dict of anything has no range
+                    yield f"{key}.{name}", entry, allowed
+        elif isinstance(value, list):
+            yield from ((f"{key}[{place}]", entry, allowed) for place, entry in enumerate(value) if _is_number(entry))
+        elif _is_number(value):
+            yield key, value, allowed
+
+
+def texts(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted key and value of every text in `section`."""
+    inside = {item.name: getattr(section, item.name) for item in fields(section)} if is_dataclass(section) else section
+    for name, value in inside.items() if isinstance(inside, dict) else enumerate(inside):
+        key = f"{prefix}[{name}]" if isinstance(inside, list) else f"{prefix}.{name}" if prefix else str(name)
+        if isinstance(value, str):
+            yield key, value
+        elif isinstance(value, dict | list) or is_dataclass(value):
+            yield from texts(value, key)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(text: str) -> int | float:
+    return float(text) if "e" in text or "." in text else int(text)  # no float holds 2**63 - 1
+
+
+def _short(number: float) -> str:
+    return str(int(number)) if isinstance(number, int) or number == int(number) else f"{number:g}"

@@ -1,0 +1,49 @@
+"""Asks for the server's key at every endpoint, where vLLM's own check guards generation and the model list only.
+
+In development mode vLLM takes weights, and calls of its workers' methods, from whoever reaches the port; its key guards
+/v1, /v2, /inference and /cohere (0.32.0). This is vLLM's public way to add such a check:
+
+    VLLM_API_KEY=... vllm serve ... --middleware dppo_vllm_guard.RequireKey
+
+A file of its own, importing nothing, because it runs in the engine's environment.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Message = MutableMapping[str, Any]
+App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+
+
+class RequireKey:
+    """ASGI middleware: 401 for a request without `Authorization: Bearer` and the key in VLLM_API_KEY."""
+
+    def __init__(self, app: App) -> None:
+        key = os.environ.get("VLLM_API_KEY", "")
+        if not key:
+            raise RuntimeError("dppo_vllm_guard.RequireKey: the environment variable VLLM_API_KEY is not set")
+        self._app, self._wanted = app, f"Bearer {key}".encode()
+
+    async def __call__(
+        self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
+    ) -> None:
+        """One connection."""
+        if scope["type"] in ("http", "websocket"):
+            given = dict(scope.get("headers") or []).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._wanted):
+                await _refuse(scope["type"], send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def _refuse(kind: str, send: Callable[[Message], Awaitable[None]]) -> None:
+    if kind == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.body", "body": b'{"error": "this server asks for its key"}'})

@@ -1,0 +1,342 @@
+"""How a configuration comes about: parents, the command line, references; and what YAML must not do unseen."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dppo_megatron.config.changes import check_changes, fingerprint
+from dppo_megatron.config.hints import OTHER_NAMES, all_keys
+from dppo_megatron.config.load import config_values, read_config, save_config
+from dppo_megatron.config.schema import Config
+from dppo_megatron.types import UserError
+
+
+def _read(tmp_path: Path, text: str, *overrides: str) -> Config:
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    return read_config(str(path), list(overrides))
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+class TestParents:
+    def test_a_child_says_only_what_differs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The nearest wins, whatever the working directory; parents are found beside the file that names them."""
+        _write(tmp_path / "base" / "root.yaml", "seed: 1\nsteps: 10\nrollout: {top_p: 0.5, top_k: 3}\n")
+        _write(tmp_path / "base" / "other.yaml", "defaults: root.yaml\nsteps: 20\n")
+        _write(tmp_path / "jobs" / "extra.yaml", "rollout: {top_k: 7}\ndata: {eval_paths: {a: 1.jsonl}}\n")
+        _write(
+            tmp_path / "jobs" / "job.yaml",
+            "defaults: [../base/other.yaml, extra.yaml]\nrun_dir: here\ndata: {eval_paths: {b: 2.jsonl}}\n",
+        )
+        read = []
+        for place in (tmp_path, tmp_path / "jobs", Path("/")):
+            monkeypatch.chdir(place)
+            read.append(read_config(os.path.relpath(tmp_path / "jobs" / "job.yaml"), ["seed=5"]))
+        config = read[0]
+        assert read[1] == config and read[2] == config
+        assert (config.seed, config.steps, config.rollout.top_p, config.rollout.top_k) == (5, 20, 0.5, 7)
+        assert config.data.eval_paths == {"a": "1.jsonl", "b": "2.jsonl"} and config.run_dir == "here"
+
+    def test_a_circle_is_named(self, tmp_path: Path) -> None:
+        """With every file on the way, also over a link."""
+        _write(tmp_path / "a.yaml", "defaults: b.yaml\n")
+        _write(tmp_path / "b.yaml", "defaults: [c.yaml]\n")
+        (tmp_path / "c.yaml").symlink_to(tmp_path / "a.yaml")
+        with pytest.raises(UserError, match=r"come back to itself: .*a\.yaml -> .*b\.yaml -> .*c\.yaml"):
+            read_config(str(tmp_path / "a.yaml"), [])
+
+    def test_one_parent_twice_is_no_circle(self, tmp_path: Path) -> None:
+        """Two parents may share theirs."""
+        _write(tmp_path / "root.yaml", "seed: 4\n")
+        for name in ("a", "b"):
+            _write(tmp_path / f"{name}.yaml", "defaults: root.yaml\n")
+        assert _read(tmp_path, "defaults: [a.yaml, b.yaml]\n").seed == 4
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("defaults: nope.yaml", r"nope\.yaml', a parent of '.*config\.yaml', does not exist"),
+            ("defaults: {a: b}", r"config\.yaml:1: defaults names the parent's file"),
+            ("seed: 1\ndefaults: 3", r"config\.yaml:2: defaults names"),
+            ("defaults: ''", "defaults names"),
+            ("defaults: a.yaml\ndefaults: b.yaml", r"config\.yaml:2: the key 'defaults' stands here twice"),
+            ("defaults: .", "cannot be read: Is a directory"),
+        ],
+    )
+    def test_what_is_no_parent(self, tmp_path: Path, text: str, message: str) -> None:
+        """File and line."""
+        with pytest.raises(UserError, match=message):
+            _read(tmp_path, text)
+
+
+class TestCommandLine:
+    def test_mappings_of_names(self, tmp_path: Path) -> None:
+        """`=` replaces what a file has, a name adds to it; `{}` removes it, also in a child file."""
+        base = "data: {eval_paths: {a: 1, b: 2}}".replace("1", "x").replace("2", "y")
+        assert _read(tmp_path, base, "data.eval_paths={}").data.eval_paths == {}
+        assert _read(tmp_path, base, "data.eval_paths={}", "data.eval_paths.c=z").data.eval_paths == {"c": "z"}
+        assert _read(tmp_path, base, "data.eval_paths.c=z").data.eval_paths == {"a": "x", "b": "y", "c": "z"}
+        assert _read(tmp_path, base, "data.eval_paths={c: z}").data.eval_paths == {"c": "z"}
+        _write(tmp_path / "base.yaml", base)
+        child = "defaults: base.yaml\ndata: {eval_paths: {}}\n"
+        assert _read(tmp_path, child, "data.eval_paths.d=w").data.eval_paths == {"d": "w"}
+
+    def test_names_with_dots_and_slashes(self, tmp_path: Path) -> None:
+        """Quotes hold a name together; a slash needs none."""
+        items = ['data.eval_paths."math/500.v2"=a.b=c', "data.eval_paths.aime/24=x", "data.eval_paths.'1=2'=y"]
+        assert _read(tmp_path, "", *items).data.eval_paths == {"math/500.v2": "a.b=c", "aime/24": "x", "1=2": "y"}
+        config = _read(tmp_path, "", 'data.train_sets."gsm.8k".path=p', 'data.train_sets."gsm.8k".weight=2')
+        assert (config.data.train_sets["gsm.8k"].path, config.data.train_sets["gsm.8k"].weight) == ("p", 2.0)
+        with pytest.raises(UserError, match=r'a name with a dot is quoted: data\.eval_paths\."math\.500"='):
+            _read(tmp_path, "", "data.eval_paths.math.500=x")
+
+    def test_sets_are_merged_by_name_and_setting(self, tmp_path: Path) -> None:
+        """A child may change one setting of one set."""
+        base = "data: {eval_sets: {a: {path: p, samples: 4}, b: {path: q}}}"
+        config = _read(tmp_path, base, "data.eval_sets.a.samples=8")
+        assert config.data.eval_sets["a"].path == "p" and config.data.eval_sets["a"].samples == 8
+        assert config.data.eval_sets["b"].samples is None
+
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [
+            *(("010", "010"), ("1e3", "1e3"), ("on", "on"), ("2026-11-22", "2026-11-22"), ("a: b", "a: b")),
+            *(("{problem}", "{problem}"), ("'null'", "null"), ('"a\\nb"', "a\nb"), ("'it''s'", "it's"), ("", "")),
+            *(("#c", "#c"), ("*x", "*x"), ("!!str 5", "!!str 5"), ("[a", "[a"), (" x ", " x "), ("a=b=c", "a=b=c")),
+        ],
+    )
+    def test_a_text_is_what_was_typed(self, tmp_path: Path, text: str, value: str) -> None:
+        """No word of a path or template is YAML; quotes around all of it are taken off."""
+        assert _read(tmp_path, "", f"data.prompt_template={text}").data.prompt_template == value
+
+    def test_lists(self, tmp_path: Path) -> None:
+        """YAML's, and of the setting's type; a single value is told how to be one."""
+        config = _read(tmp_path, "", 'rollout.server_gpus=["0,1", "2"]', "rollout.stop_token_ids=[1, 2]")
+        assert config.rollout.server_gpus == ["0,1", "2"] and config.rollout.stop_token_ids == [1, 2]
+        with pytest.raises(UserError, match=r"rollout\.endpoints = http://h:1: must be a list: \[http://h:1\]"):
+            _read(tmp_path, "", "rollout.endpoints=http://h:1")
+        with pytest.raises(UserError, match=r"rollout\.server_gpus\[0\] = 0: must be text; write it in quotes: '0'"):
+            _read(tmp_path, "", "rollout.server_gpus=[0]")
+
+
+# what stands in the file, what the message must say, with the line
+STRICT = {
+    "seed: true": r"config\.yaml:1: seed = true: must be a whole number",
+    "\nseed: 1.0": r"config\.yaml:2: seed = 1\.0: must be a whole number",
+    "seed: 010": r"seed = 010: must be a whole number in plain decimal digits",
+    "seed: 0x10": "seed = 0x10: must be a whole number in plain",
+    "seed: 1:30": "seed = 1:30: must be a whole number in plain",
+    "seed: '5'": "seed = '5': must be a whole number",
+    "seed: 1e3": "seed = 1e3: must be a whole number",
+    "seed:": "seed = '': must be a whole number; there is nothing to take null for",
+    "rollout: {temperature: true}": r"rollout\.temperature = true: must be a number",
+    "rollout: {temperature: .nan}": r"rollout\.temperature = \.nan: must be a finite number",
+    "rollout: {temperature: 1:30.5}": r"temperature = 1:30\.5: must be a number",
+    "rollout: {temperature: 1e999}": "must be a finite number",
+    "rollout: {colocate: 1}": r"rollout\.colocate = 1: must be true or false",
+    "rollout: {colocate: 'yes'}": "must be true or false",
+    "run_dir: 5": r"run_dir = 5: must be text; write it in quotes: '5'",
+    "run_dir: 2026-11-22": r"must be text; write it in quotes: '2026-11-22'",
+    "run_dir: on": "must be text; write it in quotes: 'on'",
+    "run_dir: [a]": r"run_dir = \[\.\.\.\]: must be text",
+    'run_dir: "a\\0b"': "holds a NUL",
+    'run_dir: "\\ud800"': "half of a surrogate pair",
+    "run_dir: !!python/name:os.getcwd ''": r"the tag tag:yaml\.org,2002:python/name:os\.getcwd is not read",
+    "run_dir: !mine x": "the tag !mine is not read",
+    "rollout: !!python/object:os.x {top_k: 1}": "is a section of settings, not a value",
+    "data: {eval_paths: !!set {a, b}}": "must be a mapping of names",
+    "data: {eval_paths: {on: x}}": "the key on is not text to YAML; write it in quotes: 'on'",
+    "data: {eval_paths: {1: x}}": "the key 1 is not text to YAML",
+    "data: {chat_template_kwargs: {a: .inf}}": r"data\.chat_template_kwargs\.a = \.inf: must be a finite number",
+    "data: {chat_template_kwargs: {a: 2026-11-22}}": "is no text, number, true, false or null",
+    "data: {chat_template_kwargs: {a: ${seed}}}": "is not|not valid YAML",
+    "data: {chat_template_kwargs: {a: '${seed}'}}": r"takes no \$\{\.\.\.\}",
+    "seed: 1\nsteps: 2\nseed: 3": r"config\.yaml:3: the key 'seed' stands here twice, first in line 1",
+    "rollout:\n  top_k: 1\n  top_k: 1": r"config\.yaml:3: the key 'top_k' stands here twice",
+    "rollout:\n\ttop_k: 1": "config.yaml': not valid YAML: line 2",
+    "- a": "must hold a mapping of keys",
+    "just text": "must hold a mapping of keys",
+    "seed: 1\n---\nseed: 2": "not valid YAML",
+    "model: {dtype: fp8}": "must be one of float32, bfloat16, float64",
+    "data: {train_sets: {a: {pth: x}}}": r"did you mean 'data\.train_sets\.a\.path'\?",
+}
+
+
+@pytest.mark.parametrize("text", STRICT, ids=lambda text: text[:40])
+def test_yaml_does_nothing_behind_ones_back(tmp_path: Path, text: str) -> None:
+    """What YAML reads otherwise than it looks, or as another type, is refused with file and line."""
+    with pytest.raises(UserError, match=STRICT[text]):
+        _read(tmp_path, text)
+
+
+def test_what_yaml_says_well_is_read(tmp_path: Path) -> None:
+    """Anchors, merges, its booleans, and numbers that YAML 1.1 takes for text."""
+    text = (
+        "actor:\n  optimizer: &opt {learning_rate: 1e-6, weight_decay: 1_0.5}\n  fp8: off\n"
+        + "warm_start: {learning_rate: 5e-1, steps: +3}\nrollout: {colocate: yes, top_k: 1_000}\n"
+        + "data:\n  eval_sets: {a: &set {path: p, samples: 2}, b: {<<: *set, path: q}}\n"
+        + "  chat_template_kwargs: {a: [1, x]}\n"
+    )
+    config = _read(tmp_path, text)
+    assert config.actor.optimizer.learning_rate == 1e-6 and config.actor.optimizer.weight_decay == 10.5
+    assert config.actor.fp8 == "off" and config.rollout.colocate is True and config.rollout.top_k == 1000
+    assert (config.warm_start.learning_rate, config.warm_start.steps) == (0.5, 3)
+    assert (config.data.eval_sets["b"].path, config.data.eval_sets["b"].samples) == ("q", 2)
+    assert config.data.chat_template_kwargs == {"a": [1, "x"]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data: {chat_template_kwargs: &a {b: *a}}",
+        "data: {eval_sets: &a {<<: *a}}",
+        "data: {chat_template_kwargs: " + "{a: " * 3000 + "1" + "}" * 3000 + "}",
+        "data: {chat_template_kwargs: " + "{a: " * 30 + "1" + "}" * 30 + "}",
+        "data:\n  chat_template_kwargs:\n    a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"    a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)),
+        "run_dir: " + "x" * 1_100_000,
+    ],
+    ids=["alias to itself", "merge of itself", "3,000 deep", "30 deep", "a billion laughs", "1.1 MB"],
+)
+def test_what_has_no_end(tmp_path: Path, text: str) -> None:
+    """A sentence in moments, not a hang or a stack's end."""
+    with pytest.raises(UserError, match=r"too (deeply|large)|a configuration has at most|unconstructable|recursive"):
+        _read(tmp_path, text)
+
+
+def test_a_byte_order_mark_and_dos_lines(tmp_path: Path) -> None:
+    """Other systems' editors leave them."""
+    (tmp_path / "c.yaml").write_bytes(b"\xef\xbb\xbfseed: 4\r\nrun_dir: a b\r\n")
+    config = read_config(str(tmp_path / "c.yaml"), [])
+    assert (config.seed, config.run_dir) == (4, "a b")
+
+
+def test_no_utf8(tmp_path: Path) -> None:
+    """The line and the byte."""
+    (tmp_path / "c.yaml").write_bytes(b"seed: 1\nrun_dir: caf\xe9\n")
+    with pytest.raises(UserError, match=r"c\.yaml:2: not UTF-8 \(byte 0xe9\)"):
+        read_config(str(tmp_path / "c.yaml"), [])
+
+
+class TestHints:
+    @pytest.mark.parametrize(
+        ("key", "said"),
+        [
+            ("actor_rollout_ref.rollout.n=8", "here it is rollout.completions_per_prompt"),
+            ("algorithm.adv_estimator=grpo", r"here it is objective.advantage \(grpo: group_std"),
+            ("data.train_files=x", "here it is data.train_path"),
+            ("data.train_batch_size=8", "here it is rollout.prompts_per_step"),
+            ("+trainer.total_epochs=15", "here it is steps"),
+            ("num_generations=8", "here it is rollout.completions_per_prompt"),
+            ("--n-samples-per-prompt=8", "here it is rollout.completions_per_prompt"),
+            ("learning_rate=1", "here it is actor.optimizer.learning_rate"),
+            ("optimizer.learning_rate=1", r"did you mean 'actor\.optimizer\.learning_rate'\?"),
+            ("pruning.rate=1", r"did you mean 'pruning\.prompt\.rate' or 'pruning\.completion\.rate'\?"),
+            ("stps=1", r"did you mean 'steps'\?"),
+            ("rollout.prompts_per_stp=4", r"did you mean 'rollout\.prompts_per_step'\?"),
+        ],
+    )
+    def test_the_right_name(self, tmp_path: Path, key: str, said: str) -> None:
+        """Of another trainer, in another section, or mistyped."""
+        with pytest.raises(UserError, match=rf"unknown key '.*'; {said}"):
+            _read(tmp_path, "", key)
+
+    @pytest.mark.parametrize("key", ["actor_rollout_ref.rollout.mode", "trainer.logger", "algorithm.gamma", "zebra.x"])
+    def test_rather_none_than_a_wrong_one(self, tmp_path: Path, key: str) -> None:
+        """What has no counterpart here gets a list of what there is."""
+        with pytest.raises(UserError, match=rf"unknown key '{key}'; known here: actor, ") as error:
+            _read(tmp_path, "", f"{key}=1")
+        assert "did you mean" not in str(error.value)
+
+    def test_in_a_file_too(self, tmp_path: Path) -> None:
+        """Where the other trainer's sections stand one in the other."""
+        with pytest.raises(UserError, match=r"config\.yaml:1: unknown key 'actor_rollout_ref\.rollout\.n'; here it is"):
+            _read(tmp_path, "actor_rollout_ref:\n  rollout:\n    n: 8\n")
+
+    def test_the_table_names_what_exists(self) -> None:
+        """Each entry begins with a setting of ours, or says that there is none."""
+        known = set(all_keys(Config))
+        for name, ours in OTHER_NAMES.items():
+            first = ours.replace("=", " ").replace(",", " ").split()[0]
+            assert first in known or ours.startswith("no setting"), (name, ours)
+            assert name not in known, f"{name} is a setting of ours as well"
+
+
+class TestReferences:
+    def test_settings_and_types(self, tmp_path: Path) -> None:
+        """To another setting, alone with its type, inside a text as text; default values too."""
+        config = _read(
+            tmp_path,
+            "seed: 7\nsteps: ${seed}\nrun_dir: runs/s${seed}_${rollout.top_k}\nrollout: {sync_dir: '${run_dir}/w',"
+            " temperature: '${seed}'}\nreward: {function: '\\${x}$'}\n",
+        )
+        assert (config.steps, config.run_dir, config.rollout.sync_dir) == (7, "runs/s7_0", "runs/s7_0/w")
+        assert config.rollout.temperature == 7.0 and config.reward.function == "${x}$"
+        save_config(config, tmp_path / "again.yaml")
+        assert read_config(str(tmp_path / "again.yaml"), []) == config
+
+    @pytest.mark.parametrize(
+        ("item", "said"),
+        [
+            ("run_dir=${nope}", r"there is no setting 'nope'"),
+            ("run_dir=${run_dir}", "comes back to itself: .*run_dir -> run_dir"),
+            ("run_dir=${model.hf_path}", "comes back to itself: model.hf_path -> run_dir -> model.hf_path"),
+            ("run_dir=${oc.env:DPPO_TEST_UNSET}", "the environment variable DPPO_TEST_UNSET is not set"),
+            ("run_dir=${oc.env:a b}", r"expected \$\{oc\.env:NAME\}"),
+            ("run_dir=${oc.decode:1}", "no such resolver"),
+            ("run_dir=${model}", "'model' is not a single value"),
+            ("run_dir=a${", "without a closing brace"),
+            ("steps=${run_dir}", "must be a whole number|comes to"),
+            ("seed=${oc.env:HOME}", "only paths may be read from the environment"),
+            ("rollout.server_args=['${oc.env:HOME}']", "only paths may be read from the environment"),
+            ("data.chat_template_kwargs={a: '${oc.env:HOME}'}", r"takes no \$"),
+        ],
+    )
+    def test_what_refers_to_nothing(self, tmp_path: Path, item: str, said: str) -> None:
+        """Unset, unknown, in a circle, of another type, or where the environment has no business."""
+        with pytest.raises(UserError, match=said):
+            _read(tmp_path, "model: {hf_path: '${run_dir}'}\n", item)
+
+    def test_the_environment_is_read_and_never_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The reference is what files hold: it is resolved again at a resume, where the variable may differ."""
+        monkeypatch.setenv("DPPO_TEST_DIR", "/scratch/s3cret-1")
+        text = "run_dir: ${oc.env:DPPO_TEST_DIR}/run\nrollout: {sync_dir: '${run_dir}/sync'}\n"
+        text += "model: {hf_path: 'a\\${b}'}\n"
+        config = _read(tmp_path, text, "data.train_path=${oc.env:DPPO_TEST_NOT_SET,/data}/t.jsonl")
+        assert (config.run_dir, config.rollout.sync_dir) == ("/scratch/s3cret-1/run", "/scratch/s3cret-1/run/sync")
+        assert config.data.train_path == "/data/t.jsonl"
+        saved = tmp_path / "saved.yaml"
+        save_config(config, saved)
+        assert "s3cret" not in saved.read_text() and "s3cret" not in str(config_values(config))
+        assert yaml.safe_load(saved.read_text())["rollout"]["sync_dir"] == "${oc.env:DPPO_TEST_DIR}/run/sync"
+        before, mark = config_values(config), fingerprint(config)
+        assert read_config(str(saved), []) == config
+        monkeypatch.setenv("DPPO_TEST_DIR", "/scratch/s3cret-2")
+        resumed = read_config(str(saved), [])
+        assert resumed.rollout.sync_dir == "/scratch/s3cret-2/run/sync" and resumed.model.hf_path == "a${b}"
+        assert check_changes(resumed, before, "saved") == [] and fingerprint(resumed) == mark
+
+    def test_copies_keep_the_reference(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Through pickling between ranks, copying and `asdict`."""
+        import copy
+        import pickle
+
+        monkeypatch.setenv("DPPO_TEST_DIR", "/s3cret")
+        config = _read(tmp_path, "run_dir: ${oc.env:DPPO_TEST_DIR}")
+        for other in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), Config(**_shallow(config))):
+            assert other.run_dir == "/s3cret" and config_values(other)["run_dir"] == "${oc.env:DPPO_TEST_DIR}"
+        assert asdict(config)["run_dir"].written == "${oc.env:DPPO_TEST_DIR}"
+
+
+def _shallow(config: Config) -> dict[str, Any]:
+    return dict(vars(config))
