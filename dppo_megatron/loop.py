@@ -85,7 +85,7 @@ class Loop:
             len(self.job.train_prompts),
             capacity=self._capacity(),
             set_sizes=set_sizes(self.job.train_sets),
-            features=prompt_features(self.job.train_prompts),
+            features=PromptFeatures.of(self.job.train_prompts),
         )
         self.objective = make_objective(config.objective, self.job.policy_loss)
         self._measured: list[dict[str, float]] = []
@@ -411,18 +411,6 @@ def unweighted_sample(prompt: Prompt, completion: Completion) -> TrainSample:
         advantage=0.0,
         weight=1.0,
         denominator=1.0,
-    )
-
-
-def prompt_features(prompts: Sequence[Prompt]) -> PromptFeatures:
-    """What the pruning scheduler may know of each prompt before it is tried."""
-    sources = tuple(dict.fromkeys(prompt.source for prompt in prompts))
-    place = {source: index for index, source in enumerate(sources)}
-    return PromptFeatures(
-        prompt_tokens=np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int64),
-        level=np.array([np.nan if prompt.level is None else prompt.level for prompt in prompts], dtype=np.float64),
-        source=np.array([place[prompt.source] for prompt in prompts], dtype=np.int64),
-        sources=sources,
     )
 
 

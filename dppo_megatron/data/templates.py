@@ -111,9 +111,11 @@ def generation_config_stops(hf_path: str, tokenizer: PreTrainedTokenizerBase) ->
         raise UserError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
     listed = stops if isinstance(stops, list) else [] if stops is None else [stops]
     for token in listed:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < len(tokenizer):
-            raise UserError(f"{path}: eos_token_id names {token!r}, which is no token of the tokenizer")
-    return [token for token in dict.fromkeys(listed) if token != tokenizer.eos_token_id]
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise UserError(f"{path}: eos_token_id names {token!r}, which is no token")
+    # what the tokenizer does not have (a file left over from another one) cannot end a text of this one
+    known = [token for token in dict.fromkeys(listed) if token < len(tokenizer)]
+    return [token for token in known if token != tokenizer.eos_token_id]
 
 
 def _chat(problem: str | Messages, origin: str, template: Template) -> Messages:

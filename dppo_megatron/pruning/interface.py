@@ -7,12 +7,13 @@ is known to the ledger only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,18 @@ class PromptFeatures:
     """Place of the prompt's source in `sources`."""
     sources: tuple[str, ...]
     """`Prompt.source` of all prompts, each once; empty text for those that name none."""
+
+    @staticmethod
+    def of(prompts: Sequence[Prompt]) -> PromptFeatures:
+        """Those of a training set, whose prompts are in the order of their indices."""
+        sources = tuple(dict.fromkeys(prompt.source for prompt in prompts))
+        place = {source: index for index, source in enumerate(sources)}
+        return PromptFeatures(
+            prompt_tokens=np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int64),
+            level=np.array([np.nan if prompt.level is None else prompt.level for prompt in prompts], dtype=np.float64),
+            source=np.array([place[prompt.source] for prompt in prompts], dtype=np.int64),
+            sources=sources,
+        )
 
 
 class StepCapacity(Protocol):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from job import job_config, write_job_files
 
-from dppo_megatron.loop import prompt_features
+from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.types import Prompt
 
@@ -18,7 +18,7 @@ def test_features_reach_the_policy(tmp_path: Path) -> None:
         Prompt(i, "x", tuple(range(i + 1)), "1", ("", "a", "b")[i % 3], level=None if i % 2 else float(i))
         for i in range(32)
     ]
-    features = prompt_features(prompts)
+    features = PromptFeatures.of(prompts)
     assert features.prompt_tokens.tolist() == [i + 1 for i in range(32)]
     assert features.level[:4].tolist()[::2] == [0.0, 2.0] and np.isnan(features.level[1::2]).all()
     assert [features.sources[code] for code in features.source[:4]] == ["", "a", "b", ""]

@@ -130,6 +130,9 @@ def test_edited_data_at_a_resume(files: Path, finished: Path, capfd: pytest.Capt
     said = "".join(capfd.readouterr())
     assert "changed since the run began: training set 'second/b'" in said
     assert "changed since the run began: evaluation set 'heldout': 24 -> 23 problems" in said
+    first = json.loads((files / "first.jsonl").read_text().splitlines()[0])["problem"]
+    assert "training set 'first': 20 problems; longest prompt" in said and f"first prompt: {first!r}" in said
+    assert "left out: longer than its max_prompt_tokens" in said
     (files / "second.csv").write_text(original)
 
 

@@ -214,7 +214,8 @@ def test_stop_tokens_come_from_the_template(tmp_path: Path) -> None:
     assert _stops(tmp_path, base, chat=False, generation={"eos_token_id": [end, eos]}) == ["<|im_end|>"]
     assert _stops(tmp_path, base, chat=True, generation={"eos_token_id": eos}) == ["<|im_end|>"]
     assert _stops(tmp_path, base, chat=False, generation={}) == []
-    for bad in ("2", -1, 10**9, True, 1.0, [None], {"a": 1}):
+    assert _stops(tmp_path, base, chat=False, generation={"eos_token_id": [10**9, end]}) == ["<|im_end|>"]
+    for bad in ("2", -1, True, 1.0, [None], {"a": 1}):
         with pytest.raises(UserError, match=r"generation_config.json: eos_token_id names .*which is no token"):
             _stops(tmp_path, base, chat=False, generation={"eos_token_id": bad})
     (tmp_path / "generation_config.json").write_text("{oops")
