@@ -441,9 +441,8 @@ def test_requests_are_grouped_whatever_their_order(data: st.DataObject) -> None:
     """Several sets whose problems have the same indices, samples in order but interleaved as ranks interleave them:
     each completion in one group, no group too many, and the seeds those of one group of all."""
     size = data.draw(st.integers(1, 5))
-    counts = data.draw(
-        st.dictionaries(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 3)), st.integers(1, 9))
-    )
+    prompts = st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 3))
+    counts = data.draw(st.dictionaries(prompts, st.integers(1, 9)))
     turns = data.draw(st.permutations([prompt for prompt, count in counts.items() for _ in range(count)]))
     given_out: dict[tuple[str, int], int] = dict.fromkeys(counts, 0)
     requests = []
