@@ -25,6 +25,7 @@ from dppo_megatron.config.changes import config_values, fingerprint
 from dppo_megatron.distributed import from_rank_zero, is_peer_lost
 from dppo_megatron.job import Job
 from dppo_megatron.loop import Loop
+from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.metrics import Progress
 from dppo_megatron.observe.run_directory import RunDirectory
 from dppo_megatron.observe.signals import StopRequests
@@ -198,7 +199,8 @@ class Run:
         from_rank_zero(self._write_end)
         if self._writes:
             self.progress.close()
-            print(f"\n{self.summary.table()}\n\n{self._directory}/: {', '.join(sorted(os.listdir(self._directory)))}")
+            left = sorted(name for name in os.listdir(self._directory) if name != LOCK)  # which goes at the end
+            print(f"\n{self.summary.table()}\n\n{self._directory}/: {', '.join(left)}")
 
     def _write_end(self) -> None:
         """On rank 0: the end of the record and summary.json."""

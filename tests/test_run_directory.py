@@ -249,6 +249,8 @@ def test_the_loops_state_is_read_without_running_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         write_state(path, {"loop": _Touches(touched)})
     assert not touched.exists()
+    with pytest.raises(UserError, match="does not hold the state of a run"):
+        write_state(path, {"something": "else"})
 
 
 def _save_with_strays(model: Path, root: Path, keep: int) -> list[str]:
