@@ -55,8 +55,6 @@ class Run:
         self._stop_requests, self._watchdog = StopRequests(), _watchdog(job.config.guard.watchdog_s)
         self._files: RunDirectory | None = None
         """The run directory, on rank 0."""
-        self._data: dict[str, str] = {}
-        """Fingerprint of each problem set, by its name: kept in every checkpoint, and compared when one is resumed."""
         with ExitStack() as undo:  # what has begun, should something be wrong with what follows
             if self._watchdog:
                 self._watchdog.start()
@@ -72,7 +70,7 @@ class Run:
                 async_save=job.config.checkpoint.async_save,
                 say=self.progress.say,
             )
-            self._origin = find_origin(job.config, self._store, self._data)
+            self._origin = find_origin(job.config, self._store)
             self.resumes = self._origin is not None
             self._recorded: int | None = None
             """The last step with a line in metrics.jsonl."""
@@ -246,7 +244,7 @@ class Run:
         try:
             record = from_rank_zero(lambda: self._files.sync() if self._files else {})
             state = {"step": step, "loop": self.loop.state_dict(), "summary": vars(self.summary), "record": record}
-            manifest = describe(step, config_values(self._config), fingerprint(self._config), self._run, self._data)
+            manifest = describe(step, config_values(self._config), fingerprint(self._config), run=self._run)
             self._store.save(self.loop.actor, state, manifest)
         except (UserError, OSError, RuntimeError, CheckpointException) as error:
             return self._save_failed(error)
