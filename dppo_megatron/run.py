@@ -30,6 +30,7 @@ from dppo_megatron.distributed import from_rank_zero, is_peer_lost
 from dppo_megatron.evaluation.statistics import EvalScores
 from dppo_megatron.job import Job
 from dppo_megatron.loop import Loop
+from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.metrics import Progress
 from dppo_megatron.observe.run_directory import RunDirectory
 from dppo_megatron.observe.signals import StopRequests
@@ -206,7 +207,8 @@ class Run:
         from_rank_zero(self._write_end)
         if self._writes:
             self.progress.close()
-            print(f"\n{self.summary.table()}\n\n{self._directory}/: {', '.join(sorted(os.listdir(self._directory)))}")
+            left = sorted(name for name in os.listdir(self._directory) if name != LOCK)  # which goes at the end
+            print(f"\n{self.summary.table()}\n\n{self._directory}/: {', '.join(left)}")
 
     def _write_end(self) -> None:
         """On rank 0: the end of the record and summary.json."""
@@ -267,7 +269,7 @@ class Run:
             record = from_rank_zero(lambda: self._files.sync() if self._files else {})
             state = {"step": step, "loop": self.loop.state_dict(), "summary": vars(self.summary), "record": record}
             settings = config_values(self._config), fingerprint(self._config)
-            manifest = describe(step, *settings, self._run, self.loop.job.data_fingerprint)
+            manifest = describe(step, *settings, self.loop.job.data_fingerprint, run=self._run)
             self._store.save(self.loop.actor, state, manifest)
         except (UserError, OSError, RuntimeError, CheckpointException) as error:
             return self._save_failed(error)

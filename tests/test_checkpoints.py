@@ -43,7 +43,7 @@ def _save_steps(model: Path, root: Path, parallel: Parallel, steps: list[int], e
     for step in steps:
         actor.update(samples, plan_for(samples, parallel), supervised())
         random.seed(step + dist.get_rank())
-        store.save(actor, LOOP_STATE | {"step": step}, describe(step, {"seed": 1}, "abc", RUN))
+        store.save(actor, LOOP_STATE | {"step": step}, describe(step, {"seed": 1}, "abc", run=RUN))
         seen.append({path.name for path in root.iterdir()})
     store.finalize(blocking=True)
     return [*seen, {path.name for path in root.iterdir()}]

@@ -41,7 +41,7 @@ def find_origin(config: Config, store: CheckpointStore, check_data: DataCheck) -
     What stands in the way under the name of a newer checkpoint is put aside, with the reason. Collective.
 
     Raises:
-        UserError: there are checkpoints and none can be used, or the chosen one is of other settings or other data.
+        UserError: there are checkpoints and none can be used, or the chosen one is of other settings.
     """
     resume = config.checkpoint.resume
     if resume == "never":

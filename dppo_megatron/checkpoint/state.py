@@ -30,7 +30,7 @@ _NUMPY = [
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Write containers, numbers, text, numpy arrays and tensors.
+    """Write `loop` (containers, numbers, text, numpy arrays and tensors) and `generators`.
 
     Raises:
         UserError: `state` holds something else.
@@ -51,8 +51,8 @@ def read_state(path: Path) -> dict[str, Any]:
     except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"'{path}' cannot be read: {reason}") from None
-    if not isinstance(state, dict):
-        raise UserError(f"'{path}' holds a {type(state).__name__} and not the state of a run")
+    if not isinstance(state, dict) or not isinstance(state.get("loop"), dict) or "generators" not in state:
+        raise UserError(f"'{path}' does not hold the state of a run")
     return state
 
 

@@ -1,0 +1,364 @@
+"""The run directory before a model is built: who may write to it, and what a full disk or a dead trainer does to it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import run_ranks
+from tiny import Parallel, build_actor, write_model
+
+from dppo_megatron.checkpoint.state import read_state, write_state
+from dppo_megatron.config.schema import Config
+from dppo_megatron.distributed import is_peer_lost
+from dppo_megatron.observe.lock import RunLock
+from dppo_megatron.observe.record import JsonLines, rewind
+from dppo_megatron.observe.run_directory import RunDirectory
+from dppo_megatron.types import UserError
+
+# ---------------------------------------------------------------------------------------------------------- the lock
+
+
+def _in_child(hold: Callable[[], object]) -> int:
+    """A process that calls `hold` and then waits to be killed; returns its id once `hold` has returned."""
+    ready, done = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            kept = hold()
+            os.write(done, b"x")
+            signal.pause()
+            del kept
+        finally:
+            os._exit(1)
+    os.close(done)
+    assert os.read(ready, 1) == b"x", "it did not get the lock"
+    os.close(ready)
+    return child
+
+
+def _kill(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def _no_locks(*_: object) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+@pytest.mark.parametrize("kernel_locks", [True, False], ids=["kernel_locks", "no_locks"])
+def test_a_second_trainer_is_told_who_has_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_locks: bool
+) -> None:
+    """While it lives; killed with SIGKILL, it is taken over from, by name. A child of its own does not matter."""
+    if not kernel_locks:
+        monkeypatch.setattr(fcntl, "lockf", _no_locks)
+    child = _in_child(lambda: RunLock(tmp_path))
+    try:
+        with pytest.raises(UserError, match=rf"being written by another trainer: host .*, process {child}, since"):
+            RunLock(tmp_path)
+    finally:
+        _kill(child)
+    lock = RunLock(tmp_path, stale_s=0.1)
+    assert f"process {child}" in lock.took_over
+    lock.release()
+    assert not (tmp_path / "lock.json").exists()
+    second = RunLock(tmp_path)
+    assert second.took_over == ""
+    second.release()
+
+
+def test_a_trainer_of_another_host_is_known_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernel locks may be local to a host: the file's age decides, by the file system's own clock."""
+    holder = {"host": "elsewhere", "pid": 1, "slurm_job": "77", "since": "yesterday", "boot": "x", "process_start": "5"}
+    path = tmp_path / "lock.json"
+    path.write_text(json.dumps(holder))
+    os.utime(path, (time.time() - 3600,) * 2)
+    lock = RunLock(tmp_path)
+    assert lock.took_over == "host elsewhere, process 1, Slurm job 77, since yesterday"
+    lock.release()
+    path.write_text(json.dumps(holder))
+    beating = subprocess.Popen(
+        [sys.executable, "-c", "import os,sys,time\nwhile True: os.utime(sys.argv[1]); time.sleep(0.02)", str(path)]
+    )
+    try:
+        with pytest.raises(UserError, match="host elsewhere, process 1, Slurm job 77"):
+            RunLock(tmp_path, stale_s=30.0)
+    finally:
+        beating.kill()
+        beating.wait()
+    RunLock(tmp_path, stale_s=0.3).release()  # it has stopped
+
+
+@pytest.mark.parametrize("content", [b"", b"5", b"[" * 100_000, b"\xff", b"{}", b'{"host": 3, "pid": [1]}'])
+def test_a_garbled_lock_stops_nobody(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "lock.json").write_bytes(content)
+    os.utime(tmp_path / "lock.json", (1, 1))
+    RunLock(tmp_path).release()
+
+
+def test_a_trainer_whose_lock_was_removed_stops(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path)
+    lock.check()
+    (tmp_path / "lock.json").unlink()
+    second = RunLock(tmp_path)
+    with pytest.raises(UserError, match="was replaced while this trainer ran"):
+        lock.check()
+    second.check()
+    lock.release()
+    second.check()
+    second.release()
+
+
+# ----------------------------------------------------------------------------------------------------- the directory
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda d: (d / "run").write_text("a file"), "File exists"),
+        (lambda d: (d / "run" / "checkpoints").mkdir(parents=True) or (d / "run/lock.json").mkdir(), "Is a directory"),
+        (lambda d: (d / "run").mkdir() or (d / "run/checkpoints").write_text("a file"), "File exists"),
+        (lambda d: (d / "run").symlink_to("/proc/nowhere"), "File exists"),
+        (lambda d: (d / "run/metrics.jsonl/x").mkdir(parents=True), "run.json does not say which run that is"),
+    ],
+)
+def test_a_directory_that_cannot_be_written_is_one_sentence(
+    tmp_path: Path, spoil: Callable[[Path], object], said: str
+) -> None:
+    spoil(tmp_path)
+    with pytest.raises(UserError, match=said) as refused:
+        RunDirectory(tmp_path / "run", print)
+    assert "\n" not in str(refused.value) and str(tmp_path / "run") in str(refused.value)
+
+
+def test_a_read_only_file_system(tmp_path: Path) -> None:
+    """/proc takes no directories from anybody, root included."""
+    with pytest.raises(UserError, match=r"run_dir = '/proc/dppo' cannot be written: "):
+        RunDirectory(Path("/proc/dppo"), print)
+
+
+@pytest.mark.parametrize("identity", ["", "5", "{}", '{"format": "x", "run": "y"}', "[" * 100_000, None])
+def test_a_record_without_its_identity_is_left_alone(tmp_path: Path, identity: str | None) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    if identity is not None:
+        (tmp_path / "run.json").write_text(identity)
+    with pytest.raises(UserError, match=r"holds metrics\.jsonl, but run\.json does not say which run that is"):
+        RunDirectory(tmp_path, print)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_a_run_that_begins_again_keeps_its_old_records(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        said: list[str] = []
+        files = RunDirectory(tmp_path, said.append)
+        files.open_record(Config(), {"format": "x"}, None, {})
+        files.write("metrics.jsonl", {"step": 0, "attempt": number})
+        files.close()
+        assert sum("is now" in line for line in said) == (0 if number == 1 else 2)
+    kept = [json.loads((tmp_path / "old" / f"metrics.000{n}.jsonl").read_text())["attempt"] for n in (1, 2)]
+    assert kept == [1, 2] and json.loads((tmp_path / "metrics.jsonl").read_text())["attempt"] == 3
+
+
+# ------------------------------------------------------------------------------------------------------- full disks
+
+
+def _write_on_a_full_disk(run_dir: Path) -> dict[str, Any]:
+    """On a rank: three lines, of which the second and third find no room until there is some again."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    said: list[str] = []
+    files = RunDirectory(run_dir, said.append)
+    files.open_record(Config(), {"format": "x"}, None, {})
+    files.write("metrics.jsonl", {"step": 0})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (15, -1))
+    files.write("metrics.jsonl", {"step": 1})
+    files.write("metrics.jsonl", {"step": 2})
+    try:
+        files.sync()
+        synced = True
+    except OSError:
+        synced = False
+    meanwhile = (run_dir / "metrics.jsonl").read_text()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+    files.write("metrics.jsonl", {"step": 3})
+    sums = files.sync()["metrics.jsonl"]
+    files.close()
+    return {"said": said, "synced": synced, "meanwhile": meanwhile, "sums": sums}
+
+
+def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
+    """Training continues, no half line is in the file, and in the end no line is missing."""
+    seen = run_ranks(_write_on_a_full_disk, 1, tmp_path)[0]
+    assert seen["meanwhile"] == '{"step": 0}\n' and not seen["synced"]
+    first, second = seen["said"]
+    assert "metrics.jsonl cannot be written (File too large)" in first and second.endswith("no line is lost")
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
+    assert rewind(tmp_path / "metrics.jsonl", 3, seen["sums"])[0] == []
+
+
+def test_a_line_with_another_digit_is_noticed(tmp_path: Path) -> None:
+    """It is JSON and has its step; only the checksum in the checkpoint tells."""
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    for step in range(4):
+        lines.write({"step": step, "reward": 0.25})
+    lines.close()
+    path.write_text(path.read_text().replace('{"step": 1, "reward": 0.25}', '{"step": 1, "reward": 0.75}'))
+    said, kept = rewind(path, 2, {step: lines.sums[step] for step in range(3)})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 2] and kept.keys() == {0, 2}
+    assert any("the lines of 1 finished steps are lost (1)" in line for line in said)
+    assert '"reward": 0.75' in (tmp_path / "old" / "metrics.damaged.jsonl").read_text()
+    assert '"step": 3' in (tmp_path / "old" / "metrics.redone.jsonl").read_text()
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
+
+
+class _Touches:
+    """Unpickled by `pickle.load`, it makes a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._path),)
+
+
+def test_the_loops_state_is_read_without_running_it(tmp_path: Path) -> None:
+    """Neither torch's own format nor a plain pickle gets to call anything; what cannot come back is not written."""
+    path, touched = tmp_path / "loop.pt", tmp_path / "touched"
+    torch.save({"loop": _Touches(touched)}, path)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_state(path)
+    path.write_bytes(pickle.dumps({"loop": _Touches(touched)}))
+    with pytest.raises(UserError, match="cannot be read"):
+        read_state(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        write_state(path, {"loop": _Touches(touched)})
+    assert not touched.exists()
+    with pytest.raises(UserError, match="does not hold the state of a run"):
+        write_state(path, {"something": "else"})
+
+
+def _save_with_strays(model: Path, root: Path, keep: int) -> list[str]:
+    """On a rank: five saves among strays; after each, what is good, and what was said."""
+    from dppo_megatron.checkpoint.store import CheckpointStore, describe
+
+    said: list[str] = []
+    actor = build_actor(model, Parallel())
+    store = CheckpointStore(root, run="mine", assets=model, keep=keep, async_save=False, say=said.append)
+    for name in ("step_000900", "step_000000"):
+        (root / name).mkdir(parents=True)
+    for step in (1, 2, 3, 4, 5):
+        if step == 5:  # both that would be counted are harmed after they were written
+            for path in root.glob("step_00000[34]/common.pt"):
+                os.truncate(path, 3)
+        store.save(actor, {"step": step}, describe(step, {}, "abc", run="mine"))
+        assert (root / f"step_{step:06d}" / "manifest.json").is_file(), f"step {step} was deleted by its own save"
+    return said
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, {5}), (3, {5, 2})])
+def test_retention_counts_good_ones_only(tmp_path: Path, keep: int, left: set[int]) -> None:
+    """Strays of later and earlier steps, and two that were harmed meanwhile: put aside, never counted."""
+    root = tmp_path / "checkpoints"
+    said = run_ranks(_save_with_strays, 1, write_model(tmp_path / "model"), root, keep)[0]
+    names = {path.name for path in root.iterdir()}
+    assert names == {f"step_{step:06d}" for step in left | {900}} | {"latest", "aside"}
+    aside = {path.name for path in (root / "aside").iterdir()}
+    assert aside == ({"step_000000"} if keep == 1 else {"step_000000", "step_000003", "step_000004"})
+    assert all(any(name in line for line in said) for name in aside)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_killed_rank_leaves_nothing_in_tmp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """Megatron's writer would ask for a server process with a directory there, for each rank that saves."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    model = write_model(tmp_path / "model")
+
+    def save_and_hang() -> None:
+        import tempfile
+
+        tempfile.tempdir = str(temporary)
+        run_ranks(_save_once, 1, model, tmp_path / "checkpoints", asynchronous)
+
+    save_and_hang()  # `run_ranks` ends ranks with SIGKILL
+    left = {path.name for path in temporary.iterdir()}
+    assert not [name for name in left if name.startswith("pymp-")], left
+
+
+def _save_once(model: Path, root: Path, asynchronous: bool) -> None:
+    from dppo_megatron.checkpoint.store import CheckpointStore, describe
+
+    store = CheckpointStore(root, run="mine", assets=model, keep=1, async_save=asynchronous)
+    store.save(build_actor(model, Parallel()), {"step": 1}, describe(1, {}, "abc", run="mine"))
+    store.finalize(blocking=True)
+    assert (root / "step_000001" / "manifest.json").is_file()
+
+
+# ------------------------------------------------------------------------------------------------------------ ranks
+
+
+def _outlive_a_peer() -> str:
+    """On ranks: rank 1 dies, and rank 0 says whether it knows what its next collective's error means."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            dist.barrier()
+    except Exception as error:
+        raise SystemExit(f"peer lost: {is_peer_lost(error)}") from None
+
+
+def test_a_dead_peer_is_no_full_disk() -> None:
+    """The error of the collective is told from those of writing, so a save does not report it as a failed write."""
+    with pytest.raises(RuntimeError, match="peer lost: True"):
+        run_ranks(_outlive_a_peer, 2)
+    for error in (OSError(errno.ENOSPC, "No space left on device"), RuntimeError("PytorchStreamWriter failed")):
+        assert not is_peer_lost(error)
+
+
+_ALONE = """
+import os, sys
+from dppo_megatron import platform
+platform.prepare()
+from dppo_megatron.actor.layout import start_process_group
+from dppo_megatron.types import GuardStop
+try:
+    start_process_group(2.0)
+except GuardStop as stop:
+    print(stop)
+"""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_that_is_alone_ends(rank: str) -> None:
+    """In seconds here, in minutes by default; the group's own patience is days."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    environment = os.environ | {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = subprocess.run(
+        [sys.executable, "-c", _ALONE], env=environment, capture_output=True, text=True, timeout=200, check=True
+    )
+    assert f"rank {rank} of 2 could not meet the others within guard.rendezvous_timeout_s = 2 s" in done.stdout
