@@ -270,7 +270,7 @@ def test_the_worked_example_of_the_docs() -> None:
         config.rollout.prompts_per_step, config.rollout.max_completion_tokens = 1, 10
         case = Case(config, Selector(config, 1), 1, Selector(config, 1).state_dict(), table)
         drawn = []
-        for seed in range(600):
+        for seed in range(150):
             config.seed = seed
             selector = Selector(config, 1)
             selector.begin(1)
@@ -287,4 +287,4 @@ def test_the_worked_example_of_the_docs() -> None:
             np.testing.assert_allclose([mean[0, i] for i in range(4)], factor * advantages / 40, rtol=1e-9)
     for name, first, other in (("dppo", 1, 3), ("capped", 1, 2), ("cppo", 2, 2)):
         assert np.allclose(weights[name][:, 0], first) and np.allclose(weights[name][:, 1:].sum(axis=1), other)
-        assert (weights[name][:, 1:] > 0).sum(axis=0).min() > 150  # each in about 200 of 600 draws
+        assert (weights[name][:, 1:] > 0).sum(axis=0).min() > 25  # each in about 50 of 150 draws
