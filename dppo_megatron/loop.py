@@ -18,6 +18,7 @@ from dppo_megatron.actor.layout import build_layout
 from dppo_megatron.algorithms.correction import mismatch_metrics
 from dppo_megatron.algorithms.objectives import make_objective, supervised
 from dppo_megatron.config.objective import needs_old_logprobs
+from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.distributed import collect, from_rank_zero, share
@@ -190,8 +191,8 @@ class Loop:
             measured = self._engine.statistics()
             self.metrics |= measured
             cut = measured.get("rollout/cut_completions", 0.0)
-            cuts = [_cut_row(cut, len(completions))] if self.job.config.rollout.straggler_share < 1 else []
-            ledger = [*decision.ledger, *cuts, *self._overlong_row()]
+            stragglers = straggler_rows(self.job.config.rollout, cut, len(completions))
+            ledger = [*decision.ledger, *stragglers, *self._overlong_row()]
             self.metrics["prune/ledger"] = [asdict(row) for row in ledger]
             self.metrics["rollout/completion_tokens_mean"] = float(rollouts.lengths.sum() / max(1, len(completions)))
             self.metrics["rollout/truncated"] = sum(c.finish_reason == "length" for c in completions)
@@ -414,9 +415,12 @@ def unweighted_sample(prompt: Prompt, completion: Completion) -> TrainSample:
     )
 
 
-def _cut_row(cut: float, total: int) -> LedgerRow:
+def straggler_rows(config: RolloutConfig, cut: float, total: int) -> tuple[LedgerRow, ...]:
+    """The ledger row of `rollout.straggler_share`, wherever servers may cut: that none was cut so far is an outcome."""
+    if config.engine == "hf" or config.straggler_share >= 1:
+        return ()
     note = f"{cut:.0f} completions were cut off by rollout.straggler_share and count as truncated"
-    return LedgerRow("rollout/stragglers", 1.0 - cut / max(total, 1), "biased", note)
+    return (LedgerRow("rollout/stragglers", 1.0 - cut / max(total, 1), "biased", note),)
 
 
 def _name_the_broken(samples: Sequence[TrainSample]) -> str:

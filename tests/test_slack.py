@@ -216,3 +216,12 @@ def test_design_effect_is_of_the_filled_probabilities() -> None:
     score = np.abs(batch.advantages) * batch.surprisal / batch.denominator
     assert selection.metrics["design_effect"] == pytest.approx(design_effect(score, selection.inclusion_prob))
     assert selection.metrics["rate_effective"] == pytest.approx(1 - selection.inclusion_prob.mean())
+
+
+def test_the_example_of_fill_slack() -> None:
+    """The numbers of its docstring."""
+    filler = WaterFiller(np.array([4.0, 2, 1, 1]), 0.0)
+    pi = filler.solve(2.0)
+    np.testing.assert_allclose(pi, [1, 0.5, 0.25, 0.25])
+    filled = fill_slack(filler, pi, lambda raised: bool(10 * raised.sum() <= 30), whole=True)
+    np.testing.assert_allclose(filled, [1, 1, 0.5, 0.5])

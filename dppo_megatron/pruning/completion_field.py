@@ -91,7 +91,7 @@ class ZeroVariancePolicy(CompletionPolicyBase):
             kept = np.bincount(batch.group, weights=score)[batch.group] > 0
             drawn = Draw(kept, kept.astype(np.float64), fixed_size=True)
             if self.kl_coef > 0:
-                note = f"the KL gradient of {1 - float(kept.mean()):.1%} of the completions is lost"
+                note = f"the KL gradient (or entropy's) of {1 - float(kept.mean()):.1%} of the completions is lost"
                 selection = weigh_biased(drawn, name=self.name, scale=1.0, note=note, label=self.label)
             else:
                 selection = weigh(drawn, name=self.name, note="dropped groups have no gradient", label=self.label)

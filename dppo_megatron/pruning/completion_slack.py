@@ -23,6 +23,9 @@ def fill_slack(filler: WaterFiller, pi: FloatArray, holds: Callable[[FloatArray]
         pi: [n].
         holds: whether the step has room for a draw with given probabilities [n]; must not depend on any draw.
         whole: add a whole number to the budget, so that systematic draws keep a fixed size.
+
+    Example: sizes (4, 2, 1, 1) at a budget of 2 have pi = (1, 0.5, 0.25, 0.25). Each has 10 tokens and the micro-batch
+    that runs anyway has room for 30, so 3 can be kept: (1, 1, 0.5, 0.5), with weights of 2 where they were 4.
     """
     spent, full = float(np.sum(filler.cost * pi)), float(np.sum(filler.cost[filler.support]))
     if whole and abs(spent - round(spent)) < 1e-6:

@@ -267,3 +267,13 @@ def test_generators_are_keyed_by_all_counters():
         generator(0, "s", 1, 2),
     ]
     assert all(other.random() != first for other in others)
+
+
+def test_the_examples_of_the_docstrings():
+    """`WaterFiller` and `systematic`, with the numbers that they show."""
+    filler = WaterFiller(np.array([8.0, 2, 1, 1]), 0.2)
+    np.testing.assert_allclose(filler.solve(2.0), [1, 0.5, 0.25, 0.25])
+    np.testing.assert_allclose(filler.solve(1.2), [0.6, 0.2, 0.2, 0.2])
+    pi = np.array([0.5, 0.7, 0.8])
+    for start, kept in ((0.3, [True, False, True]), (0.6, [False, True, True]), (0.1, [True, True, False])):
+        assert systematic(pi, order=np.arange(3), start=start).kept.tolist() == kept

@@ -96,7 +96,7 @@ def test_labels_are_true_in_every_draw_of_many_more() -> None:
 
 @pytest.mark.parametrize("design", ["systematic", "poisson"])
 def test_expectation_of_a_larger_step(design: str) -> None:
-    """Both levels, two mini-batches of 8 x 8, a KL term, 300 draws: along each of 64 random directions the mean is
+    """Both levels, two mini-batches of 8 x 8, a KL term, 160 draws: along each of 64 random directions the mean is
     within 5 standard errors of the full batch's (the chance of a false alarm is 4e-5)."""
     config = _config("dppo", "dppo", rate=0.5)
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 16, 8
@@ -104,7 +104,7 @@ def test_expectation_of_a_larger_step(design: str) -> None:
     config.pruning.prompt.design = config.pruning.completion.design = design
     rng = np.random.default_rng(3)
     table = make_outcomes(rng, 16, 8, binary=True)
-    drawn = np.zeros((300, 2, 16, 8))
+    drawn = np.zeros((160, 2, 16, 8))
     for seed in range(len(drawn)):
         config.seed = seed
         selector = Selector(config, 16, order=PromptOrder(16, 0))
@@ -131,7 +131,7 @@ def test_expectation_of_a_larger_step(design: str) -> None:
     st.lists(st.sampled_from([0.0, 0.05, 0.2, 1 / 3, 0.5, 0.8, 1.0]), min_size=1, max_size=7),
     st.sampled_from(["ht", "c_form", "hajek"]),
 )
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 def test_the_largest_weight_that_can_occur(probabilities: list[float], estimator: str) -> None:
     """Against every draw: attained by independent coins, never exceeded by a systematic draw, and known before any."""
     pi, n = np.array(probabilities), len(probabilities)
@@ -270,7 +270,7 @@ def test_the_worked_example_of_the_docs() -> None:
         config.rollout.prompts_per_step, config.rollout.max_completion_tokens = 1, 10
         case = Case(config, Selector(config, 1), 1, Selector(config, 1).state_dict(), table)
         drawn = []
-        for seed in range(600):
+        for seed in range(150):
             config.seed = seed
             selector = Selector(config, 1)
             selector.begin(1)
@@ -287,4 +287,4 @@ def test_the_worked_example_of_the_docs() -> None:
             np.testing.assert_allclose([mean[0, i] for i in range(4)], factor * advantages / 40, rtol=1e-9)
     for name, first, other in (("dppo", 1, 3), ("capped", 1, 2), ("cppo", 2, 2)):
         assert np.allclose(weights[name][:, 0], first) and np.allclose(weights[name][:, 1:].sum(axis=1), other)
-        assert (weights[name][:, 1:] > 0).sum(axis=0).min() > 150  # each in about 200 of 600 draws
+        assert (weights[name][:, 1:] > 0).sum(axis=0).min() > 25  # each in about 50 of 150 draws
