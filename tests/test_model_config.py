@@ -171,6 +171,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "router_loss": ("qwen3_moe", {"output_router_logits": True}, "output_router_logits = true"),
     "top_1": ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 with norm_topk_prob = true"),
     "top_9": ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is more than num_experts = 4"),
+    "experts_huge": (
+        "qwen3_moe",
+        {"num_hidden_layers": 4096, "num_local_experts": 4096, "layer_types": None},
+        "at most 131072 are supported",
+    ),
     "two_counts": ("qwen3_moe", {"num_local_experts": 8, "num_experts": 4}, "are one thing and disagree"),
 }
 
