@@ -145,6 +145,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bidirectional": ("qwen3", {"is_causal": False}, "is_causal = false is not supported; supported: true"),
     "bidirectional_null": ("qwen3", {"is_causal": None}, "is_causal = null"),
     "tuples": ("qwen3", {"return_dict": None}, "return_dict = null is not supported; supported: true"),
+    # transformers makes a name for each label: 20 GiB were filled before the process was killed
+    "labels": ("qwen3", {"num_labels": 10**12}, "num_labels = 1000000000000 is not supported; supported: a whole"),
     "private": ("qwen3", {"_rope_type_labels": ["rope_theta"]}, "_rope_type_labels"),
     "method": ("qwen3", {"to_dict": 1}, "to_dict = 1 is not supported: leave the key out"),
     "sizes_null": ("qwen3", {"hidden_size": None}, "hidden_size = null: must be a whole number"),
