@@ -145,6 +145,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bidirectional": ("qwen3", {"is_causal": False}, "is_causal = false is not supported; supported: true"),
     "bidirectional_null": ("qwen3", {"is_causal": None}, "is_causal = null"),
     "tuples": ("qwen3", {"return_dict": None}, "return_dict = null is not supported; supported: true"),
+    # transformers makes a name for each label: 20 GiB were filled before the process was killed
+    "labels": ("qwen3", {"num_labels": 10**12}, "num_labels = 1000000000000 is not supported; supported: a whole"),
     "private": ("qwen3", {"_rope_type_labels": ["rope_theta"]}, "_rope_type_labels"),
     "method": ("qwen3", {"to_dict": 1}, "to_dict = 1 is not supported: leave the key out"),
     "sizes_null": ("qwen3", {"hidden_size": None}, "hidden_size = null: must be a whole number"),
@@ -171,6 +173,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "router_loss": ("qwen3_moe", {"output_router_logits": True}, "output_router_logits = true"),
     "top_1": ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 with norm_topk_prob = true"),
     "top_9": ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is more than num_experts = 4"),
+    "experts_huge": (
+        "qwen3_moe",
+        {"num_hidden_layers": 4096, "num_local_experts": 4096, "layer_types": None},
+        "at most 131072 are supported",
+    ),
     "two_counts": ("qwen3_moe", {"num_local_experts": 8, "num_experts": 4}, "are one thing and disagree"),
 }
 

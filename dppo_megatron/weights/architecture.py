@@ -175,6 +175,11 @@ def _exists(path: Path) -> bool:
         return False
 
 
+_MOST_EXPERTS = 2**17
+"""Of all layers together, so that a damaged size is an error and not minutes of listing names; the largest open models
+have 23,000."""
+
+
 def _family(raw: Mapping[str, Any], path: Path) -> str:
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
@@ -205,6 +210,9 @@ def _check_pad_token(raw: Mapping[str, Any], values: Mapping[str, Any], path: Pa
 
 def _experts(values: Mapping[str, Any], path: Path) -> Experts:
     count, per_token = values["num_experts"], values["num_experts_per_tok"]
+    matrices = values["num_hidden_layers"] * count
+    if matrices > _MOST_EXPERTS:
+        raise UserError(f"{path}: num_hidden_layers x num_experts = {matrices}: at most {_MOST_EXPERTS} are supported")
     if per_token > count:
         raise UserError(f"{path}: num_experts_per_tok = {per_token} is more than num_experts = {count}")
     if per_token == 1 and values["norm_topk_prob"]:

@@ -195,6 +195,7 @@ FIXED = (
         "how it is stored; model.dtype decides how it is computed",
         nullable=True,
     ),
+    Key(("num_labels",), Size(0, 65536), "classification; transformers makes a table of so many names", nullable=True),
     Key(("auto_map",), OneOf((None, {})), "code of a model directory is never run"),
     Key(
         ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
@@ -213,7 +214,7 @@ LEFT = (
     Key(("transformers_version", "_name_or_path", "name_or_path", "_commit_hash"), "any", "where it came from"),
     Key(("_attn_implementation_autoset", "tokenizer_class", "gradient_checkpointing"), "any", "changes no logits"),
     Key(("vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy"), "any", "there is no vision"),
-    Key(("id2label", "label2id", "num_labels", "problem_type"), "any", "classification"),
+    Key(("id2label", "label2id", "problem_type"), "any", "classification"),
 )
 """Keys that are left alone, because they change nothing that is computed here."""
 
