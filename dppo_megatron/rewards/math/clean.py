@@ -105,7 +105,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\x08(?=oxed|eta|egin|inom)", r"\\b"),
         # escaped twice on its way through JSON
         (
-            r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|pi|text|left|right|cdot|times|infty|circ|boxed|sin|cos|tan|log|ln|pm)\b)",
+            r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|pi|text|left|right|cdot|times|infty|circ|boxed|sin|cos|tan|log|ln|pm|leq?|geq?|neq?|in|infty|cup|mathbb|theta|alpha)\b)",
             r"\\",
         ),
         (r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|cdot|times)[\d{])", r"\\"),
@@ -135,6 +135,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"|\{\\circ\}|(?<=\d)\\circ(?![A-Za-z])",
             r"\\degree ",
         ),
+        (r"\*\*", "^"),
         (r"\\(?:times|cdot|ast|cdotp)(?![A-Za-z])|\*", " * "),
         (r"\\div(?![A-Za-z])", "/"),
         (r"\\%|\\(?:percent)(?![A-Za-z])", "%"),
@@ -173,7 +174,7 @@ def clean(text: str) -> str:
         '( \\\\frac{1}{2}, 15000 )'
     """
     text = to_ascii(text)
-    if not text.isalnum():
+    if not text.isdigit():
         for pattern, replacement in _RULES:
             text = pattern.sub(replacement, text)
         if "text" in text:

@@ -32,7 +32,7 @@ def read_number(text: str) -> Fraction | None:
         return _decimal(text)
     if match := _FRAC.fullmatch(text):
         sign, above, below = match.groups()
-        return None if int(below) == 0 else Fraction(int(sign + "1") * int(above), int(below))
+        return Fraction(int(f"{sign}1") * int(above), int(below)) if int(below) else None
     if match := _SLASHED.fullmatch(text):
         above, below = match.groups()
         return None if int(below) == 0 else Fraction(int(above), int(below))
@@ -47,7 +47,7 @@ def read_number(text: str) -> Fraction | None:
         value += Fraction(int(fixed or "0") * (10 ** len(again) - 1) + int(again), 10 ** len(fixed)) / (
             10 ** len(again) - 1
         )
-        return -value if sign == "-" else value
+        return Fraction(-value if sign == "-" else value)
     return None
 
 
@@ -95,4 +95,5 @@ def _decimal(text: str) -> Fraction:
 
 
 def _scaled(value: Fraction, exponent: int) -> Fraction:
-    return value * 10**exponent if exponent >= 0 else value / 10**-exponent
+    scale: int = 10 ** abs(exponent)
+    return value * scale if exponent >= 0 else value / scale

@@ -138,7 +138,10 @@ class _Reader:
         node = self._primary()
         while True:
             if self._take("^"):
-                node = ("^", node, self._exponent())
+                power = self._exponent()
+                if node[0] == "s" and "_" not in node[1] and self._peek() == "_":  # v^2_0 is v_0^2
+                    node = ("s", self._name(node[1]))
+                node = ("^", node, power)
             elif self._take("!"):
                 if self._peek() == "!":
                     raise Unreadable("double factorial")

@@ -38,13 +38,14 @@ _COMMA = re.compile(r"[,;]")
 _MEMBERS = re.compile(r"[,;]")
 _BAR = re.compile(r"\||:")
 _UNIT_TAIL = re.compile(
-    r"(?<![\s{(^_])\s*(?P<unit>(?:\\text\{[^{}]*\}|/)(?:\\text\{[^{}]*\}|[\s/*]|\^\s*\{?\s*-?\d\s*\}?)*)$"
+    r"(?<![\s{(^_])\s*(?P<unit>(?:\\text\{[^{}]*\}|/)(?:\\text\{[^{}]*\}|[\s/*]|/\s*[a-z](?![A-Za-z])|\^\s*\{?\s*-?\d\s*\}?)*)$"
 )
 _PERCENT_TAIL = re.compile(
     r"\s*(?:%|\\text\{\s*(?:%|percent|per cent|pct)\s*\}|(?<=[\d)}\s])(?:percent|per cent|pct))\s*$", re.IGNORECASE
 )
 _WORD_TAIL = re.compile(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\{?\s*\d\s*\}?)?)$")
 _GLUED_TAIL = re.compile(r"(?<=[\d}])(?P<unit>[A-Za-z]+)(?P<power>\^\s*\{?\s*[23]\s*\}?)?$")
+_LETTER_LIST = re.compile(r"[A-Z](?:\s*(?:,|and)\s*[A-Z])+")
 _FOR_ALL = re.compile(
     r",?\s*\\text\{\s*,?\s*for (?:all|any|every|each)\b.*$|,?\s+for (?:all|any|every)\b.*$", re.DOTALL
 )
@@ -88,7 +89,7 @@ def _read_text(text: str, depth: int) -> Answer | None:
     if match is None or not match[1].strip():
         return None
     inner = match[1].strip()
-    if "," in inner or inner[0].isdigit() or inner[0] in "-.":
+    if "," in inner or inner[0].isdigit() or inner[0] in "-." or _LETTER_LIST.fullmatch(inner):
         return read_answer(inner, depth=depth + 1)
     return read_words(text)
 
@@ -246,6 +247,8 @@ def _set(inner: str, depth: int) -> Answer:
     items: list[Answer] = []
     for part in split_top(inner, _MEMBERS):
         item = read_answer(part, depth=depth + 1)
+        if isinstance(item, Spans):
+            raise Unreadable("a set of sets")
         items.extend(item.items if isinstance(item, Row) and item.kind == "list" else [item])
     return Row("set", tuple(items))
 
@@ -303,10 +306,12 @@ def _read_value(text: str, depth: int) -> Answer | None:
     if percent := _PERCENT_TAIL.search(text):
         core = text[: percent.start()].strip()
         return _with_words(core, "percent") if core else None
-    try:
-        return _spread(parse(text), None)
-    except Unreadable:
-        pass
+    glued = _WORD_TAIL.search(text) or _GLUED_TAIL.search(text)
+    if glued is None or len(glued["unit"]) < 2 or not is_glued(glued["unit"]):  # 25 mph is not 25 m p h
+        try:
+            return _spread(parse(text), None)
+        except Unreadable:
+            pass
     for pattern in (_UNIT_TAIL, _WORD_TAIL, _GLUED_TAIL):
         match = pattern.search(text)
         if match is None or not match.start("unit"):

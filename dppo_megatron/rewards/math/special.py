@@ -46,7 +46,7 @@ _LEAD = re.compile(
 
 
 _SENTENCE = re.compile(
-    r"(?:\\text\{)?[A-Z][A-Za-z ,'-]*(?:\b(?:is|are|equals)|:)\s*\}?\s+(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
+    r"(?:\\text\{)?[A-Z][A-Za-z ,'-]+(?:\b(?:is|are|equals)|:)\s*\}?\s+(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
 )
 
 

@@ -79,10 +79,11 @@ MULTIPLIERS = {
     "dozen": 12,
 }
 _CHANGES_MEANING = _word_set(
-    "or not no and than more less least most about approximately around if when where minus plus times over half"
-    " divided by quarter third to from up under above below between but maybe perhaps either neither almost nearly"
-    " roughly except greater fewer without mod modulo base th st nd rd is are was equals equal for all any some every other"
-    " never false wrong true hope correct answer i only log sin cos tan ln sqrt pi x y z n undefined infinity infinite"
+    "or not no and than more less least most about approximately around if when where minus plus times"
+    " over half divided by quarter third to from up under above below between but maybe perhaps either"
+    " neither almost nearly roughly except greater fewer without mod modulo base th st nd rd is are was"
+    " equals equal for all any some every other never false wrong true hope correct answer i only log sin"
+    " cos tan ln sqrt pi x y z n undefined infinity infinite"
 )
 _WORD = re.compile(r"[A-Za-z%$]+")
 _GLUED = _word_set("cm mm km kg mg g m s h ml ft in lb oz mi min hr mph pct percent")

@@ -60,6 +60,13 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> Verdict:
     verdict = equal_nodes(gold.node, other.node, rules)
     if verdict:
         return True
+    if (
+        gold_unit.words
+        and len(gold_unit.words) == 1
+        and other.node[0] == "*"
+        and other.node[2] == ("s", gold_unit.words)
+    ):
+        return equal_nodes(gold.node, other.node[1], rules)  # 5m without \\text
     for angle, plain in ((gold, other), (other, gold)):  # 90 degrees and pi/2
         if angle.unit is not None and angle.unit.words == "degrees" and plain.unit is None and _has_pi(plain.node):
             return same(("deg", angle.node), plain.node)
@@ -101,9 +108,17 @@ def equal_nodes(gold: Node, other: Node, rules: Rules) -> Verdict:
         return _is_full_precision(gold, other, rules.their_digits)
     if verdict is False and _has_pi(gold):
         verdict = same(gold, _with_index(other, symbols(gold), symbols(other)))
-    if verdict is None and is_too_big(other) and not is_too_big(gold):
-        return False  # a tower of powers that no reference is; Math-Verify would hang on it
+    if verdict is None and (is_too_big(other) or is_too_big(gold)):
+        return _towers(gold, other)  # Math-Verify would hang on it
     return verdict
+
+
+def _towers(gold: Node, other: Node) -> bool:
+    """Numbers that are too large to be computed: equal if their logarithms are, where they are plain powers."""
+    if gold[0] != "^" or other[0] != "^":
+        return False
+    logarithms = [("*", node[2], ("f", "ln", node[1])) for node in (gold, other)]
+    return same(*logarithms) is True
 
 
 def _rounded(gold: Node, other: Node, rules: Rules) -> Verdict:
