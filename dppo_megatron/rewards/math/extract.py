@@ -30,6 +30,7 @@ class Extraction:
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 _BRACES = re.compile(r"\\+(?:boxed|fbox)(?![A-Za-z])(?P<open>\s*\{)?|\\.|[{}]", re.DOTALL)
 _BARE = re.compile(r"\s+([A-Za-z]|-?\d[\d.,/]*)(?=[\s$.,;)\\]|$)|(-?\d+)(?=[\s$.,;)\\]|$)")
+_NOTHING_MORE = re.compile(r"[\s$.]*\Z")
 _CONNECTOR = re.compile(
     r"(?:[a-z]+ )?(?:[,;.]|\\text\{\s*(?:and|or)\s*\}|and|or|[,;.]\s*(?:and|or))?"
     r"(?:\s*[A-Za-z](?:_\{?\w\}?)?\s*=)?|[^\w\\]*"
@@ -116,7 +117,7 @@ def _from_boxes(text: str) -> Extraction | None:
             elif bare := _BARE.match(text, match.end()):
                 last = match.start()
                 closed.append((last, bare.start(1) if bare.group(1) else bare.start(2), bare.end()))
-            elif not text[match.end() :].strip(" \n\t$."):
+            elif _NOTHING_MORE.match(text, match.end()):
                 return Extraction((), "", "the last box is not closed")
     if last < 0:
         return None

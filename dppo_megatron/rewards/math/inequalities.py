@@ -28,6 +28,7 @@ def read_inequality(sides: list[str], ops: list[str]) -> Answer:
         low, middle, high = nodes
         if set(ops) <= {">", "\\ge"}:
             low, high, ops = high, low, [_TURNED[op] for op in reversed(ops)]
+            nodes.reverse()
         if set(ops) <= {"<", "\\le"}:
             if middle[0] == "s" and middle[1] not in symbols(low) | symbols(high):
                 return Spans((Piece(low, ops[0] == "\\le", high, ops[1] == "\\le"),), middle[1])
