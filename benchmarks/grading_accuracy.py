@@ -1,8 +1,8 @@
 """How often the `math` grader and Math-Verify alone agree with a reference or a label:
 `python benchmarks/grading.py accuracy [--data DIR] [--json FILE] [--skip-references]`.
 
-Three questions: is every reference of the public sets right when a completion boxes it; hard pairs of a reference and an
-answer with a label (`grader_cases`, without its ambiguous rows); what models answered (`model_responses`). An answer
+Three questions: is every reference of the public sets right when a completion boxes it; hard pairs of a reference and
+an answer with a label (`grader_cases`, without its ambiguous rows); what models answered (`model_responses`). An answer
 that does not mark itself is boxed, for both graders; `(text)` grades the models' whole texts. Labels are taken as their
 source gives them, also where they are wrong (docs/math.md lists those).
 """

@@ -148,6 +148,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\(?:dots|cdots|dotsb|dotsc|ldots)(?![A-Za-z])|\.\.\.", r"\\ldots "),
         (r"\\var(?=epsilon|theta|phi|rho|pi|sigma|kappa)", r"\\"),
         (r"\\(?:R|reals)(?![A-Za-z])|\\mathbb\s*R|\\mathbf\{R\}|\\Bbb\s*\{?R\}?", r"\\mathbb{R}"),
+        (r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}", r"\\text{ \1}"),
         (rf"\\(?:{_FONT})\s*\{{\s*([A-Za-z])\s*\}}", r" \1"),
         (
             rf"\\(?:{_FONT})\s*\{{\s*(sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan|lcm|gcd|max|min)\s*\}}",
@@ -178,7 +179,7 @@ def clean(text: str) -> str:
         for pattern, replacement in _RULES:
             text = pattern.sub(replacement, text)
         if "text" in text:
-            text = re.sub(r"\\text\{\s*\}", "", text)
+            text = re.sub(r"\\text\{\s*\}", " ", text)
     return _without_paint(text)
 
 

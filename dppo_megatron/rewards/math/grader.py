@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from dppo_megatron.rewards.math.answers import Answer, Row, Words
+from dppo_megatron.rewards.math.answers import Answer, Row, Value, Words
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
 from dppo_megatron.rewards.math.extract import MAX_ANSWER_CHARS, Extraction, extract
@@ -88,6 +88,8 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
         theirs_read, unread = None, str(error)
     else:
         unread = ""
+    if isinstance(gold, Row) and isinstance(theirs_read, Value) and "," in other:
+        theirs_read = read_answer(other.replace(",", ", "))  # 45,135 is one number only where one is asked for
     if isinstance(gold, Words) and not gold.letters and (words := as_words(other)):
         theirs_read = words  # `odd` without \\text reads as a product of letters
     if gold is not None and theirs_read is not None:

@@ -45,7 +45,6 @@ _PERCENT_TAIL = re.compile(
 )
 _WORD_TAIL = re.compile(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\{?\s*\d\s*\}?)?)$")
 _GLUED_TAIL = re.compile(r"(?<=[\d}])(?P<unit>[A-Za-z]+)(?P<power>\^\s*\{?\s*[23]\s*\}?)?$")
-_LETTER_LIST = re.compile(r"[A-Z](?:\s*(?:,|and)\s*[A-Z])+")
 _FOR_ALL = re.compile(
     r",?\s*\\text\{\s*,?\s*for (?:all|any|every|each)\b.*$|,?\s+for (?:all|any|every)\b.*$", re.DOTALL
 )
@@ -89,7 +88,7 @@ def _read_text(text: str, depth: int) -> Answer | None:
     if match is None or not match[1].strip():
         return None
     inner = match[1].strip()
-    if "," in inner or inner[0].isdigit() or inner[0] in "-." or _LETTER_LIST.fullmatch(inner):
+    if re.search(r",|;|\b(?:and|or)\b", inner) or inner[0].isdigit() or inner[0] in "-.":
         return read_answer(inner, depth=depth + 1)
     return read_words(text)
 
@@ -165,7 +164,7 @@ def _read_relation(text: str, depth: int) -> Answer | None:
 
 
 _NAME = re.compile(
-    r"\\?[A-Za-z]+(?:_\{?[\w\\]+\}?)?'*(?:\s*\([^()=]*\))?(?:_\{[^{}]*\})?|\|[A-Z]{1,3}\||\([A-Za-z](?:\s*,\s*[A-Za-z](?:_\{?\w\}?)?)*\)"
+    r"[A-Za-z]\^\{-1\}\s*\([a-z]\)|\\?[A-Za-z]+(?:_\{?[\w\\]+\}?)?'*(?:\s*\([^()=]*\))?(?:_\{[^{}]*\})?|\|[A-Z]{1,3}\||\([A-Za-z](?:\s*,\s*[A-Za-z](?:_\{?\w\}?)?)*\)"
     r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|[a-z]_\{\s*\\(?:max|min)\s*\}"
     r"|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
     r"|(?:\\overline\{)?[A-Z]{2,4}\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
@@ -317,7 +316,7 @@ def _read_value(text: str, depth: int) -> Answer | None:
         if match is None or not match.start("unit"):
             continue
         words = WRAPPED_TEXT.sub(r"\1", match.group("unit"))
-        if pattern is _GLUED_TAIL and not is_glued(words):
+        if not re.search(r"[A-Za-z%]", words) or (pattern is _GLUED_TAIL and not is_glued(words)):
             continue
         if pattern is _GLUED_TAIL:
             words += match.group("power") or ""

@@ -91,6 +91,8 @@ def read_special(text: str, depth: int) -> Answer | None:
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else _NUMBER_WORDS.get(match[2], 0)
         if 2 <= base <= 36 and has_digits_of(match[1], base):
             return Based(match[1].upper().lstrip("+"), base)
+        if match[1].isdigit() and base:
+            return Words(text)  # 7_7 is no number
     if (match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip())) and depth == 0:
         return read_clock(match)
     if match := _ENVIRONMENT.fullmatch(text.strip("[]() ") if text[:1] in "[(" and "\\begin" in text else text):
@@ -109,7 +111,7 @@ def without_sentence(text: str) -> str:
 
 
 def read_words(text: str) -> Answer:
-    if (match := _LED_CHOICE.fullmatch(text)) and "=" not in text:
+    if (match := _LED_CHOICE.fullmatch(text)) and not re.search(r"=|\([A-Z]\)|\b(?:or|and|not)\b", match[2]):
         return Words(plain_words(match[2]), (match[1],))
     if match := _CHOICE.fullmatch(text):
         return Words(match[1].lower(), (match[1],))

@@ -85,8 +85,12 @@ _CHANGES_MEANING = _word_set(
     " equals equal for all any some every other never false wrong true hope correct answer i only log sin"
     " cos tan ln sqrt pi x y z n undefined infinity infinite"
 )
+_CHANGES_MEANING |= _word_set(
+    "squared cubed factorial inverse negative opposite point double twice triple halves thirds fourths quarters fifths"
+    " sixths sevenths eighths ninths tenths hundredths thousandths one two three four five six seven eight nine ten k b"
+)
 _WORD = re.compile(r"[A-Za-z%$]+")
-_GLUED = _word_set("cm mm km kg mg g m s h ml ft in lb oz mi min hr mph pct percent")
+_GLUED = _word_set("cm mm km kg mg g m s h ml ft in lb oz mi min hr mph pct percent m/s km/h cm/s ft/s mi/h m/s^2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +109,16 @@ def read_unit(words: str) -> Unit | None:
         >>> read_unit("square feet").dimension, read_unit("more apples")
         ('length^2', None)
     """
-    words = re.sub(r"[{}\\~]", " ", words).strip(" .,;").lower()
+    words = re.sub(r"[{}\\~]", " ", words).strip(" .,;")
+    if len(words) == 1 and words.isupper():  # newtons, kelvin
+        return Unit(words)
+    words = words.lower()
     words = re.sub(r"\bper cent\b", "percent", words)
     if not words:
         return Unit("")
     found = _WORD.findall(words)
+    if found[-1:] in (["squared"], ["cubed"]):  # feet squared, but not 5 squared
+        found = found[:-1] or found
     if len(found) > 6 or any(word in _CHANGES_MEANING or word in MULTIPLIERS for word in found):
         return None
     if re.search(r"[^\w\s%$/^*().,'-]", words):
