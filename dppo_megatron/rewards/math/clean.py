@@ -167,6 +167,9 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 
 
+_PLAIN = re.compile(r"[\d.,-]*", re.ASCII)
+
+
 def clean(text: str) -> str:
     """The answer in one spelling.
 
@@ -175,7 +178,7 @@ def clean(text: str) -> str:
         '( \\\\frac{1}{2}, 15000 )'
     """
     text = to_ascii(text)
-    if not text.isdigit():
+    if not _PLAIN.fullmatch(text):
         for pattern, replacement in _RULES:
             text = pattern.sub(replacement, text)
         if "text" in text:

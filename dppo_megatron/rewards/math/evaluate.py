@@ -9,6 +9,7 @@ Powers and factorials whose digits would not fit are not computed (`TooBig`).
 from __future__ import annotations
 
 import cmath
+import functools
 import math
 from collections.abc import Mapping
 from fractions import Fraction
@@ -285,6 +286,7 @@ class _Doubles:
         return complex(math.gamma(value.real))
 
 
+@functools.cache  # making the context takes a millisecond
 def _digits() -> Any:
     """The same with 60 digits."""
     import mpmath
