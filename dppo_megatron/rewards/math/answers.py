@@ -1,0 +1,121 @@
+"""What a final answer can be: a number with a unit, a list, an interval, an equation, a time, a word."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dppo_megatron.rewards.math.parse import Node
+from dppo_megatron.rewards.math.units import Unit
+
+INFINITY: Node = ("c", "inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An expression, with a unit if one is stated."""
+
+    node: Node
+    unit: Unit | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Based:
+    """Digits in a stated base."""
+
+    digits: str
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """A time of day."""
+
+    hour: int
+    minute: int
+    half: str
+    """`a`, `p` or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """a : b : ..."""
+
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Several answers: a `list` has no brackets, a `tuple` has an order, a `set` has no order and no repetition."""
+
+    kind: Literal["list", "tuple", "set"]
+    items: tuple[Answer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One interval."""
+
+    low: Node
+    low_closed: bool
+    high: Node
+    high_closed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """A union of intervals; points are closed intervals of no length."""
+
+    pieces: tuple[Piece, ...]
+    name: str = ""
+    """The variable, where it is stated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """An equation or inequality between two expressions."""
+
+    op: str
+    left: Node
+    right: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """name = value, where the left side only names the right one (y = 2x + 3, f(x) = ...)."""
+
+    name: str
+    value: Answer
+    left: Node | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """a < b < c of things that are no interval."""
+
+    sides: tuple[Node, ...]
+    ops: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A matrix; one column or row is a vector."""
+
+    rows: tuple[tuple[Node, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Text, folded to lower case without punctuation."""
+
+    text: str
+    letters: tuple[str, ...] = field(default=())
+    """The choice letters, if it is nothing else."""
+
+
+Answer = Value | Based | Clock | Ratio | Row | Spans | Relation | Named | Chain | Grid | Words
+
+
+def as_items(answer: Answer) -> tuple[Answer, ...]:
+    """What a list, tuple or set holds; the answer itself if it is one."""
+    return answer.items if isinstance(answer, Row) else (answer,)

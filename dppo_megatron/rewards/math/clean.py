@@ -1,0 +1,261 @@
+# ruff: noqa: RUF001, RUF002 - the signs that look like others are what this file is about
+"""One spelling for what LaTeX, Unicode and people spell in many ways, before anything is parsed.
+
+Only spellings that mean the same are made the same here; what changes a meaning (units, order, names) is decided by the
+comparison. Regular expressions without nested repetition: linear in the answer's length.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_UNICODE = {
+    **dict.fromkeys("\u2212\u2013\u2014\u2012\ufe63\u2010\u2011", "-"),
+    **dict.fromkeys("×∗", "*"),
+    **dict.fromkeys("·⋅∙•", "*"),
+    **dict.fromkeys("÷∕\u2044", "/"),
+    **dict.fromkeys("′’‘`", "'"),
+    "“": '"',
+    "”": '"',
+    "″": "''",
+    "√": "\\sqrt ",
+    "π": "\\pi ",
+    "∞": "\\infty ",
+    "≤": "\\le ",
+    "≥": "\\ge ",
+    "⩽": "\\le ",
+    "⩾": "\\ge ",
+    "≠": "\\ne ",
+    "≈": "\\approx ",
+    "∪": "\\cup ",
+    "∩": "\\cap ",
+    "∈": "\\in ",
+    "±": "\\pm ",
+    "∓": "\\mp ",
+    "∅": "\\emptyset ",
+    "ℝ": "\\mathbb{R}",
+    "ℤ": "\\mathbb{Z}",
+    "°": "^\\degree ",
+    "º": "^\\degree ",
+    "⟨": "\\langle ",
+    "⟩": "\\rangle ",
+    "∠": "\\angle ",
+    "∖": "\\setminus ",
+    "\u2026": "\\ldots ",
+    "½": "\\frac{1}{2}",
+    "⅓": "\\frac{1}{3}",
+    "⅔": "\\frac{2}{3}",
+    "¼": "\\frac{1}{4}",
+    "¾": "\\frac{3}{4}",
+    "⅕": "\\frac{1}{5}",
+    "⅙": "\\frac{1}{6}",
+    "⅛": "\\frac{1}{8}",
+    "⅜": "\\frac{3}{8}",
+    "⅝": "\\frac{5}{8}",
+    "⅞": "\\frac{7}{8}",
+}
+_GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi omega"
+_UNICODE.update(zip("αβγδεζηθικλμνξρστφχψω", (f"\\{name} " for name in _GREEK.split()), strict=True))
+_POWERS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n", strict=True))
+_INDICES = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+_CIRCLED = re.compile("[\u2460-\u2468]+")
+_RUN_OF_POWERS = re.compile("[" + "".join(_POWERS) + "]+")
+_RUN_OF_INDICES = re.compile("[" + "".join(_INDICES) + "]+")
+
+
+def to_ascii(text: str) -> str:
+    """Digits of any script, full-width forms, mathematical signs and powers as LaTeX would write them; characters of no
+    width are dropped.
+
+    Example:
+        >>> to_ascii("５x²")
+        '5x^{2}'
+    """
+    if text.isascii():
+        return text
+    text = _RUN_OF_POWERS.sub(lambda run: "^{" + "".join(_POWERS[sign] for sign in run.group()) + "}", text)
+    text = _RUN_OF_INDICES.sub(lambda run: "_{" + "".join(_INDICES[sign] for sign in run.group()) + "}", text)
+    text = _CIRCLED.sub(lambda run: ",".join(str(ord(sign) - 0x245F) for sign in run.group()), text)
+    out = []
+    for sign in text:
+        if sign in _UNICODE:
+            out.append(_UNICODE[sign])
+        elif unicodedata.category(sign) == "Cf":
+            continue  # zero-width spaces and joiners, byte order marks, direction marks
+        elif (digit := unicodedata.decimal(sign, None)) is not None:
+            out.append(str(digit))
+        elif 0xFF01 <= ord(sign) <= 0xFF5E:
+            out.append(chr(ord(sign) - 0xFEE0))
+        elif unicodedata.category(sign) == "Zs":
+            out.append(" ")
+        else:
+            out.append(sign)
+    return "".join(out)
+
+
+_FONT = r"mathrm|mathbf|mathit|mathsf|mathtt|mathcal|boldsymbol|bm|pmb|rm|bf|operatorname\*?"
+_TEXT = r"text|mbox|hbox|textrm|textbf|textit|textnormal|textsf|texttt|emph|textup|underline"
+_RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        # escapes that a program has read on the way: \text as a tab and ext, \frac as a form feed and rac
+        (r"\t(?=ext|imes|heta|frac)", r"\\t"),
+        (r"\x0c(?=rac|box)", r"\\f"),
+        (r"\x08(?=oxed|eta|egin|inom)", r"\\b"),
+        # escaped twice on its way through JSON
+        (
+            r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|pi|text|left|right|cdot|times|infty|circ|boxed|sin|cos|tan|log|ln|pm|leq?|geq?|neq?|in|infty|cup|mathbb|theta|alpha)\b)",
+            r"\\",
+        ),
+        (r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|cdot|times)[\d{])", r"\\"),
+        (
+            r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|mathop|bigl?|bigr|Bigl?|Bigr|[bB]iggl?|[bB]iggr)"
+            r"(?![A-Za-z])\s*",
+            "",
+        ),
+        (r"\\left\s*\.|\\right\s*\.|\\(?:left|right|middle)(?![A-Za-z])\s*", ""),
+        (r"\\\$|\\(?:dollar|pounds|euro)(?![A-Za-z])|[€£¥]", ""),
+        (r"\\\(|\\\)|\\\[|\\\]|\$", " "),
+        (r"(?<=\d)(?:\{,\}|,\\!)\s*(?=\d{3})", ""),
+        (r"(?<=\d)(?:\\[,;: !]|\\thinspace|~)+(?=\d{3}(?!\d))", ""),
+        (r"\\!", ""),
+        (r"(?<!\\)\\[,;:> ]|\\(?:quad|qquad|thinspace|enspace|medspace)(?![A-Za-z])|~|&nbsp;", " "),
+        (r"\\(?:hspace|vspace|phantom|hphantom|label|tag)\*?\{[^{}]*\}", " "),
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\(?:dbinom|tbinom)(?![A-Za-z])", r"\\binom"),
+        (r"\\(?:leqslant|leqq|leq)(?![A-Za-z])|<=|=<", r"\\le "),
+        (r"\\(?:geqslant|geqq|geq)(?![A-Za-z])|>=|=>", r"\\ge "),
+        (r"\\(?:neq|not\s*=)|!=|/=", r"\\ne "),
+        (r"\\lt(?![A-Za-z])", "<"),
+        (r"\\gt(?![A-Za-z])", ">"),
+        (r"\\eq(?![A-Za-z])|==", "="),
+        (
+            r"\^\s*\{\s*(?:\\circ|\\degree|\\textcirc)\s*\}|\^\s*(?:\\circ|\\degree)(?![A-Za-z])|\\degrees?(?![A-Za-z])"
+            r"|\{\\circ\}|(?<=\d)\\circ(?![A-Za-z])",
+            r"\\degree ",
+        ),
+        (r"\*\*", "^"),
+        (r"\\(?:times|cdot|ast|cdotp)(?![A-Za-z])|\*", " * "),
+        (r"\\div(?![A-Za-z])", "/"),
+        (r"\\%|\\(?:percent)(?![A-Za-z])", "%"),
+        (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
+        (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
+        (r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])|\\\|", "|"),
+        (r"\\(?:varnothing|empty)(?![A-Za-z])", r"\\emptyset"),
+        (r"\\(?:sqcup|cupdot|bigcup)(?![A-Za-z])", r"\\cup"),
+        (r"\\backslash(?![A-Za-z])", r"\\setminus"),
+        (r"\\(?:dots|cdots|dotsb|dotsc|ldots)(?![A-Za-z])|\.\.\.", r"\\ldots "),
+        (r"\\var(?=epsilon|theta|phi|rho|pi|sigma|kappa)", r"\\"),
+        (r"\\(?:R|reals)(?![A-Za-z])|\\mathbb\s*R|\\mathbf\{R\}|\\Bbb\s*\{?R\}?", r"\\mathbb{R}"),
+        (r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}", r"\\text{ \1}"),
+        (rf"\\(?:{_FONT})\s*\{{\s*([A-Za-z])\s*\}}", r" \1"),
+        (
+            rf"\\(?:{_FONT})\s*\{{\s*(sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan|lcm|gcd|max|min)\s*\}}",
+            r"\\\1 ",
+        ),
+        (rf"\\(?:{_FONT})\s*\{{", r"\\text{"),
+        (rf"\\(?:{_TEXT})\s*\{{", r"\\text{"),
+        (r"\\[dv]ec\s*\{|\\(?:overrightarrow|overleftarrow|hat|widehat|tilde|bar)\s*\{", r"\\overline{"),
+        (r"\\(?:mathrm|mathbf|rm|bf|it|text)(?![A-Za-z{])", ""),
+        (r"[+]\s*(?=\\infty)", ""),
+        (r"(?<=\d)\s*\^?\s*\{?\s*\\text\{\s*(?:st|nd|rd|th)\s*\}\s*\}?|(?<=\d)(?:\^\{?)?(?:st|nd|rd|th)\b\}?", ""),
+        (r"\\text\{([^{}]+?)\s+(and|or)\s*\}", r"\\text{\1} \\text{ \2 }"),
+        (r"\.(?=\s*[\])]\s*$)", ""),
+        (r"\s+", " "),
+    )
+)
+
+
+_PLAIN = re.compile(r"[\d.,-]*", re.ASCII)
+
+
+def clean(text: str) -> str:
+    """The answer in one spelling.
+
+    Example:
+        >>> clean("$\\\\left( \\\\dfrac{1}{2}, \\\\ 15{,}000 \\\\right).$")
+        '( \\\\frac{1}{2}, 15000 )'
+    """
+    text = to_ascii(text)
+    if not _PLAIN.fullmatch(text):
+        for pattern, replacement in _RULES:
+            text = pattern.sub(replacement, text)
+        if "text" in text:
+            text = re.sub(r"\\text\{\s*\}", " ", text)
+    return _without_paint(text)
+
+
+def _without_paint(text: str) -> str:
+    """Without final punctuation, braces around all of it and a bare trailing backslash."""
+    while True:
+        shorter = text.strip()
+        if shorter.endswith((".", ",", ";", ":")) and not re.search(r"\b[ap]\.\s?m\.$", shorter, re.IGNORECASE):
+            shorter = shorter[:-1]
+        if shorter.endswith("\\") and not shorter.endswith("\\\\"):
+            shorter = shorter[:-1]
+        if shorter.startswith("{") and shorter.endswith("}") and closing(shorter, 0) == len(shorter) - 1:
+            shorter = shorter[1:-1]
+        if shorter == text:
+            return text
+        text = shorter
+
+
+_PAIRS = {"(": ")", "[": "]", "{": "}"}
+
+
+def closing(text: str, start: int) -> int:
+    """Where the brace at `start` is closed, -1 if it is not; `\\{` counts as its own pair."""
+    depth = 0
+    index = start
+    escaped = text.startswith("\\{", start)
+    while index < len(text):
+        sign = text[index]
+        if sign == "\\" and index + 1 < len(text):
+            if escaped and text[index + 1] in "{}":
+                depth += 1 if text[index + 1] == "{" else -1
+                if depth == 0:
+                    return index
+            index += 2
+            continue
+        if not escaped and sign in "{}":
+            depth += 1 if sign == "{" else -1
+            if depth == 0:
+                return index
+        index += 1
+    return -1
+
+
+def split_top(text: str, separators: re.Pattern[str]) -> list[str]:
+    """The text cut at separators that stand in no bracket of any kind and no environment.
+
+    Brackets count by nesting, not by shape: `[0,1)` is one pair. Where they do not balance, nothing is cut.
+
+    Example:
+        >>> split_top("(1,2), [3,4)", re.compile(","))
+        ['(1,2)', ' [3,4)']
+    """
+    parts = []
+    depth = 0
+    begin = index = 0
+    while index < len(text):
+        sign = text[index]
+        if depth == 0 and (found := separators.match(text, index)) and found.end() > index:
+            parts.append(text[begin:index])
+            begin = index = found.end()
+            continue
+        if sign == "\\":
+            if text.startswith(("\\begin", "\\langle", "\\lfloor", "\\lceil"), index) or text.startswith("\\{", index):
+                depth += 1
+            elif text.startswith(("\\end", "\\rangle", "\\rfloor", "\\rceil"), index) or text.startswith("\\}", index):
+                depth -= 1
+            index += 2
+            continue
+        if sign in "([{":
+            depth += 1
+        elif sign in ")]}":
+            depth -= 1
+            if depth < 0:
+                return [text]
+        index += 1
+    return [*parts, text[begin:]] if depth == 0 else [text]

@@ -1,0 +1,373 @@
+"""Whether two answers are the same, decided by the reference's own kind.
+
+Every comparison says True, False, or None where it cannot know; None is a question for Math-Verify, False is not: a
+difference that is understood here is not to be overruled by a looser comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from dppo_megatron.rewards.math.answers import (
+    Answer,
+    Based,
+    Chain,
+    Clock,
+    Grid,
+    Named,
+    Piece,
+    Ratio,
+    Relation,
+    Row,
+    Spans,
+    Value,
+    Words,
+    as_items,
+)
+from dppo_megatron.rewards.math.evaluate import exact, same
+from dppo_megatron.rewards.math.parse import Node, symbols
+from dppo_megatron.rewards.math.values import EXACT, Rules, Verdict, all_of, any_of, equal_nodes, equal_values
+
+_FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
+
+
+def equal(gold: Answer, other: Answer, rules: Rules = EXACT) -> Verdict:
+    """Whether `other` is the reference."""
+    if gold == other:
+        return True
+    if isinstance(gold, Named) or isinstance(other, Named):
+        return _named(gold, other, rules)
+    if isinstance(gold, Row) or isinstance(other, Row):
+        return _rows(gold, other, rules)
+    if isinstance(gold, Spans) or isinstance(other, Spans):
+        return _spans(gold, other)
+    if isinstance(gold, Grid) or isinstance(other, Grid):
+        return _grids(gold, other)
+    if isinstance(gold, Words) or isinstance(other, Words):
+        return _words(gold, other)
+    if isinstance(gold, Clock) or isinstance(other, Clock):
+        return _clocks(gold, other)
+    if isinstance(gold, Based) or isinstance(other, Based):
+        return _based(gold, other)
+    if isinstance(gold, Ratio) or isinstance(other, Ratio):
+        return _ratios(gold, other)
+    if isinstance(gold, Relation) or isinstance(other, Relation):
+        return _relations(gold, other)
+    if isinstance(gold, Chain) or isinstance(other, Chain):
+        return _chains(gold, other, rules)
+    assert isinstance(gold, Value) and isinstance(other, Value)
+    return equal_values(gold, other, rules)
+
+
+def _named(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+    """x = 5 and 5 are the same; x = 5 and y = 5 are not; f(x) = 2x and y = 2x are."""
+    if isinstance(gold, Named) and isinstance(other, Named):
+        single = all(len(name) == 1 or "_" in name or name.startswith("\\") for name in (gold.name, other.name))
+        if gold.name != other.name and single:
+            return False
+        verdict = equal(gold.value, other.value, rules)
+        return verdict if verdict is not False else _as_relations(gold, other)
+    named, plain = (gold, other) if isinstance(gold, Named) else (other, gold)
+    assert isinstance(named, Named)
+    if isinstance(plain, Relation):
+        return _as_relations(gold, other)
+    if isinstance(plain, Spans) and isinstance(named.value, Value):
+        return _spans(gold.value if isinstance(gold, Named) else gold, plain if plain is other else named.value)
+    if isinstance(gold, Named):
+        return equal(gold.value, other, rules)
+    return equal(gold, named.value, rules)
+
+
+def _as_relations(gold: Answer, other: Answer) -> Verdict:
+    """y = 2x + 3 and y - 2x = 3."""
+    sides = [_relation(gold), _relation(other)]
+    if sides[0] is None or sides[1] is None:
+        return False
+    return _relations(sides[0], sides[1])
+
+
+def _relation(answer: Answer) -> Relation | None:
+    if isinstance(answer, Relation):
+        return answer
+    if isinstance(answer, Named) and answer.left is not None and isinstance(answer.value, Value):
+        return Relation("=", answer.left, answer.value.node)
+    return None
+
+
+def _relations(gold: Answer, other: Answer) -> Verdict:
+    """Equations with the same solutions up to a constant factor; inequalities up to a positive one."""
+    if isinstance(gold, Relation) and isinstance(other, Value):
+        # xy = 6 names its value; x^2 + y = 0 does not
+        return same(gold.right, other.node) if gold.op == "=" and _only_names(gold.left) else False
+    if not isinstance(gold, Relation) or not isinstance(other, Relation):
+        return False
+    left, right = _difference(gold), _difference(other)
+    if left[0] != right[0]:
+        return False
+    if symbols(left[1]) != symbols(right[1]):
+        return False
+    ratio = _constant_ratio(left[1], right[1])
+    if ratio is None or ratio is False:
+        return ratio
+    return ratio > 0 or gold.op in ("=", "\\ne")
+
+
+def _only_names(node: Node) -> bool:
+    return node[0] == "s" or (node[0] in "*/" and all(_only_names(part) for part in node[1:]))
+
+
+def _difference(relation: Relation) -> tuple[str, Node]:
+    """`0 op difference`, with > and >= turned round."""
+    if relation.op in (">", "\\ge"):
+        return _FLIPPED[relation.op], ("+", relation.left, ("-", relation.right))
+    return relation.op, ("+", relation.right, ("-", relation.left))
+
+
+def _constant_ratio(left: Node, right: Node) -> Fraction | Verdict:
+    """The constant c with left = c * right; False if there is none, None if that cannot be said."""
+    names = sorted(symbols(left))
+    for values in ([Fraction(p, 7) for p in (11, 17, 5, 23, 29, 3)], [Fraction(p, 5) for p in (3, 13, 7, 2, 17, 11)]):
+        point = dict(zip(names, values, strict=False))
+        if len(names) > len(point):
+            return None
+        above, below = exact(left, point), exact(right, point)
+        if above is None or below is None:
+            return True if same(left, right) else None
+        if above and below:
+            return above / below if same(left, ("*", ("n", above / below), right)) else False
+    return None
+
+
+def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+    """Order matters in tuples only; how often something is listed matters in lists only."""
+    if isinstance(gold, Spans) or isinstance(other, Spans):
+        return _spans(gold, other)
+    if isinstance(gold, Grid) or isinstance(other, Grid):
+        return _grids(gold, other)
+    if not isinstance(gold, Row) and not isinstance(other, Row):
+        return None
+    kinds = {answer.kind for answer in (gold, other) if isinstance(answer, Row)}
+    if not isinstance(gold, Row) or not isinstance(other, Row):
+        row = gold if isinstance(gold, Row) else other
+        assert isinstance(row, Row)
+        if len(row.items) == 1 and row.kind == "set":  # {5} and 5
+            return equal(row.items[0], other, rules) if row is gold else equal(gold, row.items[0], rules)
+        return False
+    if kinds == {"tuple", "set"}:
+        return False
+    theirs, ours = _as_named(other.items, gold.items), gold.items
+    if "tuple" in kinds:
+        if len(ours) != len(theirs):
+            return False
+        return all_of([equal(a, b, rules.item(i)) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))])
+    if "set" in kinds:
+        return all_of([_covered(ours, theirs, rules), _covered(theirs, ours, rules)])
+    if len(theirs) > len(ours) and all(isinstance(item, Row) for item in ours):
+        theirs = _distinct(theirs)  # a solution listed twice is still one solution
+    if len(ours) != len(theirs):
+        return False
+    return _matched(ours, theirs, rules)
+
+
+def _distinct(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
+    kept: list[Answer] = []
+    for item in items:
+        if not any(equal(item, other) for other in kept):
+            kept.append(item)
+    return tuple(kept)
+
+
+def _as_named(items: tuple[Answer, ...], gold: tuple[Answer, ...]) -> tuple[Answer, ...]:
+    """Names are dropped where the reference has none: a = 1, b = 2 for 1, 2."""
+    if any(isinstance(item, Named) for item in gold):
+        return items
+    return tuple(item.value if isinstance(item, Named) else item for item in items)
+
+
+def _matched(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> Verdict:
+    """One to one in any order."""
+    left = list(other)
+    doubtful = False
+    for index, item in enumerate(gold):
+        found = None
+        for position, candidate in enumerate(left):
+            verdict = equal(item, candidate, rules.item(index))
+            if verdict:
+                found = position
+                break
+            doubtful |= verdict is None
+        if found is None:
+            return None if doubtful else False
+        left.pop(found)
+    return True
+
+
+def _covered(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> Verdict:
+    return all_of([any_of([equal(item, candidate, rules) for candidate in other]) for item in gold])
+
+
+def _spans(gold: Answer, other: Answer) -> Verdict:
+    left, right = _as_spans(gold), _as_spans(other)
+    if left is None or right is None:
+        return False
+    if left.name and right.name and left.name != right.name:
+        return False
+    if len(left.pieces) != len(right.pieces):
+        return False
+    return _pieces_matched(list(left.pieces), list(right.pieces))
+
+
+def _as_spans(answer: Answer) -> Spans | None:
+    if isinstance(answer, Spans):
+        return answer
+    if isinstance(answer, Row) and answer.kind == "tuple" and len(answer.items) == 2:
+        low, high = answer.items
+        if isinstance(low, Value) and isinstance(high, Value):
+            return Spans((Piece(low.node, False, high.node, False),))
+    if isinstance(answer, Row) and answer.kind == "set":
+        points = [item.node for item in as_items(answer) if isinstance(item, Value)]
+        return Spans(tuple(Piece(node, True, node, True) for node in points))
+    return None
+
+
+def _pieces_matched(gold: list[Piece], other: list[Piece]) -> Verdict:
+    doubtful = False
+    for piece in gold:
+        verdicts: list[Verdict] = [_piece(piece, candidate) for candidate in other]
+        if True not in verdicts:
+            return None if None in verdicts or doubtful else False
+        other = [candidate for index, candidate in enumerate(other) if index != verdicts.index(True)]
+    return True
+
+
+def _piece(gold: Piece, other: Piece) -> Verdict:
+    if (gold.low_closed, gold.high_closed) != (other.low_closed, other.high_closed):
+        return False
+    return all_of([equal_nodes(gold.low, other.low, EXACT), equal_nodes(gold.high, other.high, EXACT)])
+
+
+def _grids(gold: Answer, other: Answer) -> Verdict:
+    left, right = _cells(gold), _cells(other)
+    if left is None or right is None:
+        return False
+    if isinstance(gold, Grid) and isinstance(other, Grid):
+        if [len(row) for row in gold.rows] != [len(row) for row in other.rows]:
+            return False
+    elif not all(_is_vector(grid) for grid in (gold, other)):
+        return False
+    if len(left) != len(right):
+        return False
+    return all_of([equal_nodes(a, b, EXACT) for a, b in zip(left, right, strict=True)])
+
+
+def _is_vector(answer: Answer) -> bool:
+    return not isinstance(answer, Grid) or len(answer.rows) == 1 or all(len(row) == 1 for row in answer.rows)
+
+
+def _cells(answer: Answer) -> list[Node] | None:
+    if isinstance(answer, Grid):
+        return [cell for row in answer.rows for cell in row]
+    if isinstance(answer, Row) and answer.kind == "tuple":
+        cells = [item.node for item in answer.items if isinstance(item, Value)]
+        return cells if len(cells) == len(answer.items) else None
+    if isinstance(answer, Spans) and len(answer.pieces) == 1:  # [1, 2] may be a vector
+        piece = answer.pieces[0]
+        return [piece.low, piece.high] if piece.low_closed and piece.high_closed else None
+    return None
+
+
+def _words(gold: Answer, other: Answer) -> Verdict:
+    """Choices by their letters, other text by its words."""
+    if isinstance(gold, Words) and isinstance(other, Words):
+        if gold.letters:
+            return gold.letters == other.letters
+        return _folded(gold.text) == _folded(other.text)
+    words, plain = (gold, other) if isinstance(gold, Words) else (other, gold)
+    assert isinstance(words, Words)
+    if words.letters and isinstance(plain, Value):
+        # a choice letter reads as a variable where it has no brackets
+        return plain.node in (("s", words.letters[0]), ("c", words.letters[0].lower())) or (
+            plain.node == ("s", words.letters[0].lower()) and words is gold
+        )
+    return False
+
+
+_ARTICLES = {"the", "a", "an"}
+
+
+def _folded(text: str) -> str:
+    words = [word for word in text.replace("-", " ").split() if word not in _ARTICLES]
+    return "".join(words)
+
+
+def _clocks(gold: Answer, other: Answer) -> Verdict:
+    if isinstance(gold, Clock) and isinstance(other, Clock):
+        if (gold.hour, gold.minute) == (other.hour, other.minute):
+            return gold.half == other.half or not gold.half or not other.half
+        return _day_minutes(gold) == _day_minutes(other) and bool(gold.half) != bool(other.half)
+    clock, plain = (gold, other) if isinstance(gold, Clock) else (other, gold)
+    assert isinstance(clock, Clock)
+    if isinstance(plain, Value) and clock is gold and clock.half and not clock.minute:
+        return same(("n", Fraction(clock.hour)), plain.node)  # 9 for 9 a.m.
+    if isinstance(plain, (Value, Ratio)) and not clock.half and clock.minute:
+        ratio = Ratio((("n", Fraction(clock.hour)), ("n", Fraction(clock.minute))))
+        return _ratios(ratio, plain) if clock is gold else _ratios(plain, ratio)
+    return False
+
+
+def _day_minutes(clock: Clock) -> int:
+    hour = clock.hour
+    if clock.half:
+        hour = hour % 12 + (12 if clock.half == "p" else 0)
+    return hour % 24 * 60 + clock.minute
+
+
+def _based(gold: Answer, other: Answer) -> Verdict:
+    """Digits and base; a number in base ten may leave the base out. Another base is another answer: a question that
+    asks for a conversion would else be answered by itself."""
+    if isinstance(gold, Based) and isinstance(other, Based):
+        return gold.base == other.base and _digits(gold) == _digits(other)
+    based, plain = (gold, other) if isinstance(gold, Based) else (other, gold)
+    assert isinstance(based, Based)
+    if based.base != 10 or not isinstance(plain, Value):
+        return False
+    return same(("n", Fraction(based.digits)), plain.node)
+
+
+def _digits(number: Based) -> str:
+    sign = "-" if number.digits.startswith("-") else ""
+    digits = number.digits.lstrip("-").lstrip("0")
+    return sign + (digits.rstrip("0").rstrip(".") if "." in digits else digits)
+
+
+def _ratios(gold: Answer, other: Answer) -> Verdict:
+    """3 : 1 is 6 : 2 and 3/1."""
+    left, right = _parts(gold), _parts(other)
+    if left is None or right is None or len(left) != len(right):
+        return False
+    return all_of([same(("*", left[0], b), ("*", a, right[0])) for a, b in zip(left[1:], right[1:], strict=True)])
+
+
+def _parts(answer: Answer) -> tuple[Node, ...] | None:
+    if isinstance(answer, Ratio):
+        return answer.parts
+    return (answer.node, ("n", Fraction(1))) if isinstance(answer, Value) else None
+
+
+def _chains(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+    """a < b < c side by side; 2 + 3 = 5 is 5 if it is true."""
+    if isinstance(gold, Chain) and isinstance(other, Chain):
+        if gold.ops != other.ops or len(gold.sides) != len(other.sides):
+            turned = tuple(_FLIPPED.get(op, op) for op in reversed(other.ops))
+            if gold.ops != turned or len(gold.sides) != len(other.sides):
+                return False
+            other = Chain(tuple(reversed(other.sides)), turned)
+        return all_of([equal_nodes(a, b, EXACT) for a, b in zip(gold.sides, other.sides, strict=True)])
+    chain, plain = (gold, other) if isinstance(gold, Chain) else (other, gold)
+    assert isinstance(chain, Chain)
+    if not isinstance(plain, Value) or set(chain.ops) != {"="}:
+        return False
+    last = Value(chain.sides[-1])
+    holds = all_of([same(chain.sides[-1], side) for side in chain.sides[:-1]])
+    return all_of([holds, equal_values(last, plain, rules) if chain is gold else equal_values(plain, last, rules)])

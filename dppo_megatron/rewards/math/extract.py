@@ -1,0 +1,190 @@
+"""Where a completion says what its final answer is.
+
+A mark is, in this order: the last `\\boxed{}` (`\\fbox{}`), `<answer>...</answer>`, `#### x`, and "the answer is x" at
+the end. A stronger mark that is broken (an unterminated box, an empty
+one) is no answer: nothing earlier or weaker is looked for, so a truncated completion cannot be paid for a guess that it
+had given up. Everything here is one pass over the text: 1 MB of braces takes well under a second.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MAX_ANSWER_CHARS = 4000
+"""A final answer longer than this is not graded: nobody's reference is, and parsers are not linear."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extraction:
+    """What was found."""
+
+    parts: tuple[str, ...]
+    """The final answer; several where boxes stand side by side (`\\boxed{1}` and `\\boxed{2}`); empty if none."""
+    mark: str
+    """`box`, `tag`, `####` or `stated`; empty if none."""
+    why: str = ""
+    """Why there is none."""
+
+
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
+_BRACES = re.compile(r"\\+(?:boxed|fbox)(?![A-Za-z])(?P<open>\s*\{)?|\\.|[{}]", re.DOTALL)
+_BARE = re.compile(r"\s+([A-Za-z]|-?\d[\d.,/]*)(?=[\s$.,;)\\]|$)|(-?\d+)(?=[\s$.,;)\\]|$)")
+_NOTHING_MORE = re.compile(r"[\s$.]*\Z")
+_CONNECTOR = re.compile(
+    r"(?:[a-z]+ )?(?:[,;.]|\\text\{\s*(?:and|or)\s*\}|and|or|[,;.]\s*(?:and|or))?"
+    r"(?:\s*[A-Za-z](?:_\{?\w\}?)?\s*=)?|[^\w\\]*"
+)
+_FILLER = re.compile(r"\\(?:quad|qquad|[()\[\],;: ])|[\s$&]+")
+_HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_STATED = re.compile(r"(?:\banswer(?:\*\*)?(?: is\b\s*:?|\s*[:=])|^A:)(?:\*\*)?\s*", re.IGNORECASE | re.MULTILINE)
+_STATED_TAIL = re.compile(r"[.\s$*]*(?:I hope it is correct|hope it is correct)?[.\s$*]*", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
+
+
+def extract(text: str, *, strict: bool = False) -> Extraction:
+    """The final answer of a completion.
+
+    Args:
+        text: what the model wrote.
+        strict: only a box, a tag or `####` is a mark.
+
+    Example:
+        >>> extract("guess \\\\boxed{3}. finally \\\\boxed{\\\\frac{3}{4}}").parts
+        ('\\\\frac{3}{4}',)
+        >>> extract("so \\\\boxed{3} and then \\\\boxed{4").why
+        'the last box is not closed'
+    """
+    text = _without_thoughts(text)
+    if "\\boxed" in text or "\\fbox" in text:
+        found = _from_boxes(text)
+        if found is not None:
+            return found
+    if "<answer>" in text:
+        inside = _TAG.findall(text)
+        if text.rfind("<answer>") > text.rfind("</answer>") or not inside:
+            return Extraction((), "", "the last <answer> is not closed")
+        return _found(inside[-1], "tag")
+    if "####" in text:
+        hashes = _HASHES.findall(text)
+        if hashes:
+            return _found(hashes[-1], "####")
+    if strict:
+        return Extraction((), "", "no final answer")
+    tail = text[-2000:]  # what is stated earlier than this is not the end of the completion
+    return _stated(tail) or Extraction((), "", "no final answer")
+
+
+def _without_thoughts(text: str) -> str:
+    """What stands outside `<think>`; templates that prefill `<think>` leave only its end in the completion."""
+    end = text.rfind("</think>")
+    if end >= 0:
+        text = text[end + len("</think>") :]
+    start = text.find("<think>")
+    return text if start < 0 else text[:start]
+
+
+def _found(answer: str, mark: str) -> Extraction:
+    answer = answer.strip()
+    if not answer:
+        return Extraction((), "", f"the final answer ({mark}) is empty")
+    if len(answer) > MAX_ANSWER_CHARS:
+        return Extraction((), "", f"the final answer has {len(answer)} characters")
+    return Extraction((answer,), mark)
+
+
+def _from_boxes(text: str) -> Extraction | None:
+    """The last box, or the row of boxes at the end; None if boxes are only spoken of."""
+    closed: list[tuple[int, int, int]] = []  # (of the mark, of the content, of the closing brace)
+    last = -1
+    stack: list[tuple[int, int]] = []  # open braces: (of the mark or -1, of the content)
+    first = _BOX.search(text)
+    assert first is not None
+    for match in _BRACES.finditer(text, first.start()):
+        token = match.group()
+        if token == "}":
+            if stack:
+                mark, content = stack.pop()
+                if mark >= 0:
+                    closed.append((mark, content, match.start()))
+        elif token == "{":
+            stack.append((-1, 0))
+        elif len(token) > 2:  # a box; \\boxed too, as texts that were escaped twice have it
+            if match.group("open"):
+                last = match.start()
+                stack.append((last, match.end()))
+            elif bare := _BARE.match(text, match.end()):
+                last = match.start()
+                closed.append((last, bare.start(1) if bare.group(1) else bare.start(2), bare.end()))
+            elif _NOTHING_MORE.match(text, match.end()):
+                return Extraction((), "", "the last box is not closed")
+    if last < 0:
+        return None
+    if not any(box[0] == last for box in reversed(closed)):
+        return Extraction((), "", "the last box is not closed")
+    return _joined(text, _outermost(closed))
+
+
+def _outermost(closed: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Boxes that are in no other box, in order."""
+    outer: list[tuple[int, int, int]] = []
+    for box in sorted(closed):
+        if not outer or box[0] > outer[-1][2]:
+            outer.append(box)
+    return outer
+
+
+def _joined(text: str, boxes: list[tuple[int, int, int]]) -> Extraction:
+    """The last box with those that stand beside it with nothing but `and`, `or` or a comma between."""
+    start = len(boxes) - 1
+    while start > 0 and len(boxes) - start < 64:
+        between = text[boxes[start - 1][2] + 1 : boxes[start][0]]
+        if len(between) > 80 or not _CONNECTOR.fullmatch(_FILLER.sub(" ", between).strip()):
+            break
+        start -= 1
+    parts: list[str] = []
+    for _, content, end in boxes[start:]:
+        inside = _unboxed(text[content:end])
+        if len(inside) > 40 and "answer is" in inside:  # a whole sentence was put in the box
+            stated = _stated(inside)
+            inside = stated.parts[0] if stated and stated.parts else inside
+        found = _found(inside, "box")
+        if not found.parts:
+            return found
+        if found.parts[0] not in parts:
+            parts.append(found.parts[0])
+    return Extraction(tuple(parts), "box")
+
+
+def _unboxed(content: str) -> str:
+    """Boxes inside a box are only paint."""
+    return _BOX.sub("", content) if "\\boxed" in content or "\\fbox" in content else content
+
+
+def _stated(tail: str) -> Extraction | None:
+    """`The answer is x.` with nothing of substance behind it."""
+    last = None
+    for last in _STATED.finditer(tail):  # noqa: B007
+        pass
+    if last is None:
+        return None
+    rest = tail[last.end() :]
+    opening = next((mark for mark in ("$$", "$", "\\(", "\\[") if rest.startswith(mark)), "")
+    money = opening == "$" and re.match(r"\$-?[\d.,]+(?![^$\n]*\$)", rest)
+    rest = rest.replace("\\$", "\\ ")  # a dollar sign within mathematics does not end it
+    if opening and not money:
+        close = {"\\(": "\\)", "\\[": "\\]"}.get(opening, opening)
+        end = rest.find(close, len(opening))
+        if end < 0:
+            return Extraction((), "", "the stated answer is not closed")
+        unit = re.match(r"(?:\s*%|\s+[a-z]+)?(?=[.\s]|$)", rest[end + len(close) :])
+        stop = end + len(close) + (unit.end() if unit else 0)
+        answer, behind = rest[len(opening) : end] + rest[end + len(close) : stop], rest[stop:]
+    else:
+        sentence = _SENTENCE_END.search(rest)
+        stop = sentence.start() if sentence else len(rest)
+        answer, behind = rest[:stop], rest[stop:]
+    if not _STATED_TAIL.fullmatch(behind):
+        return Extraction((), "", "the text goes on behind the stated answer")
+    return _found(answer.strip().strip("*"), "stated")

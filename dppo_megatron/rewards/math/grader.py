@@ -1,0 +1,227 @@
+"""The `math` grader: the route from a completion to its reward (docs/math.md has examples of every step).
+
+1. the completion's final answer (`extract`); without one the reward is 0
+2. equal strings, then equal numbers: most gradings end here, after some microseconds
+3. a comparison by the reference's own kind (`read`, `compare`), which is final where it understands both sides
+4. Math-Verify (`full`) where it does not
+Everything else is 0, with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from dppo_megatron.rewards.math.answers import Answer, Row, Value, Words
+from dppo_megatron.rewards.math.clean import clean
+from dppo_megatron.rewards.math.compare import equal
+from dppo_megatron.rewards.math.extract import MAX_ANSWER_CHARS, Extraction, extract
+from dppo_megatron.rewards.math.full import verify
+from dppo_megatron.rewards.math.numbers import is_decimal, read_number, significant_digits
+from dppo_megatron.rewards.math.parse import Unreadable
+from dppo_megatron.rewards.math.read import read_answer, read_decimal_comma
+from dppo_megatron.rewards.math.special import as_words
+from dppo_megatron.rewards.math.units import Unit, read_unit
+from dppo_megatron.rewards.math.values import Rules, Verdict
+from dppo_megatron.types import Grade
+
+
+def grade_math(completion: str, answer: str, row: Mapping[str, Any]) -> Grade:
+    """1.0 if the completion's final answer is the reference, else 0.0.
+
+    Args:
+        completion: what the model wrote.
+        answer: the reference.
+        row: the problem's row; `tolerance`, `unit` and `source` may say how its reference is to be compared.
+    """
+    return _grade(extract(completion), answer, row)
+
+
+def grade_math_boxed(completion: str, answer: str, row: Mapping[str, Any]) -> Grade:
+    """The same, where only a box, `<answer>` or `####` marks an answer: for rewards that also teach the format."""
+    return _grade(extract(completion, strict=True), answer, row)
+
+
+def _grade(found: Extraction, answer: str, row: Mapping[str, Any]) -> Grade:
+    if not found.parts:
+        return Grade(0.0, None, found.why, {"parsed_share": 0.0, "boxed_share": 0.0})
+    boxed = float(found.mark in ("box", "tag", "####"))
+    text = ", ".join(found.parts)
+    verdict, why = _compare(answer, text, row)
+    if len(found.parts) > 1 and verdict is not True:
+        # several boxes for one reference: each of them must be right
+        each = [_compare(answer, part, row) for part in found.parts]
+        if all(outcome for outcome, _ in each):
+            verdict, why = True, each[0][1]
+    facts = {"parsed_share": float(verdict is not None), "boxed_share": boxed}
+    if why.startswith("math-verify"):
+        # both graders ran: the cheap one could not say that they are equal, the full one did
+        facts["disagreement"] = float(verdict is True)
+    return Grade(float(verdict is True), text, why, facts)
+
+
+def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, str]:
+    """True, False, or None if the answer could not be read, and how that was decided."""
+    if text == answer:
+        return True, "exact"
+    reference = _reference(answer)
+    other = clean(text)
+    if not other:
+        return None, "the final answer is empty"
+    if other == reference or _squeezed(other) == _squeezed(reference):
+        return True, "normalized"
+    rules = _rules(row, reference)
+    value = read_number(reference)
+    if value is not None and rules is None:
+        theirs = read_number(other)
+        if theirs is None and value.denominator != 1:
+            theirs = read_decimal_comma(other)
+        if theirs is not None and (value == theirs or not (_may_be_rounded(reference) or is_decimal(other))):
+            return value == theirs, "number"
+    gold = _read(reference)
+    try:
+        theirs_read = read_answer(other)
+    except (Unreadable, RecursionError, ValueError) as error:
+        theirs_read, unread = None, str(error)
+    else:
+        unread = ""
+    if isinstance(gold, Row) and isinstance(theirs_read, Value) and "," in other:
+        theirs_read = read_answer(other.replace(",", ", "))  # 45,135 is one number only where one is asked for
+    if isinstance(gold, Words) and not gold.letters and (words := as_words(other)):
+        theirs_read = words  # `odd` without \\text reads as a product of letters
+    if gold is not None and theirs_read is not None:
+        if rules is None:
+            digits = significant_digits(other) if is_decimal(other) else 0
+            rules = Rules(decimals=_may_be_rounded(reference), their_digits=digits)
+        verdict = _judge(gold, theirs_read, rules, row)
+        if verdict is not None:
+            return verdict, _kind(gold)
+    if isinstance(gold, Words):  # Math-Verify would read words as products of letters
+        return None if unread else False, "words"
+    if max(len(reference), len(other)) > MAX_ANSWER_CHARS // 4:
+        return None, "too long to be parsed"
+    if theirs_read is None and _MAY_NOT_END.search(other):
+        return None, "too large to be computed"
+    full = verify(reference, other)
+    if full is None:
+        return None, f"math-verify: not parsed ({unread or 'by it'})"
+    return full, "math-verify"
+
+
+# what Math-Verify would compute for hours: 9!!!, towers of powers, exponents of many digits
+_MAY_NOT_END = re.compile(r"!\s*\)*\s*!|\d\s*\^\s*[{(]*\s*\d+\s*[})]*\s*\^|\^\s*\{?\s*-?\d{5}|\d[eE]\d{4}")
+
+
+def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) -> Verdict:
+    verdict = equal(gold, other, rules)
+    if verdict is False and isinstance(gold, Words) and isinstance(other, Words):
+        return _states(gold.text, other.text, str(row.get("problem", "")))
+    if verdict is False and row.get("multiple") is True and isinstance(gold, Row) and isinstance(other, Row):
+        return equal(Row("list", gold.items), Row("list", other.items), rules)
+    return verdict
+
+
+_OPPOSITES = (
+    {"odd", "even"},
+    {"yes", "no"},
+    {"true", "false"},
+    {"increasing", "decreasing"},
+    {"convergent", "divergent"},
+    {"possible", "impossible"},
+    {"rational", "irrational"},
+    {"acute", "obtuse", "right"},
+)
+_WHO = re.compile(r"\b(?:who|whom|whose|which)\b", re.IGNORECASE)
+_NEUTRAL = {"the", "a", "an", "any", "all", "only"}
+
+
+def _states(gold: str, other: str, problem: str) -> bool:
+    """Whether a reference that is a sentence states the short answer: one of a pair of opposites that it names without
+    the other, or, for a question of who or which, the word that it begins with.
+
+    Example:
+        >>> _states("the function is odd", "odd", ""), _states("ann serves first", "ann", "Who serves first?")
+        (True, True)
+    """
+    words = gold.split()
+    if len(words) < 3 or {"not", "neither", "nor", "never"} & set(words):
+        return False
+    for group in _OPPOSITES:
+        if other in group:
+            return group & set(words) == {other}
+    content = [word for word in words if word not in _NEUTRAL]
+    return bool(_WHO.search(problem)) and len(words) >= 4 and content[:1] == [other]
+
+
+def _may_be_rounded(reference: str) -> int:
+    """Decimal places of a reference with at least three digits, which may be a rounded value; else 0."""
+    match = _DECIMAL.fullmatch(reference)
+    return len(match[2]) if match and len((match[1] + match[2]).lstrip("0")) >= 3 else 0
+
+
+_DECIMAL = re.compile(r"-?(\d*)\.(\d+)(?:\s*[%\\A-Za-z].*)?", re.ASCII)
+
+
+def _kind(gold: Answer) -> str:
+    return gold.kind if isinstance(gold, Row) else type(gold).__name__.lower()
+
+
+@functools.lru_cache(maxsize=4096)
+def _reference(answer: str) -> str:
+    """The reference in one spelling; where it is a whole solution, its final answer."""
+    found = Extraction((), "")
+    if "\\boxed" in answer or "####" in answer:
+        found = extract(answer, strict=True)
+    elif len(answer) > 200 and (stated := _STATED_REFERENCE.findall(answer)):
+        return clean(stated[-1])
+    return clean(", ".join(found.parts) or answer)
+
+
+_STATED_REFERENCE = re.compile(r"[Ff]inal answer is \$([^$]+)\$")
+
+
+@functools.lru_cache(maxsize=4096)
+def _read(reference: str) -> Answer | None:
+    try:
+        return read_answer(reference)
+    except (Unreadable, RecursionError, ValueError):
+        return None
+
+
+def _squeezed(text: str) -> str:
+    """Without spaces, where no two words or numbers would meet."""
+    parts = text.split()
+    return "".join(
+        part if not index or not (parts[index - 1][-1].isalnum() and part[0].isalnum()) else " " + part
+        for index, part in enumerate(parts)
+    )
+
+
+def _rules(row: Mapping[str, Any], reference: str) -> Rules | None:
+    """What the row says; None if nothing."""
+    # `precision` is OlympiadBench's name for it; a plain number under that name may be a count of digits
+    precision = row.get("precision")
+    tolerances = _tolerances(row.get("tolerance")) or _tolerances(precision if isinstance(precision, list) else None)
+    unit = row.get("unit")
+    stated: Unit | None = read_unit(clean(unit)) if isinstance(unit, str) and unit.strip() else None
+    # references of the OCW problems (Minerva) are rounded to the digits that they state
+    rounded = "ocw" in str(row.get("source", "")).lower() and any(sign in reference for sign in ".e")
+    digits = significant_digits(reference) if rounded and read_number(reference) is not None else 0
+    if not tolerances and stated is None and not digits:
+        return None
+    return Rules(tolerances, digits, stated)
+
+
+def _tolerances(stated: Any) -> tuple[Fraction, ...]:
+    """From 0.1, "1e-1" or "1e-2,1e-3"; anything else is none."""
+    if isinstance(stated, (list, tuple)):
+        parts = [str(part) for part in stated]
+    elif isinstance(stated, (int, float, str)) and not isinstance(stated, bool):
+        parts = str(stated).split(",")
+    else:
+        return ()
+    values = [read_number(part.strip().replace("+", "")) for part in parts]
+    return tuple(abs(value) for value in values if value is not None) if all(v is not None for v in values) else ()

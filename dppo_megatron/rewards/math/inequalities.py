@@ -1,0 +1,89 @@
+"""Inequalities as intervals where one variable is bounded, and ratios."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from dppo_megatron.rewards.math.answers import INFINITY, Answer, Chain, Piece, Ratio, Relation, Spans
+from dppo_megatron.rewards.math.clean import split_top
+from dppo_megatron.rewards.math.evaluate import TooBig, Undefined, exact
+from dppo_megatron.rewards.math.parse import Node, parse, symbols
+
+
+def read_inequality(sides: list[str], ops: list[str]) -> Answer:
+    """An interval where one variable is bounded (also as 2x + 1 < 5), else the relation as it stands."""
+    nodes = [parse(side) for side in sides]
+    if len(nodes) == 2:
+        left, right = nodes
+        if left[0] == "s" and left[1] not in symbols(right):
+            return _half_line(left[1], ops[0], right)
+        if right[0] == "s" and right[1] not in symbols(left):
+            return _half_line(right[1], _TURNED.get(ops[0], ops[0]), left)
+        if (line := _line(("+", left, ("-", right)))) is not None:
+            name, slope, offset = line
+            return _half_line(name, ops[0] if slope > 0 else _TURNED.get(ops[0], ops[0]), ("n", -offset / slope))
+        return Relation(ops[0], left, right)
+    if len(nodes) == 3:
+        low, middle, high = nodes
+        if set(ops) <= {">", "\\ge"}:
+            low, high, ops = high, low, [_TURNED[op] for op in reversed(ops)]
+            nodes.reverse()
+        if set(ops) <= {"<", "\\le"}:
+            if middle[0] == "s" and middle[1] not in symbols(low) | symbols(high):
+                return Spans((Piece(low, ops[0] == "\\le", high, ops[1] == "\\le"),), middle[1])
+            line, ends = _line(middle), [_constant(low), _constant(high)]
+            if line is not None and ends[0] is not None and ends[1] is not None:
+                name, slope, offset = line
+                bounds = [(ends[0] - offset) / slope, (ends[1] - offset) / slope]
+                closed = [op == "\\le" for op in ops]
+                if slope < 0:
+                    bounds.reverse()
+                    closed.reverse()
+                return Spans((Piece(("n", bounds[0]), closed[0], ("n", bounds[1]), closed[1]),), name)
+    return Chain(tuple(nodes), tuple(ops))
+
+
+_TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
+
+
+def _half_line(name: str, op: str, bound: Node) -> Spans:
+    below = Piece(("-", INFINITY), False, bound, op == "\\le")
+    above = Piece(bound, op == "\\ge", INFINITY, False)
+    if op == "\\ne":
+        return Spans((below, above), name)
+    return Spans((below if op in ("<", "\\le") else above,), name)
+
+
+def _line(node: Node) -> tuple[str, Fraction, Fraction] | None:
+    """(variable, slope, offset) of a rational linear function of one variable."""
+    names = symbols(node)
+    if len(names) != 1:
+        return None
+    (name,) = names
+    values = []
+    for point in (0, 1, 2, 3, 7):
+        try:
+            values.append(exact(node, {name: Fraction(point)}))
+        except (TooBig, Undefined):
+            return None
+    if any(value is None for value in values):
+        return None
+    offset, slope = values[0], values[1] - values[0]  # type: ignore[operator]
+    if not slope or any(value != offset + slope * p for value, p in zip(values, (0, 1, 2, 3, 7), strict=True)):  # type: ignore[operator]
+        return None
+    return name, slope, offset  # type: ignore[return-value]
+
+
+def _constant(node: Node) -> Fraction | None:
+    try:
+        return exact(node)
+    except (TooBig, Undefined):
+        return None
+
+
+def read_ratio(text: str) -> Answer | None:
+    parts = split_top(text, re.compile(r"\s*:\s*"))
+    if len(parts) == 1 or text.startswith("\\{"):
+        return None
+    return Ratio(tuple(parse(part) for part in parts))

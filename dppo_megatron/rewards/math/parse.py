@@ -1,0 +1,467 @@
+"""LaTeX and plain expressions to trees, by recursive descent with a bounded depth.
+
+A tree is a nested tuple, so that equal trees compare equal:
+`("n", Fraction)`, `("s", name)`, `("c", "pi" | "e" | "i" | "inf")`, `("+", a, b)`, `("*", a, b)`, `("/", a, b)`,
+`("^", a, b)`, `("-", a)`, `("pm", a)` (plus or minus a), `("mp", a)`, `("deg", a)`, `("f", name, a)`,
+`("root", n, a)`, `("log", base or None, a)`, `("binom", n, k)`.
+What is not understood raises `Unreadable`: a wrong guess would be a wrong reward.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Any
+
+from dppo_megatron.rewards.math.clean import closing
+from dppo_megatron.rewards.math.numbers import MAX_DIGITS, MAX_EXPONENT
+
+Node = tuple[Any, ...]
+MAX_CHARS = 1500
+_MAX_DEPTH = 40
+
+
+class Unreadable(Exception):
+    """The text is not an expression of this grammar."""
+
+
+_FUNCTION_WORDS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln exp abs floor ceil Re Im arg"
+FUNCTIONS = frozenset(_FUNCTION_WORDS.split())
+_INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
+_SPELLED = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "cosec": "csc", "tg": "tan", "ctg": "cot"}
+_WORD_CONSTANTS = {"pi": "pi", "infty": "inf", "infinity": "inf", "inf": "inf"}
+_NAME_WORDS = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi chi psi omega Gamma"
+    " Delta Theta Lambda Xi Sigma Phi Psi Omega hbar ell odot prime partial nabla"
+)
+_NAMES = frozenset(_NAME_WORDS.split())
+_SPACE = re.compile(r"\s*")
+_NUMBER = re.compile(
+    r"(\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d+)(?![A-Za-z]))?", re.ASCII
+)
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}", re.ASCII)
+_COMMAND = re.compile(r"\\([A-Za-z]+)")
+_LETTERS = re.compile(r"[A-Za-z]+")
+_MIXED = re.compile(r"\s*\\frac\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)", re.ASCII)
+_MIXED_SLASHED = re.compile(r"\s+(\d+)\s*/\s*(\d+)", re.ASCII)
+_PRIMES = re.compile(r"(?:\s*(?:'|\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime(?![A-Za-z])))+")
+_DECORATED = frozenset(["overline", "dot", "ddot", "angle", "triangle"])
+
+
+def parse(text: str) -> Node:
+    """The tree of one expression.
+
+    Raises:
+        Unreadable: it is none.
+
+    Example:
+        >>> parse("2\\\\frac{1}{2}x")
+        ('*', ('n', Fraction(5, 2)), ('s', 'x'))
+    """
+    if len(text) > MAX_CHARS:
+        raise Unreadable("too long")
+    reader = _Reader(text)
+    node = reader.sum()
+    if not reader.at_end():
+        raise Unreadable(f"at {reader.position}: {text[reader.position : reader.position + 12]!r}")
+    return node
+
+
+class _Reader:
+    """Reads from left to right."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.position = 0
+        self._depth = 0
+        self._in_bars = False
+
+    def at_end(self) -> bool:
+        self._skip()
+        return self.position >= len(self.text)
+
+    def sum(self) -> Node:
+        """Terms with + - and plus-minus between."""
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise Unreadable("nested too deeply")
+        node = self._signed()
+        while sign := self._sign():
+            term = self.product()
+            node = ("+", node, term if sign == "+" else (sign, term))
+        self._depth -= 1
+        return node
+
+    def product(self, *, until_function: bool = False) -> Node:
+        """Factors with *, / or nothing between."""
+        node = self._factor()
+        while True:
+            # the argument of a function without brackets ends before * and /: \cos t \cdot x
+            if not until_function and self._take("*"):
+                node = ("*", node, self._after_operator())
+            elif not until_function and self._take("/"):
+                node = ("/", node, self._after_operator())
+            elif self._starts_factor() and not (until_function and self._starts_function()):
+                if self._peek().isdigit() or self._peek() == ".":
+                    raise Unreadable("a number behind a factor")
+                node = ("*", node, self._factor())
+            else:
+                return node
+
+    def _signed(self) -> Node:
+        sign = self._sign()
+        if not sign:
+            return self.product()
+        if sign == "+":
+            return self._signed()
+        return (sign, self._signed() if self._peek() in "+-" and self._peek() else self.product())
+
+    def _after_operator(self) -> Node:
+        """A factor that may have its own sign, as in 2 * -3."""
+        if self._take("-"):
+            return ("-", self._factor())
+        self._take("+")
+        return self._factor()
+
+    def _sign(self) -> str:
+        if self._take("+"):
+            return "pm" if self._take("/-") else "+"
+        if self._take("-"):
+            return "-"
+        for command, name in (("\\pm", "pm"), ("\\mp", "mp")):
+            if self._command() == command[1:]:
+                self.position += len(command)
+                return name
+        return ""
+
+    def _factor(self) -> Node:
+        node = self._primary()
+        while True:
+            if self._take("^"):
+                power = self._exponent()
+                if node[0] == "s" and "_" not in node[1] and self._peek() == "_":  # v^2_0 is v_0^2
+                    node = ("s", self._name(node[1]))
+                node = ("^", node, power)
+            elif self._take("!"):
+                if self._peek() == "!":
+                    raise Unreadable("double factorial")
+                node = ("f", "factorial", node)
+            elif self._take("%"):
+                node = ("/", node, ("n", Fraction(100)))
+            elif self._command() == "degree":
+                self.position += len("\\degree")
+                node = ("deg", node)
+            else:
+                return node
+
+    def _exponent(self) -> Node:
+        if self._peek() == "{":
+            return self._group()
+        if self._take("-"):
+            return ("-", self._primary())
+        return self._primary()
+
+    def _primary(self) -> Node:
+        sign = self._peek()
+        if sign.isdigit() or sign == ".":
+            return self._number()
+        if sign and sign in "([":
+            return self._bracket(sign)
+        if sign == "{":
+            return self._group()
+        if sign == "|":
+            return self._bars()
+        if sign == "\\":
+            return self._macro()
+        if sign.isascii() and sign.isalpha():
+            return self._word()
+        raise Unreadable(f"unexpected {sign!r}")
+
+    def _number(self) -> Node:
+        if match := _REPEATING.match(self.text, self.position):
+            whole, fixed, again = match.groups()
+            if len(match.group()) > MAX_DIGITS:
+                raise Unreadable("too many digits")
+            self.position = match.end()
+            nines = 10 ** len(again) - 1
+            value = Fraction(int(whole or 0)) + Fraction(int(fixed or 0) * nines + int(again), nines * 10 ** len(fixed))
+            return ("n", value)
+        match = _NUMBER.match(self.text, self.position)
+        if match is None or len(match.group()) > MAX_DIGITS:
+            raise Unreadable("not a number")
+        self.position = match.end()
+        value = Fraction(match[1].replace(",", ""))
+        if match[2]:
+            if abs(int(match[2])) > MAX_EXPONENT:
+                raise Unreadable("exponent out of range")
+            return ("n", value * Fraction(10) ** int(match[2]))
+        return ("n", self._mixed(value) if "." not in match[1] else value)
+
+    def _mixed(self, whole: Fraction) -> Fraction:
+        """2\\frac{1}{3} and 2 1/3 are sums."""
+        if match := _MIXED.match(self.text, self.position):
+            above, below = re.findall(r"\d+", match.group()) if "{" in match.group() else list(match.group()[-2:])
+        elif match := _MIXED_SLASHED.match(self.text, self.position):
+            above, below = match.groups()
+        else:
+            return whole
+        if int(below) == 0 or int(above) >= int(below):
+            raise Unreadable("not a mixed number")
+        self.position = match.end()
+        return whole + Fraction(int(above), int(below))
+
+    def _bracket(self, opening: str) -> Node:
+        self.position += 1
+        bars, self._in_bars = self._in_bars, False
+        node = self.sum()
+        self._in_bars = bars
+        if not self._take(")" if opening == "(" else "]"):
+            raise Unreadable("bracket not closed")
+        return node
+
+    def _group(self) -> Node:
+        self.position += 1
+        bars, self._in_bars = self._in_bars, False
+        node = self.sum()
+        self._in_bars = bars
+        if not self._take("}"):
+            raise Unreadable("brace not closed")
+        return node
+
+    def _bars(self) -> Node:
+        self.position += 1
+        bars, self._in_bars = self._in_bars, True
+        node = self.sum()
+        self._in_bars = bars
+        if not self._take("|"):
+            raise Unreadable("bar not closed")
+        return ("f", "abs", node)
+
+    def _macro(self) -> Node:
+        command = self._command()
+        start = self.position
+        self.position += len(command) + 1
+        if command == "frac":
+            above = self._argument()
+            return ("/", above, self._argument())
+        if command == "binom":
+            above = self._argument()
+            return ("binom", above, self._argument())
+        if command == "sqrt":
+            return self._root()
+        if command in ("lfloor", "lceil"):
+            node = self.sum()
+            if self._command() != "r" + command[1:]:
+                raise Unreadable("bracket not closed")
+            self.position += len(command) + 1
+            return ("f", command[1:], node)
+        if command in ("pi", "infty"):
+            return ("c", _WORD_CONSTANTS[command])
+        if command in FUNCTIONS or command == "log" or command in _SPELLED:
+            return self._function(_SPELLED.get(command, command))
+        if command in _DECORATED:
+            return ("s", self._name(command + ":" + self._raw_argument()))
+        if command in _NAMES:
+            return ("s", self._name(command))
+        self.position = start
+        raise Unreadable(f"unknown \\{command}")
+
+    def _root(self) -> Node:
+        degree: Node = ("n", Fraction(2))
+        if self._take("["):
+            degree = self.sum()
+            if not self._take("]"):
+                raise Unreadable("bracket not closed")
+        sign = self._peek()
+        if sign == "{":
+            inside = self._group()
+        elif sign == "(":
+            inside = self._bracket("(")
+        elif sign.isdigit():
+            inside = self._number()
+        else:
+            inside = self._argument()
+        return ("root", degree, inside)
+
+    def _argument(self) -> Node:
+        """A group, or the one token that LaTeX takes: \\frac12 is a half."""
+        sign = self._peek()
+        if sign == "{":
+            return self._group()
+        if sign.isdigit():
+            self.position += 1
+            return ("n", Fraction(int(sign)))
+        if sign == "\\":
+            return self._macro()
+        if sign.isascii() and sign.isalpha():
+            self.position += 1
+            return _letter(sign, sign)
+        raise Unreadable("missing argument")
+
+    def _raw_argument(self) -> str:
+        self._skip()
+        if self._peek() == "{":
+            end = closing(self.text, self.position)
+            if end < 0:
+                raise Unreadable("brace not closed")
+            inside = self.text[self.position + 1 : end]
+            self.position = end + 1
+            return re.sub(r"[\s{}]", "", inside)
+        if match := _COMMAND.match(self.text, self.position) or _LETTERS.match(self.text, self.position):
+            self.position = match.end()
+            return match.group()
+        sign = self._peek()
+        if not sign.isalnum():
+            raise Unreadable("missing argument")
+        self.position += 1
+        return sign
+
+    def _word(self) -> Node:
+        match = _LETTERS.match(self.text, self.position)
+        assert match is not None
+        word = match.group()
+        for length in range(len(word), 1, -1):
+            head = word[:length]
+            known = head in FUNCTIONS or head in ("log", "sqrt") or head in _SPELLED or head in _WORD_CONSTANTS
+            if known and (length == len(word) or head not in _WORD_CONSTANTS):
+                self.position += length
+                if head in _WORD_CONSTANTS:
+                    return ("c", _WORD_CONSTANTS[head])
+                return self._root() if head == "sqrt" else self._function(_SPELLED.get(head, head))
+        if len(word) > 3:
+            raise Unreadable(f"the word {word!r}")
+        self.position += 1
+        return _letter(word[0], self._name(word[0]))
+
+    def _name(self, name: str) -> str:
+        """A symbol's name with its index and primes: x_{1}'."""
+        if self._take("_"):
+            name += "_" + self._raw_argument()
+        if match := _PRIMES.match(self.text, self.position):
+            self.position = match.end()
+            name += "'" * len(re.findall(r"'|\\prime", match.group()))
+        return name
+
+    def _function(self, name: str) -> Node:
+        base = power = None
+        while True:
+            if self._peek() == "_" and base is None and name == "log":
+                self.position += 1
+                base = self._group() if self._peek() == "{" else self._argument()
+            elif self._peek() == "^" and power is None:
+                self.position += 1
+                power = self._exponent()
+            else:
+                break
+        sign = self._peek()
+        if sign and sign in "([":
+            inside = self._bracket(sign)
+        elif sign == "{":
+            inside = self._group()
+        elif sign == "-":
+            self.position += 1
+            inside = ("-", self.product(until_function=True))
+        elif self._starts_function():
+            inside = self._factor()
+        else:
+            inside = self.product(until_function=True)
+        node: Node
+        if name == "log":
+            node = ("log", base, inside)
+        elif power == ("-", ("n", Fraction(1))) and name in _INVERSE:
+            return ("f", _INVERSE[name], inside)
+        else:
+            node = ("f", name, inside)
+        return node if power is None else ("^", node, power)
+
+    def _starts_factor(self) -> bool:
+        sign = self._peek()
+        if not sign:
+            return False
+        if sign == "\\":
+            return self._command() not in ("pm", "mp", "degree", "rfloor", "rceil", "")
+        if sign == "|":
+            return not self._in_bars
+        return (sign.isascii() and sign.isalnum()) or sign in "([{."
+
+    def _starts_function(self) -> bool:
+        command = self._command()
+        if not command:
+            match = _LETTERS.match(self.text, self.position)
+            command = match.group() if match else ""
+        return command in FUNCTIONS or command == "log" or command in _SPELLED
+
+    def _command(self) -> str:
+        self._skip()
+        match = _COMMAND.match(self.text, self.position)
+        return match[1] if match else ""
+
+    def _peek(self) -> str:
+        self._skip()
+        return self.text[self.position] if self.position < len(self.text) else ""
+
+    def _take(self, sign: str) -> bool:
+        self._skip()
+        if self.text.startswith(sign, self.position):
+            self.position += len(sign)
+            return True
+        return False
+
+    def _skip(self) -> None:
+        match = _SPACE.match(self.text, self.position)
+        assert match is not None
+        self.position = match.end()
+
+
+def _letter(letter: str, name: str) -> Node:
+    return ("c", letter) if letter == name and letter in "ei" else ("s", name)
+
+
+def symbols(node: Node) -> frozenset[str]:
+    """The names of its variables."""
+    if node[0] == "s":
+        return frozenset([node[1]])
+    if node[0] in "nc":
+        return frozenset()
+    found: frozenset[str] = frozenset()
+    for part in node[1:]:
+        if isinstance(part, tuple):
+            found |= symbols(part)
+    return found
+
+
+def signs(node: Node) -> list[Node]:
+    """Every value that a tree with plus-minus signs stands for, at most 8; `\\mp` goes against the first `\\pm`.
+
+    Example:
+        >>> len(signs(parse("1 \\\\pm \\\\sqrt{19}")))
+        2
+    """
+    found = _count(node, "pm")
+    opposed = _count(node, "mp")
+    if not found and not opposed:
+        return [node]
+    if found > 3 or (opposed and found > 1):
+        raise Unreadable("too many plus-minus signs")
+    choices = range(2 ** max(found, 1))
+    return [_choose(node, [bool(choice >> bit & 1) for bit in range(3)], [0]) for choice in choices]
+
+
+def _count(node: Any, kind: str) -> int:
+    if not isinstance(node, tuple):
+        return 0
+    return int(node[0] == kind) + sum(_count(part, kind) for part in node[1:])
+
+
+def _choose(node: Any, minus: list[bool], seen: list[int]) -> Any:
+    if not isinstance(node, tuple):
+        return node
+    if node[0] == "pm":
+        index = seen[0]
+        seen[0] += 1
+        inside = _choose(node[1], minus, seen)
+        return ("-", inside) if minus[index] else inside
+    if node[0] == "mp":
+        inside = _choose(node[1], minus, seen)
+        return inside if minus[0] else ("-", inside)
+    return (node[0], *(_choose(part, minus, seen) for part in node[1:]))

@@ -1,0 +1,352 @@
+"""From a cleaned text to the answer that it states."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from fractions import Fraction
+
+from dppo_megatron.rewards.math.answers import (
+    INFINITY,
+    Answer,
+    Chain,
+    Named,
+    Piece,
+    Relation,
+    Row,
+    Spans,
+    Value,
+    as_items,
+)
+from dppo_megatron.rewards.math.clean import closing, split_top
+from dppo_megatron.rewards.math.inequalities import read_inequality, read_ratio
+from dppo_megatron.rewards.math.numbers import read_number
+from dppo_megatron.rewards.math.parse import Node, Unreadable, parse, signs, symbols
+from dppo_megatron.rewards.math.special import EVERY_REAL, WRAPPED_TEXT, read_special, read_words, without_sentence
+from dppo_megatron.rewards.math.units import MULTIPLIERS, Unit, is_glued, read_unit
+
+_MAX_ITEMS = 200
+_SEPARATOR = re.compile(
+    r"\s*[,;]\s*(?:\\text\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))?|\s+(?:and|or)\s+|(?<=[)\]])(?:and|or)(?=[(\[])"
+    r"|\s*\\text\{\s*,?\s*(?:and|or)\s*\}\s*|\s*\\(?:lor|vee)(?![A-Za-z])\s*"
+)
+_ANY_OR = re.compile(r"\bor\b|\\(?:lor|vee)(?![A-Za-z])")
+_RELATION = re.compile(r"\\(?:le|ge|ne|approx|in|to|equiv|sim|simeq|Rightarrow|implies|subset)(?![A-Za-z])|[<>=]")
+_UNION = re.compile(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*U\s*(?=[(\[])")
+_COMMA = re.compile(r"[,;]")
+_MEMBERS = re.compile(r"[,;]")
+_BAR = re.compile(r"\||:")
+_UNIT_TAIL = re.compile(
+    r"(?<![\s{(^_])\s*(?P<unit>(?:\\text\{[^{}]*\}|/)(?:\\text\{[^{}]*\}|[\s/*]|/\s*[a-z](?![A-Za-z])|\^\s*\{?\s*-?\d\s*\}?)*)$"
+)
+_PERCENT_TAIL = re.compile(
+    r"\s*(?:%|\\text\{\s*(?:%|percent|per cent|pct)\s*\}|(?<=[\d)}\s])(?:percent|per cent|pct))\s*$", re.IGNORECASE
+)
+_WORD_TAIL = re.compile(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\{?\s*\d\s*\}?)?)$")
+_GLUED_TAIL = re.compile(r"(?<=[\d}])(?P<unit>[A-Za-z]+)(?P<power>\^\s*\{?\s*[23]\s*\}?)?$")
+_FOR_ALL = re.compile(
+    r",?\s*\\text\{\s*,?\s*for (?:all|any|every|each)\b.*$|,?\s+for (?:all|any|every)\b.*$", re.DOTALL
+)
+
+
+def read_answer(text: str, *, depth: int = 0) -> Answer:
+    """The answer that a cleaned text states.
+
+    Args:
+        text: as `clean` gives it.
+        depth: of brackets around it.
+
+    Raises:
+        Unreadable: it is of no kind that is known here.
+    """
+    if depth > 6 or not text.strip():
+        raise Unreadable("nested too deeply" if text.strip() else "empty")
+    text = text.strip()
+    if depth:
+        text = text.rstrip(".")
+    value = read_number(text) if depth == 0 or "," not in text else None
+    if text.startswith("\\approx"):
+        return read_answer(text[len("\\approx") :], depth=depth + 1)
+    if value is not None:
+        return Value(("n", value))
+    text = _FOR_ALL.sub("", text) if "for" in text else text
+    if (depth == 0 and text[:1].isalpha()) or text.startswith("\\text"):
+        text = without_sentence(text)
+        if (value := read_number(text)) is not None:
+            return Value(("n", value))
+    for reader in (read_special, _read_text, _read_separated, _read_relation, _read_bracketed, _read_value):
+        found = reader(text, depth)
+        if found is not None:
+            return found
+    return read_words(text)
+
+
+def _read_text(text: str, depth: int) -> Answer | None:
+    """What \\text{...} holds: words, or an answer that was written as text."""
+    match = WRAPPED_TEXT.fullmatch(text)
+    if match is None or not match[1].strip():
+        return None
+    inner = match[1].strip()
+    if re.search(r",|;|\b(?:and|or)\b", inner) or inner[0].isdigit() or inner[0] in "-.":
+        return read_answer(inner, depth=depth + 1)
+    return read_words(text)
+
+
+def _read_separated(text: str, depth: int) -> Answer | None:
+    """Comma lists and unions."""
+    unions = split_top(text, _UNION)
+    if len(unions) > 1:
+        pieces: list[Piece] = []
+        for part in unions:
+            pieces.extend(_pieces(read_answer(_without_membership(part), depth=depth + 1)))
+        name = _membership(unions[0])
+        return Spans(tuple(pieces), name)
+    parts = split_top(text, _SEPARATOR)
+    if len(parts) == 1:
+        return None
+    if len(parts) > _MAX_ITEMS:
+        raise Unreadable("too many items")
+    read = [read_answer(part, depth=depth + 1) for part in parts if part.strip()]
+    read = _with_carried_names(read)
+    spans = [item for item in read if isinstance(item, Spans)]
+    if spans and _ANY_OR.search(text):
+        return Spans(tuple(piece for item in read for piece in _pieces(item)), spans[0].name)
+    items: list[Answer] = []
+    for item in read:
+        # a list within a list (of values with plus-minus signs, say) is one list
+        items.extend(item.items if isinstance(item, Row) and item.kind == "list" else [item])
+    return Row("list", tuple(items)) if len(items) > 1 else items[0]
+
+
+def _with_carried_names(items: list[Answer]) -> list[Answer]:
+    """`a = 4, -8, -10` names its first item only."""
+    first = items[0]
+    if isinstance(first, Named) and len(items) > 1 and not any(isinstance(item, Named) for item in items[1:]):
+        return [first.value, *items[1:]]
+    return items
+
+
+def _read_relation(text: str, depth: int) -> Answer | None:
+    sides: list[str] = []
+    ops: list[str] = []
+    rest = split_top(text, _RELATION)
+    if len(rest) == 1:
+        return read_ratio(text)
+    position = 0
+    for side in rest:
+        sides.append(side.strip())
+        position += len(side)
+        if match := _RELATION.match(text, position):
+            ops.append(match.group().strip())
+            position = match.end()
+    if not sides[-1] and ops[-1] in ("=",):  # `x = ` states nothing
+        raise Unreadable("an empty side")
+    for arrow in ("\\Rightarrow", "\\implies", "\\to"):
+        if arrow in ops:
+            raise Unreadable(arrow)
+    if "\\approx" in ops:  # the exact side is the answer
+        first = ops.index("\\approx")
+        sides, ops = sides[: first + 1], ops[:first]
+        if not ops:
+            return read_answer(sides[0], depth=depth + 1)
+    if not sides[0] and ops == ["="]:
+        return read_answer(sides[1], depth=depth + 1)
+    if ops == ["\\in"]:
+        found = read_answer(sides[1], depth=depth + 1)
+        name = re.sub(r"\s", "", sides[0])
+        return replace(found, name=name) if isinstance(found, Spans) else found
+    if any(op not in ("=", "<", ">", "\\le", "\\ge", "\\ne") for op in ops):
+        raise Unreadable("a relation that is not known here")
+    if set(ops) == {"="}:
+        return _equation(sides, depth)
+    return read_inequality(sides, ops)
+
+
+_NAME = re.compile(
+    r"[A-Za-z]\^\{-1\}\s*\([a-z]\)|\\?[A-Za-z]+(?:_\{?[\w\\]+\}?)?'*(?:\s*\([^()=]*\))?(?:_\{[^{}]*\})?|\|[A-Z]{1,3}\||\([A-Za-z](?:\s*,\s*[A-Za-z](?:_\{?\w\}?)?)*\)"
+    r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|[a-z]_\{\s*\\(?:max|min)\s*\}"
+    r"|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
+    r"|(?:\\overline\{)?[A-Z]{2,4}\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
+)
+
+
+def _equation(sides: list[str], depth: int) -> Answer:
+    """`name = value`, or an equation between two expressions, or equal values."""
+    if all(_NAME.fullmatch(side) for side in sides[:-1]):
+        name = re.sub(r"[\s{}]", "", sides[0])
+        left: Node | None
+        try:
+            left = parse(sides[0])
+        except Unreadable:
+            left = None
+        return Named(name, read_answer(sides[-1], depth=depth + 1), left)
+    if _NAME.fullmatch(sides[0]) and len(sides) > 2:
+        return Named(re.sub(r"[\s{}]", "", sides[0]), _equation(sides[1:], depth))
+    if len(sides) == 2 and (":" in sides[0] or ":" in sides[1]):
+        return Named(re.sub(r"[\s{}]", "", sides[0]), read_answer(sides[1], depth=depth + 1))
+    nodes = [parse(side) for side in sides]
+    if len(nodes) == 2 and any(symbols(node) for node in nodes):
+        return Relation("=", nodes[0], nodes[1])
+    if not any(symbols(node) for node in nodes):
+        return Chain(tuple(nodes), tuple("=" for _ in nodes[1:]))
+    return Chain(tuple(nodes), tuple("=" for _ in nodes[1:]))
+
+
+def _read_bracketed(text: str, depth: int) -> Answer | None:
+    if text.startswith("\\{") and text.endswith("\\}") and closing(text, 0) == len(text) - 2:
+        return _set(text[2:-2].strip(), depth)
+    if text.startswith("\\langle") and text.endswith("\\rangle"):
+        items = split_top(text[7:-7], _COMMA)
+        return Row("tuple", tuple(read_answer(item, depth=depth + 1) for item in items))
+    if "\\setminus" in text:
+        return _without_points(text, depth)
+    if not text or text[0] not in "([" or text[-1] not in ")]" or not _is_one_pair(text):
+        return None
+    items = split_top(text[1:-1], _MEMBERS)
+    if len(items) == 1:
+        if text[0] == "(" and text[-1] == ")":
+            inner = text[1:-1].strip()
+            return read_answer(inner, depth=depth + 1) if "(" in inner[:1] or "=" in inner else None
+        return None
+    if len(items) > _MAX_ITEMS:
+        raise Unreadable("too many items")
+    if len(items) == 2:
+        low, high = items
+        endless = "infty" in low + high or "infinity" in low + high
+        if text[0] == "[" or text[-1] == "]" or endless:
+            return Spans((Piece(parse(low), text[0] == "[", parse(high), text[-1] == "]"),))
+    return Row("tuple", tuple(read_answer(item, depth=depth + 1) for item in items))
+
+
+def _is_one_pair(text: str) -> bool:
+    """Whether the first bracket is closed by the last character."""
+    depth = 0
+    index = 0
+    while index < len(text):
+        if text[index] == "\\":
+            index += 2
+            continue
+        if text[index] in "([":
+            depth += 1
+        elif text[index] in ")]":
+            depth -= 1
+            if depth == 0:
+                return index == len(text) - 1
+        index += 1
+    return False
+
+
+def _set(inner: str, depth: int) -> Answer:
+    if not inner:
+        return Spans(())
+    conditions = split_top(inner, _BAR)
+    if len(conditions) == 2 and re.fullmatch(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{R\})?", conditions[0].strip()):
+        return read_answer(conditions[1], depth=depth + 1)
+    items: list[Answer] = []
+    for part in split_top(inner, _MEMBERS):
+        item = read_answer(part, depth=depth + 1)
+        if isinstance(item, Spans):
+            raise Unreadable("a set of sets")
+        items.extend(item.items if isinstance(item, Row) and item.kind == "list" else [item])
+    return Row("set", tuple(items))
+
+
+def _without_points(text: str, depth: int) -> Answer:
+    """All reals without some points, as the intervals between."""
+    whole, _, points = text.partition("\\setminus")
+    answer = read_answer(_without_membership(whole), depth=depth + 1)
+    removed = read_answer(points, depth=depth + 1)
+    if not isinstance(answer, Spans) or answer.pieces != EVERY_REAL:
+        raise Unreadable("a difference of sets")
+    values = []
+    for item in as_items(removed):
+        if not isinstance(item, Value) or item.node[0] not in "n-":
+            raise Unreadable("a difference of sets")
+        values.append(item.node)
+    values.sort(key=lambda node: node[1] if node[0] == "n" else -node[1][1])
+    edges = [("-", INFINITY), *values, INFINITY]
+    return Spans(tuple(Piece(low, False, high, False) for low, high in itertools.pairwise(edges)), _membership(whole))
+
+
+def _membership(text: str) -> str:
+    name, found, _ = text.partition("\\in")
+    return re.sub(r"\s", "", name) if found and not _.startswith("f") else ""
+
+
+def _without_membership(text: str) -> str:
+    match = re.match(r"\s*[^\s\\()\[\]{}]+\s*\\in(?![A-Za-z])", text)
+    return text[match.end() :] if match else text
+
+
+def _pieces(answer: Answer) -> tuple[Piece, ...]:
+    if isinstance(answer, Spans):
+        return answer.pieces
+    if isinstance(answer, Named):
+        return _pieces(answer.value)
+    if isinstance(answer, Value):
+        return (Piece(answer.node, True, answer.node, True),)
+    if isinstance(answer, Row) and answer.kind == "tuple" and len(answer.items) == 2:
+        low, high = answer.items
+        if isinstance(low, Value) and isinstance(high, Value):
+            return (Piece(low.node, False, high.node, False),)
+    if isinstance(answer, Row) and answer.kind == "set":
+        return tuple(piece for item in answer.items for piece in _pieces(item))
+    raise Unreadable("not a part of a union")
+
+
+def read_decimal_comma(text: str) -> Fraction | None:
+    """1000,99 as much of Europe writes it; for references that are decimals."""
+    return read_number(text.replace(",", ".")) if re.fullmatch(r"-?\d+,\d+", text, re.ASCII) else None
+
+
+def _read_value(text: str, depth: int) -> Answer | None:
+    """An expression with or without a unit; several where it has plus-minus signs."""
+    if percent := _PERCENT_TAIL.search(text):
+        core = text[: percent.start()].strip()
+        return _with_words(core, "percent") if core else None
+    glued = _WORD_TAIL.search(text) or _GLUED_TAIL.search(text)
+    if glued is None or len(glued["unit"]) < 2 or not is_glued(glued["unit"]):  # 25 mph is not 25 m p h
+        try:
+            return _spread(parse(text), None)
+        except Unreadable:
+            pass
+    for pattern in (_UNIT_TAIL, _WORD_TAIL, _GLUED_TAIL):
+        match = pattern.search(text)
+        if match is None or not match.start("unit"):
+            continue
+        words = WRAPPED_TEXT.sub(r"\1", match.group("unit"))
+        if not re.search(r"[A-Za-z%]", words) or (pattern is _GLUED_TAIL and not is_glued(words)):
+            continue
+        if pattern is _GLUED_TAIL:
+            words += match.group("power") or ""
+        core = text[: match.start("unit")].strip()
+        found = _with_words(core, words)
+        if found is not None:
+            return found
+    return None
+
+
+def _with_words(core: str, words: str) -> Answer | None:
+    factor = Fraction(1)
+    first, _, rest = words.strip().partition(" ")
+    if first.lower().strip(".") in MULTIPLIERS:
+        factor, words = Fraction(MULTIPLIERS[first.lower().strip(".")]), rest
+    unit = read_unit(words)
+    if unit is None:
+        return None
+    value = read_number(core)
+    try:
+        node = ("n", value) if value is not None else parse(core)
+    except Unreadable:
+        return None
+    return _spread(node if factor == 1 else ("*", node, ("n", factor)), unit if unit.words else None)
+
+
+def _spread(node: Node, unit: Unit | None) -> Answer:
+    values = signs(node)
+    if len(values) == 1:
+        if values[0][0] == "deg":
+            return Value(values[0][1], read_unit("degrees"))
+        return Value(values[0], unit)
+    return Row("list", tuple(Value(value, unit) for value in values))

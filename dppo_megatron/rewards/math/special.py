@@ -1,0 +1,151 @@
+"""Answers with a form of their own: words, choice letters, digits in a base, times, matrices, whole sets."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from dppo_megatron.rewards.math.answers import INFINITY, Answer, Based, Clock, Grid, Piece, Spans, Value, Words
+from dppo_megatron.rewards.math.parse import Unreadable, parse
+
+WRAPPED_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+
+
+_CLOCK = re.compile(
+    r"(\d{1,2})(?::(\d\d))?\s*(?:\\text\{)?\s*([AaPp])\.?\s*[Mm]\.?\s*\}?|(\d{1,2}):(\d\d)|(\d{1,2}) o'?clock"
+)
+
+
+_BASED = re.compile(
+    r"(-?[0-9A-Za-z]*[0-9][0-9A-Za-z]*(?:\.[0-9A-Za-z]+)?)\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\}?"
+)
+
+
+_BASED_WORDS = re.compile(r"([0-9A-Fa-f]+)\s*(?:\\text\{)?\s*\(?(?:in )?base\s*\}?\s*(\d+|[a-z]+)\)?\}?")
+
+
+_ENVIRONMENT = re.compile(
+    r"\\begin\s*\{([pbvB]?(?:small)?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}", re.DOTALL
+)
+
+
+_CHOICE = re.compile(r"\(?([A-Z])\)?")
+
+
+_CHOICE_TEXT = re.compile(r"\\text\{\s*\(?\s*([A-Za-z])\s*\)?\s*[.:]?\s*\}|\(\s*(?:\\text\{\s*)?([A-Za-z])\s*\}?\s*\)")
+
+
+_LED_CHOICE = re.compile(r"\(?(?:\\text\{\s*)?\(?([A-Z])\)?\s*[).:]\s*\}?\s*(.+)", re.DOTALL)
+
+
+_LEAD = re.compile(
+    r"(?:so|thus|hence|therefore)?,?\s*(?:the\s+)?(?:final\s+)?(?:correct\s+)?(?:answer|solution|result)s?(?![A-Za-z])"
+    r"(?:\s+set)?\s*(?:is|are|:|=)?\s*:?\s*",
+    re.IGNORECASE,
+)
+
+
+_SENTENCE = re.compile(
+    r"(?:\\text\{)?[A-Z][A-Za-z ,'-]+(?:\b(?:is|are|equals)|:)\s*\}?\s+(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
+)
+
+
+_SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+    " eighteen nineteen twenty"
+)
+_NUMBER_WORDS = {word: number for number, word in enumerate(_SMALL.split())}
+
+
+_EMPTY = frozenset(
+    ["\\emptyset", "empty set", "the empty set", "no solution", "no solutions", "no real solutions", "no real solution"]
+)
+
+
+_EVERYTHING = frozenset(
+    ["\\mathbb{r}", "all real numbers", "all reals", "all real", "the real numbers", "the set of all real numbers"]
+)
+
+
+_ENDLESS = frozenset(["infinitely many", "infinite", "infinity", "infinitely many solutions"])
+
+
+EVERY_REAL = (Piece(("-", INFINITY), False, INFINITY, False),)
+
+
+def read_special(text: str, depth: int) -> Answer | None:
+    """The answer, if it has a form of its own; None if not."""
+    plain = plain_words(text)
+    if text == "\\emptyset" or text == "\\{ \\}" or text == "\\{\\}" or plain in _EMPTY:
+        return Spans(())
+    if text.lower() in _EVERYTHING or plain in _EVERYTHING:
+        return Spans(EVERY_REAL)
+    if plain in _ENDLESS:
+        return Value(INFINITY)
+    if plain in _NUMBER_WORDS:
+        return Value(("n", Fraction(_NUMBER_WORDS[plain])))
+    if match := _CHOICE_TEXT.fullmatch(text):
+        letter = next(group for group in match.groups() if group)
+        return Words(letter.lower(), (letter.upper(),))
+    if match := _BASED.fullmatch(text) or _BASED_WORDS.fullmatch(text):
+        base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else _NUMBER_WORDS.get(match[2], 0)
+        if 2 <= base <= 36 and has_digits_of(match[1], base):
+            return Based(match[1].upper().lstrip("+"), base)
+        if match[1].isdigit() and base:
+            return Words(text)  # 7_7 is no number
+    if (match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip())) and depth == 0:
+        return read_clock(match)
+    if match := _ENVIRONMENT.fullmatch(text.strip("[]() ") if text[:1] in "[(" and "\\begin" in text else text):
+        return read_grid(match[2])
+    return None
+
+
+def without_sentence(text: str) -> str:
+    """What `the solution is ...` or `The largest n is ...` says."""
+    if (lead := _LEAD.match(text)) and lead.end() < len(text):
+        text = text[lead.end() :].strip()
+    match = _SENTENCE.fullmatch(text) if " is " in text or " are " in text or ": " in text else None
+    if match and re.search(r"[\d\\]", match["rest"]):
+        return match["rest"].strip()
+    return text
+
+
+def read_words(text: str) -> Answer:
+    if (match := _LED_CHOICE.fullmatch(text)) and not re.search(r"=|\([A-Z]\)|\b(?:or|and|not)\b", match[2]):
+        return Words(plain_words(match[2]), (match[1],))
+    if match := _CHOICE.fullmatch(text):
+        return Words(match[1].lower(), (match[1],))
+    plain = plain_words(text)
+    if not plain or not re.search(r"[a-z]{2}", plain) or re.search(r"[\\^_{}=<>]", plain):
+        raise Unreadable("neither mathematics nor words")
+    return Words(plain)
+
+
+def as_words(text: str) -> Words | None:
+    """The text as words, whatever else it might be; None if it has mathematical signs."""
+    plain = plain_words(text)
+    return Words(plain) if re.fullmatch(r"[a-z' -]+", plain) else None
+
+
+def plain_words(text: str) -> str:
+    if len(text) > 600:
+        return ""
+    text = WRAPPED_TEXT.sub(r"\1", text) if "text" in text else text
+    return " ".join(re.sub(r"[.,;:!?\"'“”]", " ", text).lower().split())
+
+
+def has_digits_of(digits: str, base: int) -> bool:
+    return all(sign in "-." or int(sign, 36) < base for sign in digits)
+
+
+def read_clock(match: re.Match[str]) -> Clock | None:
+    hour = int(match[1] or match[4] or match[6])
+    minute = int(match[2] or match[5] or 0)
+    if hour > 24 or minute > 59:
+        return None
+    return Clock(hour, minute, (match[3] or "").lower())
+
+
+def read_grid(body: str) -> Grid:
+    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", body) if row.strip()]
+    return Grid(tuple(tuple(parse(cell) for cell in row.split("&")) for row in rows))

@@ -1,0 +1,212 @@
+"""Whether two numbers or expressions are the same: units, percent, tolerance and rounding.
+
+Every comparison says True, False, or None where it cannot know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from dppo_megatron.rewards.math.answers import INFINITY, Value
+from dppo_megatron.rewards.math.evaluate import approximate, exact, is_too_big, same
+from dppo_megatron.rewards.math.numbers import rounds_to
+from dppo_megatron.rewards.math.parse import Node, symbols
+from dppo_megatron.rewards.math.units import Unit
+
+Verdict = bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the row says about how its reference is to be compared."""
+
+    tolerances: tuple[Fraction, ...] = ()
+    """Largest absolute errors, of each item or of all."""
+    digits: int = 0
+    """Significant digits to which the reference is rounded; 0 where it is exact."""
+    unit: Unit | None = None
+    """Of a reference that does not state it."""
+    decimals: int = 0
+    """Places to which a decimal reference may be rounded, if the answer is an exact form that no decimal equals."""
+    their_digits: int = 0
+    """Significant digits of an answer that is a decimal."""
+
+    def item(self, index: int) -> Rules:
+        """The rules for one item of a list."""
+        if len(self.tolerances) < 2:
+            return self
+        return Rules(self.tolerances[index : index + 1], self.digits, self.unit, self.decimals, self.their_digits)
+
+
+EXACT = Rules()
+
+
+_NO_UNIT = Unit("")
+
+
+def equal_values(gold: Value, other: Value, rules: Rules) -> Verdict:
+    gold_unit = gold.unit or rules.unit or _NO_UNIT
+    other_unit = other.unit or _NO_UNIT
+    if gold_unit.dimension == "percent" or other_unit.dimension == "percent":
+        return _percents(gold, gold_unit, other, other_unit, rules)
+    if gold_unit.dimension and other_unit.dimension:
+        if gold_unit.dimension != other_unit.dimension:
+            return False
+        if gold_unit.factor != other_unit.factor:
+            return equal_nodes(_times(gold.node, gold_unit.factor), _times(other.node, other_unit.factor), rules)
+    verdict = equal_nodes(gold.node, other.node, rules)
+    if verdict:
+        return True
+    if (
+        gold_unit.words
+        and len(gold_unit.words) == 1
+        and other.node[0] == "*"
+        and other.node[2] == ("s", gold_unit.words)
+    ):
+        return equal_nodes(gold.node, other.node[1], rules)  # 5m without \\text
+    for angle, plain in ((gold, other), (other, gold)):  # 90 degrees and pi/2
+        if angle.unit is not None and angle.unit.words == "degrees" and plain.unit is None and _has_pi(plain.node):
+            return same(("deg", angle.node), plain.node)
+    return verdict
+
+
+def _percents(gold: Value, gold_unit: Unit, other: Value, other_unit: Unit, rules: Rules) -> Verdict:
+    """50 % is 50 % and 0.5. A reference that should say % and does not (MATH drops it) is the number of percent, but
+    0.5 is not 0.5 %."""
+    percent = ("n", Fraction(100))
+    if gold_unit.dimension == other_unit.dimension:
+        return equal_nodes(gold.node, other.node, rules)
+    if gold_unit.dimension == "percent":
+        if other_unit.dimension:
+            return False
+        return any_of(
+            [equal_nodes(gold.node, other.node, rules), equal_nodes(gold.node, ("*", other.node, percent), rules)]
+        )
+    if gold_unit.dimension:
+        return False
+    as_fraction = equal_nodes(gold.node, ("/", other.node, percent), rules)
+    value = exact(gold.node) if not symbols(gold.node) else None
+    if value is not None and (value.denominator == 1 or abs(value) > 1):
+        return any_of([as_fraction, equal_nodes(gold.node, other.node, rules)])
+    return as_fraction
+
+
+def equal_nodes(gold: Node, other: Node, rules: Rules) -> Verdict:
+    if gold == other:
+        return True
+    if _is_infinite(gold) or _is_infinite(other):
+        return _infinite_sign(gold) == _infinite_sign(other)
+    if (rules.tolerances or rules.digits) and not symbols(gold) | symbols(other):
+        return _rounded(gold, other, rules)
+    verdict = same(gold, other)
+    if verdict is False and rules.decimals and not symbols(gold) | symbols(other):
+        return _is_rounding(gold, other, rules.decimals)
+    if verdict is False and rules.their_digits >= _FULL_PRECISION and not symbols(gold):
+        return _is_full_precision(gold, other, rules.their_digits)
+    if verdict is False and _has_pi(gold):
+        verdict = same(gold, _with_index(other, symbols(gold), symbols(other)))
+    if verdict is None and (is_too_big(other) or is_too_big(gold)):
+        return _towers(gold, other)  # Math-Verify would hang on it
+    return verdict
+
+
+def _towers(gold: Node, other: Node) -> bool:
+    """Numbers that are too large to be computed: equal if their logarithms are, where they are plain powers."""
+    if gold[0] != "^" or other[0] != "^":
+        return False
+    logarithms = [("*", node[2], ("f", "ln", node[1])) for node in (gold, other)]
+    return same(*logarithms) is True
+
+
+def _rounded(gold: Node, other: Node, rules: Rules) -> Verdict:
+    """Within the row's tolerance, or rounding to the reference at its own digits."""
+    verdict = same(gold, other)
+    if verdict:
+        return True
+    stated, value = exact(gold), _decimal_value(other)
+    if stated is None:
+        stated = _decimal_value(gold)
+    if stated is None or value is None:
+        return verdict
+    if rules.tolerances:
+        return abs(value - stated) <= rules.tolerances[0]
+    return rounds_to(value, stated, rules.digits)
+
+
+def _is_rounding(gold: Node, other: Node, places: int) -> bool:
+    """30.52 for 1587/52, which is no decimal; but 0.25 is not for 249/1000, which is one."""
+    stated, value = exact(gold), _endless(other)
+    return stated is not None and value is not None and abs(value - stated) * 2 * 10**places < 1
+
+
+_FULL_PRECISION = 12
+
+
+def _is_full_precision(gold: Node, other: Node, digits: int) -> bool:
+    """0.0833333333333333 for 1/12: what a program prints, right in each of its digits. 3.14 for pi is not."""
+    stated, value = _endless(gold), exact(other)
+    if stated is None or not value:
+        return False
+    unit = Fraction(10) ** (math.floor(math.log10(abs(value))) + 1 - min(digits, 15))
+    return abs(value - stated) <= unit
+
+
+def _endless(node: Node) -> Fraction | None:
+    """The value of a constant that no decimal equals; None for others."""
+    value = exact(node)
+    if value is None:
+        return _decimal_value(node)
+    rest = value.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    return None if rest == 1 else value
+
+
+def _with_index(other: Node, ours: frozenset[str], theirs: frozenset[str]) -> Node:
+    """n pi for k pi: the whole number of a periodic solution has no name of its own."""
+    if len(ours) == len(theirs) == 1 and ours != theirs and ours | theirs <= {"k", "m", "n"}:
+        return _renamed(other, *theirs, *ours)
+    return other
+
+
+def _renamed(node: Node, old: str, new: str) -> Node:
+    if node == ("s", old):
+        return ("s", new)
+    return (node[0], *(_renamed(part, old, new) if isinstance(part, tuple) else part for part in node[1:]))
+
+
+def _decimal_value(node: Node) -> Fraction | None:
+    """A real constant's value to double precision."""
+    value = exact(node)
+    if value is not None:
+        return value
+    near = approximate(node)
+    return None if near is None else Fraction(near)
+
+
+def _is_infinite(node: Node) -> bool:
+    return node == INFINITY or node == ("-", INFINITY)
+
+
+def _infinite_sign(node: Node) -> int:
+    return 1 if node == INFINITY else -1 if node == ("-", INFINITY) else 0
+
+
+def _has_pi(node: Node) -> bool:
+    return node == ("c", "pi") or any(isinstance(part, tuple) and _has_pi(part) for part in node[1:])
+
+
+def _times(node: Node, factor: Fraction) -> Node:
+    return ("*", node, ("n", factor))
+
+
+def all_of(verdicts: Sequence[Verdict]) -> Verdict:
+    return False if False in verdicts else None if None in verdicts else True
+
+
+def any_of(verdicts: Sequence[Verdict]) -> Verdict:
+    return True if True in verdicts else None if None in verdicts else False

@@ -1,0 +1,134 @@
+"""Where a final answer is looked for, and where it must not be found."""
+
+from __future__ import annotations
+
+import pytest
+
+from dppo_megatron.rewards.graders import final_answer
+from dppo_megatron.rewards.math.extract import extract
+from dppo_megatron.rewards.math.grader import grade_math, grade_math_boxed
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (r"so \boxed{5}.", ["5"]),
+        (r"guess \boxed{3}. finally \boxed{\frac{3}{4}}", [r"\frac{3}{4}"]),
+        (r"\boxed{\frac{1}{\sqrt{2}}} $", [r"\frac{1}{\sqrt{2}}"]),
+        (r"\boxed{\{1,2\}}", [r"\{1,2\}"]),
+        (r"\boxed{\left\{ x \mid x > 1 \right\}}", [r"\left\{ x \mid x > 1 \right\}"]),
+        (r"\boxed{x = \boxed{5}}", ["x = {5}"]),
+        (r"\boxed {7}", ["7"]),
+        (r"\fbox{7}", ["7"]),
+        (r"\boxed 7$", ["7"]),
+        (r"\\boxed{\\frac{1}{2}}", [r"\\frac{1}{2}"]),
+        (r"\boxed{1} and \boxed{2}", ["1", "2"]),
+        (r"$\boxed{1}$, $\boxed{2}$", ["1", "2"]),
+        (r"\boxed{4}. Hence \[\boxed{4}\]", ["4"]),
+        (r"The roots are \boxed{2} and \boxed{3}, so the sum is \boxed{5}.", ["5"]),
+        (r"Use \boxed for answers: \boxed{5}", ["5"]),
+        (r"<think>\boxed{1}</think> \boxed{2}", ["2"]),
+        (r"I think \boxed{1}</think> so \boxed{2}", ["2"]),
+        (r"\boxed{2} <think> or \boxed{3}", ["2"]),
+        ("#### 18", ["18"]),
+        ("#### 17\nno\n#### 18", ["18"]),
+        ("<think>a</think><answer>18</answer>", ["18"]),
+        ("The answer is 18.", ["18"]),
+        ("Answer: $\\frac{1}{2}$", [r"\frac{1}{2}"]),
+        ("Final Answer: The final answer is $12$. I hope it is correct.", ["12"]),
+        ("A: 36", ["36"]),
+    ],
+)
+def test_finds(text: str, parts: list[str]) -> None:
+    """The last mark's content, boxes before weaker marks."""
+    assert list(extract(text).parts) == parts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "5",
+        "so x = 5",
+        r"\boxed{5} and then \boxed{6",
+        r"\boxed{5} and so \boxed",
+        r"\boxed{\{5\}",
+        r"\boxed{}",
+        r"\boxed{5} no: \boxed{ }",
+        r"<think>\boxed{5}</think>",
+        r"<think>\boxed{5}",
+        "####",
+        "<answer>5",
+        r"#### 5 \boxed{",
+        "The answer is 5. No, wait: we have to count the edges as well.",
+        "What is the answer to 2 + 3, which the problem says is 5?",
+    ],
+)
+def test_finds_nothing(text: str) -> None:
+    """A broken or missing mark is no answer, whatever stands before it; the grade says why."""
+    assert extract(text).parts == ()
+    grade = grade_math(text, "5", {})
+    assert (grade.reward, grade.extracted) == (0.0, None)
+    assert grade.why
+    assert grade.facts == {"parsed_share": 0.0, "boxed_share": 0.0}
+
+
+def test_the_prompts_echo_is_no_answer() -> None:
+    """A completion that repeats a prompt with the reference in it is not paid for it."""
+    echo = "Problem: show that the sum is 42. Put your final answer within \\boxed{}."
+    assert grade_math(echo, "42", {}).reward == 0.0
+    assert grade_math(f"{echo} I do not know.", "42", {}).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    "hedge", [r"\boxed{3} \boxed{4}", r"\boxed{3} or \boxed{4}", r"\boxed{3 or 4}", r"\boxed{3, 4}"]
+)
+def test_hedging_is_wrong_unless_the_reference_is_the_list(hedge: str) -> None:
+    """Two answers are one list."""
+    assert grade_math(hedge, "3", {}).reward == 0.0
+    assert grade_math(hedge, "4", {}).reward == 0.0
+    assert grade_math(hedge, "3,4", {}).reward == 1.0
+
+
+def test_boxes_side_by_side_may_say_the_same() -> None:
+    """Each must be right then."""
+    assert grade_math(r"\boxed{x=4}. \boxed{4}", "4", {}).reward == 1.0
+    assert grade_math(r"\boxed{x=3}. \boxed{4}", "4", {}).reward == 0.0
+
+
+def test_strict_wants_a_box() -> None:
+    """`math_boxed` pays for the format too."""
+    assert grade_math("The answer is 5.", "5", {}).reward == 1.0
+    assert grade_math_boxed("The answer is 5.", "5", {}).reward == 0.0
+    assert grade_math_boxed(r"\boxed{5}", "5", {}).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "piece", ["{", "}", r"\boxed{", r"\boxed", r"\{", "{}", r"\boxed{}", "<think>", "#### ", "answer is "]
+)
+def test_a_megabyte_of_anything_is_read_in_one_pass(piece: str) -> None:
+    """It ends: anything quadratic in the braces would take hours here."""
+    assert grade_math(piece * (1_000_000 // len(piece)), "5", {}).reward == 0.0
+
+
+def test_a_megabyte_in_a_box_is_not_parsed() -> None:
+    """An answer of that length is refused with its length."""
+    grade = grade_math("\\boxed{" + "1+" * 500_000 + "1}", "500001", {})
+    assert grade.reward == 0.0
+    assert "characters" in grade.why
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"\boxed{5}", "5", 1.0),
+        (r"\boxed{\frac{3}{4}}", r"\frac{3}{4}", 1.0),
+        (r"guess \boxed{3}. finally \boxed{\frac{3}{4}}", "3", 0.0),
+        (r"\boxed{3} and \boxed{4", "3", 0.0),
+        ("#### 1,000", "1000", 1.0),
+        ("5", "5", 0.0),
+    ],
+)
+def test_final_answer(completion: str, answer: str, reward: float) -> None:
+    """The quickstart's grader compares strings, and takes no earlier box for a last one that it cannot read."""
+    assert final_answer(completion, answer) == reward
