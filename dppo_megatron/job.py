@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -16,9 +16,8 @@ from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.prompts import load_examples, load_prompts
 from dppo_megatron.platform.capabilities import this_machine
-from dppo_megatron.rewards.graders import BUILT_IN
-from dppo_megatron.rewards.grading import Grader
-from dppo_megatron.rewards.pool import GraderPool
+from dppo_megatron.rewards.grading import Grader, make_grader
+from dppo_megatron.rewards.start_checks import check_grader, check_references
 from dppo_megatron.types import Prompt, TrainSample, UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import WeightReader
@@ -39,6 +38,8 @@ class Job:
     grade: Grader
     policy_loss: PolicyLoss | None = None
     """The user's own, of `objective.function`."""
+    notes: list[str] = field(default_factory=list)
+    """What the person who starts the run should see."""
 
 
 def prepare_job(config: Config, world_size: int) -> Job:
@@ -77,18 +78,20 @@ def prepare_job(config: Config, world_size: int) -> Job:
                 f"warm_start.examples_per_step = {config.warm_start.examples_per_step}, but"
                 f" {config.warm_start.examples_path} holds only {len(examples)} examples"
             )
+    eval_prompts = {name: load_prompts(path, config.data, tokenizer) for name, path in config.data.eval_paths.items()}
+    policy_loss = _load_policy_loss(config)
+    grader, notes = _check_grading(config, train_prompts, eval_prompts)
     return Job(
         config=config,
         architecture=architecture,
         checkpoint=checkpoint,
         tokenizer=tokenizer,
         train_prompts=train_prompts,
-        eval_prompts={
-            name: load_prompts(path, config.data, tokenizer) for name, path in config.data.eval_paths.items()
-        },
+        eval_prompts=eval_prompts,
         warm_start_examples=examples,
-        grade=_load_grader(config),
-        policy_loss=_load_policy_loss(config),
+        grade=grader,
+        policy_loss=policy_loss,
+        notes=notes,
     )
 
 
@@ -112,10 +115,37 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
     return loaded
 
 
-def _load_grader(config: Config) -> Grader:
-    function = BUILT_IN.get(config.reward.function, config.reward.function)
-    load_function("reward.function", function)  # here and not in its process, so that a typo is said now
-    return GraderPool(function, config.reward.processes, config.reward.timeout_s)
+def _check_grading(
+    config: Config, train_prompts: list[Prompt], eval_prompts: dict[str, list[Prompt]]
+) -> tuple[Grader, list[str]]:
+    """The grader, tried on made-up answers and on the references of every set that it will grade; what that showed.
+
+    Evaluation sets with graders of their own are tried with those, which are then closed.
+    """
+    reward = config.reward
+    grader = make_grader(reward)
+    notes: list[str] = []
+    sets = [("train", grader, train_prompts)]
+    others: dict[str, Grader] = {}
+    for name, prompts in eval_prompts.items():
+        own = config.data.eval_sets[name].grader if name in config.data.eval_sets else None
+        if own and own not in others:
+            others[own] = make_grader(reward, own, f"data.eval_sets.{name}.grader")
+        sets.append((f"eval/{name}", others[own] if own else grader, prompts))
+    checked: set[str] = set()
+    try:
+        for name, used, prompts in sets:
+            if used.key not in checked and prompts:
+                check_grader(used, prompts[0])
+                checked.add(used.key)
+            notes.append(check_references(used, reward, name, prompts))
+    except BaseException:
+        grader.close()
+        raise
+    finally:
+        for other in others.values():
+            other.close()
+    return grader, [note for note in notes if note]
 
 
 def _load_policy_loss(config: Config) -> PolicyLoss | None:

@@ -71,6 +71,7 @@ class Run:
         if self._writes:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._open_record(trace_header(job.config, len(job.train_prompts)))
+        self.say(job.notes)
         self.say(f"changed since the run began: {line}" for line in changes)
         self.progress.say(self.loop.actor.description)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.pruning import check_pruning
+from dppo_megatron.config.reward import check_reward
 from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
@@ -22,6 +23,7 @@ def check_values(config: Config) -> None:
     _check_files(config)
     check_rollout(config.rollout)
     check_pruning(config.pruning)
+    check_reward(config.reward)
     _check_objective(config)
 
 
@@ -75,7 +77,6 @@ def _check_ranges(config: Config) -> None:
         "actor.layout.expert_parallel": config.actor.layout.expert_parallel,
         "actor.logprob_chunk_tokens": config.actor.logprob_chunk_tokens,
         "warm_start.examples_per_step": config.warm_start.examples_per_step,
-        "reward.processes": config.reward.processes,
     }
     for key, count in at_least_one.items():
         if count < 1:
@@ -112,7 +113,6 @@ def _check_ranges(config: Config) -> None:
         "actor.optimizer.learning_rate": optimizer.learning_rate,
         "actor.optimizer.adam_eps": optimizer.adam_eps,
         "warm_start.learning_rate": config.warm_start.learning_rate,
-        "reward.timeout_s": config.reward.timeout_s,
     }
     for key, value in positive.items():
         if not value > 0:
