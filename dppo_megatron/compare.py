@@ -192,7 +192,8 @@ def _collect(method: str, seed: int, run_dir: Path) -> MethodRun:
             for entry in row["prune/ledger"]:
                 before = labels.get(entry["name"], "exact")
                 labels[entry["name"]] = max(before, entry["label"], key=worst)
-        scores = [value for key, value in row.items() if key.startswith("eval/")]
+        # null where every grading of a set failed: a mean over nothing is no accuracy of 0
+        scores = [value for key, value in row.items() if key.startswith("eval/") and value is not None]
         if scores:
             curve.append(Point(row["step"], statistics.mean(scores), seconds, generated, trained))
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))

@@ -95,7 +95,8 @@ class GraderPool:
         """Whether a process ever did."""
         self.seconds_each = 0.001
         """Of a grading, by the chunks so far."""
-        self._processes: list[GraderProcess] = []
+        self.processes: list[GraderProcess] = []
+        """Those that have been started, at most `num_processes`."""
         self._lock = threading.Lock()
         self._owner = os.getpid()
 
@@ -112,13 +113,13 @@ class GraderPool:
         """
         with self._lock:
             self._leave_what_a_fork_copied()
-            call = _Call(self, self._processes, tasks)
+            call = _Call(self, self.processes, tasks)
             try:
                 call.run()
             finally:  # what still has samples of its own has them from a call that was broken off
-                for process in [one for one in self._processes if one.owned > one.answered or not self.has_started]:
+                for process in [one for one in self.processes if one.owned > one.answered or not self.has_started]:
                     process.release()
-                    self._processes.remove(process)
+                    self.processes.remove(process)
             grades = [grade for grade in call.outcomes if grade is not None]
             assert len(grades) == len(tasks)
         _log_failures(tasks, grades)
@@ -128,15 +129,15 @@ class GraderPool:
         """End the processes. Grading again starts others."""
         with self._lock:
             self._leave_what_a_fork_copied()
-            for process in self._processes:
+            for process in self.processes:
                 process.release()
-            self._processes.clear()
+            self.processes.clear()
 
     def _leave_what_a_fork_copied(self) -> None:
         if self._owner != os.getpid():
-            for process in self._processes:
+            for process in self.processes:
                 process.forget()
-            self._processes, self._owner = [], os.getpid()
+            self.processes, self._owner = [], os.getpid()
 
 
 class _Call:

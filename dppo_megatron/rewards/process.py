@@ -133,6 +133,11 @@ class GraderProcess:
         return messages if messages or not ended else None
 
     @property
+    def pid(self) -> int:
+        """Of the process that runs now; another one after `start`."""
+        return self._process.pid
+
+    @property
     def wants_to_write(self) -> bool:
         """Whether something waits for room in the pipe."""
         return bool(self._outgoing)

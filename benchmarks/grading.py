@@ -1,0 +1,24 @@
+"""Benchmarks of grading, one a subcommand:
+
+python benchmarks/grading.py throughput [--json FILE]
+"""
+
+from __future__ import annotations
+
+import sys
+
+from grading_throughput import main as throughput
+
+COMMANDS = {"throughput": throughput}
+
+
+def main() -> int:
+    """Run the subcommand."""
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        print(f"usage: python benchmarks/grading.py {{{','.join(COMMANDS)}}} ...", file=sys.stderr)
+        return 2
+    return COMMANDS[sys.argv[1]](sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
