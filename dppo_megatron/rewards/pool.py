@@ -161,9 +161,11 @@ class _Call:
         pool = self._pool
         while self._missing:
             wanted = min(pool.num_processes, self._missing) if self._failed_starts < _STARTS else 0
-            while len(self._processes) < wanted:
-                self._processes.append(GraderProcess(pool.functions, pool.memory_mb))
+            while len(self._processes) < wanted and self._start(GraderProcess(pool.functions, pool.memory_mb)):
+                pass
             if not self._processes:
+                for sample in range(len(self._tasks)):
+                    self._settle(sample, _failed("died (its process does not start any more)"))
                 return
             self._hand_out()
             for process in self._wait():
@@ -330,7 +332,7 @@ class _Call:
             self._settle(sample, _failed(why))
         self._waiting.extendleft(reversed(spared))
         process.forget()
-        process.start()
+        self._start(process)
 
     def _out_of_memory(self, process: GraderProcess, sample: int, answer: dict[str, Any]) -> None:
         """A sample that has had a process to itself is to blame; else it is tried in a new one, since others may have
@@ -339,12 +341,14 @@ class _Call:
         mine = process.answered < process.owned
         fresh = process.graded == 0
         process.release()
-        process.start()
         self._waiting.extendleft(reversed(left))
         if mine and fresh:
             self._settle(sample, _failed(f"{answer['failure']}, above reward.memory_mb = {self._pool.memory_mb}"))
-        elif mine:
+        started = self._start(process)
+        if mine and not fresh and started:
             self._give(process, [sample])
+        elif mine and not fresh:
+            self._waiting.appendleft(sample)
 
     def _start_failed(self, process: GraderProcess, why: str) -> None:
         """Raises UserError if none has started before: then it is the grader, and not the machine."""
@@ -355,13 +359,22 @@ class _Call:
         _log.error("%s; it has started before", why)
         self._waiting.extendleft(reversed(process.chunk[process.answered : process.owned]))
         process.forget()
-        if self._failed_starts < _STARTS:
-            process.start()
-            return
-        self._processes.remove(process)
-        if not self._processes:
-            for sample in range(len(self._tasks)):
-                self._settle(sample, _failed("died (its process does not start any more)"))
+        self._start(process)
+
+    def _start(self, process: GraderProcess) -> bool:
+        """Start it, for the first time or again; a process that cannot be started any more leaves the pool."""
+        try:
+            if self._failed_starts < _STARTS:
+                process.start()
+                self._processes += [process] * (process not in self._processes)
+                return True
+        except OSError as error:  # no memory, no files or no processes left: the next call may find some
+            if not self._pool.has_started:
+                raise UserError(f"{self._pool.key}: no process can be started for it: {error}") from None
+            self._failed_starts = _STARTS
+            _log.error("no grader process can be started: %s", error)
+        self._processes[:] = [one for one in self._processes if one is not process]
+        return False
 
     def _settle(self, sample: int, grade: Grade) -> None:
         if self.outcomes[sample] is None:

@@ -36,10 +36,13 @@ class GraderProcess:
     def __init__(self, functions: Sequence[NamedFunction], memory_mb: int) -> None:
         self._functions = list(functions)
         self._memory_mb = memory_mb
-        self.start()
 
     def start(self) -> None:
-        """A fresh process; what it is given from now on, it gets when it is ready."""
+        """A fresh process; what it is given from now on, it gets when it is ready. To be called first.
+
+        Raises:
+            OSError: the machine has no room for it.
+        """
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
         # one thread for each: there are as many processes as there should be threads

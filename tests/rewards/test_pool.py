@@ -170,11 +170,12 @@ def test_a_sample_is_charged_with_its_own_time_only() -> None:
 def test_what_stands_behind_a_slow_sample_is_done_by_the_idle() -> None:
     """The slow one is graded where it is; those taken from behind it are graded once and come back in order."""
     with pool_of(processes=2) as pool:
-        first = pool.grade(tasks_of(["pid"] * 40))
+        while len({g.reward for g in pool.grade(tasks_of(["pid"] * 40))}) < 2:
+            pass  # until both have started
         pool.seconds_each = 1e-5
-        grades = pool.grade(tasks_of(["slow 1", *["pid"] * 40]))
+        grades = pool.grade(tasks_of(["slow 2", *["pid"] * 40]))  # half of these are sent behind the slow one
         assert grades[0].reward == 1.0
-        assert len({g.reward for g in grades[1:]} | {g.reward for g in first}) <= 2
+        assert len({g.reward for g in grades[1:]}) == 1, "all by the other process"
         assert pool.grade(tasks_of(["value 3"] * 40)) == [Grade(3.0)] * 40, "nothing is left of the call before"
 
 
@@ -346,6 +347,24 @@ def test_a_grader_that_does_not_start_again_fails_what_is_left(tmp_path: Path, m
         assert "does not start any more" in grades[2].failure
         module.write_text(good)
         assert pool.grade(tasks_of(["x"]))[0].reward == 1.0
+
+
+def _grade_without_files_left() -> list[list[float | str]]:
+    """On a rank: no file can be opened, so no process started, in the second of three calls."""
+    import resource
+
+    with pool_of(processes=1) as pool:
+        outcomes = [[outcome(g) for g in pool.grade(tasks_of(["1", "0"]))]]
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), limits[1]))
+        outcomes.append([outcome(g) for g in pool.grade(tasks_of(["exit7", "1"]))])
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        return [*outcomes, [outcome(g) for g in pool.grade(tasks_of(["1", "0"]))]]
+
+
+def test_a_machine_without_room_for_a_process_fails_gradings_and_not_the_trainer() -> None:
+    (outcomes,) = run_ranks(_grade_without_files_left, 1)
+    assert outcomes == [[1.0, 0.0], ["died (exit code 7)", "died (its process does not start any more)"], [1.0, 0.0]]
 
 
 def test_only_the_grader_is_imported() -> None:
