@@ -80,6 +80,7 @@ NO_FAULT = {  # odd, and graded all the same
     "leak 20": 1.0,
     "numpy": 0.5,
     "grade x": 0.5,
+    "slow 0.1": 1.0,
     "1": 1.0,
     "0": 0.0,
 }
@@ -99,10 +100,20 @@ def test_each_behaviour_costs_its_own_sample_only(command: str) -> None:
     """Among others in one chunk, in one process, which goes on or is replaced."""
     hangs = OWN_FAULT.get(command) == "timed out"
     with pool_of(processes=1, timeout_s=1.0 if hangs else 60.0) as pool:
-        commands = ["1", "0", command, "1", "print", "1"]
+        commands = ["1", "0", command, "1", "print", "slow 0.1"]
         for _ in range(1 if hangs else 2):
             for completion, grade in zip(commands, pool.grade(tasks_of(commands)), strict=True):
                 check(completion, grade)
+
+
+def test_what_is_odd_and_harmless_costs_no_process() -> None:
+    """Not even one that has forked: the child must not answer as well."""
+    harmless = [command for command in NO_FAULT if not command.startswith("leak")]
+    with pool_of(processes=1, timeout_s=60.0) as pool:
+        before = pool.grade(tasks_of(["pid"]))
+        for command in harmless:
+            check(command, pool.grade(tasks_of([command, "slow 0.1"]))[0])
+        assert pool.grade(tasks_of(["pid"])) == before
 
 
 MIX = st.lists(
