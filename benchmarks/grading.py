@@ -1,6 +1,7 @@
 """Benchmarks of grading, one a subcommand:
 
 python benchmarks/grading.py accuracy [--json FILE]
+python benchmarks/grading.py throughput [--json FILE]
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import sys
 
 from grading_accuracy import main as accuracy
+from grading_throughput import main as throughput
 
-COMMANDS = {"accuracy": accuracy}
+COMMANDS = {"accuracy": accuracy, "throughput": throughput}
 
 
 def main() -> int:

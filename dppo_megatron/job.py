@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -22,9 +22,8 @@ from dppo_megatron.data.fingerprint import data_fingerprint
 from dppo_megatron.data.report import report_lines
 from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_train_sets, stop_token_ids
 from dppo_megatron.platform.capabilities import this_machine
-from dppo_megatron.rewards.graders import BUILT_IN
-from dppo_megatron.rewards.grading import Grader
-from dppo_megatron.rewards.pool import GraderPool
+from dppo_megatron.rewards.grading import Grader, make_grader
+from dppo_megatron.rewards.start_checks import check_grader, check_references
 from dppo_megatron.types import Prompt, TrainSample, UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import WeightReader
@@ -49,6 +48,8 @@ class Job:
     grade: Grader
     policy_loss: PolicyLoss | None = None
     """The user's own, of `objective.function`."""
+    notes: list[str] = field(default_factory=list)
+    """What the person who starts the run should see."""
 
     @cached_property
     def train_prompts(self) -> list[Prompt]:
@@ -85,9 +86,6 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True) -> Job:
         _check_actor(config, architecture, world_size)
     _check_positions(config, architecture)
     checkpoint = open_checkpoint(config.model.hf_path, architecture)
-    for settings in eval_set_configs(config).values():
-        if settings.grader:
-            load_function(f"{settings.key}.grader", BUILT_IN.get(settings.grader, settings.grader))
     tokenizer = load_tokenizer(config.model.hf_path, architecture)
     train_sets = load_train_sets(config, tokenizer) if trains else {}
     examples: list[TrainSample] = []
@@ -103,17 +101,21 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True) -> Job:
                 f"warm_start.examples_per_step = {config.warm_start.examples_per_step}, but"
                 f" {config.warm_start.examples_path} holds only {len(examples)} examples"
             )
+    eval_sets = load_eval_sets(config, tokenizer)
+    policy_loss = _load_policy_loss(config) if trains else None
+    grader, notes = _check_grading(config, train_sets, eval_sets)
     return Job(
         config=config,
         architecture=architecture,
         checkpoint=checkpoint,
         tokenizer=tokenizer,
         train_sets=train_sets,
-        eval_sets=load_eval_sets(config, tokenizer),
+        eval_sets=eval_sets,
         stop_token_ids=stop_token_ids(config, tokenizer),
         warm_start_examples=examples,
-        grade=_load_grader(config),
-        policy_loss=_load_policy_loss(config) if trains else None,
+        grade=grader,
+        policy_loss=policy_loss,
+        notes=notes,
     )
 
 
@@ -149,10 +151,37 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
     return loaded
 
 
-def _load_grader(config: Config) -> Grader:
-    function = BUILT_IN.get(config.reward.function, config.reward.function)
-    load_function("reward.function", function)  # here and not in its process, so that a typo is said now
-    return GraderPool(function, config.reward.processes, config.reward.timeout_s)
+def _check_grading(
+    config: Config, train_sets: Mapping[str, ProblemSet], eval_sets: Mapping[str, ProblemSet]
+) -> tuple[Grader, list[str]]:
+    """The grader, tried on made-up answers and on the references of every set that it will grade; what that showed.
+
+    Evaluation sets with graders of their own are tried with those, which are then closed.
+    """
+    reward, settings = config.reward, eval_set_configs(config)
+    grader = make_grader(reward)
+    sets = [(name, grader, loaded.prompts) for name, loaded in train_sets.items()]
+    others: dict[str, Grader] = {}
+    for name, loaded in eval_sets.items():
+        own = settings[name].grader
+        if own and own not in others:
+            others[own] = make_grader(reward, own, f"{settings[name].key}.grader")
+        sets.append((f"eval/{name}", others[own] if own else grader, loaded.prompts))
+    checked: set[str] = set()
+    notes: list[str] = []
+    try:
+        for name, used, prompts in sets:
+            if used.key not in checked and prompts:
+                check_grader(used, prompts[0])
+                checked.add(used.key)
+            notes.append(check_references(used, reward, name, prompts))
+    except BaseException:
+        grader.close()
+        raise
+    finally:
+        for other in others.values():
+            other.close()
+    return grader, [note for note in notes if note]
 
 
 def _load_policy_loss(config: Config) -> PolicyLoss | None:

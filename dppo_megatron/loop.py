@@ -6,6 +6,7 @@ Updating and syncing are collective.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -32,7 +33,8 @@ from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.packing.slack import TokenCapacity
 from dppo_megatron.pruning import LedgerRow, surprisal
 from dppo_megatron.pruning.interface import PromptFeatures
-from dppo_megatron.rewards.grading import grade_group
+from dppo_megatron.rewards.grading import grade_groups
+from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
 from dppo_megatron.rollout.engine import Engine, Request, Sampling
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.rollout.receipts import canary_difference
@@ -79,6 +81,7 @@ class Loop:
         self.unsynced_step: int | None = None
         """The step whose updates are all done, until the engine has their weights."""
         self._group_size = config.rollout.completions_per_prompt
+        self._failures = FailureGuard(config.reward)
         self._packing_layout = packing_layout(config.actor, layout.world_size)
         self._cost = cost_model(self.job.architecture)
         self._selector = Selector(
@@ -152,12 +155,11 @@ class Loop:
                 self._engine.start(self._requests(mine, step), self._sampling)
             completions = self._engine.finish()
         with self.timers.phase("reward"):
-            groups = []
-            for position, item in enumerate(mine):
-                members = tuple(completions[position * size : (position + 1) * size])
-                groups.append(Group(item, members, grade_group(self.job.grade, item.prompt, members)))
+            groups = grade_groups(self.job.grade, mine, completions, size)
         with self.timers.phase("rollout"):
-            return collect(groups)
+            groups = collect(groups)
+        self._failures.check(groups, step)
+        return groups
 
     def look_ahead(self, step: int) -> None:
         """With `rollout.async_steps`, begin to generate for `step` while this step trains; 0: nothing to begin."""
@@ -187,6 +189,7 @@ class Loop:
             decision = self._selector.finish(rollouts, step)
             self._state_at_rest = None
             self.metrics |= decision.metrics
+            self.metrics |= grading_metrics(groups, list(self.job.config.reward.functions))
             self.trace_row = trace_row(step, decision, rollouts)
             measured = self._engine.statistics()
             self.metrics |= measured
@@ -194,7 +197,7 @@ class Loop:
             stragglers = straggler_rows(self.job.config.rollout, cut, len(completions))
             ledger = [*decision.ledger, *stragglers, *self._overlong_row()]
             self.metrics["prune/ledger"] = [asdict(row) for row in ledger]
-            self.metrics["rollout/completion_tokens_mean"] = float(rollouts.lengths.sum() / max(1, len(completions)))
+            self.metrics["rollout/completion_tokens_mean"] = float(rollouts.lengths.mean()) if completions else math.nan
             self.metrics["rollout/truncated"] = sum(c.finish_reason == "length" for c in completions)
             updates = self.job.config.objective.updates_per_step
             return [_samples(groups, decision, self._group_size, index) for index in range(updates)]
@@ -273,9 +276,10 @@ class Loop:
         self.rests_after, self.unsynced_step = self._step, None
 
     def close(self) -> None:
-        """Release the engine's servers and the sets' own graders."""
+        """Release the engine's servers and the graders' processes."""
         self._engine.close()
         self._evaluator.close()
+        self.job.grade.close()
 
     def evaluate(self, names: Collection[str] | None = None) -> list[EvalScores]:
         """Scores of every evaluation set, or of those in `names`."""

@@ -90,6 +90,7 @@ class Run:
         self._warned: set[str] = set()
         self._first_step, self._last_step = 1, job.config.steps
         changes += self._origin.data_changes if self._origin else ()
+        self.say(job.notes)
         self.say(f"changed since the run began: {line}" for line in changes)
         self.progress.say(self.loop.actor.description)
 

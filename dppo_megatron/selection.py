@@ -10,6 +10,7 @@ policy that knows nothing of the draws that it is about to use, which is what ke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -390,7 +391,7 @@ class Selector:
         rewards = np.where(graded, rollouts.rewards, 0.0)
         return {
             # weighted, because the generated prompts are a sample of the considered ones
-            "reward/mean": float((weight * rewards).sum() / weight.sum()) if weight.sum() else 0.0,
+            "reward/mean": float((weight * rewards).sum() / weight.sum()) if weight.sum() else math.nan,
             "reward/failed": float((~graded).sum()),
             "prune/prompts_considered": float(len(offered.kept)),
             "prune/prompts_generated": float(offered.kept.sum()),

@@ -3,25 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
 
-_ON_COMMAND = {
-    "raise": lambda: 1 / 0,
-    "hang": lambda: _spin(),
-    "sleep": lambda: time.sleep(3600),
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "exit": lambda: os._exit(7),
-    "print": lambda: print('{"reward": 5}'),
-    "nan": lambda: float("nan"),
-    "text": lambda: "no number",
-}
-
-
-def on_command(completion: str, answer: str) -> float:
-    """Does what the completion says; else 1.0 if it equals the answer."""
-    result = _ON_COMMAND[completion]() if completion in _ON_COMMAND else None
-    return float(completion == answer) if result is None else result
+_graded = 0
 
 
 def length_parity(completion: str, answer: str) -> float:
@@ -35,12 +18,46 @@ def odd_ones_raise(completion: str, answer: str) -> float:
 
 
 def unlucky(completion: str, answer: str) -> float:
-    """Hangs or dies on some completions, chosen by their text; rewards the length of the others."""
+    """Hangs or dies on some completions, chosen by their text; rewards the length of the others.
+
+    Not on those that a grader is tried on at start.
+    """
+    if not completion or "The answer" in completion or completion == answer:
+        return length_parity(completion, answer)
     fate = sum(completion.encode()) % 40
     if fate == 0:
         _spin()
     if fate == 1:
         os._exit(1)
+    return length_parity(completion, answer)
+
+
+def length(completion: str, answer: str) -> float:
+    return float(len(completion))
+
+
+def always_raises(completion: str, answer: str) -> float:
+    return 1 / 0
+
+
+def returns_nothing(completion: str, answer: str) -> None:
+    pass
+
+
+def one_argument(completion: str) -> float:
+    return 1.0
+
+
+def never_right(completion: str, answer: str) -> float:
+    return 0.0
+
+
+def breaks_later(completion: str, answer: str) -> float:
+    """Raises from a grading of its process on that the environment names."""
+    global _graded
+    _graded += 1
+    if _graded > int(os.environ["FAULTY_BREAKS_AFTER"]):
+        raise RuntimeError("the judge is out")
     return length_parity(completion, answer)
 
 

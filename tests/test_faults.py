@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -26,11 +27,10 @@ from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.job import prepare_job
 from dppo_megatron.observe.record import JsonLines, rewind
 from dppo_megatron.observe.watchdog import Watchdog
-from dppo_megatron.rewards.pool import GraderPool
 from dppo_megatron.rollout.engine import Weights
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import GuardStop
 
 SHORT = {
     "warm_start__steps": 2,
@@ -38,6 +38,7 @@ SHORT = {
     "steps": 3,
     "rollout__prompts_per_step": 8,
     "reward__function": "faulty:length_parity",
+    "reward__min_self_consistency": 0,
 }
 sys.path.append(str(Path(__file__).parent))  # grader processes are given this process's path
 
@@ -132,38 +133,10 @@ def _command_line(files: Path, run_dir: Path, extra: dict[str, Any]) -> int:
 # ------------------------------------------------------------------------------------------------------- graders
 
 
-def test_graders_fail_one_completion_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
-    """Hung, killed, exited, raised, no number: NaN each, with its label and reason; the others have their rewards."""
-    commands = ["1", "hang", "0", "kill", "exit", "raise", "nan", "text", "print", "sleep", "1", "1"]
-    pool = GraderPool("faulty:on_command", processes=2, timeout_s=1.0)
-    try:
-        rewards = pool.grade([(command, "1") for command in commands], commands)
-        assert {c for c, r in zip(commands, rewards, strict=True) if np.isnan(r)} == {
-            "hang", "kill", "exit", "raise", "nan", "text", "sleep",
-        }  # fmt: skip
-        assert [rewards[i] for i in (0, 2, 8, 10, 11)] == [1.0, 0.0, 0.0, 1.0, 1.0]
-        for said in (
-            "grading hang took more than 1 s",
-            "grading sleep took more than 1 s",
-            "grading kill took its process down (signal 9)",
-            "grading exit took its process down (exit code 7)",
-            "ZeroDivisionError",
-            "the grader returned nan for nan",
-        ):
-            assert said in caplog.text
-        assert pool.grade([("1", "1")], [""]) == [1.0], "the pool works on"
-    finally:
-        pool.close()
-
-
-def test_a_grader_that_does_not_import() -> None:
-    with pytest.raises(UserError, match=r"reward\.function = 'faulty:missing': its process did not start"):
-        GraderPool("faulty:missing").grade([("1", "1")], [""])
-
-
 def test_training_goes_on_beside_a_broken_grader(files: Path, tmp_path: Path) -> None:
     """Hangs and crashes are counted as failures, on every rank, and the run ends as it should."""
     extra = SHORT | {"reward__function": "faulty:unlucky", "reward__timeout_s": 0.5, "data__eval_paths": "{}"}
+    extra |= {"reward__max_failed_share": 1}
     run_whole(files, tmp_path / "run", 2, extra)
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == 4
@@ -173,6 +146,63 @@ def test_training_goes_on_beside_a_broken_grader(files: Path, tmp_path: Path) ->
         rewards = [reward for group in step["rewards"] for reward in group]
         assert row["reward/failed"] == rewards.count(None)
         assert set(rewards) <= {None, 0.0, 1.0}
+
+
+GRADERS_THAT_STOP_A_START = {
+    "always_raises": "fails on the reference boxed: .* it raised ZeroDivisionError: division by zero",
+    "returns_nothing": "it returned None",
+    "one_argument": "takes .* a grader is called as function\\(completion, answer\\)",
+    "missing": "cannot be imported: AttributeError",
+    "never_right": "takes 0 % for right when given as an answer, fewer than reward.min_self_consistency = 0.99",
+}
+
+
+@pytest.mark.parametrize("name", GRADERS_THAT_STOP_A_START)
+def test_a_broken_grader_stops_the_start(
+    files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Exit code 2 with the reason, and no run directory: not a run of rewards 0."""
+    extra = SHORT | {"reward__function": f"faulty:{name}", "reward__min_self_consistency": 0.99}
+    assert run_ranks(_command_line, 1, files, tmp_path / "run", extra) == [2]
+    said = capfd.readouterr().err
+    assert re.search(f"error: reward.function = 'faulty:{name}'.*{GRADERS_THAT_STOP_A_START[name]}", said), said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_grader_that_breaks_later_stops_the_run(
+    files: Path, tmp_path: Path, world_size: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 3 with a checkpoint of the last good step, and resumed with a mended grader it goes on from there."""
+    extra = SHORT | {"reward__function": "faulty:breaks_later", "data__eval_paths": "{}"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAULTY_BREAKS_AFTER", str(100 // world_size))  # in step 2: a step has 64, the start a few
+        assert run_ranks(_command_line, world_size, files, tmp_path / "run", extra) == [3] * world_size
+        said = capfd.readouterr().err
+        assert "gradings failed, more than reward.max_failed_share = 0.1 allows" in said
+        assert "x raised RuntimeError: the judge is out" in said
+        recorded = [row["step"] for row in read_metrics(tmp_path / "run")]
+        assert recorded and recorded[-1] < 3
+        assert (tmp_path / "run" / "checkpoints" / f"step_{recorded[-1]:06d}" / "manifest.json").is_file()
+        patch.setenv("FAULTY_BREAKS_AFTER", "1000000")
+        assert run_ranks(_command_line, world_size, files, tmp_path / "run", extra) == [0] * world_size
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+def test_metrics_of_several_rewards(files: Path, tmp_path: Path) -> None:
+    """The parts add up to the mean; facts that no grader gives are null; an evaluation goes by the first part."""
+    extra = SHORT | {
+        "reward__functions__parity": "{function: faulty:length_parity, weight: 2.0}",
+        "reward__functions__length": "{function: faulty:length, weight: -0.25}",
+        "pruning__prompt__score": "rms",  # the other one takes rewards in [0, 1] only
+    }
+    run_whole(files, tmp_path / "run", 1, extra)
+    rows = read_metrics(tmp_path / "run")
+    for row in rows[1:]:
+        assert row["reward/mean"] == pytest.approx(2 * row["reward/parity"] - 0.25 * row["reward/length"])
+        assert row["reward/parsed_share"] is None and row["reward/timeouts"] == 0
+        assert 0 <= row["reward/parity"] <= 1 < row["reward/length"]
+    assert rows[-1]["eval/heldout/pass@1"] > 0
 
 
 # --------------------------------------------------------------------------------------------------------- disks
@@ -305,7 +335,7 @@ def test_a_killed_run_leaves_no_graders(files: Path, tmp_path: Path, monkeypatch
     """Grader processes end with the process that started them, even while one of them hangs."""
     extra = SHORT | {"reward__function": "faulty:unlucky", "reward__timeout_s": 600, "data__eval_paths": "{}"}
     monkeypatch.setenv("FAULTY_RUN", str(tmp_path))  # by which their processes can be told from others
-    assert run_killed(files, tmp_path / "run", 1, extra, Kill("reward", 3, delay_s=0.5))
+    assert run_killed(files, tmp_path / "run", 1, extra, Kill("reward", 1, delay_s=0.5))
     deadline = time.monotonic() + 10
     while _processes_with(f"FAULTY_RUN={tmp_path}") and time.monotonic() < deadline:
         time.sleep(0.1)

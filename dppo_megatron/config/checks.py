@@ -15,6 +15,7 @@ from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.paths import check_directory, check_writable, shown
 from dppo_megatron.config.pruning import check_pruning
 from dppo_megatron.config.ranges import check_ranges, texts
+from dppo_megatron.config.reward import check_reward
 from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import Config, OptimizerConfig
 from dppo_megatron.config.selection import check_selection
@@ -37,6 +38,7 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
         _check_files(config, trains=purpose == "train")
     check_rollout(config.rollout)
     check_pruning(config.pruning)
+    check_reward(config.reward)
     _check_objective(config)
     check_selection(config)
 

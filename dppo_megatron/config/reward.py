@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dppo_megatron.config.ranges import SECONDS, ranged
+from dppo_megatron.types import UserError
+
+_TAKEN = ("mean", "failed", "timeouts", "parsed_share", "boxed_share", "disagreement")
+"""Names of metrics under reward/."""
 
 
 @dataclass
@@ -14,7 +18,7 @@ class RewardFunctionConfig:
     function: str = ""
     """A built-in grader (math, final_answer) or `module:function`."""
     weight: float = ranged(1.0, "[-1e9, 1e9]")
-    """The reward is the weighted sum over the named ones."""
+    """The reward is the weighted sum over the named ones; 0: only a metric."""
 
 
 @dataclass
@@ -23,17 +27,32 @@ class RewardConfig:
     """Grader: a built-in name (math, final_answer) or `module:function`, called as function(completion_text, answer)
     or function(completion_text, answer, row), in processes of its own. Returns a number or a `Grade`."""
     functions: dict[str, RewardFunctionConfig] = field(default_factory=dict)
-    """Several named rewards instead of the one in `function`; the first one decides what counts as correct."""
+    """Several named rewards instead of the one in `function`; each is a metric reward/<name>. The first one decides
+    what counts as correct in evaluations and in the check of the references."""
     correct_from: float = ranged(1.0, "[-1e9, 1e9]")
-    """A completion counts as correct in evaluations from this reward on."""
+    """A completion counts as correct from this reward on; of several named rewards, the first one before its weight."""
     timeout_s: float = ranged(30.0, SECONDS)
     """A grading that takes longer is given up and its process replaced; it counts in reward/failed, not as a 0."""
     processes: int = ranged(1, "[1, 1024]")
     """Grader processes of each rank."""
     memory_mb: int = ranged(2048, "[0, 100000000]")
-    """Address space that a grader process may take beyond what it starts with; 0: no limit."""
+    """Writable memory that a grader process may take beyond what it has when the grader is imported (RLIMIT_DATA);
+    0: no limit. A grading that needs more is a failure."""
     min_self_consistency: float = ranged(0.99, "[0, 1]")
-    """At start the references are graded as if they were answers; if fewer than this share are right the run does not
-    begin and the rows are listed. 0: no check."""
+    """At start up to 2,000 references of each set are graded as if they were answers; if fewer than this share are
+    right the run does not begin and rows are listed. 0: no check, for a grader that is not about references."""
     max_failed_share: float = ranged(0.1, "[0, 1]")
-    """A step in which more than this share of gradings failed stops the run with exit code 3. 1: never."""
+    """A step in which more than this share of the gradings failed, and more than one, stops the run with exit code 3.
+    0: a single one does. 1: never."""
+
+
+def check_reward(reward: RewardConfig) -> None:
+    """Raise `UserError` for names that clash and functions that are missing. What a function's path leads to is seen
+    when it is called."""
+    if not reward.functions and not reward.function:
+        raise UserError("reward.function is empty; set it to a built-in grader (math) or module:function")
+    for name, item in reward.functions.items():
+        if name in _TAKEN:
+            raise UserError(f"reward.functions.{name}: reward/{name} is another metric; choose another name")
+        if not item.function:
+            raise UserError(f"reward.functions.{name}.function is not set: a built-in grader or module:function")

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from dppo_megatron.config.data import eval_set_configs
 from dppo_megatron.distributed import collect, share
-from dppo_megatron.evaluation.grading import GradeTask, SetGraders, unparsed, vote_of
+from dppo_megatron.evaluation.grading import SetGraders, unparsed, vote_of
 from dppo_megatron.evaluation.samples import EvalSample, problem_ids
 from dppo_megatron.evaluation.statistics import EvalScores, score
 from dppo_megatron.job import Job
+from dppo_megatron.rewards.grading import GradeTask
 from dppo_megatron.rollout.engine import Engine, Request, Sampling
 from dppo_megatron.types import Completion, Grade, Prompt
 

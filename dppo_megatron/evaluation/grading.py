@@ -5,27 +5,12 @@ The one place of this room that knows how a grader is called.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from dppo_megatron.config.reward import RewardConfig
-from dppo_megatron.rewards.graders import BUILT_IN
-from dppo_megatron.rewards.grading import Grader
-from dppo_megatron.rewards.pool import GraderPool
+from dppo_megatron.rewards.grading import Grader, GradeTask, deciding_reward, make_grader
 from dppo_megatron.types import Grade
-
-
-@dataclass(frozen=True, slots=True)
-class GradeTask:
-    """One completion to grade."""
-
-    completion: str
-    answer: str
-    row: Mapping[str, Any]
-    label: str
 
 
 class SetGraders:
@@ -38,7 +23,7 @@ class SetGraders:
 
     def __init__(self, reward: RewardConfig, own: Grader) -> None:
         self._reward, self._own = reward, own
-        self._others: dict[str, GraderPool] = {}
+        self._others: dict[str, Grader] = {}
 
     def grade(self, function: str, tasks: Sequence[GradeTask]) -> list[Grade]:
         """One grade a task.
@@ -47,38 +32,22 @@ class SetGraders:
             function: a built-in name or `module:function`; empty: the run's own.
         """
         if not function:
-            return _call(self._own, tasks)
+            return self._own.grade(tasks)
         if function not in self._others:
-            self._others[function] = open_grader(self._reward, function)
-        return _call(self._others[function], tasks)
+            self._others[function] = make_grader(self._reward, function)
+        return self._others[function].grade(tasks)
 
     def correct(self, grade: Grade) -> bool | None:
         """Whether it counts as correct; None where grading failed. Of several named rewards the first decides."""
         if grade.failure:
             return None
-        reward = grade.reward
-        if grade.parts:
-            first = next(iter(self._reward.functions), "")
-            reward = grade.parts.get(first, next(iter(grade.parts.values())))
-        return None if math.isnan(reward) else reward >= self._reward.correct_from
+        return deciding_reward(grade) >= self._reward.correct_from
 
     def close(self) -> None:
         """End the processes of the sets' own graders."""
         for grader in self._others.values():
             grader.close()
         self._others.clear()
-
-
-def open_grader(reward: RewardConfig, function: str = "") -> GraderPool:
-    """Processes that grade by `function`, or by the configured grader. Once there is one: `make_grader(...)`."""
-    name = function or reward.function
-    return GraderPool(BUILT_IN.get(name, name), reward.processes, reward.timeout_s)
-
-
-def _call(grader: Grader, tasks: Sequence[GradeTask]) -> list[Grade]:
-    """Once `Grader.grade` takes tasks and gives grades: `return grader.grade(tasks)`."""
-    rewards = grader.grade([(task.completion, task.answer) for task in tasks], [task.label for task in tasks])
-    return [Grade(reward, failure="failed; the log says how" if math.isnan(reward) else "") for reward in rewards]
 
 
 def unparsed(grade: Grade) -> bool | None:

@@ -18,7 +18,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import launched_world_size
 from dppo_megatron.evaluation.choice import chosen_sets, without
 from dppo_megatron.evaluation.evaluator import Evaluator
-from dppo_megatron.evaluation.grading import GradeTask, SetGraders, open_grader, unparsed, vote_of
+from dppo_megatron.evaluation.grading import SetGraders, unparsed, vote_of
 from dppo_megatron.evaluation.progress import Progress
 from dppo_megatron.evaluation.samples import (
     RESULTS,
@@ -32,8 +32,8 @@ from dppo_megatron.evaluation.samples import (
 )
 from dppo_megatron.evaluation.statistics import EvalScores, percent
 from dppo_megatron.evaluation.target import find_target
-from dppo_megatron.job import Job, load_function, prepare_job
-from dppo_megatron.rewards.graders import BUILT_IN
+from dppo_megatron.job import Job, prepare_job
+from dppo_megatron.rewards.grading import GradeTask, make_grader
 from dppo_megatron.rollout.engine import Engine
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.serving import ServerEngine
@@ -105,8 +105,7 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
             raise UserError(f"{item}: grading again only reads reward.* settings")
     layers = [(str(beside), {"reward": before["reward"]})] if "reward" in before else []
     config = load_config("", list(settings), writes_run=False, purpose="grade", layers=layers)
-    load_function("reward.function", BUILT_IN.get(config.reward.function, config.reward.function))
-    own = open_grader(config.reward)
+    own = make_grader(config.reward)
     graders = SetGraders(config.reward, own)
     chosen = {name: str(of.get("grader") or "") for name, of in before.get("sets", {}).items()}
     if any(item.startswith("reward.function") for item in settings):

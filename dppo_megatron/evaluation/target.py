@@ -13,7 +13,6 @@ from dppo_megatron.checkpoint.shelf import named
 from dppo_megatron.config.changes import saved_values
 from dppo_megatron.types import UserError
 
-BOXED = "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}."
 """The prompt of a model of which nothing else is known."""
 _SERVER_KEYS = ("engine", "endpoints", "launch", "colocate", "allow_remote_endpoints")
 
@@ -114,7 +113,7 @@ def _defaults(model: Path) -> dict[str, Any]:
     chats = (model / "chat_template.jinja").is_file() or _has_template(model / "tokenizer_config.json")
     return {
         "model": {"dtype": dtype if dtype in ("float32", "bfloat16") else "bfloat16"},
-        "data": {"prompt_template": BOXED, "apply_chat_template": chats},
+        "data": {"template": "chat_boxed" if chats else "plain_boxed"},
     }
 
 

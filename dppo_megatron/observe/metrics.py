@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -53,8 +54,9 @@ class Progress:
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
         """Show the end of `step`."""
+        mean = metrics["reward/mean"]  # no number in a step without a reward: all pruned, or all gradings failed
         text = (
-            f"reward {metrics['reward/mean']:.3f}"
+            f"reward {'-' if mean is None or math.isnan(mean) else format(mean, '.3f')}"
             f"  generated {metrics['prune/completions_generated']:.0f}"
             f"  trained {metrics['prune/completions_trained']:.0f}"
             f"  grad {metrics['train/grad_norm']:.2f}"

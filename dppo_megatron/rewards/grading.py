@@ -1,5 +1,5 @@
-"""From completions to rewards. A grader that fails is counted, not scored 0: a broken grader must not look like a weak
-model."""
+"""From completions to graded groups. A grading that fails is counted, not scored 0: a broken grader must not look like
+a weak model."""
 
 from __future__ import annotations
 
@@ -8,18 +8,91 @@ from typing import Protocol
 
 import numpy as np
 
-from dppo_megatron.types import Completion, FloatArray, Prompt
+from dppo_megatron.config.reward import RewardConfig
+from dppo_megatron.rewards.functions import NamedFunction
+from dppo_megatron.rewards.graders import BUILT_IN
+from dppo_megatron.rewards.pool import GraderPool, GradeTask
+from dppo_megatron.types import Completion, Grade, Group, Prompt, SelectedPrompt, UserError
+
+__all__ = ["GradeTask", "Grader", "deciding_reward", "grade_groups", "make_grader", "task_of"]
 
 
 class Grader(Protocol):
-    """Rewards for completions (`pool.GraderPool`)."""
+    """Grades completions (`pool.GraderPool`)."""
 
-    def grade(self, pairs: Sequence[tuple[str, str]], labels: Sequence[str]) -> list[float]:
-        """One reward a pair of completion text and reference answer, NaN where grading failed; labels are for logs."""
+    @property
+    def key(self) -> str:
+        """What it is called in messages: `reward.function = 'math'`."""
+
+    def grade(self, tasks: Sequence[GradeTask]) -> list[Grade]:
+        """One grade a task, in their order; NaN with a `failure` where grading failed."""
+
+    def close(self) -> None:
+        """End its processes."""
 
 
-def grade_group(grader: Grader, prompt: Prompt, completions: Sequence[Completion]) -> FloatArray:
-    """Rewards of one group, [G] float64; NaN where grading failed."""
-    labels = [f"prompt {prompt.index}, completion {index}" for index in range(len(completions))]
-    pairs = [(completion.text, prompt.answer) for completion in completions]
-    return np.array(grader.grade(pairs, labels), dtype=np.float64)
+def make_grader(reward: RewardConfig, function: str = "", key: str = "") -> Grader:
+    """The configured grader. Nothing is imported and no process started before it is used.
+
+    Args:
+        function: another grader than the configured one, for an evaluation set: a built-in name or `module:function`.
+        key: the setting that names `function`, for messages.
+
+    Raises:
+        UserError: neither a built-in name nor `module:function`.
+    """
+    if function:
+        functions = [_named(key or "grader", function)]
+    elif reward.functions:
+        functions = [
+            _named(f"reward.functions.{name}.function", item.function, name, item.weight)
+            for name, item in reward.functions.items()
+        ]
+    else:
+        functions = [_named("reward.function", reward.function)]
+    return GraderPool(
+        functions,
+        processes=reward.processes,
+        timeout_s=reward.timeout_s,
+        memory_mb=reward.memory_mb,
+    )
+
+
+def task_of(prompt: Prompt, completion: str, label: str) -> GradeTask:
+    """What a grader is given to grade `completion`, an answer to `prompt`."""
+    return GradeTask(completion, prompt.answer, prompt.row, label)
+
+
+def grade_groups(
+    grader: Grader, selected: Sequence[SelectedPrompt], completions: Sequence[Completion], size: int
+) -> list[Group]:
+    """The groups of `selected`, graded in one call.
+
+    Args:
+        completions: [len(selected) * size], the groups one after another.
+    """
+    tasks = [
+        task_of(selected[i // size].prompt, c.text, f"prompt {selected[i // size].prompt.index}, completion {i % size}")
+        for i, c in enumerate(completions)
+    ]
+    grades = grader.grade(tasks)
+    groups = []
+    for position, item in enumerate(selected):
+        mine = slice(position * size, (position + 1) * size)
+        rewards = np.array([grade.reward for grade in grades[mine]], dtype=np.float64)
+        groups.append(Group(item, tuple(completions[mine]), rewards, tuple(grades[mine])))
+    return groups
+
+
+def deciding_reward(grade: Grade) -> float:
+    """What decides whether a completion is correct: the first of several named rewards, else the reward itself."""
+    return next(iter(grade.parts.values()), grade.reward)
+
+
+def _named(key: str, function: str, name: str = "", weight: float = 1.0) -> NamedFunction:
+    path = BUILT_IN.get(function, function)
+    module, separator, attribute = path.partition(":")
+    if not (separator and module and attribute):
+        names = ", ".join(sorted(BUILT_IN))
+        raise UserError(f"{key} = '{function}': expected a built-in grader ({names}) or module:function")
+    return NamedFunction(name, path, weight, f"{key} = '{function}'")

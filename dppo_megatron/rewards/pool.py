@@ -1,185 +1,412 @@
 """Graders in processes that can be killed: one that hangs or crashes costs its sample, not the run.
 
 Math graders parse what a model wrote, and some inputs make them run for ever or take their interpreter down. A hang
-inside C code cannot be interrupted from within, so each grading has a deadline after which its process is killed and
+inside C code cannot be interrupted from within, so each sample has a deadline after which its process is killed and
 replaced. Such a grading is a failure with a reason; it is never a reward of 0.
+
+Samples go out in chunks, since most gradings cost less than a message: a chunk is as long as about 5 ms of work at the
+speed seen so far. Deadlines are still each sample's own, by the board that the process keeps (`wire.py`). What stands
+behind a slow sample in its chunk is not charged with its time: it goes to whoever is idle, or else to the process that
+replaces the killed one. So k hangs over p processes cost about ceil(k / p) timeouts:
+
+    four samples, two processes, timeout 1 s; h hangs, a to c do not
+    chunks [h a] [b c]  ->  b, c done, a taken from behind h and done, h given up after 1 s
+
+Where it is not certain which sample ended a process (it could not write its answers, say), those that come into
+question are graded again, one at a time; who then ends a process alone has done it. So a process is lost at most twice
+for a sample, and no mix of behaviours goes on for ever.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import collections
 import logging
 import math
 import os
+import pickle
 import selectors
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO
+from typing import Any
 
-from dppo_megatron.types import UserError
+from dppo_megatron.rewards.functions import NamedFunction
+from dppo_megatron.rewards.process import START_S, GraderProcess, NoAnswers
+from dppo_megatron.rewards.wire import NOBODY
+from dppo_megatron.types import Grade, UserError
 
 _log = logging.getLogger(__name__)
 
-_START_S = 120.0
-"""How long a process may take to import the grader's module."""
+_CHUNK_S = 0.005
+"""Work in a chunk. A round trip costs some 0.1 ms, so 2 % of it."""
+_CHUNK_BYTES = 4 << 20
+_SLOW_S = 0.05
+"""A sample that takes longer has those behind it taken away when another process is idle."""
+_DYING_S = 0.5
+"""Between the end of a process's pipe and its own."""
+_STARTS = 3
+"""Starts that may fail in one call, once one has succeeded, before a process is given up."""
+_SHOWN = 5
+"""Failures of one call that are logged one by one."""
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class GradeTask:
+    """One completion to grade."""
+
+    completion: str
+    answer: str
+    """The reference."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The other fields of the problem's row; sent only to graders that ask for it."""
+    label: str = ""
+    """Names it in the log."""
+
+
 class GraderPool:
-    """Processes that grade.
+    """Processes that grade. They start when they are first needed.
+
+    Several threads may call `grade`; calls take turns. After a fork the child has processes of its own.
 
     Args:
-        function: `module:function` of the grader.
+        functions: the grader, or several whose weighted sum is the reward.
         processes: how many grade at a time.
-        timeout_s: of one grading.
+        timeout_s: of one sample, all functions together.
+        memory_mb: that a process may take beyond what it starts with; 0: no limit.
     """
 
-    function: str
-    processes: int = 1
-    timeout_s: float = 30.0
-    _workers: list[_Worker] = field(default_factory=list)
-
-    def grade(self, pairs: Sequence[tuple[str, str]], labels: Sequence[str]) -> list[float]:
-        """One reward a pair (completion, answer); NaN where the grader raised, hung, took its process down, or gave
-        no finite number, which is logged under the pair's label.
-
-        Raises:
-            UserError: a grader process does not start.
-        """
-        rewards = [math.nan] * len(pairs)
-        waiting = deque(range(len(pairs)))
-        wanted = min(self.processes, len(pairs))
-        self._workers += [_Worker(self.function) for _ in range(wanted - len(self._workers))]
-        with selectors.DefaultSelector() as selector:
-            for worker in self._workers[:wanted]:
-                selector.register(worker.answers, selectors.EVENT_READ, worker)
-                worker.give(waiting.popleft(), pairs)
-            while busy := [worker for worker in self._workers if worker.sample is not None]:
-                nearest = min(worker.deadline(self.timeout_s) for worker in busy)
-                ready = {key.data for key, _ in selector.select(max(0.0, nearest - time.monotonic()))}
-                for worker in busy:
-                    late = time.monotonic() >= worker.deadline(self.timeout_s)
-                    if worker not in ready and not late:
-                        continue
-                    sample = worker.sample
-                    assert sample is not None
-                    rewards[sample] = self._outcome(worker, selector, labels[sample], hung=worker not in ready)
-                    if waiting:
-                        worker.give(waiting.popleft(), pairs)
-        return rewards
-
-    def close(self) -> None:
-        """End the processes."""
-        for worker in self._workers:
-            worker.end()
-        self._workers.clear()
-
-    def _outcome(self, worker: _Worker, selector: selectors.BaseSelector, label: str, *, hung: bool) -> float:
-        worker.sample = None
-        answer = None if hung else worker.read()
-        if answer is not None:
-            if "error" in answer:
-                _log.error("the grader raised on %s:\n%s", label, answer["error"])
-                return math.nan
-            reward = float(answer["reward"])
-            if not math.isfinite(reward):
-                _log.error("the grader returned %r for %s", reward, label)
-            return reward if math.isfinite(reward) else math.nan
-        why = f"took more than {self.timeout_s:g} s" if hung else f"took its process down ({worker.exit_status()})"
-        _log.error("grading %s %s", label, why)
-        selector.unregister(worker.answers)
-        worker.restart()
-        selector.register(worker.answers, selectors.EVENT_READ, worker)
-        return math.nan
-
-
-class _Worker:
-    """One process and the sample that it has at hand."""
-
-    def __init__(self, function: str) -> None:
-        self._function = function
-        self.sample: int | None = None
-        self._since = 0.0
-        self.restart()
-
-    def restart(self) -> None:
-        """A fresh process in place of whatever is there."""
-        self.end()
-        # -c and not -m: the program's own directory must not stand before the user's on the path
-        command = [sys.executable, "-c", "from dppo_megatron.rewards.worker import main; main()"]
-        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            bufsize=1,
-            env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-            start_new_session=True,  # so that what a grader started ends with it
-        )
-        # what ties the process's life to ours goes by the thread that starts it, and another thread may end earlier
-        tied = threading.current_thread() is threading.main_thread()
-        self._send(json.dumps({"path": sys.path, "function": self._function, "dies_with_parent": tied}))
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.answers, selectors.EVENT_READ)
-            started = selector.select(_START_S) and self.answers.readline() == "ready\n"
-        if not started:
-            self.end()
-            raise UserError(
-                f"reward.function = '{self._function}': its process did not start ({self.exit_status()});"
-                " what it wrote stands above"
-            )
+    def __init__(
+        self,
+        functions: Sequence[NamedFunction],
+        *,
+        processes: int = 1,
+        timeout_s: float = 30.0,
+        memory_mb: int = 0,
+    ) -> None:
+        self.functions = tuple(functions)
+        self.num_processes = processes
+        self.timeout_s = timeout_s
+        self.memory_mb = memory_mb
+        self.sends_rows = True
+        """Whether any of the functions asks for the row; as their processes say when they start."""
+        self.has_started = False
+        """Whether a process ever did."""
+        self.seconds_each = 0.001
+        """Of a grading, by the chunks so far."""
+        self.processes: list[GraderProcess] = []
+        """Those that have been started, at most `num_processes`."""
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
 
     @property
-    def answers(self) -> IO[str]:
-        """Where its answers come from."""
-        assert self._process.stdout is not None
-        return self._process.stdout
+    def key(self) -> str:
+        """What the grader is called in messages: `reward.function = 'math'`."""
+        return self.functions[0].key if len(self.functions) == 1 else "reward.functions"
 
-    def give(self, sample: int, pairs: Sequence[tuple[str, str]]) -> None:
-        """Have it grade `pairs[sample]`."""
-        self.sample, self._since = sample, time.monotonic()
-        self._send(json.dumps(pairs[sample]))
+    def grade(self, tasks: Sequence[GradeTask]) -> list[Grade]:
+        """One grade a task, in their order; where grading failed its reward is NaN and `failure` says why.
 
-    def deadline(self, timeout_s: float) -> float:
-        """When the grading at hand is given up, by the monotonic clock."""
-        return self._since + timeout_s
+        Raises:
+            UserError: the first process does not start: an import error, or a function that is no grader.
+        """
+        with self._lock:
+            self._leave_what_a_fork_copied()
+            call = _Call(self, self.processes, tasks)
+            try:
+                call.run()
+            finally:  # what still has samples of its own has them from a call that was broken off
+                for process in [one for one in self.processes if one.owned > one.answered or not self.has_started]:
+                    process.release()
+                    self.processes.remove(process)
+            grades = [grade for grade in call.outcomes if grade is not None]
+            assert len(grades) == len(tasks)
+        _log_failures(tasks, grades)
+        return grades
 
-    def read(self) -> dict[str, float | str] | None:
-        """Its answer; None if it has died."""
-        line = self.answers.readline()
-        if not line.endswith("\n"):
-            return None
-        answer: dict[str, float | str] = json.loads(line)
-        return answer
+    def close(self) -> None:
+        """End the processes. Grading again starts others."""
+        with self._lock:
+            self._leave_what_a_fork_copied()
+            for process in self.processes:
+                process.release()
+            self.processes.clear()
 
-    def exit_status(self) -> str:
-        """How it ended."""
-        code = self._process.wait()
-        return f"signal {-code}" if code < 0 else f"exit code {code}"
+    def _leave_what_a_fork_copied(self) -> None:
+        if self._owner != os.getpid():
+            for process in self.processes:
+                process.forget()
+            self.processes, self._owner = [], os.getpid()
 
-    def end(self) -> None:
-        """Kill it and what it started."""
-        process = getattr(self, "_process", None)
-        if process is None:
+
+class _Call:
+    """One call of `grade`: which samples wait, and what has become of the others."""
+
+    def __init__(self, pool: GraderPool, processes: list[GraderProcess], tasks: Sequence[GradeTask]) -> None:
+        self._pool = pool
+        self._processes = processes
+        self._tasks = tasks
+        self.outcomes: list[Grade | None] = [None] * len(tasks)
+        self._missing = len(tasks)
+        self._waiting = deque(range(len(tasks)))
+        self._alone: deque[int] = deque()
+        """Samples that may have ended a process: graded one at a time."""
+        self._suspects: set[int] = set()
+        """All that ever were in `_alone`: the next process that ends with one of them was ended by it."""
+        self._failed_starts = 0
+
+    def run(self) -> None:
+        """Fill `outcomes`."""
+        pool = self._pool
+        while self._missing:
+            wanted = min(pool.num_processes, self._missing) if self._failed_starts < _STARTS else 0
+            while len(self._processes) < wanted and self._start(GraderProcess(pool.functions, pool.memory_mb)):
+                pass
+            if not self._processes:
+                for sample in range(len(self._tasks)):
+                    self._settle(sample, _failed("died (its process does not start any more)"))
+                return
+            self._hand_out()
+            for process in self._wait():
+                self._receive(process)
+            now = time.monotonic()
+            for process in list(self._processes):
+                if not process.idle and now >= process.deadline_s(pool.timeout_s):
+                    self._give_up(process)
+
+    # ------------------------------------------------------------------------------------------------ giving
+
+    def _hand_out(self) -> None:
+        for process in self._processes:
+            if not process.idle:
+                continue
+            if not self._waiting and not self._alone:
+                self._take_from_the_slow()
+            if self._alone:
+                self._give(process, [self._alone.popleft()])
+            elif self._waiting:
+                by_speed = int(_CHUNK_S / self._pool.seconds_each)
+                fair = math.ceil(len(self._waiting) / len(self._processes))
+                self._give(process, self._next_chunk(max(1, min(by_speed, fair))))
+
+    def _next_chunk(self, most: int) -> list[int]:
+        chunk: list[int] = []
+        num_bytes = 0
+        while self._waiting and len(chunk) < most and num_bytes < _CHUNK_BYTES:
+            chunk.append(self._waiting.popleft())
+            num_bytes += len(self._tasks[chunk[-1]].completion)
+        return chunk
+
+    def _give(self, process: GraderProcess, samples: Sequence[int]) -> None:
+        given, payloads = [], []
+        for sample in samples:
+            task = self._tasks[sample]
+            row = dict(task.row) if self._pool.sends_rows else None
+            try:
+                # each by itself: what a grader does to a row is not seen by the next one
+                payloads.append(pickle.dumps((task.completion, task.answer, row), 5))
+                given.append(sample)
+            except Exception as error:
+                self._settle(sample, _failed(f"raised {type(error).__name__}: its row cannot be sent: {error}"))
+        if given:
+            process.give(given, payloads)
+
+    def _take_from_the_slow(self) -> None:
+        """Let samples that stand behind a slow one wait for the idle instead."""
+        behind = [process for process in self._processes if self._slow_at(process) is not None]
+        if behind:
+            process = max(behind, key=lambda one: one.owned - one.at)
+            self._waiting.extend(process.keep(process.at + 1))
+
+    def _slow_at(self, process: GraderProcess) -> float | None:
+        """When its sample became slow, if it has and others stand behind it."""
+        at = process.at
+        slow_s = process.since_s + _SLOW_S
+        return slow_s if at != NOBODY and at + 1 < process.owned and time.monotonic() >= slow_s else None
+
+    # ----------------------------------------------------------------------------------------------- waiting
+
+    def _wait(self) -> list[GraderProcess]:
+        """The processes of which something may be heard, or that have died; none where a deadline comes first."""
+        timeouts = [process.deadline_s(self._pool.timeout_s) for process in self._processes if not process.idle]
+        now = time.monotonic()
+        if any(process.idle for process in self._processes):
+            slow = [p.since_s + _SLOW_S for p in self._processes if p.owned - p.answered > 1]
+            timeouts += [max(when, now + _SLOW_S / 5) for when in slow]
+        with selectors.PollSelector() as selector:
+            for process in self._processes:
+                selector.register(process.answers, selectors.EVENT_READ, process)
+                if process.wants_to_write:
+                    selector.register(process.requests, selectors.EVENT_WRITE, process)
+                if process.death is not None:
+                    selector.register(process.death, selectors.EVENT_READ, process)
+            left = min(timeouts, default=0.0) - now
+            heard = {id(key.data): key.data for key, _ in selector.select(max(0.0, left))}
+        return list(heard.values())
+
+    def _receive(self, process: GraderProcess) -> None:
+        process.pump()
+        try:
+            messages = process.receive()
+            for message in messages or []:
+                self._take(process, message)
+        except (NoAnswers, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            self._lost(process, f"died (it wrote something else than answers: {error})", certain=False)
             return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, 9)
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):
-                stream.close()
+        if messages is None:
+            certain = process.at != NOBODY
+            how = process.end(_DYING_S) or "its pipe was closed"
+            self._lost(process, f"died ({how})", certain=certain)
 
-    def _send(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died: reading its answer will say so
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
+    def _take(self, process: GraderProcess, message: dict[str, Any]) -> None:
+        """A message of a process."""
+        pool = self._pool
+        if "error" in message:
+            self._start_failed(process, str(message["error"]))
+            return
+        if "ready" in message:
+            process.ready = pool.has_started = True
+            pool.sends_rows = bool(message["rows"])
+            return
+        for answer in message["answers"]:
+            sample = process.chunk[process.answered]
+            if isinstance(answer, dict) and "memory" in answer:
+                self._out_of_memory(process, sample, answer)
+                return
+            grade = _grade(answer)
+            if process.answered < process.owned:
+                self._settle(sample, grade)
+            process.answered += 1
+            process.graded += 1
+        if message.get("done"):
+            if process.answered == len(process.chunk):
+                each = (time.monotonic() - process.given_s) / len(process.chunk)
+                # the geometric mean, for which one slow sample in a hundred fast ones is no revolution
+                pool.seconds_each = max(1e-6, math.sqrt(pool.seconds_each * each))
+            missing = process.chunk[process.answered : process.owned]
+            process.chunk = []
+            self._waiting.extendleft(reversed(missing))
+
+    # -------------------------------------------------------------------------------------- what goes wrong
+
+    def _give_up(self, process: GraderProcess) -> None:
+        """Its sample, or its start, has taken too long."""
+        if not process.ready:
+            self._start_failed(process, f"{self._pool.key}: its process was not ready after {START_S:g} s")
+            return
+        at, since_s = process.at, process.since_s
+        process.end()
+        try:
+            for message in process.receive() or []:  # what it said before it was killed
+                self._take(process, message)
+        except (NoAnswers, KeyError, TypeError, ValueError, AttributeError, IndexError):
+            at = NOBODY
+        if not process.ready:  # its last words were of its memory, and it has been replaced
+            return
+        certain = at != NOBODY and (process.at, process.since_s) == (at, since_s)
+        self._lost(process, f"timed out after {self._pool.timeout_s:g} s", certain=certain)
+
+    def _lost(self, process: GraderProcess, why: str, *, certain: bool) -> None:
+        """A process has died, was killed or is not understood: blame a sample, spare the others, start afresh.
+
+        Args:
+            certain: the sample at hand is to blame.
+        """
+        if not process.ready:
+            self._start_failed(process, f"{self._pool.key}: its process {why} before it was ready")
+            return
+        process.end()
+        first, end = process.answered, process.owned
+        if certain:  # at `end` it was at a sample that had been taken from it
+            blamed = process.chunk[process.at : min(process.at + 1, end)]
+            spared = process.chunk[first : process.at] + process.chunk[process.at + 1 : end]
+        else:
+            last = min(max(process.begun, first + 1), end)
+            blamed = [sample for sample in process.chunk[first:last] if sample in self._suspects]
+            suspects = [sample for sample in process.chunk[first:last] if sample not in self._suspects]
+            spared = process.chunk[last:end]
+            self._suspects.update(suspects)
+            self._alone.extend(suspects)
+        for sample in blamed:
+            self._settle(sample, _failed(why))
+        self._waiting.extendleft(reversed(spared))
+        process.forget()
+        self._start(process)
+
+    def _out_of_memory(self, process: GraderProcess, sample: int, answer: dict[str, Any]) -> None:
+        """A sample that has had a process to itself is to blame; else it is tried in a new one, since others may have
+        filled this one's memory."""
+        left = process.chunk[process.answered + 1 : process.owned]
+        mine = process.answered < process.owned
+        fresh = process.graded == 0
+        process.release()
+        self._waiting.extendleft(reversed(left))
+        if mine and fresh:
+            self._settle(sample, _failed(f"{answer['failure']}, above reward.memory_mb = {self._pool.memory_mb}"))
+        started = self._start(process)
+        if mine and not fresh and started:
+            self._give(process, [sample])
+        elif mine and not fresh:
+            self._waiting.appendleft(sample)
+
+    def _start_failed(self, process: GraderProcess, why: str) -> None:
+        """Raises UserError if none has started before: then it is the grader, and not the machine."""
+        process.end()
+        if not self._pool.has_started:
+            raise UserError(f"{why}; what it wrote, if anything, stands above")
+        self._failed_starts += 1
+        _log.error("%s; it has started before", why)
+        self._waiting.extendleft(reversed(process.chunk[process.answered : process.owned]))
+        process.forget()
+        self._start(process)
+
+    def _start(self, process: GraderProcess) -> bool:
+        """Start it, for the first time or again; a process that cannot be started any more leaves the pool."""
+        try:
+            if self._failed_starts < _STARTS:
+                process.start()
+                self._processes += [process] * (process not in self._processes)
+                return True
+        except OSError as error:  # no memory, no files or no processes left: the next call may find some
+            if not self._pool.has_started:
+                raise UserError(f"{self._pool.key}: no process can be started for it: {error}") from None
+            self._failed_starts = _STARTS
+            _log.error("no grader process can be started: %s", error)
+        self._processes[:] = [one for one in self._processes if one is not process]
+        return False
+
+    def _settle(self, sample: int, grade: Grade) -> None:
+        if self.outcomes[sample] is None:
+            self.outcomes[sample] = grade
+            self._missing -= 1
+
+
+def _grade(answer: Any) -> Grade:
+    """What a process says of a sample, as a Grade."""
+    if not isinstance(answer, dict):
+        return Grade(float(answer))
+    if "failure" in answer:
+        return _failed(str(answer["failure"]), str(answer.get("trace", "")))
+    return Grade(
+        float(answer["reward"]),
+        answer.get("extracted"),
+        answer.get("why", ""),
+        dict(answer.get("facts", {})),
+        dict(answer.get("parts", {})),
+    )
+
+
+def _failed(why: str, trace: str = "") -> Grade:
+    return Grade(math.nan, why=trace, failure=why)
+
+
+def _log_failures(tasks: Sequence[GradeTask], grades: Sequence[Grade]) -> None:
+    """The first few with their labels, the others as a count of each kind."""
+    failed = [(task.label, grade) for task, grade in zip(tasks, grades, strict=True) if grade.failure]
+    for label, grade in failed[:_SHOWN]:
+        _log.error("grading %s %s%s", label or "a sample", grade.failure, f"\n{grade.why}" if grade.why else "")
+    others = collections.Counter(grade.failure.split(":")[0] for _, grade in failed[_SHOWN:])
+    if others:
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in others.most_common(5))
+        _log.error("and %d gradings more: %s", sum(others.values()), kinds)

@@ -1,0 +1,223 @@
+"""The trainer's end of one grader process: starting it, feeding it without ever blocking, and knowing what it is at."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from dppo_megatron.rewards.functions import NamedFunction
+from dppo_megatron.rewards.wire import CANNOT_ANSWER, NOBODY, Board, board_file, frame, take_frames
+
+START_S = 120.0
+"""How long a process may take to import the grader's module."""
+_READ_BYTES = 1 << 20
+_READS = 16
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class NoAnswers(Exception):
+    """The process has written something else than answers."""
+
+
+class GraderProcess:
+    """One process and the chunk of samples that it has at hand.
+
+    Nothing here blocks: `pump` writes what the pipe takes, `receive` reads what is there.
+    """
+
+    def __init__(self, functions: Sequence[NamedFunction], memory_mb: int) -> None:
+        self._functions = list(functions)
+        self._memory_mb = memory_mb
+
+    def start(self) -> None:
+        """A fresh process; what it is given from now on, it gets when it is ready. To be called first.
+
+        Raises:
+            OSError: the machine has no room for it.
+        """
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
+        # one thread for each: there are as many processes as there should be threads
+        threads = {name: os.environ.get(name, "1") for name in _THREADS}
+        with board_file() as board:
+            self._board = Board(board.fileno())
+            self._process = subprocess.Popen(
+                # -P and not -m: a `json.py` in the working directory is none of ours
+                [sys.executable, "-P", "-c", "from dppo_megatron.rewards.worker import main; main()"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=(board.fileno(),),
+                env=os.environ | threads | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+                start_new_session=True,  # so that what a grader started ends with it
+            )
+            setup = {
+                "path": _import_path(),
+                "functions": self._functions,
+                "memory_mb": self._memory_mb,
+                "board": board.fileno(),
+                "parent": os.getpid(),
+                # what ties its life to ours goes by the thread that starts it, and another thread may end earlier
+                "dies_with_parent": threading.current_thread() is threading.main_thread(),
+            }
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self.requests, self.answers = self._process.stdin, self._process.stdout
+        for pipe in (self.requests, self.answers):
+            os.set_blocking(pipe.fileno(), False)
+        self.death = _watch(self._process.pid)
+        """Readable once the process has died, whoever else holds its pipe open; None where that is not to be had."""
+        self._received = bytearray()
+        self._outgoing = memoryview(frame(pickle.dumps(setup)))
+        self.ready = False
+        self.graded = 0
+        """Samples since it started."""
+        self.chunk: list[int] = []
+        """Samples given to it, in the order in which it grades them."""
+        self.answered = 0
+        """How many of them have come back."""
+        self.owned = 0
+        """How many of them are still its own; the last ones may have been given to another process."""
+        self.progress_s = time.monotonic()
+        """When it last gave a sign of life, was given a chunk or was started."""
+        self.pump()
+
+    def give(self, samples: Sequence[int], payloads: Sequence[bytes]) -> None:
+        """Have it grade `samples`, of which `payloads` are what it is sent."""
+        self.chunk, self.answered, self.owned = list(samples), 0, len(samples)
+        self.given_s = self.progress_s = time.monotonic()
+        self._board.reset(len(samples))
+        self._outgoing = memoryview(b"".join([self._outgoing, frame(pickle.dumps(list(payloads)))]))
+        self.pump()
+
+    def pump(self) -> None:
+        """Write as much as the pipe takes."""
+        try:
+            while self._outgoing:
+                written = self.requests.write(self._outgoing)
+                if not written:
+                    return
+                self._outgoing = self._outgoing[written:]
+        except BrokenPipeError:  # it has died, which its answers' end will say
+            self._outgoing = memoryview(b"")
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """The messages that have come; None once it has died and all that it wrote has been read.
+
+        Raises:
+            NoAnswers: what has come is no message.
+        """
+        ended = self._process.poll() is not None  # asked first: what it wrote is then all there
+        try:
+            for _ in range(_READS):  # not for ever: something that writes without end must not hold the trainer
+                data = self.answers.read(_READ_BYTES)
+                if not data:
+                    break
+                self._received += data
+        except OSError as error:
+            raise NoAnswers(str(error)) from None
+        if data == b"":
+            ended = True
+        try:
+            messages = [json.loads(payload) for payload in take_frames(self._received)]
+        except ValueError as error:
+            raise NoAnswers(str(error)) from None
+        if not all(isinstance(message, dict) for message in messages):
+            raise NoAnswers("no mapping")
+        if messages:
+            self.progress_s = time.monotonic()
+        return messages if messages or not ended else None
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs now; another one after `start`."""
+        return self._process.pid
+
+    @property
+    def wants_to_write(self) -> bool:
+        """Whether something waits for room in the pipe."""
+        return bool(self._outgoing)
+
+    @property
+    def idle(self) -> bool:
+        """Ready for a chunk."""
+        return self.ready and not self.chunk
+
+    @property
+    def at(self) -> int:
+        """Position in its chunk of the sample at hand; NOBODY if that is not certain."""
+        position = self._board.at
+        return position if self.answered <= position < len(self.chunk) else NOBODY
+
+    @property
+    def begun(self) -> int:
+        """How many of its chunk it has begun, at least."""
+        return max(self.answered, min(self._board.begun, len(self.chunk)))
+
+    @property
+    def since_s(self) -> float:
+        """When the sample at hand was begun, or else the last sign of life."""
+        return max(self._board.since_s, self.progress_s) if self.at == NOBODY else self._board.since_s
+
+    def deadline_s(self, timeout_s: float) -> float:
+        """When what it does now is given up, by the monotonic clock."""
+        return self.since_s + timeout_s if self.ready else self.progress_s + START_S
+
+    def keep(self, count: int) -> list[int]:
+        """Leave it only the first `count` samples of its chunk; returns those taken from it."""
+        taken = self.chunk[count : self.owned]
+        self.owned = count
+        self._board.limit = count
+        return taken
+
+    def end(self, patience_s: float = 0.0) -> str:
+        """Kill it and what it started; says how it had ended, if it had. What it wrote before can still be received.
+
+        Args:
+            patience_s: before it is killed; one whose pipe has just closed may be about to end by itself.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
+        code = self._process.poll()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, 9)
+        self._process.wait()
+        if code is None:
+            return ""
+        if code == CANNOT_ANSWER:
+            return "could not write its answers"
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    def release(self) -> None:
+        """Kill it and close its files."""
+        self.end()
+        self.forget()
+
+    def forget(self) -> None:
+        """Close its files and leave it to itself: another process's child, copied by a fork."""
+        for pipe in (self.requests, self.answers):
+            with contextlib.suppress(OSError):
+                pipe.close()
+        if self.death is not None:
+            os.close(self.death)
+            self.death = None
+
+
+def _import_path() -> list[str]:
+    """The trainer's, and the working directory: an installed command does not look there by itself."""
+    here = os.getcwd()
+    return list(sys.path) if {"", here} & set(sys.path) else [*sys.path, here]
+
+
+def _watch(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):  # not Linux, or a sandbox: its pipe's end must do
+        return None

@@ -1,0 +1,104 @@
+"""A grader is tried before anything expensive exists: on three made-up answers, then on the references themselves.
+
+A wrong signature or a grader that returns None would otherwise show after the first rollout, as failures; a grader that
+cannot read the references would never show, because it looks like a weak model: with the first built-in grader 23 % of
+MATH could not be rewarded at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from dppo_megatron.config.reward import RewardConfig
+from dppo_megatron.rewards.grading import Grader, deciding_reward, task_of
+from dppo_megatron.types import Grade, Prompt, UserError
+
+MOST_REFERENCES = 2000
+"""References of one set that are checked, evenly spread: 0.1 s of cheap gradings, and 99 % is known to 0.2 points."""
+_SHOWN = 10
+_FORMS = (
+    ("boxed", "The answer is $\\boxed{%s}$."),
+    ("after ####", "The answer follows.\n#### %s"),
+    ("plain", "%s"),
+)
+"""How a model may mark a final answer. A reference is right if the grader takes it in any of these forms: graders do
+not agree on one."""
+_WRONG = "The answer is $\\boxed{this is not the answer}$."
+
+
+def check_grader(grader: Grader, prompt: Prompt) -> None:
+    """Grade a right answer in every form, a wrong one and an empty text.
+
+    Raises:
+        UserError: the grader cannot be started, or one of these gradings failed.
+    """
+    texts = {f"the reference {name}": form % prompt.answer for name, form in _FORMS}
+    texts |= {"a wrong answer": _WRONG, "an empty text": ""}
+    grades = grader.grade([task_of(prompt, text, f"{what} (check at start)") for what, text in texts.items()])
+    for (what, text), grade in zip(texts.items(), grades, strict=True):
+        if grade.failure:
+            raise UserError(
+                f"{grader.key}: the grader fails on {what}: called with completion = {_short(text)} and"
+                f" answer = {_short(prompt.answer)}{_origin(prompt)} it {grade.failure}."
+                " It must return a finite number or a Grade for any text, 0 where there is no answer in it"
+            )
+
+
+def check_references(grader: Grader, reward: RewardConfig, name: str, prompts: Sequence[Prompt]) -> str:
+    """Grade the references of a set as if they were answers; returns a line that says how many were right.
+
+    Raises:
+        UserError: fewer than `reward.min_self_consistency` of them are.
+    """
+    if not reward.min_self_consistency or not prompts:
+        return ""
+    count = min(len(prompts), MOST_REFERENCES)
+    checked = [prompts[i * len(prompts) // count] for i in range(count)]
+    first_grades: dict[int, Grade] = {}
+    wrong = list(range(count))
+    for _, form in _FORMS:
+        tasks = [task_of(checked[i], form % checked[i].answer, f"the reference of {_place(checked[i])}") for i in wrong]
+        grades = dict(zip(wrong, grader.grade(tasks), strict=True))
+        for i, grade in grades.items():
+            first_grades.setdefault(i, grade)
+        # written so that a NaN is not right
+        wrong = [i for i in wrong if not deciding_reward(grades[i]) >= reward.correct_from]
+    right = count - len(wrong)
+    of_all = f"{count:,} of its {len(prompts):,}" if count < len(prompts) else f"its {count:,}"
+    said = f"{name}: of {of_all} references the grader takes {_percent(right, count)} for right when given as an answer"
+    if right / count >= reward.min_self_consistency:
+        return said
+    rows = [
+        f"\n  {_place(checked[i])}: {_short(checked[i].answer)}: {_verdict(first_grades[i])}"
+        for i in itertools.islice(wrong, _SHOWN)
+    ]
+    more = f"\n  and {len(wrong) - _SHOWN:,} more" if len(wrong) > _SHOWN else ""
+    raise UserError(
+        f"{grader.key}: {said}, fewer than reward.min_self_consistency = {reward.min_self_consistency:g}. No answer to"
+        f" the others could be rewarded: choose a grader that can read them, or mend the rows. A grader that is not"
+        f" about references (a length, a format) needs reward.min_self_consistency=0.{''.join(rows)}{more}"
+    )
+
+
+def _verdict(grade: Grade) -> str:
+    if grade.failure:
+        return grade.failure
+    return f"reward {deciding_reward(grade):g}{f' ({_short(grade.why)})' if grade.why else ''}"
+
+
+def _place(prompt: Prompt) -> str:
+    return prompt.origin or f"row {prompt.index}"
+
+
+def _origin(prompt: Prompt) -> str:
+    return f" ({prompt.origin})" if prompt.origin else ""
+
+
+def _percent(part: int, whole: int) -> str:
+    """Rounded down, so that 100 % means all."""
+    return f"{1000 * part // whole / 10:g} %"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:77] + "...")
