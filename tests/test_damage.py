@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from dppo_megatron.types import UserError
 
-FUZZ = int(os.environ.get("DPPO_FUZZ", "100"))
+FUZZ = int(os.environ.get("DPPO_FUZZ", "60"))
 NAME = re.compile(r"step_([0-9]{6,})")
 SETTINGS = {
     "warm_start__steps": 2,
