@@ -20,8 +20,8 @@ RECORDS = ("metrics.jsonl", "trace.jsonl")
 
 
 def harm(run_dir: Path, rng: random.Random) -> list[str]:
-    """One to four damages; what they were."""
-    return [rng.choice(DAMAGES)(run_dir, rng) for _ in range(rng.randint(1, 4))]
+    """One to eight damages; what they were."""
+    return [rng.choice(DAMAGES)(run_dir, rng) for _ in range(rng.randint(1, 8))]
 
 
 def unharmed_steps(run_dir: Path, original: Path) -> list[int]:

@@ -224,6 +224,20 @@ def test_a_line_with_another_digit_is_noticed(tmp_path: Path) -> None:
     assert '"step": 3' in (tmp_path / "old" / "metrics.redone.jsonl").read_text()
 
 
+@pytest.mark.parametrize("newline", [b"", b" ", b"\x8a", b"\0", b"\r\n", b"\n\n", b" \n\t", b"\n5\n", b"\n{}\n"])
+def test_lines_whose_newline_was_harmed_are_separated(tmp_path: Path, newline: bytes) -> None:
+    """Whatever one byte becomes, or is put in its place: both lines are there again, byte for byte."""
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    for step in range(4):
+        lines.write({"step": step, "more": {"a": [step, "x"]}})
+    lines.close()
+    whole = path.read_bytes()
+    path.write_bytes(newline.join(whole.split(b"\n")[:-1]) + newline)
+    said, _ = rewind(path, 3, lines.sums)
+    assert path.read_bytes() == whole and not any("lost" in line for line in said)
+
+
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 

@@ -19,6 +19,7 @@ from typing import Any
 OLD = "old"
 """Where lines and files go that are no longer part of the record, beside it."""
 
+_BLANK = b" \t\r"
 _START = b'{"step": '
 """How a step's line begins, by which one is found again that has lost the newline before it."""
 
@@ -155,7 +156,7 @@ def _place(
     if step == "header":
         (result.damaged if result.headers else result.headers).append(line)
     elif not isinstance(step, int):
-        if line.strip(b"\0 \t\r"):
+        if line.strip(_BLANK + b"\0"):
             result.damaged.append(line)
     elif step > last_step:
         result.later.append(line)
@@ -182,11 +183,11 @@ def _read(line: bytes) -> int | str | None:
 def _whole_lines(line: bytes) -> list[tuple[bytes, int | str | None]]:
     """A line and its step; where it is none, the whole lines that a damaged newline has joined in it, and the rest."""
     if (step := _read(line)) is not None:
-        return [(line, step)]
+        return [(line.strip(_BLANK), step)]
     starts = [0, *(at for at in _occurrences(line, _START) if at)]
     found: list[tuple[bytes, int | str | None]] = []
     for start, end in zip(starts, [*starts[1:], len(line)], strict=True):
-        part = line[start:end]
+        part = line[start:end].strip(_BLANK)  # a blank where the newline was is good JSON and not the line's
         # behind a whole object may stand the byte that was its newline
         found.append((part, step) if (step := _read(part)) is not None else (part[:-1], _read(part[:-1])))
         if found[-1][1] is None:
