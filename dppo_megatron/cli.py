@@ -16,7 +16,9 @@ from dppo_megatron.config.methods import parse_methods
 from dppo_megatron.config.paths import check_directory, check_writable
 from dppo_megatron.config.ranges import Range
 from dppo_megatron.config.schema import Config
+from dppo_megatron.data.command import add_data_command
 from dppo_megatron.distributed import launched_rank, launched_world_size
+from dppo_megatron.evaluation.options import add_eval
 from dppo_megatron.types import GuardStop, UserError
 
 _METHODS = "grpo,cppo,greso,dppo_paper,dppo,dppo_auto"
@@ -50,13 +52,6 @@ Replay the selection of every method on a recorded run (trace.jsonl in its direc
 Costs are seconds for 1,000 tokens on your machine (1000 / tokens per second); without them the trace's own seconds
 are used. A trace of an unpruned run (pruning.prompt.method=none) knows the outcome of every prompt.
 """
-_EVAL = """\
-Greedy pass@1 of a Hugging Face checkpoint on the evaluation sets of CONFIG, with the embedded engine:
-
-  dppo-megatron eval configs/quickstart.yaml model.hf_path=runs/quickstart/hf
-"""
-
-
 _DOCTOR = """\
 Say what is installed and what this machine can do. With --fp8-gate, run CONFIG's model at CONFIG's layout and compare
 packed with unpacked log-probabilities and gradients, and FP8 with bfloat16; exit code 3 if a bound is broken:
@@ -139,7 +134,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run, summary, description in (
         ("train", _train, "train a model", _TRAIN),
-        ("eval", _eval, "score a checkpoint", _EVAL),
         ("compare", _compare, "train under several pruning methods and compare", _COMPARE),
     ):
         command = commands.add_parser(
@@ -168,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the other methods run F times GRPO's steps, because pruned steps are cheaper (default: 1)",
     )
     compare.add_argument("--out", type=Path, default=Path("compare"), help="where to write (default: compare/)")
+    add_eval(commands)
     _add_simulate(commands)
     doctor = commands.add_parser(
         "doctor",
@@ -180,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the file's")
     doctor.set_defaults(run=_doctor)
     _add_convert(commands)
+    add_data_command(commands)
     return parser
 
 
@@ -274,22 +270,6 @@ def _train(arguments: argparse.Namespace) -> int:
             train(run)
     except Stopped as stopped:
         _say(str(stopped))
-    return 0
-
-
-def _eval(arguments: argparse.Namespace) -> int:
-    _quiet_libraries()
-    config = _load(arguments.config, arguments.overrides, writes_run=False)
-    from dppo_megatron.job import prepare_job
-
-    job = prepare_job(config, world_size=1)
-    if not job.eval_prompts:
-        raise UserError("data.eval_paths is empty: there is nothing to evaluate on")
-    from dppo_megatron.evaluate import evaluate
-    from dppo_megatron.rollout.hf import engine_from_files
-
-    for name, score in evaluate(engine_from_files(job.config, job.tokenizer, job.checkpoint), job).items():
-        print(f"{name} {score:.4f}")
     return 0
 
 

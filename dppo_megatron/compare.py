@@ -81,8 +81,8 @@ def compare(
     Raises:
         UserError: no evaluation set, or a run ended with the user's mistake.
     """
-    if not config.data.eval_paths:
-        raise UserError("data.eval_paths is empty: there is nothing to compare by")
+    if not (config.data.eval_paths or config.data.eval_sets):
+        raise UserError("data.eval_paths and data.eval_sets are empty: there is nothing to compare by")
     every = config.eval.every_steps or max(1, config.steps // 12)
     runs = []
     for offset in range(seeds):
@@ -194,8 +194,8 @@ def _collect(method: str, seed: int, run_dir: Path) -> MethodRun:
             for entry in row["prune/ledger"]:
                 before = labels.get(entry["name"], "exact")
                 labels[entry["name"]] = max(before, entry["label"], key=worst)
-        scores = [value for key, value in row.items() if key.startswith("eval/")]
-        if scores:
+        scores = [value for key, value in row.items() if key.startswith("eval/") and key.endswith("/pass@1")]
+        if scores and None not in scores:  # null: every grading of a set failed
             curve.append(Point(row["step"], statistics.mean(scores), seconds, generated, trained))
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     return MethodRun(method, seed, curve, labels, summary)

@@ -7,15 +7,20 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
 from dppo_megatron.config.checks import check_world_size
+from dppo_megatron.config.data import eval_set_configs, example_set_config
+from dppo_megatron.config.evaluation import longest_sequence
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.selection import too_few_prompts
-from dppo_megatron.data.prompts import load_examples, load_prompts
+from dppo_megatron.data.examples import load_examples
+from dppo_megatron.data.fingerprint import data_fingerprint
+from dppo_megatron.data.report import report_lines
+from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_train_sets, stop_token_ids
 from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.rewards.graders import BUILT_IN
 from dppo_megatron.rewards.grading import Grader
@@ -27,7 +32,7 @@ from dppo_megatron.weights.tokenizer import load_tokenizer
 from dppo_megatron.weights.torch_dist import open_checkpoint
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: train_prompts is kept
 class Job:
     """A checked configuration and what it points at."""
 
@@ -35,41 +40,61 @@ class Job:
     architecture: Architecture
     checkpoint: WeightReader
     tokenizer: PreTrainedTokenizerBase
-    train_prompts: list[Prompt]
-    eval_prompts: dict[str, list[Prompt]]
+    train_sets: dict[str, ProblemSet]
+    """Their prompts are numbered through, in this order."""
+    eval_sets: dict[str, ProblemSet]
+    stop_token_ids: tuple[int, ...]
+    """What ends a completion beside the tokenizer's end of sequence."""
     warm_start_examples: list[TrainSample]
     grade: Grader
     policy_loss: PolicyLoss | None = None
     """The user's own, of `objective.function`."""
 
+    @cached_property
+    def train_prompts(self) -> list[Prompt]:
+        """Of all training sets, each at its index."""
+        return [prompt for one in self.train_sets.values() for prompt in one.prompts]
 
-def prepare_job(config: Config, world_size: int) -> Job:
+    @property
+    def eval_prompts(self) -> dict[str, list[Prompt]]:
+        """Of each evaluation set, by its name."""
+        return {name: one.prompts for name, one in self.eval_sets.items()}
+
+    @property
+    def data_fingerprint(self) -> dict[str, Any]:
+        """What a checkpoint remembers of the data."""
+        return data_fingerprint(self.train_sets, self.eval_sets)
+
+    @property
+    def data_report(self) -> list[str]:
+        """Lines for the log: the sets, their first prompts, and what is odd about them."""
+        return report_lines(self.train_sets, self.eval_sets, self.stop_token_ids, self.tokenizer)
+
+
+def prepare_job(config: Config, world_size: int, *, trains: bool = True) -> Job:
     """Load the data and read the checkpoint's headers.
+
+    Args:
+        trains: False for an evaluation alone: no training data, and nothing is asked about the actor.
 
     Raises:
         UserError: anything that would fail later, said now.
     """
-    check_world_size(config, world_size)
     architecture = read_architecture(config.model.hf_path)
-    architecture.check_layout(config.actor.layout)
-    architecture.check_bf16_layers(config.actor)
-    layout, machine = config.actor.layout, this_machine()
-    machine.choose_layer_spec(config.actor.layer_spec, config.actor.fp8)
-    machine.check_experts(layout.expert_parallel, layout.expert_tensor_parallel or layout.tensor_parallel)
-    if architecture.experts is not None:
-        machine.check_mixture()
+    if trains:
+        _check_actor(config, architecture, world_size)
     _check_positions(config, architecture)
     checkpoint = open_checkpoint(config.model.hf_path, architecture)
+    for settings in eval_set_configs(config).values():
+        if settings.grader:
+            load_function(f"{settings.key}.grader", BUILT_IN.get(settings.grader, settings.grader))
     tokenizer = load_tokenizer(config.model.hf_path, architecture)
-    train_prompts = load_prompts(config.data.train_path, config.data, tokenizer)
-    if too_few := too_few_prompts(config, len(train_prompts), config.data.train_path):
-        raise UserError(too_few)
+    train_sets = load_train_sets(config, tokenizer) if trains else {}
     examples: list[TrainSample] = []
-    if config.warm_start.steps:
+    if trains and config.warm_start.steps:
         examples = load_examples(
-            config.warm_start.examples_path,
+            example_set_config(config),
             config.warm_start.completion_field,
-            config.data,
             tokenizer,
             max_tokens=min(config.packing.max_tokens_per_microbatch, architecture.max_positions),
         )
@@ -83,14 +108,24 @@ def prepare_job(config: Config, world_size: int) -> Job:
         architecture=architecture,
         checkpoint=checkpoint,
         tokenizer=tokenizer,
-        train_prompts=train_prompts,
-        eval_prompts={
-            name: load_prompts(path, config.data, tokenizer) for name, path in config.data.eval_paths.items()
-        },
+        train_sets=train_sets,
+        eval_sets=load_eval_sets(config, tokenizer),
+        stop_token_ids=stop_token_ids(config, tokenizer),
         warm_start_examples=examples,
         grade=_load_grader(config),
-        policy_loss=_load_policy_loss(config),
+        policy_loss=_load_policy_loss(config) if trains else None,
     )
+
+
+def _check_actor(config: Config, architecture: Architecture, world_size: int) -> None:
+    check_world_size(config, world_size)
+    architecture.check_layout(config.actor.layout)
+    architecture.check_bf16_layers(config.actor)
+    layout, machine = config.actor.layout, this_machine()
+    machine.choose_layer_spec(config.actor.layer_spec, config.actor.fp8)
+    machine.check_experts(layout.expert_parallel, layout.expert_tensor_parallel or layout.tensor_parallel)
+    if architecture.experts is not None:
+        machine.check_mixture()
 
 
 def load_function(key: str, path: str) -> Callable[..., Any]:
@@ -129,9 +164,8 @@ def _load_policy_loss(config: Config) -> PolicyLoss | None:
 
 
 def _check_positions(config: Config, architecture: Architecture) -> None:
-    longest = config.data.max_prompt_tokens + config.rollout.max_completion_tokens
+    longest, whose = longest_sequence(config)
     if longest > architecture.max_positions:
         raise UserError(
-            f"data.max_prompt_tokens + rollout.max_completion_tokens = {longest}, more than the"
-            f" {architecture.max_positions} positions of '{config.model.hf_path}'"
+            f"{whose} = {longest}, more than the {architecture.max_positions} positions of '{config.model.hf_path}'"
         )

@@ -6,7 +6,7 @@ Updating and syncing are collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -19,8 +19,10 @@ from dppo_megatron.algorithms.correction import mismatch_metrics
 from dppo_megatron.algorithms.objectives import make_objective, supervised
 from dppo_megatron.config.objective import needs_old_logprobs
 from dppo_megatron.data.order import PromptOrder
+from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.distributed import collect, from_rank_zero, share
-from dppo_megatron.evaluate import evaluate
+from dppo_megatron.evaluation.evaluator import Evaluator
+from dppo_megatron.evaluation.statistics import EvalScores
 from dppo_megatron.job import Job
 from dppo_megatron.observe.metrics import Timers
 from dppo_megatron.packing.alignment import packing_layout
@@ -28,6 +30,7 @@ from dppo_megatron.packing.cost import CostModel
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.packing.slack import TokenCapacity
 from dppo_megatron.pruning import LedgerRow, surprisal
+from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.rewards.grading import grade_group
 from dppo_megatron.rollout.engine import Engine, Request, Sampling
 from dppo_megatron.rollout.hf import HFEngine
@@ -63,6 +66,7 @@ class Loop:
         layout = build_layout(config.actor.layout, config.seed)
         self._engine = self._make_engine(dtype, layout.device)  # first: what is wrong with a server is said at once
         self.actor = Actor(config.actor, layout, self.job.architecture, self.job.checkpoint.get, dtype=dtype)
+        self._evaluator = Evaluator(self.job)
         self._ahead: dict[int, list[SelectedPrompt]] = {}
         """The step whose generation was begun ahead, if any, and its prompts."""
         self._state_at_rest: dict[str, Any] | None = None
@@ -76,7 +80,13 @@ class Loop:
         self._group_size = config.rollout.completions_per_prompt
         self._packing_layout = packing_layout(config.actor, layout.world_size)
         self._cost = cost_model(self.job.architecture)
-        self._selector = Selector(config, len(self.job.train_prompts), capacity=self._capacity())
+        self._selector = Selector(
+            config,
+            len(self.job.train_prompts),
+            capacity=self._capacity(),
+            set_sizes=set_sizes(self.job.train_sets),
+            features=prompt_features(self.job.train_prompts),
+        )
         self.objective = make_objective(config.objective, self.job.policy_loss)
         self._measured: list[dict[str, float]] = []
         rollout = config.rollout
@@ -86,7 +96,7 @@ class Loop:
             config.seed,
             rollout.top_p,
             rollout.top_k,
-            tuple(rollout.stop_token_ids),
+            self.job.stop_token_ids,
         )
 
     def warm_start(self) -> None:
@@ -180,8 +190,8 @@ class Loop:
             measured = self._engine.statistics()
             self.metrics |= measured
             cut = measured.get("rollout/cut_completions", 0.0)
-            cuts = self.job.config.rollout.straggler_share < 1
-            ledger = [*decision.ledger, *([_cut_row(cut, len(completions))] if cuts else [])]
+            cuts = [_cut_row(cut, len(completions))] if self.job.config.rollout.straggler_share < 1 else []
+            ledger = [*decision.ledger, *cuts, *self._overlong_row()]
             self.metrics["prune/ledger"] = [asdict(row) for row in ledger]
             self.metrics["rollout/completion_tokens_mean"] = float(rollouts.lengths.sum() / max(1, len(completions)))
             self.metrics["rollout/truncated"] = sum(c.finish_reason == "length" for c in completions)
@@ -262,12 +272,13 @@ class Loop:
         self.rests_after, self.unsynced_step = self._step, None
 
     def close(self) -> None:
-        """Release the engine's servers."""
+        """Release the engine's servers and the sets' own graders."""
         self._engine.close()
+        self._evaluator.close()
 
-    def evaluate(self) -> dict[str, float]:
-        """Greedy pass@1 of every evaluation set, as `eval/<set>/pass@1`."""
-        return evaluate(self._engine, self.job)
+    def evaluate(self, names: Collection[str] | None = None) -> list[EvalScores]:
+        """Scores of every evaluation set, or of those in `names`."""
+        return self._evaluator.evaluate(self._engine, names)
 
     def take_metrics(self) -> dict[str, Any]:
         """What the phases since the last call measured."""
@@ -376,6 +387,14 @@ class Loop:
         """[groups, G]; a biased method may have skipped every prompt of the step."""
         return np.array([group.rewards for group in groups]).reshape(len(groups), self._group_size)
 
+    def _overlong_row(self) -> list[LedgerRow]:
+        """Problems that are never trained on because their prompts are too long; nothing if there are none."""
+        filtered, kept = sum(one.filtered for one in self.job.train_sets.values()), len(self.job.train_prompts)
+        if not filtered:
+            return []
+        note = f"{filtered} problems have prompts above max_prompt_tokens and are left out of the training data"
+        return [LedgerRow("data/overlong_prompts", kept / (kept + filtered), "biased", note)]
+
     def _selected(self, chosen: Chosen) -> list[SelectedPrompt]:
         prompts = self.job.train_prompts
         rows = zip(chosen.prompt_index, chosen.inclusion_prob, chosen.weight, strict=True)
@@ -392,6 +411,18 @@ def unweighted_sample(prompt: Prompt, completion: Completion) -> TrainSample:
         advantage=0.0,
         weight=1.0,
         denominator=1.0,
+    )
+
+
+def prompt_features(prompts: Sequence[Prompt]) -> PromptFeatures:
+    """What the pruning scheduler may know of each prompt before it is tried."""
+    sources = tuple(dict.fromkeys(prompt.source for prompt in prompts))
+    place = {source: index for index, source in enumerate(sources)}
+    return PromptFeatures(
+        prompt_tokens=np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int64),
+        level=np.array([np.nan if prompt.level is None else prompt.level for prompt in prompts], dtype=np.float64),
+        source=np.array([place[prompt.source] for prompt in prompts], dtype=np.int64),
+        sources=sources,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,12 @@ from dppo_megatron.actor.layout import start_process_group, stop_process_group
 from dppo_megatron.checkpoint.origin import changes_since, find_origin
 from dppo_megatron.checkpoint.store import CheckpointStore, describe, load_checkpoint
 from dppo_megatron.config.changes import config_values, fingerprint
+from dppo_megatron.config.data import eval_set_configs
+from dppo_megatron.data.fingerprint import check_data
+from dppo_megatron.data.report import write_first_prompts
+from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.distributed import from_rank_zero, is_peer_lost
+from dppo_megatron.evaluation.statistics import EvalScores
 from dppo_megatron.job import Job
 from dppo_megatron.loop import Loop
 from dppo_megatron.observe.metrics import Progress
@@ -54,8 +59,6 @@ class Run:
         self._stop_requests, self._watchdog = StopRequests(), _watchdog(job.config.guard.watchdog_s)
         self._files: RunDirectory | None = None
         """The run directory, on rank 0."""
-        self._data: dict[str, str] = {}
-        """Fingerprint of each problem set, by its name: kept in every checkpoint, and compared when one is resumed."""
         with ExitStack() as undo:  # what has begun, should something be wrong with what follows
             if self._watchdog:
                 self._watchdog.start()
@@ -71,17 +74,21 @@ class Run:
                 async_save=job.config.checkpoint.async_save,
                 say=self.progress.say,
             )
-            self._origin = find_origin(job.config, self._store, self._data)
+            now, allowed = job.data_fingerprint, job.config.checkpoint.may_change
+            self._origin = find_origin(
+                job.config, self._store, lambda saved, where: check_data(saved, now, allowed, where)
+            )
             self.resumes = self._origin is not None
             self._recorded: int | None = None
             """The last step with a line in metrics.jsonl."""
-            header = trace_header(job.config, len(job.train_prompts))
-            from_rank_zero(lambda: self._open_record(header))
+            from_rank_zero(lambda: self._open_record(job))
+            self.say(job.data_report)  # before servers are waited for: a wrong template is seen in time to stop
             self.loop = Loop(job, self.progress.say)
             undo.pop_all()
         self.summary = Summary()
         self._warned: set[str] = set()
         self._first_step, self._last_step = 1, job.config.steps
+        changes += self._origin.data_changes if self._origin else ()
         self.say(f"changed since the run began: {line}" for line in changes)
         self.progress.say(self.loop.actor.description)
 
@@ -130,6 +137,7 @@ class Run:
         self._first_step = state["step"] + 1
         self._recorded = self.loop.rests_after = state["step"]
         self.progress.say(f"resumed from {self._origin.directory}: going on at step {self._first_step}")
+        self._begin_new_sets(state["step"])
 
     def remaining_steps(self) -> Iterator[int]:
         """The RL steps that this run has still to do."""
@@ -143,23 +151,23 @@ class Run:
         with self.loop.timers.phase("step"):
             yield
 
-    def record(self, step: int, metrics: dict[str, Any]) -> None:
+    def record(self, step: int, metrics: dict[str, Any], scores: Sequence[EvalScores] = ()) -> None:
         """One line of metrics.jsonl. Step 0 holds the evaluation before training."""
-        scores = {name.split("/")[1]: score for name, score in metrics.items() if name.startswith("eval/")}
+        pass_at_1 = {one.name: one.avg.value for one in scores}
         if step == 0:
-            self.summary.eval_before = scores
+            self.summary.eval_before = pass_at_1
         else:
-            self.summary.eval_after = scores or self.summary.eval_after
+            self.summary.eval_after = pass_at_1 or self.summary.eval_after
             if self._files:
                 self.summary.add(metrics)
                 self._files.write("trace.jsonl", self.loop.trace_row | {"seconds": trace_seconds(metrics)})
                 self.say(self._new_warnings(metrics["prune/ledger"]))
                 self.progress.step(step, metrics)
         if self._files:
+            metrics = metrics | {key: value for one in scores for key, value in one.metrics().items()}
             self._files.write("metrics.jsonl", {"step": step} | metrics)
         self._recorded = step
-        for name, score in scores.items():
-            self.progress.say(f"step {step:>4}: {name} pass@1 {100 * score:.1f} %")
+        self.say(f"step {step:>4}: {one.line()}" for one in scores)
 
     def say(self, lines: Iterable[str]) -> None:
         """Lines for the person who watches."""
@@ -209,18 +217,32 @@ class Run:
         except OSError as error:
             raise GuardStop(f"all steps are done, but '{error.filename}' cannot be written: {error.strerror}") from None
 
+    def _begin_new_sets(self, step: int) -> None:
+        """Evaluation sets may come and go between a run and its continuation. One that is new has its `before` here,
+        at the resumed step; `metrics.jsonl` has a line for that step already. Collective."""
+        names = list(eval_set_configs(self._config))
+        scores = self.loop.evaluate(new) if (new := self.summary.without_before(names)) else []
+        self.summary.begin_sets(step, {one.name: one.avg.value for one in scores}, names)
+        if step >= self._last_step:  # nothing will move it any more
+            self.summary.eval_after |= {one.name: one.avg.value for one in scores}
+        self.say(f"step {step:>4}, first evaluation of a new set: {one.line()}" for one in scores)
+
     def _open_directory(self) -> str:
         """On rank 0: lock the run directory; returns the run's id."""
         self._files = RunDirectory(self._directory, self.progress.say)
         return self._files.run
 
-    def _open_record(self, header: dict[str, Any]) -> None:
+    def _open_record(self, job: Job) -> None:
         """On rank 0: the record, as it was at the step that this run resumes from."""
         own = self._origin if self._origin is not None and self._origin.own else None
         assert self._files is not None
         self._files.open_record(
-            self._config, header, own.step if own is not None else None, own.record_sums if own is not None else {}
+            self._config,
+            trace_header(job.config, set_sizes(job.train_sets)),
+            own.step if own is not None else None,
+            own.record_sums if own is not None else {},
         )
+        write_first_prompts(self._directory, job.train_sets, job.eval_sets)
 
     def _close_files(self) -> None:
         if self._files:
@@ -244,7 +266,8 @@ class Run:
         try:
             record = from_rank_zero(lambda: self._files.sync() if self._files else {})
             state = {"step": step, "loop": self.loop.state_dict(), "summary": vars(self.summary), "record": record}
-            manifest = describe(step, config_values(self._config), fingerprint(self._config), self._run, self._data)
+            settings = config_values(self._config), fingerprint(self._config)
+            manifest = describe(step, *settings, self._run, self.loop.job.data_fingerprint)
             self._store.save(self.loop.actor, state, manifest)
         except (UserError, OSError, RuntimeError, CheckpointException) as error:
             return self._save_failed(error)

@@ -10,6 +10,7 @@ policy that knows nothing of the draws that it is about to use, which is what ke
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +18,11 @@ import numpy as np
 
 from dppo_megatron.algorithms.advantages import make_advantages, overlong_penalty
 from dppo_megatron.algorithms.denominators import denominators, token_sums
+from dppo_megatron.config.data import train_set_weights
 from dppo_megatron.config.objective import zero_advantage_slope
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import check_selection, planned_prompts, too_few_prompts
-from dppo_megatron.data.order import PromptOrder
+from dppo_megatron.data.order import Order, make_order
 from dppo_megatron.pruning import (
     CompletionBatch,
     LedgerRow,
@@ -30,7 +32,7 @@ from dppo_megatron.pruning import (
     make_prompt_policy,
 )
 from dppo_megatron.pruning.budget import NoiseReference, reference_steps
-from dppo_megatron.pruning.interface import StepCapacity
+from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity
 from dppo_megatron.pruning.merging import is_reweighted, merge, with_refills
 from dppo_megatron.pruning.monitors import step_metrics
 from dppo_megatron.pruning.outcomes import check_outcomes
@@ -106,6 +108,8 @@ class Selector:
 
     Args:
         order: another order of prompts than the config's seed gives; for experiments that vary the draws alone.
+        set_sizes: problems of each training set by name, in the order of their indices; None: they are one set.
+        features: what is known of each prompt before it is tried; handed to the prompt policy.
         capacity: what a step's micro-batches hold, for the completion policies that fill them; None: not known.
 
     Example: 64 prompts of 8 completions, after an epoch of warm-up, at the default rates (0.3 of the prompts, 0.5 of
@@ -121,8 +125,10 @@ class Selector:
         self,
         config: Config,
         num_prompts: int,
-        order: PromptOrder | None = None,
+        order: Order | None = None,
         capacity: StepCapacity | None = None,
+        set_sizes: Mapping[str, int] | None = None,
+        features: PromptFeatures | None = None,
     ) -> None:
         check_selection(config)
         self._config = config
@@ -150,8 +156,10 @@ class Selector:
             total_steps=config.steps,
             seed=config.seed,
             rest_steps=rest_steps,
+            features=features,
         )
-        self._order = order or PromptOrder(num_prompts, config.seed)
+        sizes = {"": num_prompts} if set_sizes is None else set_sizes
+        self._order = order or make_order(sizes, train_set_weights(config), config.seed, self.prompts_per_step)
         self._position = 0
         self._noise = NoiseReference()
         self._mean_length = 0.0

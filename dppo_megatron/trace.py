@@ -41,12 +41,19 @@ class Trace:
 
     config: Config
     num_prompts: int
+    set_sizes: dict[str, int] | None
+    """Problems of each training set; None in older traces, of one set."""
     steps: list[TracedStep]
 
 
-def trace_header(config: Config, num_prompts: int) -> dict[str, Any]:
-    """The first line."""
-    return {"format": _FORMAT, "num_prompts": num_prompts, "config": config_values(config)}
+def trace_header(config: Config, set_sizes: dict[str, int]) -> dict[str, Any]:
+    """The first line; `set_sizes` are the problems of each training set."""
+    return {
+        "format": _FORMAT,
+        "num_prompts": sum(set_sizes.values()),
+        "set_sizes": set_sizes,
+        "config": config_values(config),
+    }
 
 
 def trace_row(step: int, decision: Decision, rollouts: Rollouts) -> dict[str, Any]:
@@ -93,7 +100,7 @@ def read_trace(path: str) -> Trace:
         raise UserError(f"trace '{path}': holds no steps")
     try:
         config = config_from_values(rows[0]["config"], where=path)
-        return Trace(config, rows[0]["num_prompts"], [_read_step(row) for row in rows[1:]])
+        return Trace(config, rows[0]["num_prompts"], rows[0].get("set_sizes"), [_read_step(row) for row in rows[1:]])
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise UserError(f"trace '{path}': a step lacks or garbles a field: {error}") from None
 

@@ -22,7 +22,7 @@ def train(run: Run) -> None:
         run.resume()
     else:
         run.warm_start()
-        run.record(0, loop.evaluate())
+        run.record(0, {}, loop.evaluate())
     for step in run.remaining_steps():
         with run.step_timer():
             selected = loop.select(step)
@@ -37,9 +37,8 @@ def train(run: Run) -> None:
             loop.sync()
         metrics = loop.take_metrics()
         run.say(loop.feedback(step, metrics))
-        if run.is_evaluation_step(step):
-            metrics |= loop.evaluate()
-        run.record(step, metrics)
+        scores = loop.evaluate() if run.is_evaluation_step(step) else []
+        run.record(step, metrics, scores)
         run.save_if_due(step)
     run.finish()
 

@@ -29,6 +29,11 @@ def length_parity(completion: str, answer: str) -> float:
     return float(len(completion) % 2)
 
 
+def odd_ones_raise(completion: str, answer: str) -> float:
+    """Fails on every completion of odd length; the others are right."""
+    return 1.0 / (1 - len(completion) % 2)
+
+
 def unlucky(completion: str, answer: str) -> float:
     """Hangs or dies on some completions, chosen by their text; rewards the length of the others."""
     fate = sum(completion.encode()) % 40

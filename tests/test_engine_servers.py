@@ -28,8 +28,10 @@ sys.path.insert(0, str(Path(__file__).parent / "engines"))
 from servers import API_KEY, Reference, needs, serving_config, start_servers
 
 from dppo_megatron.cli import main
+from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.tiny_model import write_tiny_qwen3
+from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout import sglang, vllm
 from dppo_megatron.rollout.connect import make_server
@@ -136,6 +138,51 @@ def test_logprobs_are_the_actors_before_and_after_updates(served: Served, tmp_pa
             assert reference.difference(requests[:2], probed).mean() < 1e-4
         verified = engine.statistics()["rollout/tensors_verified"]
         assert verified >= {"vllm": 9, "sglang": 18}[served.name], "vLLM on a CPU shows embedding and norms only"
+
+
+def test_evaluation_through_servers(served: Served, tmp_path: Path) -> None:
+    """Two sets of the same problems under different names, lengths and cuts, several samples each, at once: the
+    samples of a problem go as groups, each set is sampled its own way, and nothing depends on how many servers there
+    are (where seeds are honoured). Greedy answers are those of transformers."""
+    path = str(served.files / "heldout.jsonl")
+    sets = {
+        "math/easy": EvalSetConfig(path=path, samples=12, temperature=1.0, max_completion_tokens=8, limit=3),
+        "AIME@24 ü": EvalSetConfig(path=path, samples=5, temperature=0.8, top_p=0.9, limit=4),
+        "greedy": EvalSetConfig(path=path, limit=6),
+    }
+    found = []
+    for count in (2, 1):
+        config = served.config(tmp_path, count=count)
+        config.data.eval_paths, config.data.eval_sets = {}, sets
+        job, engine = prepare_job(config, 1), served.engine(config)
+        reference = Reference(served.files / "model", 3)
+        engine.load_weights(reference.weights)
+        evaluator = Evaluator(job)
+        asked: list[int] = []
+        for member in engine._fleet.members:
+            generate = member.server.generate
+
+            def counted(group: Group, *rest: Any, ask: Any = generate, counts: list[int] = asked, **more: Any) -> Any:
+                counts.append(group.count)
+                return ask(group, *rest, **more)
+
+            member.server.generate = counted  # type: ignore[method-assign]
+        found.append(evaluator.sample(engine))
+        assert sorted(asked) == [1] * 6 + [4] * 3 + [5] * 4 + [8] * 3
+        assert len(found[-1]) == 12 * 3 + 5 * 4 + 6
+        assert max(one.tokens for one in found[-1] if one.set == "math/easy") == 8
+        assert max(one.tokens for one in found[-1] if one.set != "math/easy") > 8
+        for name in ("math/easy", "AIME@24 ü"):
+            texts = [one.text for one in found[-1] if one.set == name and one.problem_index == 0]
+            assert len(set(texts)) > 1, "samples of a problem must differ"
+        evaluator.close()
+    embedded = engine_from_files(config, job.tokenizer, job.checkpoint)
+    embedded.load_weights(reference.weights)
+    greedy = [one.text for one in Evaluator(job).sample(embedded) if one.set == "greedy"]
+    for samples in found:
+        assert [one.text for one in samples if one.set == "greedy"] == greedy
+    if served.name == "vllm":
+        assert [one.text for one in found[0]] == [one.text for one in found[1]]
 
 
 def test_both_servers_share_the_load(served: Served, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def _rows(tmp_path: Path, *lines: str) -> Path:
 
 
 GOOD = '{"problem": "1+1=", "answer": "2"}'
+LIST_ANSWER = '{"problem": "1+1=", "answer": ["2"]}'
 NO_ANSWER = '{"problem": "1+1="}'
 
 # name: (overrides made from (files, tmp_path), what the message must say)
@@ -70,6 +71,20 @@ CASES = {
         "rows.jsonl:2: the row lacks the field 'answer'; it has: problem",
     ),
     "row_not_json": (lambda f, t: [f"data.train_path={_rows(t, GOOD, '[oops')}"], "rows.jsonl:2: not valid JSON"),
+    "answer_is_a_list": (
+        lambda f, t: [f"data.train_path={_rows(t, GOOD, LIST_ANSWER)}"],
+        "rows.jsonl:2: 'answer' is a list; an answer is text or a number",
+    ),
+    "no_chat_template": (lambda f, t: ["data.apply_chat_template=true"], "the model's tokenizer has none"),
+    "same_set_twice": (lambda f, t: ["data.eval_sets.heldout.path=x"], "are both the set 'heldout'"),
+    "quota": (
+        lambda f, t: [
+            "data.mixing=weighted",
+            f"data.train_sets.a.path={_rows(t, GOOD)}",
+            "data.train_sets.a.weight=0.2",
+        ],
+        "data.train_sets.a.weight: a step of 16 prompts takes up to 3 of 'a', which holds only 1 problems",
+    ),
     "too_few_problems": (lambda f, t: [f"data.train_path={_rows(t, GOOD)}"], "holds only 1 problems"),
     "prompt_too_long": (lambda f, t: ["data.max_prompt_tokens=3"], "more than data.max_prompt_tokens = 3"),
     "sequence_over_cap": (

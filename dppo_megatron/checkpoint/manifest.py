@@ -40,8 +40,8 @@ class Manifest:
     """Name to size in bytes and SHA-256."""
     versions: dict[str, str]
     """Of what wrote it."""
-    data: dict[str, str] = field(default_factory=dict)
-    """Fingerprint of each problem set that the run read, by the set's name."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Of the problems it was trained and evaluated on (`data.fingerprint`); empty in older checkpoints."""
 
 
 def step_name(step: int) -> str:

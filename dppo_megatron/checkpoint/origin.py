@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
-from dppo_megatron.checkpoint.manifest import LOOP, Manifest, read_manifest
+from dppo_megatron.checkpoint.manifest import LOOP, read_manifest
 from dppo_megatron.checkpoint.state import read_state
 from dppo_megatron.checkpoint.store import CheckpointStore, Found, check
 from dppo_megatron.config.changes import check_changes, saved_values
@@ -25,15 +26,19 @@ class Origin:
     """This run wrote it; else another one did, and this run begins from it."""
     record_sums: dict[str, dict[int, int]]
     """What it remembers of its run's record: CRC-32 of each line, by file and step."""
+    data_changes: tuple[str, ...]
+    """A line for each problem set that is not what it was, where that is allowed."""
 
 
-def find_origin(config: Config, store: CheckpointStore, data: Mapping[str, str]) -> Origin | None:
+DataCheck: TypeAlias = Callable[[Mapping[str, Any], str], list[str]]
+"""Compares the data that a checkpoint remembers with that of now: (fingerprint, checkpoint) to a line for each allowed
+difference. Raises UserError for one that is not allowed."""
+
+
+def find_origin(config: Config, store: CheckpointStore, check_data: DataCheck) -> Origin | None:
     """The newest good checkpoint of this run, else the one that `checkpoint.resume` names; None: the run begins.
 
     What stands in the way under the name of a newer checkpoint is put aside, with the reason. Collective.
-
-    Args:
-        data: fingerprint of each problem set, by its name.
 
     Raises:
         UserError: there are checkpoints and none can be used, or the chosen one is of other settings or other data.
@@ -44,7 +49,7 @@ def find_origin(config: Config, store: CheckpointStore, data: Mapping[str, str])
     found = store.look()
     if found.newest is not None:
         _refuse_an_older_own(resume, found.newest)
-        origin = _accept(found.newest, config, data, own=True)
+        origin = _accept(found.newest, config, check_data, own=True)
         for path, why in found.passed_over:
             store.put_aside(path, why)
         return origin
@@ -54,7 +59,7 @@ def find_origin(config: Config, store: CheckpointStore, data: Mapping[str, str])
         return None
     if wrong := check(Path(resume)):
         raise UserError(f"checkpoint.resume = '{resume}': is no good checkpoint: {wrong}")
-    return _accept(Path(resume), config, data, own=False)
+    return _accept(Path(resume), config, check_data, own=False)
 
 
 def changes_since(config: Config, mine: Path) -> list[str]:
@@ -68,26 +73,17 @@ def changes_since(config: Config, mine: Path) -> list[str]:
     return check_changes(config, saved_values(mine), str(mine))
 
 
-def _accept(directory: Path, config: Config, data: Mapping[str, str], *, own: bool) -> Origin:
+def _accept(directory: Path, config: Config, check_data: DataCheck, *, own: bool) -> Origin:
     def read() -> Origin:
         manifest = read_manifest(directory)
         if isinstance(manifest, str):  # it was good a moment ago
             raise UserError(f"checkpoint '{directory}' has changed while it was read: {manifest}")
         check_changes(config, manifest.config, str(directory))
-        _check_data(directory, manifest, data)
+        changes = check_data(manifest.data, str(directory))
         sums = read_state(directory / LOOP)["loop"].get("record", {}) if own else {}
-        return Origin(directory, manifest.step, own, sums)
+        return Origin(directory, manifest.step, own, sums, tuple(changes))
 
     return from_rank_zero(read)
-
-
-def _check_data(directory: Path, manifest: Manifest, data: Mapping[str, str]) -> None:
-    changed = sorted(name for name in manifest.data.keys() & data.keys() if manifest.data[name] != data[name])
-    if changed:
-        raise UserError(
-            f"checkpoint '{directory}': the rows of the problem set {', '.join(changed)} are not those that the run"
-            " has been trained on so far. Restore the files, or begin another run_dir"
-        )
 
 
 def _refuse_an_older_own(resume: str, newest: Path) -> None:

@@ -226,7 +226,7 @@ class CheckpointStore:
 
 
 def describe(
-    step: int, config: dict[str, Any], fingerprint: str, run: str, data: dict[str, str] | None = None
+    step: int, config: dict[str, Any], fingerprint: str, run: str, data: dict[str, Any] | None = None
 ) -> Manifest:
     """The manifest of a checkpoint that is about to be written."""
     versions = {"dppo_megatron": __version__, "torch": torch.__version__, "megatron_core": megatron_version}

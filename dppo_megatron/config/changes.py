@@ -26,6 +26,7 @@ FREE = (
     "actor.recompute",
     "checkpoint",
     "data.eval_paths",
+    "data.eval_sets",
     "eval",
     "guard",
     "packing",

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
+from dppo_megatron.config.data import check_data, longest_prompt_tokens
+from dppo_megatron.config.evaluation import check_evaluation
 from dppo_megatron.config.objective import check_objective
-from dppo_megatron.config.paths import check_directory, check_file, check_writable, shown
+from dppo_megatron.config.paths import check_directory, check_writable, shown
 from dppo_megatron.config.pruning import check_pruning
 from dppo_megatron.config.ranges import check_ranges, texts
 from dppo_megatron.config.rollout import check_rollout
@@ -17,17 +20,21 @@ from dppo_megatron.config.schema import Config, OptimizerConfig
 from dppo_megatron.config.selection import check_selection
 from dppo_megatron.types import UserError
 
+Purpose = Literal["train", "evaluate", "grade"]
+"""What a config is for: an evaluation alone needs no training data, grading no model either."""
 _NEVER_EMPTY = ("data.problem_field", "data.answer_field", "warm_start.completion_field", "reward.function")
 
 
-def check_values(config: Config) -> None:
+def check_values(config: Config, purpose: Purpose = "train") -> None:
     """Raise `UserError` for the first value that is out of range or contradicts another one."""
     check_ranges(config)
     _check_text(config)
     _check_optimizer(config.actor.optimizer)
     _check_actor(config)
-    _check_required(config)
-    _check_files(config)
+    check_evaluation(config)
+    if purpose != "grade":
+        _check_required(config, trains=purpose == "train")
+        _check_files(config, trains=purpose == "train")
     check_rollout(config.rollout)
     check_pruning(config.pruning)
     _check_objective(config)
@@ -115,35 +122,31 @@ def _check_objective(config: Config) -> None:
     )
 
 
-def _check_required(config: Config) -> None:
-    required = {"model.hf_path": config.model.hf_path, "data.train_path": config.data.train_path}
-    if config.warm_start.steps:
+def _check_required(config: Config, *, trains: bool) -> None:
+    required: dict[str, object] = {"model.hf_path": config.model.hf_path}
+    if trains:
+        required["data.train_path"] = config.data.train_path or config.data.train_sets
+    if trains and config.warm_start.steps:
         required["warm_start.examples_path"] = config.warm_start.examples_path
     for key, value in required.items():
         if not value:
             raise UserError(f"{key} is not set; give it in the config file or as {key}=...")
-    if "{problem}" not in config.data.prompt_template:
-        raise UserError(f"data.prompt_template = {shown(config.data.prompt_template)!r}: must contain {{problem}}")
     if config.model.dtype == "float64":
         raise UserError("model.dtype = float64 has no optimizer in Megatron-core; train in float32 or bfloat16")
-    longest = config.data.max_prompt_tokens + config.rollout.max_completion_tokens
-    if longest > config.packing.max_tokens_per_microbatch:
+    longest = longest_prompt_tokens(config, training=True) + config.rollout.max_completion_tokens
+    if trains and longest > config.packing.max_tokens_per_microbatch:
         raise UserError(
             f"packing.max_tokens_per_microbatch = {config.packing.max_tokens_per_microbatch}: the longest possible"
             f" sequence has data.max_prompt_tokens + rollout.max_completion_tokens = {longest} tokens and must fit"
         )
 
 
-def _check_files(config: Config) -> None:
+def _check_files(config: Config, *, trains: bool) -> None:
     resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not os.path.isdir(resume):
+    if trains and resume not in ("auto", "never") and not os.path.isdir(resume):
         raise UserError(f"checkpoint.resume = '{shown(resume)}': must be auto, never or the directory of a checkpoint")
     check_directory("model.hf_path", config.model.hf_path)
-    check_file("data.train_path", config.data.train_path)
-    for name, path in config.data.eval_paths.items():
-        check_file(f"data.eval_paths.{name}", path)
-    if config.warm_start.steps:
-        check_file("warm_start.examples_path", config.warm_start.examples_path)
+    check_data(config, trains=trains)
 
 
 def _check_text(config: Config) -> None:

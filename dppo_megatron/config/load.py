@@ -9,6 +9,7 @@ of names (data.eval_paths) name by name, unless a file or the command line gives
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -16,7 +17,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from dppo_megatron.config.checks import check_run_dir, check_values
+from dppo_megatron.config.checks import Purpose, check_run_dir, check_values
 from dppo_megatron.config.command_line import read_setting, split_key
 from dppo_megatron.config.reading import MAX_CHARACTERS, Entries, Reader, Values, parse
 from dppo_megatron.config.references import Reference, Resolver, escaped
@@ -27,26 +28,38 @@ _PARENTS = "defaults"
 T = TypeVar("T")
 
 
-def load_config(path: str, overrides: list[str], *, writes_run: bool = True) -> Config:
+def load_config(
+    path: str,
+    overrides: list[str],
+    *,
+    writes_run: bool = True,
+    purpose: Purpose = "train",
+    layers: Sequence[tuple[str, Mapping[Any, Any]]] = (),
+) -> Config:
     """Read `path` and its parents, apply `key=value` overrides (dotted keys) and check every value.
 
     Args:
+        path: empty: begin from the defaults.
+        purpose: an evaluation needs no training data, grading no model either.
+        layers: settings between the file and the overrides, each with where it came from.
         writes_run: the caller will write `run_dir`, so it must be given and must not hold a run already.
 
     Raises:
         UserError: a file is missing or no mapping, a key is unknown, a value has the wrong type or range.
     """
-    config = read_config(path, overrides)
-    check_values(config)
+    config = read_config(path, overrides, layers)
+    check_values(config, purpose)
     if writes_run:
         check_run_dir(config)
     return config
 
 
-def read_config(path: str, overrides: list[str]) -> Config:
+def read_config(path: str, overrides: list[str], layers: Sequence[tuple[str, Mapping[Any, Any]]] = ()) -> Config:
     """As `load_config`, without the checks of ranges and files."""
     merged: Values = {}
-    for layer in [*_layers(Path(path), ()), *(read_setting(item, Config) for item in overrides)]:
+    between = [_given(dict(values), where) for where, values in layers]
+    own = _layers(Path(path), ()) if path else []
+    for layer in [*own, *between, *(read_setting(item, Config) for item in overrides)]:
         _merge(merged, layer)
     _resolve(merged)
     return _build(Config, merged)
@@ -55,12 +68,7 @@ def read_config(path: str, overrides: list[str]) -> Config:
 def config_from_values(values: dict[str, Any], where: str) -> Config:
     """A `Config` from plain values that another run saved; types and keys are checked, files and ranges are not.
     References in it stay as they were written."""
-    try:
-        node = parse(yaml.safe_dump(values, sort_keys=False), where)
-    except (yaml.YAMLError, RecursionError):
-        raise UserError(f"{where}: holds no settings") from None
-    reader = Reader(Config, where, has_lines=False, keeps_references=True)
-    return _build(Config, reader.section(Config, node) if node is not None else {})
+    return _build(Config, _given(values, where, keeps_references=True))
 
 
 def config_values(config: Any) -> dict[str, Any]:
@@ -73,6 +81,16 @@ def save_config(config: Config, path: Path) -> None:
     """Write the whole configuration as YAML; `load_config` reads it back to an equal `Config`."""
     # ASCII only: PyYAML writes U+0085 and others as they are, and reads them as line breaks
     path.write_text(yaml.safe_dump(config_values(config), sort_keys=False, width=120), encoding="ascii")
+
+
+def _given(values: dict[str, Any], where: str, *, keeps_references: bool = False) -> Values:
+    """Settings that are plain values already."""
+    try:
+        node = parse(yaml.safe_dump(values, sort_keys=False), where)
+    except (yaml.YAMLError, RecursionError):
+        raise UserError(f"{where}: holds no settings") from None
+    reader = Reader(Config, where, has_lines=False, keeps_references=keeps_references)
+    return reader.section(Config, node) if node is not None else {}
 
 
 def _plain(value: Any) -> Any:

@@ -1,14 +1,36 @@
-"""Which prompts come next: a fresh shuffle every epoch, computed from a position alone."""
+"""Which prompts come next, computed from a position alone: over one set, or over several in fixed shares."""
 
 from __future__ import annotations
 
+import heapq
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from dppo_megatron.randomness import generator
-from dppo_megatron.types import IntArray
+from dppo_megatron.types import IntArray, UserError
+
+_MOST_SLOTS = 1_000_000
+"""Length of the longest pattern of sets. Weights whose ratio needs more are rounded to parts in a million."""
+
+
+class Order(Protocol):
+    """An endless stream of prompt indices, addressed by position."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Of all sets."""
+        ...
+
+    def take(self, position: int, count: int) -> tuple[IntArray, int]:
+        """The next indices, none of them twice, and the position behind them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +51,173 @@ class PromptOrder:
             epoch, offset = epoch + 1, 0
         taken = _shuffle(self.num_prompts, self.seed, epoch)[offset : offset + count]
         return taken, epoch * self.num_prompts + offset + count
+
+
+class WeightedOrder:
+    """Several sets side by side, each in its share of every step and with epochs of its own.
+
+    Sets take turns in a fixed pattern: slot by slot the set whose next item is due first, item j of a set with share w
+    being due at (j + 1/2) / w. After one pattern the shares are exact, and at any time each set is within a few items
+    of its share. A set's items are its epochs one after the other, each epoch every problem once, so the position in
+    every set, and its epoch, follow from the one position that a checkpoint keeps.
+
+    No problem comes twice within `per_take` slots, also where an epoch ends inside a step: the next epoch's shuffle
+    leaves so much room behind each problem's last place.
+
+    Example:
+        shares 2:1 of sets of 3 and 2 problems make the pattern A B A. Slots 0-5 hold items A0 B0 A1 A2 B1 A3, where
+        A3 is the first item of A's second epoch. taken(6) -> [4, 2]: four items of A are used and two of B.
+
+    Args:
+        sizes: problems of each set; set s has the prompt indices from sum(sizes[:s]) on.
+        weights: relative shares.
+        per_take: the most that is taken at once, for which no problem comes twice.
+
+    Raises:
+        UserError: a set has fewer problems than its share of `per_take`.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], weights: Mapping[str, float], seed: int, per_take: int) -> None:
+        shares = _whole_shares([weights[name] for name in sizes], list(sizes))
+        self._sizes, self._seed = list(sizes.values()), seed
+        self._pattern = _pattern(shares)
+        counts = np.stack([np.cumsum(self._pattern == s) for s in range(len(shares))])
+        self._before = np.concatenate([np.zeros((len(shares), 1), np.int64), counts], axis=1)
+        """[sets, slots + 1] items of each set before each slot of the pattern."""
+        self._window = [self._most(s, per_take) for s in range(len(shares))]
+        for name, size, most in zip(sizes, self._sizes, self._window, strict=True):
+            if most > size:
+                raise UserError(
+                    f"data.train_sets.{name}.weight: a step of {per_take} prompts takes up to {most} of '{name}', which"
+                    f" holds only {size} problems; lower its weight or rollout.prompts_per_step"
+                )
+        self._latest: dict[int, tuple[int, IntArray]] = {}
+        """Set to the epoch last asked for and its order, which the next epoch's needs."""
+        self._first = np.concatenate([[0], np.cumsum(self._sizes)]).astype(np.int64)
+
+    @property
+    def num_prompts(self) -> int:
+        """Of all sets."""
+        return int(self._first[-1])
+
+    def taken(self, position: int) -> IntArray:
+        """[sets] items of each set before `position`; divided by its size, its epoch."""
+        rounds, slot = divmod(position, len(self._pattern))
+        items: IntArray = rounds * self._before[:, -1] + self._before[:, slot]
+        return items
+
+    def take(self, position: int, count: int) -> tuple[IntArray, int]:
+        """The prompts of the next `count` slots, and the position behind them.
+
+        More than `per_take` slots may meet a problem again; it is then left out, so fewer come back.
+        """
+        slots = (position + np.arange(count)) % len(self._pattern)
+        sets, item = self._pattern[slots], self.taken(position)
+        indices = np.empty(count, dtype=np.int64)
+        for s in np.unique(sets):
+            mine = np.flatnonzero(sets == s)
+            indices[mine] = self._first[s] + self._items(int(s), int(item[s]), len(mine))
+        _, firsts = np.unique(indices, return_index=True)
+        return indices[np.sort(firsts)], position + count
+
+    def _items(self, s: int, start: int, count: int) -> IntArray:
+        """Problems start, start + 1, ... of set `s`, over its epochs."""
+        parts, size = [], self._sizes[s]
+        while count:
+            epoch, offset = divmod(start, size)
+            part = self._epoch(s, epoch)[offset : offset + count]
+            parts.append(part)
+            start, count = start + len(part), count - len(part)
+        return np.concatenate(parts)
+
+    def _epoch(self, s: int, epoch: int) -> IntArray:
+        """[size] the problems of one epoch of set `s`; each is spaced from the one before, so from the first on."""
+        last, order = self._latest.get(s, (-1, None))
+        if order is None or epoch < last:
+            last, order = -1, None
+        for number in range(last + 1, epoch + 1):
+            shuffled = generator(self._seed, "order of a weighted set", s, number).permutation(self._sizes[s])
+            order = _spaced(shuffled.astype(np.int64), order, self._window[s])
+        assert order is not None
+        if epoch != self._latest.get(s, (-1, None))[0]:
+            self._latest[s] = (epoch, order)
+        return order
+
+    def _most(self, s: int, count: int) -> int:
+        """The most items of set `s` in any `count` slots in a row."""
+        rounds, rest = divmod(count, len(self._pattern))
+        before = self._before[s]
+        twice = np.concatenate([before, before[-1] + before[1:]])
+        return int(rounds * before[-1] + np.max(twice[rest : rest + len(before)] - before))
+
+
+def make_order(sizes: Mapping[str, int], weights: Mapping[str, float] | None, seed: int, per_take: int) -> Order:
+    """The order over all training sets: shuffled together, or with `weights` each in its share.
+
+    One set has one order, whatever its weight.
+
+    Raises:
+        UserError: a step of `per_take` prompts asks a set for more problems than it has, or for next to none.
+    """
+    if weights is None or len(sizes) == 1:
+        return PromptOrder(sum(sizes.values()), seed)
+    return WeightedOrder(sizes, weights, seed, per_take)
+
+
+def _whole_shares(weights: list[float], names: list[str]) -> list[int]:
+    """Whole numbers in the ratio of the weights, in their smallest terms."""
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    total = sum(exact)
+    parts = [weight / total for weight in exact]
+    slots = math.lcm(*(part.denominator for part in parts))
+    if slots <= _MOST_SLOTS:
+        return [int(part * slots) for part in parts]
+    floors = [int(part * _MOST_SLOTS) for part in parts]
+    rest = _MOST_SLOTS - sum(floors)
+    by_remainder = sorted(range(len(parts)), key=lambda s: (floors[s] - parts[s] * _MOST_SLOTS, s))
+    for s in by_remainder[:rest]:
+        floors[s] += 1
+    for name, share in zip(names, floors, strict=True):
+        if not share:
+            raise UserError(f"data.train_sets.{name}.weight: less than a millionth of all; leave the set out")
+    common = math.gcd(*floors)
+    return [share // common for share in floors]
+
+
+def _pattern(shares: list[int]) -> npt.NDArray[np.int16]:
+    """[sum(shares)] the set of each slot: by when its items are due, and by its place in the list where two are."""
+    # quotients of integers this small are equal exactly where the fractions are, so ties are the true ones
+    due = np.concatenate([(2 * np.arange(share) + 1) / share for share in shares])
+    owner = np.repeat(np.arange(len(shares)), shares)
+    return owner[np.lexsort((owner, due))].astype(np.int16)
+
+
+def _spaced(shuffled: IntArray, before: IntArray | None, window: int) -> IntArray:
+    """`shuffled`, changed as little as it takes that no `window` items in a row hold one twice.
+
+    Args:
+        before: the epoch before, whose end this one follows; None: there is none.
+
+    Example:
+        _spaced([2, 0, 1, 3], before=[0, 1, 3, 2], window=3)  # [0, 1, 2, 3]: 2 and 3 were last, and wait
+    """
+    if before is None or window < 2:
+        return shuffled
+    size, rank = len(shuffled), np.argsort(shuffled)
+    early = shuffled[~np.isin(shuffled, before[size - window + 1 :])]
+    released: list[int] = []  # ranks of the last ones of `before`, from when on they may come again
+    chosen, next_early = [], 0
+    for place in range(window - 1):
+        if place:
+            heapq.heappush(released, int(rank[before[size - window + place]]))
+        if released and (next_early == len(early) or released[0] < rank[early[next_early]]):
+            chosen.append(int(shuffled[heapq.heappop(released)]))
+        else:
+            chosen.append(int(early[next_early]))
+            next_early += 1
+    rest = shuffled[~np.isin(shuffled, chosen)]
+    spaced: IntArray = np.concatenate([np.array(chosen, dtype=np.int64), rest])
+    return spaced
 
 
 @lru_cache(maxsize=2)

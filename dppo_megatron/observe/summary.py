@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,11 @@ class Summary:
     wall_s: float = 0.0
     warm_start_s: float = 0.0
     train_s: float = 0.0
-    eval_before: dict[str, float] = field(default_factory=dict)
-    eval_after: dict[str, float] = field(default_factory=dict)
+    eval_before: dict[str, float | None] = field(default_factory=dict)
+    """pass@1 by set; None where every grading failed."""
+    eval_after: dict[str, float | None] = field(default_factory=dict)
+    eval_before_step: dict[str, int] = field(default_factory=dict)
+    """The step that `eval_before` is of, for sets that were added at a resume; 0 for the others."""
     prompts_considered: int = 0
     prompts_generated: int = 0
     completions_generated: int = 0
@@ -47,6 +51,21 @@ class Summary:
                 self.phase_s[phase] = self.phase_s.get(phase, 0.0) + seconds
         self.train_s = self.phase_s["step"]
 
+    def without_before(self, names: Sequence[str]) -> list[str]:
+        """Which of these evaluation sets have not been evaluated before training."""
+        return [name for name in names if name not in self.eval_before]
+
+    def begin_sets(self, step: int, scores: Mapping[str, float | None], names: Sequence[str]) -> None:
+        """Account for the sets that a resume at `step` has added, and forget the end of those that it has removed.
+
+        Args:
+            scores: of the new ones.
+            names: all sets of the run from here on.
+        """
+        self.eval_before |= scores
+        self.eval_before_step |= dict.fromkeys(scores, step)
+        self.eval_after = {name: score for name, score in self.eval_after.items() if name in names}
+
     def write(self, path: Path) -> None:
         """Write as JSON."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -55,9 +74,11 @@ class Summary:
         """The closing table for people."""
         rows: list[tuple[str, str]] = []
         for name, after in self.eval_after.items():
-            before = self.eval_before[name]
-            gain = 100 * (after - before)
-            rows.append((f"{name} pass@1", f"{100 * before:.1f} % -> {100 * after:.1f} %  ({gain:+.1f} points)"))
+            before, since = self.eval_before.get(name), self.eval_before_step.get(name, 0)
+            text = f"{_percent(before)} -> {_percent(after)}"
+            if before is not None and after is not None:
+                text += f"  ({100 * (after - before):+.1f} points{f' since step {since}' if since else ''})"
+            rows.append((f"{name} pass@1", text))
         not_generated = self.prompts_considered - self.prompts_generated
         not_trained = self.completions_generated - self.completions_trained
         rows += [
@@ -76,3 +97,7 @@ class Summary:
         rows.append(("whole run", f"{self.wall_s:.1f} s"))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _percent(score: float | None) -> str:
+    return "null" if score is None else f"{100 * score:.1f} %"

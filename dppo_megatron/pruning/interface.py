@@ -76,6 +76,19 @@ class CompletionBatch:
         return len(self.prompt_index)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptFeatures:
+    """What is known of every prompt of the training sets before it is tried: arrays [num_prompts] by prompt index."""
+
+    prompt_tokens: IntArray
+    level: FloatArray
+    """How hard the prompt's row says it is, on the row's own scale; NaN where it does not say."""
+    source: IntArray
+    """Place of the prompt's source in `sources`."""
+    sources: tuple[str, ...]
+    """`Prompt.source` of all prompts, each once; empty text for those that name none."""
+
+
 class StepCapacity(Protocol):
     """What packing tells pruning: how much fits into a step's micro-batches. Depends on no draw."""
 

@@ -11,7 +11,7 @@ from dppo_megatron.pruning.completion_field import (
     MaxVariancePolicy,
     ZeroVariancePolicy,
 )
-from dppo_megatron.pruning.interface import CompletionPolicy, PromptPolicy
+from dppo_megatron.pruning.interface import CompletionPolicy, PromptFeatures, PromptPolicy
 from dppo_megatron.pruning.prompt_base import PromptPolicyBase
 from dppo_megatron.pruning.prompt_dppo import DppoPromptPolicy, PaperPromptPolicy
 from dppo_megatron.pruning.prompt_infobatch import InfoBatchPolicy
@@ -51,6 +51,7 @@ def make_prompt_policy(
     total_steps: int,
     seed: int,
     rest_steps: int = 0,
+    features: PromptFeatures | None = None,
 ) -> PromptPolicy:
     """The policy of `pruning.prompt.method`.
 
@@ -62,6 +63,7 @@ def make_prompt_policy(
         total_steps: length of the run, for annealing.
         seed: the run's seed.
         rest_steps: steps at the start that are not pruned whatever `warmup_epochs` says.
+        features: what is known of each prompt before it is tried; None: nothing.
 
     Raises:
         UserError: a setting is out of range; the message names its key.
@@ -80,6 +82,7 @@ def make_prompt_policy(
         total_steps=total_steps,
         seed=seed,
         rest_steps=rest_steps,
+        features=features,
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from dppo_megatron.config.pruning import PromptPruningConfig
 from dppo_megatron.pruning.designs import draw
 from dppo_megatron.pruning.history import PromptHistory, check_ids, check_visits
-from dppo_megatron.pruning.interface import Selection, check_state, keep_all
+from dppo_megatron.pruning.interface import PromptFeatures, Selection, check_state, keep_all
 from dppo_megatron.pruning.weights import weigh
 from dppo_megatron.randomness import generator, uniforms
 from dppo_megatron.types import FloatArray, IntArray
@@ -33,6 +33,7 @@ class PromptPolicyBase:
         seed: the run's seed.
         rest_steps: steps at the start without pruning even if `warmup_epochs` is shorter: those whose gradient noise
             `max_noise_ratio` compares with.
+        features: what is known of each prompt before it is tried; None: nothing. No method reads it so far.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class PromptPolicyBase:
         total_steps: int,
         seed: int,
         rest_steps: int = 0,
+        features: PromptFeatures | None = None,
     ) -> None:
         self.config = config
+        self.features = features
         self.completions_per_prompt = completions_per_prompt
         self.prompts_per_step = prompts_per_step
         self.seed = seed

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from dppo_megatron.config.evaluation import longest_sequence
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout import shared_memory
@@ -30,6 +31,7 @@ from dppo_megatron.rollout.sync import ChannelName, choose_channel
 from dppo_megatron.rollout.vllm import VLLMServer, vllm_command, vllm_environment
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.weights.torch_dist import is_torch_dist
 
 _FIRST_ANSWER_S = 30.0
 _READY_S = 5.0
@@ -172,12 +174,9 @@ def check_server(url: str, info: ServerInfo, config: Config, architecture: Archi
             f"{model} with {info.vocab_size} tokens in its vocabulary; the actor has {architecture.vocab_size}"
             f" ({config.model.hf_path})"
         )
-    longest = config.data.max_prompt_tokens + config.rollout.max_completion_tokens
+    longest, whose = longest_sequence(config)
     if info.max_tokens is not None and info.max_tokens < longest:
-        raise UserError(
-            f"{model} with a context of {info.max_tokens} tokens; data.max_prompt_tokens +"
-            f" rollout.max_completion_tokens = {longest} must fit"
-        )
+        raise UserError(f"{model} with a context of {info.max_tokens} tokens; {whose} = {longest} must fit")
     rollout = config.rollout
     plain = rollout.temperature == 1.0 and rollout.top_p == 1.0 and rollout.top_k == 0
     if info.logprobs_are_processed is False and not plain:
@@ -213,10 +212,12 @@ def launch_servers(config: Config) -> list[LaunchedServer]:
     key = configured_key(rollout)
     python = rollout.server_python or sys.executable
     cpu = not torch.cuda.is_available()
-    longest = config.data.max_prompt_tokens + rollout.max_completion_tokens
+    longest, _ = longest_sequence(config)
     vllm = rollout.engine == "vllm"
     build = vllm_command if vllm else sglang_command
     command = build(rollout, python, str(Path(config.model.hf_path).absolute()), longest, config.model.dtype, cpu=cpu)
+    if is_torch_dist(config.model.hf_path) and "--load-format" not in rollout.server_args:
+        command += ["--load-format", "dummy"]  # engines cannot read it; the first weight sync brings what it holds
     variables = vllm_environment(cpu) if vllm else sglang_environment(cpu)
     servers = []
     try:

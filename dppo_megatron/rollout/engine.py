@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -22,12 +24,33 @@ class Request:
     prompt: Prompt
     completion_index: int
     step: int
-    """With the prompt and completion index, the key of the random numbers that this completion consumes."""
+    """With the stream, the prompt and the completion index, the key of the random numbers that it consumes."""
+    stream: str = ""
+    """What the prompt's index counts in: empty for the training set, else any name (`eval/aime24`). Prompts of two
+    streams share neither random numbers nor request ids, whatever their indices."""
+    sampling: Sampling | None = None
+    """How this one is sampled; None: as the call says."""
+
+    @property
+    def purpose(self) -> str:
+        """The purpose of its random numbers (see `randomness.generator`)."""
+        return f"sample {self.stream}" if self.stream else "sample"
 
     @property
     def id(self) -> str:
-        """`step-prompt-completion`: the same on every attempt, so that a repeated request is recognised."""
-        return f"{self.step}-{self.prompt.index}-{self.completion_index}"
+        """`step-prompt-completion`, behind the name of its stream if it has one: the same on every attempt, so that a
+        repeated request is recognised.
+
+        Example:
+            Request(prompt 7, completion_index=3, step=12).id == "12-7-3"
+            Request(prompt 7, completion_index=3, step=0, stream="eval/a b").id == "eval_a_b~de6f5a03-0-7-3"
+        """
+        own = f"{self.step}-{self.prompt.index}-{self.completion_index}"
+        if not self.stream:
+            return own
+        # servers take plain ASCII ids of bounded length; the hash keeps apart what the plain form makes equal
+        plain = re.sub(r"[^A-Za-z0-9.]", "_", self.stream)[:32]
+        return f"{plain}~{hashlib.blake2b(self.stream.encode(), digest_size=4).hexdigest()}-{own}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +68,9 @@ class Sampling:
     """Cuts to the k most likely tokens; 0: all."""
     stop_token_ids: tuple[int, ...] = ()
     """Beside the tokenizer's end of sequence."""
+    reads_logprobs: bool = True
+    """Whether the behaviour log-probabilities are read. Evaluations do not, and so may cut by top_p where an engine
+    has no log-probabilities under such a cut (SGLang: only for a bounded number of tokens)."""
 
 
 class Engine(Protocol):

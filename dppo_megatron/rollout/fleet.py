@@ -3,7 +3,8 @@
 Runs on one rank, with one thread for each request in flight: threads only wait for a socket, and a server that is
 found hung can have all its sockets cut from outside, which frees them. The rules:
 
-- A group goes to the live server with the fewest outstanding tokens.
+- A group goes to the live server with the fewest outstanding tokens, of those with room for its completions:
+  `max_concurrent_sequences` counts completions, so a group of one takes an eighth of the room of a group of eight.
 - A server that refuses connections, breaks one, or does not answer its health probe is out; its groups are queued
   again under the same request id, and only the first answer to an id is kept. With a seed (vLLM) the second attempt
   samples the same completion, so a failure does not favour short ones.
@@ -44,6 +45,8 @@ class Member:
     reason: str = "not synced yet"
     outstanding_tokens: int = 0
     groups: int = 0
+    completions: int = 0
+    """In flight, of all its groups."""
     outages: int = 0
     has_leftovers: bool = False
     """It has been out since its last sync: requests that others have answered since may still run there."""
@@ -63,9 +66,12 @@ class Work:
     """The groups of one rollout and what has come back; survives a `NeedsWeights`."""
 
     groups: Sequence[Group]
-    sampling: Sampling
+    samplings: Sequence[Sampling]
+    """How each group is sampled."""
     versions: frozenset[str]
     """Weights versions that a completion may have: a server that was restarted unseen has another."""
+    may_be_cut: bool = True
+    """`rollout.straggler_share` applies. Not to an evaluation: cut completions would count as wrong."""
     done: dict[int, list[Sampled]] = field(default_factory=dict)
     retries: int = 0
     given_up: bool = False
@@ -77,7 +83,7 @@ class Work:
     def cost(self, index: int) -> int:
         """Tokens that group `index` may come to."""
         group = self.groups[index]
-        return len(group.prompt_ids) + group.count * self.sampling.max_completion_tokens
+        return len(group.prompt_ids) + group.count * self.samplings[index].max_completion_tokens
 
 
 @dataclass
@@ -92,7 +98,8 @@ class Fleet:
 
     Args:
         say: takes one line for the person who watches.
-        max_groups: groups in flight on one server.
+        max_groups: groups in flight on one server, each of which holds a thread and a socket. How many completions
+            are, `config.max_concurrent_sequences` says.
     """
 
     def __init__(
@@ -167,8 +174,7 @@ class Fleet:
                 self._abort(work, attempts)
         finally:
             for attempt in attempts.values():
-                attempt.member.outstanding_tokens -= work.cost(attempt.index)
-                attempt.member.groups -= 1
+                self._account(work, attempt.index, attempt.member, -1)
             if attempts:  # left early: whoever still waits for a socket is set free
                 for member in self.members:
                     member.server.http.close()
@@ -182,26 +188,35 @@ class Fleet:
 
     def _assign(self, work: Work, pending: deque[int], attempts: dict[Future[list[Sampled]], _Attempt]) -> None:
         while pending:
-            free = [member for member in self.live if member.groups < self._max_groups]
+            free = [member for member in self.live if self._has_room(member, work.groups[pending[0]])]
             if not free:
                 return
             index = pending.popleft()
             member = min(free, key=lambda m: m.outstanding_tokens)
-            member.outstanding_tokens += work.cost(index)
-            member.groups += 1
+            self._account(work, index, member, +1)
             future = self._threads.submit(
                 member.server.generate,
                 work.groups[index],
-                work.sampling,
+                work.samplings[index],
                 timeout_s=self._config.rollout_timeout_s + _ANSWER_S,
             )
             attempts[future] = _Attempt(index, member, time.monotonic())
 
+    def _has_room(self, member: Member, group: Group) -> bool:
+        """A group that is larger than the whole room goes alone: it could go nowhere else."""
+        room = self._config.max_concurrent_sequences - member.completions
+        return member.groups < self._max_groups and (group.count <= room or member.groups == 0)
+
+    def _account(self, work: Work, index: int, member: Member, sign: int) -> None:
+        """Add a group to what `member` has in flight, or take it away."""
+        member.outstanding_tokens += sign * work.cost(index)
+        member.groups += sign
+        member.completions += sign * work.groups[index].count
+
     def _settle(self, future: Future[list[Sampled]], attempt: _Attempt, work: Work) -> list[Sampled] | None:
         """The completions of one attempt; None if it has to be made again."""
         member = attempt.member
-        member.outstanding_tokens -= work.cost(attempt.index)
-        member.groups -= 1
+        self._account(work, attempt.index, member, -1)
         group = work.groups[attempt.index]
         try:
             sampled = future.result()
@@ -220,7 +235,7 @@ class Fleet:
                 self.mark_out(member, f"it generated with weights '{foreign.pop()}', which this run has not sent")
                 work.retries += 1
                 return None
-            sampled = [_as_it_ended(one, work.sampling) for one in sampled]
+            sampled = [_as_it_ended(one, work.samplings[attempt.index]) for one in sampled]
             ended = sum(one.finish_reason == "abort" for one in sampled)
             if not ended:
                 return sampled
@@ -266,7 +281,13 @@ class Fleet:
     def _cut_stragglers(self, work: Work, attempts: dict[Future[list[Sampled]], _Attempt], pending: deque[int]) -> None:
         total = sum(group.count for group in work.groups)
         finished = sum(len(sampled) for sampled in work.done.values())
-        if work.cut or pending or not attempts or finished < self._config.straggler_share * total:
+        if (
+            not work.may_be_cut
+            or work.cut
+            or pending
+            or not attempts
+            or finished < self._config.straggler_share * total
+        ):
             return
         work.cut = True
         self._abort(work, attempts)

@@ -71,10 +71,14 @@ class HFEngine:
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """See `Engine.stream`. Prompts of similar length share a batch, so little is spent on padding."""
-        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt.token_ids))
-        for start in range(0, len(order), self._batch):
-            chunk = order[start : start + self._batch]
-            yield from zip(chunk, self._generate([requests[i] for i in chunk], sampling), strict=True)
+        alike: dict[Sampling, list[int]] = {}
+        for index, request in enumerate(requests):
+            alike.setdefault(request.sampling or sampling, []).append(index)
+        for how, order in alike.items():
+            order.sort(key=lambda i: len(requests[i].prompt.token_ids))
+            for start in range(0, len(order), self._batch):
+                chunk = order[start : start + self._batch]
+                yield from zip(chunk, self._generate([requests[i] for i in chunk], how), strict=True)
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Nothing runs beside the actor here: the work is done in `finish`."""
@@ -229,7 +233,7 @@ class _Chooser:
         self._sampling = sampling
         if sampling.temperature > 0:
             draws = [
-                generator(sampling.seed, "sample", r.step, r.prompt.index, r.completion_index).random(
+                generator(sampling.seed, r.purpose, r.step, r.prompt.index, r.completion_index).random(
                     sampling.max_completion_tokens
                 )
                 for r in requests

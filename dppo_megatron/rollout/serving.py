@@ -6,9 +6,11 @@ the weights version are facts in one place instead of agreements between many.
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import barrier, collect, from_rank_zero, share
 from dppo_megatron.randomness import generator
@@ -31,7 +34,8 @@ from dppo_megatron.rollout.sync import around_update, finish_update, put_to_slee
 from dppo_megatron.types import Completion, GuardStop
 from dppo_megatron.weights.architecture import Architecture
 
-_MAX_GROUPS_IN_FLIGHT = 256
+_OWN_FILES = 256
+"""Open files that the trainer itself may need, beside a socket for each group in flight."""
 _PROBE_S = 120.0
 _RETRY_S = 1.0
 
@@ -133,9 +137,9 @@ class ServerEngine:
             work, _ = self._plan(requests, sampling)
             answers = []
             for member in self._fleet.live:
-                for group in work.groups:
+                for group, how in zip(work.groups, work.samplings, strict=True):
                     try:
-                        sampled = member.server.generate(group, work.sampling, timeout_s=_PROBE_S)
+                        sampled = member.server.generate(group, how, timeout_s=_PROBE_S)
                     except (Unreachable, Refused) as error:
                         self._fleet.mark_out(member, str(error))
                         break
@@ -200,8 +204,7 @@ class ServerEngine:
         return self._connection.fleet
 
     def _connect(self, config: Config, architecture: Architecture, say: Callable[[str], None]) -> str:
-        per_server = config.rollout.max_concurrent_sequences // config.rollout.completions_per_prompt
-        self._connection = connect(config, architecture, say, max(1, min(_MAX_GROUPS_IN_FLIGHT, per_server)))
+        self._connection = connect(config, architecture, say, _max_groups(config.rollout))
         connection = self._connection
         connection.fleet.restart_dead = connection.restart_dead
         self._channel = self._make_channel(connection)
@@ -310,37 +313,12 @@ class ServerEngine:
         return any(member.state == "stale" for member in self._fleet.members)
 
     def _plan(self, requests: Sequence[Request], sampling: Sampling) -> tuple[Work, list[list[int]]]:
-        """Requests of one prompt, next to each other, become one group of at most G; and where each completion goes."""
-        groups: list[Group] = []
-        places: list[list[int]] = []
-        previous: Request | None = None
-        for place, request in enumerate(requests):
-            follows = (
-                previous is not None
-                and previous.prompt.index == request.prompt.index
-                and previous.step == request.step
-                and previous.completion_index + 1 == request.completion_index
-                and len(places[-1]) < self._config.rollout.completions_per_prompt
-            )
-            if follows:
-                places[-1].append(place)
-            else:
-                places.append([place])
-            previous = request
-        for members in places:
-            first = requests[members[0]]
-            draw = generator(sampling.seed, "sample", first.step, first.prompt.index, 0).integers(1 << 30)
-            seed = int(draw) + first.completion_index
-            groups.append(Group(first.id, first.prompt.token_ids, len(members), seed))
-        with_stop = Sampling(
-            sampling.max_completion_tokens,
-            sampling.temperature,
-            sampling.seed,
-            sampling.top_p,
-            sampling.top_k,
-            (*self._stop_ids, *sampling.stop_token_ids),
-        )
-        return Work(groups, with_stop, frozenset(str(v) for v in range(1, self._version + 2))), places
+        """The requests in groups, and where each group's completions go."""
+        groups, samplings, places = grouped(requests, sampling, self._config.rollout.completions_per_prompt)
+        with_stop = [replace(how, stop_token_ids=(*self._stop_ids, *how.stop_token_ids)) for how in samplings]
+        versions = frozenset(str(v) for v in range(1, self._version + 2))
+        trains = not any(request.stream for request in requests)
+        return Work(groups, with_stop, versions, may_be_cut=trains), places
 
     def _completion(self, sampled: Sampled) -> Completion:
         versions = np.full(len(sampled.token_ids), self._version, dtype=np.int64)
@@ -365,6 +343,50 @@ class ServerEngine:
         for name, count in counts.items():
             self._statistics[name] = self._statistics.get(name, 0.0) + count
         self._statistics["rollout/servers_live"] = len(self._fleet.live)
+
+
+def grouped(
+    requests: Sequence[Request], sampling: Sampling, size: int
+) -> tuple[list[Group], list[Sampling], list[list[int]]]:
+    """Consecutive completions of one prompt as one group of at most `size`, so that they share a prefill.
+
+    With several ranks the requests of a prompt are not next to each other: ranks take turns. How requests are grouped
+    changes no completion: completion i of a prompt has the prompt's seed + i.
+
+    Returns:
+        The groups, how each is sampled, and the positions in `requests` of each one's completions.
+
+    Example:
+        completions (prompt 7: 0, 1, 2), (prompt 9: 0), size 2  ->  groups of 2, 1 and 1; places [0, 1], [2], [3]
+    """
+    places: list[list[int]] = []
+    latest: dict[tuple[str, int, int], list[int]] = {}
+    for place, request in enumerate(requests):
+        prompt = request.stream, request.step, request.prompt.index
+        group = latest.get(prompt)
+        follows = group is not None and requests[group[-1]].completion_index + 1 == request.completion_index
+        if group is not None and follows and len(group) < size:
+            group.append(place)
+        else:
+            latest[prompt] = [place]
+            places.append(latest[prompt])
+    groups, samplings = [], []
+    for members in places:
+        first = requests[members[0]]
+        how = first.sampling or sampling
+        draw = generator(how.seed, first.purpose, first.step, first.prompt.index, 0).integers(1 << 30)
+        groups.append(Group(first.id, first.prompt.token_ids, len(members), seed=int(draw) + first.completion_index))
+        samplings.append(how)
+    return groups, samplings, places
+
+
+def _max_groups(rollout: RolloutConfig) -> int:
+    """Groups in flight on one server: as many as it runs sequences, for a group may be of one; but no more than this
+    process can open sockets for, all servers together."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    servers = len(rollout.endpoints) or rollout.local_servers
+    sockets = rollout.max_concurrent_sequences if limit == resource.RLIM_INFINITY else (limit - _OWN_FILES) // servers
+    return max(1, min(rollout.max_concurrent_sequences, sockets))
 
 
 class _Background:

@@ -234,7 +234,7 @@ def generate_body(group: Group, sampling: Sampling, seeded: bool, vocab_size: in
         "return_logprob": True,
         "logprob_start_len": -1,
         "top_logprobs_num": 0,
-        "return_sampling_mask": cuts,
+        "return_sampling_mask": cuts and sampling.reads_logprobs,
         "stream": False,
     }
 

@@ -1,0 +1,132 @@
+"""`dppo-megatron data NAME --out DIR`: a known set of the hub as files in the layout that needs no settings."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dppo_megatron.data.known import KNOWN_SETS, KnownSet, our_row
+from dppo_megatron.types import UserError
+
+_DESCRIPTION = """\
+Download a known set and write it as train.jsonl and test.jsonl, one {problem, answer, source, ...} a line:
+
+  dppo-megatron data math --out data/math
+  dppo-megatron data gsm8k --out data/gsm8k --from downloads/gsm8k    # a copy of its repository; no network
+
+Sets: """
+
+
+def add_data_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand to the program's."""
+    parser = commands.add_parser(
+        "data",
+        help="download a known problem set",
+        description=_DESCRIPTION + ", ".join(KNOWN_SETS) + "\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", help="which set")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write")
+    parser.add_argument("--from", dest="origin", metavar="DIR", help="a local copy of the set's repository on the hub")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    for line in write_known_set(
+        arguments.name, arguments.out, origin=arguments.origin or "", overwrite=arguments.overwrite
+    ):
+        print(line, flush=True)
+    return 0
+
+
+def write_known_set(name: str, out: Path, *, origin: str = "", overwrite: bool = False) -> Iterator[str]:
+    """Write the set's files into `out`; yields a line for each, with what was left out.
+
+    All files of a set are read before one is written, each appears complete or not at all, and one that is there stays
+    unless `overwrite` is given.
+
+    Raises:
+        UserError: no such set, no network, another layout than expected, or a file is there.
+    """
+    known = KNOWN_SETS.get(name)
+    if known is None:
+        near = difflib.get_close_matches(name, KNOWN_SETS, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(KNOWN_SETS)}"
+        raise UserError(f"no set is called '{name}'; {hint}")
+    files = {part: out / f"{part}.jsonl" for part in known.splits}
+    for path in files.values():
+        if path.exists() and not overwrite:
+            raise UserError(f"{path} is there already; give --overwrite to replace it, or another --out")
+    if origin and not Path(origin).is_dir():
+        raise UserError(f"--from {origin}: no such directory")
+    parts = {part: _Part(_rows(known, origin, split), known, name) for part, split in known.splits.items()}
+    for part, split in known.splits.items():
+        if not parts[part].rows:
+            raise UserError(f"{origin or known.hub} ({split}): no row has the fields of this set; nothing was written")
+    for part, path in files.items():
+        rows = parts[part].rows
+        _write(path, rows)
+        yield f"{path}: {len(rows)} problems{parts[part].left_out()}"
+
+
+class _Part:
+    """One split in our layout."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]], known: KnownSet, name: str) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._repeated = self._incomplete = self._contradicting = 0
+        answers: dict[str, str] = {}
+        for values in rows:
+            row = our_row(values, known, name)
+            if not row["problem"] or not row["answer"]:
+                self._incomplete += 1
+            elif known.deduplicate and row["problem"] in answers:
+                self._repeated += 1
+                self._contradicting += answers[row["problem"]] != row["answer"]
+            else:
+                answers[row["problem"]] = row["answer"]
+                self.rows.append(row)
+
+    def left_out(self) -> str:
+        """What of the split was not written, for a message."""
+        said = []
+        if self._incomplete:
+            said.append(f"{self._incomplete} without a problem or an answer")
+        if self._repeated:
+            said.append(f"{self._repeated} repetitions of a problem")
+        if self._contradicting:
+            said.append(f"{self._contradicting} of those with another answer than the first")
+        return f" (left out: {', '.join(said)})" if said else ""
+
+
+def _rows(known: KnownSet, origin: str, split: str) -> Iterator[dict[str, Any]]:
+    # not at the top: the command line must say its help without tensor libraries
+    from dppo_megatron.data.hub import read_directory, read_hub
+
+    subset, hub = known.subset, f"hub:{known.hub}"
+    for row in read_directory(origin, subset, split) if origin else read_hub(hub, subset, split):
+        yield row.values
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path.parent}: cannot be made: {error.strerror or error}") from None
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,63 @@
+"""Worked solutions for the warm start, as samples to train on."""
+
+from __future__ import annotations
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from dppo_megatron.config.data import ResolvedSet
+from dppo_megatron.data.fields import check_text, get_field, kind, problem_of
+from dppo_megatron.data.sets import read_set
+from dppo_megatron.data.templates import check_template, render, shared_ids, tokenize
+from dppo_megatron.types import TrainSample, UserError
+
+
+def load_examples(
+    settings: ResolvedSet, completion_field: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int
+) -> list[TrainSample]:
+    """Read worked solutions, as samples of weight and denominator 1. Each ends with the end-of-sequence token.
+
+    Raises:
+        UserError: a row without problem or completion, or an example of more than `max_tokens` tokens.
+    """
+    check_template(settings, tokenizer)
+    samples: list[TrainSample] = []
+    shared = shared_ids(tokenizer)
+    for rows in read_set(settings):
+        origins = [row.origin for row in rows]
+        prompts = tokenize(
+            render([problem_of(row, settings) for row in rows], origins, settings, tokenizer), tokenizer, shared
+        )
+        completions = tokenize(
+            [_completion(row.values, completion_field, row.origin) for row in rows], tokenizer, shared
+        )
+        for origin, prompt, completion in zip(origins, prompts, completions, strict=True):
+            samples.append(_sample(origin, prompt, completion, tokenizer.eos_token_id))
+            count = len(samples[-1].token_ids)
+            if count > max_tokens:
+                raise UserError(f"{origin}: the example has {count} tokens, more than the {max_tokens} that fit")
+    if not samples:
+        raise UserError(f"{settings.path}: holds no examples")
+    return samples
+
+
+def _completion(values: dict[str, object], name: str, origin: str) -> str:
+    value = get_field(values, name)
+    if value is None:
+        raise UserError(f"{origin}: the row lacks the field '{name}'; it has: {', '.join(values) or 'nothing'}")
+    if not isinstance(value, str):
+        raise UserError(f"{origin}: '{name}' is {kind(value)}; a completion is text")
+    return check_text(value, origin, name)
+
+
+def _sample(origin: str, prompt: tuple[int, ...], completion: tuple[int, ...], eos: int) -> TrainSample:
+    token_ids = np.array([*prompt, *completion, eos], dtype=np.int64)
+    return TrainSample(
+        id=origin,
+        token_ids=token_ids,
+        num_prompt_tokens=len(prompt),
+        behaviour_logprobs=np.zeros(len(token_ids) - len(prompt), dtype=np.float32),
+        advantage=1.0,
+        weight=1.0,
+        denominator=1.0,
+    )

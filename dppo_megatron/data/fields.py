@@ -1,0 +1,220 @@
+"""From a row to a problem: which fields are read, and what may stand in them.
+
+A value that is no text is never made one by `str()`: a list of chat messages that became "[{'role': ..." is a problem
+that no model can solve and an answer that no completion can match, and nobody would be told.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any, TypeAlias
+
+from dppo_megatron.config.data import ResolvedSet
+from dppo_megatron.data.rows import Row
+from dppo_megatron.types import UserError
+
+Messages: TypeAlias = list[dict[str, str]]
+"""Chat turns, each with `role` and `content`."""
+
+_ABSENT = object()
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_LEVEL = re.compile(r"(?:level|lvl|difficulty)?[\s:_-]*(\d+(?:\.\d+)?)", re.IGNORECASE)
+
+_LAYOUTS = (
+    ({"prompt", "reward_model"}, "verl", ("prompt", "reward_model.ground_truth", "data_source")),
+    ({"prompt", "label"}, "slime", ("prompt", "label", "")),
+    ({"question", "answer"}, "GSM8K", ("question", "answer", "")),
+    ({"question", "final_answer"}, "OlympiadBench", ("question", "final_answer", "")),
+    ({"problem", "solution"}, "MATH", ("problem", "solution", "")),
+)
+"""Fields by which a known layout is recognised, its name, and its problem, answer and source fields."""
+
+
+def get_field(values: Mapping[str, Any], name: str) -> Any:
+    """The value of `name`, where dots reach into nested rows; None if it is not there.
+
+    A key that itself holds the dots goes before the nested one.
+
+    Example:
+        get_field({"a": {"b": 1}}, "a.b")            # 1
+        get_field({"a": {"b": 1}, "a.b": 2}, "a.b")  # 2
+    """
+    found = _find(values, name)
+    return None if found is _ABSENT else found
+
+
+def problem_of(row: Row, settings: ResolvedSet) -> str | Messages:
+    """The problem: text, or chat messages.
+
+    Raises:
+        UserError: it is neither, is empty, or cannot be encoded.
+    """
+    value = _required(row, settings.problem_field, settings)
+    if isinstance(value, str):
+        return check_text(value, row.origin, settings.problem_field)
+    if isinstance(value, (list, tuple)) and value:
+        return [_message(turn, row.origin, f"{settings.problem_field}[{i}]") for i, turn in enumerate(value)]
+    raise UserError(
+        f"{row.origin}: '{settings.problem_field}' is {kind(value)}; a problem is text or a list of messages"
+        ' [{"role": "user", "content": "..."}]'
+    )
+
+
+def answer_of(row: Row, settings: ResolvedSet) -> str:
+    """The reference answer as text; a number as it is written in the file.
+
+    Raises:
+        UserError: it is neither text nor a finite number, or is empty.
+    """
+    name = settings.answer_field
+    value = _required(row, name, settings)
+    if isinstance(value, str):
+        return check_text(value, row.origin, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
+        hint = _answer_hint(value, name)
+        raise UserError(f"{row.origin}: '{name}' is {kind(value)}; an answer is text or a number{hint}")
+    if not isinstance(value, int) and not math.isfinite(value):
+        raise UserError(f"{row.origin}: '{name}' is {value}; an answer is text or a finite number")
+    if row.exact is not None:
+        return str(get_field(row.exact(), name))
+    try:
+        return str(value)
+    except ValueError:  # more than 4,300 digits
+        raise UserError(f"{row.origin}: '{name}' is a number of too many digits; write it as text") from None
+
+
+def source_of(row: Row, settings: ResolvedSet) -> str:
+    """The subset that the row names, or nothing.
+
+    Raises:
+        UserError: what stands there is no name.
+    """
+    value = get_field(row.values, settings.source_field) if settings.source_field else None
+    if value is None or (isinstance(value, float) and math.isnan(value)):  # how pandas writes a missing value
+        return ""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise UserError(f"{row.origin}: '{settings.source_field}' is {kind(value)}; the name of a subset is text")
+    return check_text(value, row.origin, settings.source_field) if value.strip() else ""
+
+
+def level_of(row: Row, settings: ResolvedSet) -> tuple[float | None, bool]:
+    """How hard the row says it is, and whether it says so in a way that is not understood (`easy`, a list)."""
+    if settings.level_field:
+        value = get_field(row.values, settings.level_field)
+    else:
+        value = row.values.get("level", row.values.get("difficulty"))
+    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
+        return None, False
+    level = parse_level(value)
+    return level, level is None
+
+
+def parse_level(value: Any) -> float | None:
+    """A level as a number; None if it is not one.
+
+    Example:
+        parse_level(3), parse_level("Level 3"), parse_level("0.4"), parse_level("easy")  # 3.0, 3.0, 0.4, None
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value) if abs(value) < 1e300 else None  # not NaN, and no integer that a float cannot hold
+    match = _LEVEL.fullmatch(value.strip()) if isinstance(value, str) and len(value) < 100 else None
+    return float(match[1]) if match else None
+
+
+def check_text(text: str, origin: str, name: str) -> str:
+    """`text`, if it says something and can be encoded.
+
+    Raises:
+        UserError: it is empty, holds a NUL, or half of a surrogate pair.
+    """
+    if not text.strip():
+        raise UserError(f"{origin}: '{name}' is {'blank' if text else 'empty'}")
+    if "\0" in text:
+        raise UserError(f"{origin}: '{name}' holds a NUL character")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{origin}: '{name}' holds a lone surrogate (\\u{ord(text[error.start]):04x}), which is no character"
+        ) from None
+    return text
+
+
+def kind(value: Any) -> str:
+    """What a value is, in JSON's words."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    names = {str: "text", int: "a number", float: "a number", list: "a list", tuple: "a list", dict: "an object"}
+    return names.get(type(value), f"of type {type(value).__name__}")
+
+
+def _required(row: Row, name: str, settings: ResolvedSet) -> Any:
+    value = _find(row.values, name)
+    if value is None:
+        raise UserError(f"{row.origin}: '{name}' is null")
+    if value is _ABSENT:
+        have = ", ".join(row.values) or "nothing"
+        raise UserError(f"{row.origin}: the row lacks the field '{name}'; it has: {have}{_layout_hint(row, settings)}")
+    return value
+
+
+def _find(values: Any, name: str) -> Any:
+    if not isinstance(values, Mapping):
+        return _ABSENT
+    if name in values:
+        return values[name]
+    head, dot, rest = name.partition(".")
+    while dot:
+        if head in values:
+            found = _find(values[head], rest)
+            if found is not _ABSENT:
+                return found
+        more, dot, rest = rest.partition(".")
+        head = f"{head}.{more}"
+    return _ABSENT
+
+
+def _layout_hint(row: Row, settings: ResolvedSet) -> str:
+    section = settings.key if "_sets." in settings.key else "data"
+    for fields, name, (problem, answer, source) in _LAYOUTS:
+        if fields <= row.values.keys() and get_field(row.values, problem) is not None:
+            wanted = {"problem_field": problem, "answer_field": answer, "source_field": source}
+            given = " ".join(f"{section}.{key}={value}" for key, value in wanted.items() if value)
+            return f". This looks like {name}'s layout: {given}"
+    return ""
+
+
+def _answer_hint(value: Any, name: str) -> str:
+    if isinstance(value, Mapping) and value:
+        return f"; dots reach into objects: {name}.{next(iter(value))}"
+    if isinstance(value, (list, tuple)):
+        return "; a list of answers must be one text"
+    return ""
+
+
+def _message(turn: Any, origin: str, name: str) -> dict[str, str]:
+    """One chat turn with its content as text."""
+    if not isinstance(turn, Mapping) or "role" not in turn or "content" not in turn:
+        raise UserError(f"{origin}: '{name}' must be a message with role and content, got {kind(turn)}")
+    role, content = turn["role"], turn["content"]
+    if role not in _ROLES:
+        raise UserError(f"{origin}: '{name}.role' is {role!r}; known roles: {', '.join(_ROLES)}"[:500])
+    if isinstance(content, (list, tuple)) and content:
+        # as vLLM's chat endpoint does where a template wants text: parts on lines of their own
+        content = "\n".join(_part(part, origin, f"{name}.content[{i}]") for i, part in enumerate(content))
+    if not isinstance(content, str):
+        raise UserError(f"{origin}: '{name}.content' is {kind(content)}; it must be text")
+    return {"role": str(role), "content": check_text(content, origin, f"{name}.content")}
+
+
+def _part(part: Any, origin: str, name: str) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise UserError(f'{origin}: \'{name}\' must be {{"type": "text", "text": "..."}}: prompts are text only')

@@ -1,0 +1,105 @@
+"""What exactly a run was trained on, in one hash a set, and whether a resumed run has the same.
+
+The hash is over what was read and not over files: a set may move, change its format or be compressed and still be the
+same set. It covers the token ids too, because another tokenizer or template makes other prompts of the same problems.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from dppo_megatron.types import Prompt, UserError
+
+
+class _Loaded(Protocol):
+    """The part of a loaded set that is remembered."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def prompts(self) -> list[Prompt]: ...
+
+
+class SetHash:
+    """SHA-256 over a set's prompts in their order."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def add(self, prompt: Prompt) -> None:
+        """The next prompt."""
+        texts = (part.encode("utf-8") for part in (prompt.text, prompt.answer, prompt.source))
+        for raw in (*texts, np.array(prompt.token_ids, dtype="<i8").tobytes()):
+            self._hash.update(len(raw).to_bytes(8, "little") + raw)  # the length, so that no two rows read the same
+
+    def hexdigest(self) -> str:
+        """Of all prompts so far."""
+        return self._hash.hexdigest()
+
+
+def data_fingerprint(train: Mapping[str, _Loaded], evaluated: Mapping[str, _Loaded]) -> dict[str, Any]:
+    """What a checkpoint remembers: for `train` and `eval` each set's key, number of problems and hash, in order."""
+    return {
+        part: {name: {"key": s.key, "problems": len(s.prompts), "sha256": s.fingerprint} for name, s in sets.items()}
+        for part, sets in (("train", train), ("eval", evaluated))
+    }
+
+
+def check_data(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: Iterable[str], where: str) -> list[str]:
+    """Compare the data of a run with that of its continuation; returns a line for each difference that is allowed.
+
+    Evaluation sets may differ. Training sets may where `checkpoint.may_change` names their setting, and as long as
+    there are as many problems: the pruning history is kept by a problem's number.
+
+    Args:
+        saved, now: as `data_fingerprint` gave them; nothing saved (an older checkpoint) is nothing to compare.
+        where: the checkpoint.
+
+    Raises:
+        UserError: training data that differs and may not.
+    """
+    if not saved:
+        return []
+    lines = [f"evaluation set {line}" for line, _ in _differences(saved["eval"], now["eval"])]
+    changed = _differences(saved["train"], now["train"])
+    if list(saved["train"]) != list(now["train"]) and not changed:
+        changed = [("order of the training sets", "data.train_sets")]
+    permitted = tuple(may_change)
+    refused = [(line, key) for line, key in changed if not _permitted(key, permitted)]
+    if refused:
+        keys, what = ", ".join(dict.fromkeys(key for _, key in refused)), "; ".join(line for line, _ in refused)
+        raise UserError(
+            f"the training data is not what the run of {where} was trained on: {what}."
+            f" Put it back, choose another run_dir, or permit it with checkpoint.may_change=[{keys}]"
+        )
+    before, after = (sum(one["problems"] for one in part["train"].values()) for part in (saved, now))
+    if before != after:
+        raise UserError(
+            f"the run of {where} was trained on {before} problems and there are {after} now: what is known of each"
+            " problem goes by its number, so this must be a new run_dir (model.hf_path may be the old run's hf/)"
+        )
+    return lines + [f"training set {line}" for line, _ in changed]
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(what differs, the setting it belongs to) of each set that is new, gone or other than it was."""
+    found = []
+    for name in [*saved, *(name for name in now if name not in saved)]:
+        old, new = saved.get(name), now.get(name)
+        if old is None or new is None:
+            found.append((f"'{name}': {'new' if old is None else 'gone'}", (old or new or {})["key"]))
+        elif old["sha256"] != new["sha256"]:
+            counts = f"{old['problems']} -> {new['problems']} problems"
+            same = f"{old['problems']} problems, other texts, answers or order"
+            found.append((f"'{name}': {same if old['problems'] == new['problems'] else counts}", new["key"]))
+    return found
+
+
+def _permitted(key: str, may_change: tuple[str, ...]) -> bool:
+    return any(key == given or key.startswith(f"{given}.") or given.startswith(f"{key}.") for given in may_change)

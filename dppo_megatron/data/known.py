@@ -1,0 +1,157 @@
+"""The sets that papers train and report on: where each is on the hub, and how its rows become ours.
+
+A record says everything about a set; nothing below it knows a set by name. Most sets have several copies on the hub:
+the one named is that of its makers where there is one, else the one that evaluation harnesses read. Rows leave in one
+layout, `{id, problem, answer, source, level, subject}`, so that a config needs no field settings and no template of
+somebody else's inside the problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dppo_megatron.data.fields import get_field
+
+
+def as_is(value: Any) -> str:
+    """The answer itself: text, a whole number, or a list of texts, which becomes one text.
+
+    Example:
+        as_is("5"), as_is(5), as_is(["$2$", "$3$"])  # "5", "5", "$2$, $3$"
+    """
+    if isinstance(value, (list, tuple)):
+        return ", ".join(as_is(item) for item in value)
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return "" if value is None or isinstance(value, (dict, bool)) else str(value).strip()
+
+
+def after_hashes(value: Any) -> str:
+    """What stands behind the last `####` of a GSM8K solution, without thousands separators."""
+    _, found, answer = str(value).rpartition("####")
+    return answer.strip().replace(",", "") if found else ""
+
+
+def last_boxed(value: Any) -> str:
+    r"""Content of the last `\boxed{...}` of a MATH solution, braces matched; `\boxed 5` and `\fbox{}` too.
+
+    Example:
+        last_boxed(r"so $x = \boxed{\frac{1}{2}}$.")  # \frac{1}{2}
+    """
+    text = str(value)
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if start < 0:
+        return ""
+    rest = text[start:].removeprefix("\\boxed").removeprefix("\\fbox")
+    if not rest.startswith("{"):
+        return rest.split("$")[0].strip()
+    depth = 0
+    for place, character in enumerate(rest):
+        escaped = place > 0 and rest[place - 1] == "\\"
+        if character in "{}" and not escaped:
+            depth += 1 if character == "{" else -1
+            if depth == 0:
+                return rest[1:place].strip()
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSet:
+    """One set of the hub and how to read it."""
+
+    hub: str
+    """owner/name."""
+    splits: Mapping[str, str]
+    """Our file (train, test) to the hub's split."""
+    problem: str
+    """Field with the problem; dots and list places reach into it (`prompt.0.content`)."""
+    answer: str
+    """Field with the answer, or with a solution that ends in it."""
+    answer_rule: Callable[[Any], str] = as_is
+    """From that field to the answer."""
+    source: str = ""
+    """Value of `source`; empty: the set's name."""
+    subset: str = ""
+    """The hub's configuration; empty: the default one."""
+    carried: Mapping[str, str] = field(default_factory=dict)
+    """Our field to theirs, copied where a row has it: level, subject, id."""
+    strip: tuple[str, str] = ("", "")
+    """Instruction in front of and behind every problem, taken off: which template to use is the run's choice."""
+    deduplicate: bool = False
+    """Keep the first row of every problem: the hub's file repeats them on purpose."""
+
+
+_DAPO_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer:"
+    " $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+_DAPO_BEHIND = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+KNOWN_SETS: dict[str, KnownSet] = {
+    "gsm8k": KnownSet(
+        "openai/gsm8k", {"train": "train", "test": "test"}, "question", "answer", after_hashes, subset="main"
+    ),
+    "math": KnownSet(
+        "DigitalLearningGmbH/MATH-lighteval",
+        {"train": "train", "test": "test"},
+        "problem",
+        "solution",
+        last_boxed,
+        carried={"level": "level", "subject": "type"},
+    ),
+    "math500": KnownSet(
+        "HuggingFaceH4/MATH-500",
+        {"test": "test"},
+        "problem",
+        "answer",
+        carried={"level": "level", "subject": "subject", "id": "unique_id"},
+    ),
+    "aime24": KnownSet("HuggingFaceH4/aime_2024", {"test": "train"}, "problem", "answer", carried={"id": "id"}),
+    "aime25": KnownSet("math-ai/aime25", {"test": "test"}, "problem", "answer", carried={"id": "id"}),
+    "amc23": KnownSet("math-ai/amc23", {"test": "test"}, "question", "answer", carried={"id": "id"}),
+    "minerva": KnownSet("math-ai/minervamath", {"test": "test"}, "question", "answer"),
+    "olympiadbench": KnownSet(
+        "Hothan/OlympiadBench",
+        {"test": "train"},
+        "question",
+        "final_answer",
+        subset="OE_TO_maths_en_COMP",
+        carried={"id": "id", "subject": "subfield", "answer_type": "answer_type", "unit": "unit", "tolerance": "error"},
+    ),
+    "dapo-math-17k": KnownSet(
+        "BytedTsinghua-SIA/DAPO-Math-17k",
+        {"train": "train"},
+        "prompt.0.content",
+        "reward_model.ground_truth",
+        carried={"id": "extra_info.index"},
+        strip=(_DAPO_BEFORE, _DAPO_BEHIND),
+        deduplicate=True,
+    ),
+    "deepscaler": KnownSet("agentica-org/DeepScaleR-Preview-Dataset", {"train": "train"}, "problem", "answer"),
+}
+
+
+def our_row(values: Mapping[str, Any], known: KnownSet, name: str) -> dict[str, Any]:
+    """A row of the hub in our layout; `problem` or `answer` is empty where it has none."""
+    problem = _reach(values, known.problem)
+    before, behind = known.strip
+    text = problem.strip() if isinstance(problem, str) else ""
+    text = text.removeprefix(before.strip()).removesuffix(behind.strip()).strip()
+    row = {"problem": text, "answer": known.answer_rule(_reach(values, known.answer)), "source": known.source or name}
+    carried = {ours: _reach(values, theirs) for ours, theirs in known.carried.items()}
+    return row | {ours: value for ours, value in carried.items() if value is not None and value != ""}
+
+
+def _reach(values: Any, path: str) -> Any:
+    """As `get_field`, where a number is a place in a list."""
+    for index, part in enumerate(parts := path.split(".")):
+        if part.isdigit():
+            listed = get_field(values, ".".join(parts[:index]))
+            place = int(part)
+            if not isinstance(listed, (list, tuple)) or place >= len(listed):
+                return None
+            rest = ".".join(parts[index + 1 :])
+            return _reach(listed[place], rest) if rest else listed[place]
+    return get_field(values, path)

@@ -1,0 +1,261 @@
+"""Files of problems to rows: one shape of row out of every format, and a sentence for whatever is wrong with a file.
+
+What a file holds is somebody else's: text in another encoding, numbers of 10,000 digits, objects nested a thousand
+deep, half a download. Everything that a parser can raise is turned into a `UserError` here, with the line where it is
+known, so that the rest of the room sees plain Python values only. JSON is parsed by the standard library and not by a
+faster one because its hooks tell a number's exact text, which is what a grader compares with.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from dppo_megatron.types import UserError
+
+_LONGEST_LINE = 64 * 2**20
+"""Bytes. A problem has thousands; a line of this length is a file of another kind."""
+_DEEPEST = 64
+"""Levels of nesting. Python can parse about 1,000, but what is nested so deep cannot be sent to a grader's process."""
+
+Exact = Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a problem file."""
+
+    origin: str
+    """`path:line` or `path[row]` (from 0), for messages."""
+    values: dict[str, Any]
+    exact: Exact | None = None
+    """Gives `values` anew with every number as its text in the file; None where text is not what the file stores."""
+
+
+def read_file(path: str) -> Iterator[Row]:
+    """The rows of a .jsonl, .json, .csv, .tsv or .parquet file, by its name; the text formats also with .gz behind.
+
+    Raises:
+        UserError: the name says no format, or the content is not of it.
+    """
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    kind = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
+    reader = _READERS.get(kind)
+    if reader is None or (suffixes[-1] == ".gz" and kind == ".parquet"):
+        raise UserError(
+            f"{path}: unknown kind of file; its name must end in {', '.join(_READERS)} (text also with .gz)"
+        )
+    try:
+        yield from reader(path)
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise UserError(f"{path}: damaged gzip file: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or _first_line(error)}") from None
+
+
+def table_rows(table: Any, origin: str, first: int) -> Iterator[Row]:
+    """The rows of a pyarrow table whose first row is number `first` of its file or set."""
+    for number, values in enumerate(_plain_columns(table).to_pylist(), start=first):
+        yield Row(f"{origin}[{number}]", values)
+
+
+def import_pyarrow(path: str) -> Any:
+    """pyarrow, or a sentence about what is missing."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"{path}: Parquet and Arrow need the extra 'data': pip install 'dppo_megatron[data]'") from None
+    return pyarrow
+
+
+def _plain_columns(table: Any) -> Any:
+    """float16 and float32 columns as the float64 that is written the same: 0.1 and not 0.10000000149."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for index, column in enumerate(table.schema):
+        if pa.types.is_float16(column.type) or pa.types.is_float32(column.type):
+            values = pc.cast(pc.cast(pc.cast(table.column(index), pa.float32()), pa.string()), pa.float64())
+            table = table.set_column(index, column.name, values)
+    return table
+
+
+def _json_lines(path: str) -> Iterator[Row]:
+    for number, text in _lines(path):
+        if text.strip():
+            origin = f"{path}:{number}"
+            yield Row(origin, _parse_object(text, origin), partial(_parse_object, text, origin, exact=True))
+
+
+def _json(path: str) -> Iterator[Row]:
+    """A list of objects, {"data": [...]}, or JSON Lines under the other name, which many files are."""
+    with _open(path) as file:
+        head = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if head.startswith(b"{"):
+        first = next((text for _, text in _lines(path) if text.strip()), "")
+        if _is_object(first):
+            yield from _json_lines(path)
+            return
+    with _open(path) as file:
+        text = _decode(file.read(), path, "")
+    found = _parse(text, path)
+    listed = found.get("data") if isinstance(found, dict) else found
+    if not isinstance(listed, list):
+        raise UserError(f'{path}: expected a list of JSON objects, {{"data": [...]}}, or one object a line')
+    exact: list[list[dict[str, Any]]] = []
+
+    def row_exactly(number: int) -> dict[str, Any]:
+        if not exact:  # parsed a second time only if an answer is a number, and then once
+            again = _parse(text, path, exact=True)
+            exact.append(again["data"] if isinstance(again, dict) else again)
+        return exact[0][number]
+
+    for number, values in enumerate(listed):
+        origin = f"{path}[{number}]"
+        yield Row(origin, _object(values, origin), partial(row_exactly, number))
+
+
+def _csv(path: str) -> Iterator[Row]:
+    delimiter = "\t" if ".tsv" in Path(path).suffixes else ","
+    csv.field_size_limit(_LONGEST_LINE)  # the default of 131,072 refuses long worked solutions
+    reader = csv.reader((text for _, text in _lines(path)), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    while True:
+        origin = f"{path}:{reader.line_num + 1}"
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise UserError(f"{origin}: not valid CSV: {error}") from None
+        if not cells:
+            continue
+        if header is None:
+            header = _csv_header(cells, origin)
+        elif len(cells) != len(header):
+            raise UserError(f"{origin}: {len(cells)} cells, but the header has {len(header)}; quote cells with commas")
+        else:
+            yield Row(origin, dict(zip(header, cells, strict=True)))
+
+
+def _csv_header(cells: list[str], origin: str) -> list[str]:
+    names = [cell.strip() for cell in cells]
+    if len(set(names)) < len(names) or not all(names):
+        raise UserError(f"{origin}: the header must name every column, each differently; it has: {', '.join(names)}")
+    return names
+
+
+def _parquet(path: str) -> Iterator[Row]:
+    pyarrow = import_pyarrow(path)
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise UserError(f"{path}: two columns have one name; it has: {', '.join(names)}")
+            number = 0
+            for batch in file.iter_batches(batch_size=4096):
+                yield from table_rows(pyarrow.Table.from_batches([batch]), path, number)
+                number += len(batch)
+    except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError, TypeError, KeyError) as error:
+        raise UserError(f"{path}: damaged or unreadable Parquet file: {_first_line(error)}") from None
+
+
+_READERS: dict[str, Callable[[str], Iterator[Row]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json,
+    ".csv": _csv,
+    ".tsv": _csv,
+    ".parquet": _parquet,
+}
+
+
+def _open(path: str) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
+
+
+def _lines(path: str) -> Iterator[tuple[int, str]]:
+    """(number from 1, text with its line end) of a text file; a byte-order mark is no part of the first line."""
+    with _open(path) as file:
+        number = 0
+        while line := file.readline(_LONGEST_LINE + 1):
+            number += 1
+            if len(line) > _LONGEST_LINE:
+                raise UserError(f"{path}:{number}: the line has more than {_LONGEST_LINE:,} bytes")
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            yield number, _decode(line, path, f":{number}")
+
+
+def _decode(raw: bytes, path: str, line: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        kinds = {b"PAR1": "Parquet", b"\x1f\x8b": "gzip", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"PK": "zip"}
+        kind = next((kind for magic, kind in kinds.items() if raw.startswith(magic)), "")
+        where = line or f":{raw.count(10, 0, error.start) + 1}"
+        advice = f"it looks like {kind}" if kind else "if it is Latin-1: iconv -f latin1 -t utf-8"
+        raise UserError(f"{path}{where}: not UTF-8 text (byte 0x{raw[error.start]:02x}); {advice}") from None
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict) and "data" not in json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _parse_object(text: str, origin: str, *, exact: bool = False) -> dict[str, Any]:
+    return _object(_parse(text, origin, exact=exact), origin)
+
+
+def _object(value: Any, origin: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{origin}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _parse(text: str, origin: str, *, exact: bool = False) -> Any:
+    """JSON text to values; `exact` leaves every number as its text."""
+    hooks: dict[str, Any] = {"parse_int": str, "parse_float": str} if exact else {}
+    try:
+        value = json.loads(text, object_pairs_hook=_distinct, **hooks)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{origin}: not valid JSON: {error}") from None
+    except RecursionError:
+        raise UserError(f"{origin}: nested too deep; at most {_DEEPEST} levels") from None
+    except ValueError as error:  # an integer of more than 4,300 digits, or a key that stands twice
+        raise UserError(f"{origin}: not usable JSON: {_first_line(error)}") from None
+    # counting brackets is cheap; walking every row is not
+    if text.count("[") + text.count("{") > _DEEPEST and _depth(value) > _DEEPEST + 2:
+        raise UserError(f"{origin}: nested too deep; at most {_DEEPEST} levels")
+    return value
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key '{next(name for name in names if names.count(name) > 1)}' stands twice")
+    return values
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and objects, counted without recursion."""
+    deepest, layer = 0, [value]
+    while layer := [item for item in layer if isinstance(item, (list, dict))]:
+        deepest += 1
+        layer = [inner for item in layer for inner in (item.values() if isinstance(item, dict) else item)]
+    return deepest
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -1,0 +1,243 @@
+"""Problem sets, loaded: rows to prompts, with what was left out, what looks wrong and what exactly was read.
+
+A set is read once, before a process group or a model is made. Every rank reads it for itself, as every rank needs the
+prompts; what is said about it is said by one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from dppo_megatron.config.data import ResolvedSet, eval_set_configs, train_set_configs, train_set_weights
+from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import planned_prompts, too_few_prompts
+from dppo_megatron.data.fields import Messages, answer_of, level_of, problem_of, source_of
+from dppo_megatron.data.fingerprint import SetHash
+from dppo_megatron.data.hub import read_directory, read_hub
+from dppo_megatron.data.order import make_order
+from dppo_megatron.data.rows import Row, read_file
+from dppo_megatron.data.templates import (
+    check_template,
+    generation_config_stops,
+    render,
+    shared_ids,
+    tokenize,
+    turn_end_tokens,
+)
+from dppo_megatron.types import Prompt, UserError
+
+_BATCH = 1000
+"""Rows tokenized in one call: a call for each took 3 times as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemSet:
+    """A set of problems as it is trained or evaluated on."""
+
+    name: str
+    key: str
+    """The settings that name it (`data.train_path`)."""
+    prompts: list[Prompt]
+    filtered: int
+    """Problems left out because their prompt is longer than `max_prompt_tokens`."""
+    first_prompt: str
+    """Text of the first prompt, as the model is given it."""
+    fingerprint: str
+    """SHA-256 of what was read: order, texts, answers, sources and token ids."""
+    notes: tuple[str, ...]
+    """What the user should know of its rows: duplicates, levels that are no numbers."""
+    problems: Mapping[bytes, int]
+    """A hash of each problem's text, white space made one, to the place where it first stands: to compare sets by."""
+
+
+def load_set(
+    name: str, settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase, *, first_index: int = 0
+) -> ProblemSet:
+    """Read, render and tokenize one set. Its prompts are numbered from `first_index`.
+
+    Raises:
+        UserError: a row that is no problem, a prompt that is too long and may not be filtered, or no problems.
+    """
+    check_template(settings, tokenizer)
+    prompts: list[Prompt] = []
+    shared, repeats, hashed = shared_ids(tokenizer), _Repeats(prompts), SetHash()
+    filtered = unknown_levels = 0
+    for rows in read_set(settings):
+        problems = [problem_of(row, settings) for row in rows]
+        texts = render(problems, [row.origin for row in rows], settings, tokenizer)
+        ids = tokenize(texts, tokenizer, shared)
+        for row, problem, text, token_ids in zip(rows, problems, texts, ids, strict=True):
+            level, unknown = level_of(row, settings)
+            unknown_levels += unknown
+            index = first_index + len(prompts)
+            prompt = Prompt(
+                index,
+                text,
+                token_ids,
+                answer_of(row, settings),
+                source_of(row, settings),
+                level=level,
+                row=row.values,
+                origin=row.origin,
+            )
+            if _is_too_long(prompt, settings):
+                filtered += 1
+                continue
+            hashed.add(prompt)
+            prompts.append(prompt)
+            repeats.add(problem)
+    if not prompts:
+        why = f": all {filtered} are longer than {settings.max_prompt_tokens} tokens" if filtered else ""
+        raise UserError(f"{settings.path}: holds no problems{why}")
+    notes = [*repeats.notes()]
+    if unknown_levels:
+        notes.append(f"{unknown_levels} rows have a level that is no number; it is left out")
+    return ProblemSet(
+        name,
+        settings.key,
+        prompts,
+        filtered,
+        prompts[0].text,
+        hashed.hexdigest(),
+        tuple(notes),
+        repeats.first,
+    )
+
+
+def read_set(settings: ResolvedSet) -> Iterator[list[Row]]:
+    """The set's rows from wherever they are, some at a time, at most `limit` in all.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if settings.path.startswith("hub:"):
+        rows = read_hub(settings.path, settings.subset, settings.split)
+    elif Path(settings.path).is_dir():
+        rows = read_directory(settings.path, settings.subset, settings.split)
+    else:
+        rows = read_file(settings.path)
+    rows = islice(rows, settings.limit) if settings.limit else rows
+    while batch := list(islice(rows, _BATCH)):
+        yield batch
+
+
+def load_train_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, ProblemSet]:
+    """All sets to train on, their prompts numbered through.
+
+    Raises:
+        UserError: as `load_set`; or a step asks a set for more problems than it has.
+    """
+    sets: dict[str, ProblemSet] = {}
+    settings = train_set_configs(config)
+    for name, one in settings.items():
+        sets[name] = load_set(name, one, tokenizer, first_index=sum(len(done.prompts) for done in sets.values()))
+    paths = ", ".join(one.path for one in settings.values())
+    if too_few := too_few_prompts(config, sum(len(one.prompts) for one in sets.values()), paths):
+        raise UserError(too_few)
+    sizes, weights = set_sizes(sets), train_set_weights(config)
+    make_order(sizes, weights, config.seed, planned_prompts(config))  # says what is wrong with the shares
+    return sets
+
+
+def load_eval_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, ProblemSet]:
+    """All sets to evaluate on, each numbered for itself.
+
+    Raises:
+        UserError: as `load_set`.
+    """
+    return {name: load_set(name, settings, tokenizer) for name, settings in eval_set_configs(config).items()}
+
+
+def set_sizes(sets: Mapping[str, ProblemSet]) -> dict[str, int]:
+    """Problems of each set."""
+    return {name: len(one.prompts) for name, one in sets.items()}
+
+
+def stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """What ends a completion beside the tokenizer's end of sequence: the settings' tokens, those of the model's
+    generation_config.json, and the end of turn of every chat template in use."""
+    sets: Sequence[ResolvedSet] = [*train_set_configs(config).values(), *eval_set_configs(config).values()]
+    found = [*config.rollout.stop_token_ids, *generation_config_stops(config.model.hf_path, tokenizer)]
+    for one in sets:
+        found += turn_end_tokens(one.template, tokenizer)
+    return tuple(dict.fromkeys(found))
+
+
+class _Repeats:
+    """Problems that stand in a set more than once.
+
+    Texts are told apart by 128 bits of hash: a million of them as text would be a second copy of the set.
+    """
+
+    def __init__(self, prompts: list[Prompt]) -> None:
+        self.first: dict[bytes, int] = {}
+        """Hash of a problem to its place in `prompts`."""
+        self._prompts = prompts
+        self._count = self._contradictions = 0
+        self._examples: list[str] = []
+        self._contradiction = ""
+
+    def add(self, problem: str | Messages) -> None:
+        """The problem of the last prompt."""
+        place = len(self._prompts) - 1
+        first = self.first.setdefault(blake2b(_identity(problem).encode(), digest_size=16).digest(), place)
+        if first == place:
+            return
+        prompt, earlier = self._prompts[place], self._prompts[first]
+        self._count += 1
+        if len(self._examples) < 3:
+            self._examples.append(f"{prompt.origin} is {earlier.origin}")
+        if earlier.answer.strip() != prompt.answer.strip():
+            self._contradictions += 1
+            self._contradiction = self._contradiction or (
+                f"{prompt.origin} says {prompt.answer[:60]!r} and {earlier.origin} {earlier.answer[:60]!r}"
+            )
+
+    def notes(self) -> Iterator[str]:
+        if self._count:
+            yield f"warning: {self._count} problems stand there more than once: {', '.join(self._examples)}"
+        if self._contradictions:
+            yield f"warning: {self._contradictions} of them with another answer: {self._contradiction}"
+
+
+def overlap_notes(train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> list[str]:
+    """A line for each evaluation set some of whose problems are trained on."""
+    notes = []
+    for name, held_out in evaluated.items():
+        for other, trained in train.items():
+            shared = len(held_out.problems.keys() & trained.problems.keys())
+            if shared:
+                notes.append(
+                    f"warning: {shared} of the {len(held_out.problems)} problems of the evaluation set '{name}'"
+                    f" are trained on (set '{other}'): its scores will be too high"
+                )
+    return notes
+
+
+def _is_too_long(prompt: Prompt, settings: ResolvedSet) -> bool:
+    """Whether to leave the prompt out; raises where it may not be."""
+    if not prompt.token_ids:
+        raise UserError(f"{prompt.origin}: the prompt has no tokens under the model's tokenizer")
+    if len(prompt.token_ids) <= settings.max_prompt_tokens:
+        return False
+    if settings.overlong == "filter":
+        return True
+    raise UserError(
+        f"{prompt.origin}: the prompt has {len(prompt.token_ids)} tokens, more than {settings.max_prompt_tokens_key} ="
+        f" {settings.max_prompt_tokens}; raise it, or set overlong=filter to leave such problems out"
+    )
+
+
+def _identity(problem: str | Messages) -> str:
+    """The problem by which two rows are the same: of messages that are one user's turn, its text."""
+    if isinstance(problem, str):
+        return " ".join(problem.split())
+    if len(problem) == 1:
+        return " ".join(problem[0]["content"].split())
+    return "\n".join(f"{turn['role']}: {' '.join(turn['content'].split())}" for turn in problem)

@@ -1,0 +1,170 @@
+"""Problems to prompts: the template's text, the tokenizer's chat template, and the tokens that end a turn under it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from dppo_megatron.config.data import ResolvedSet
+from dppo_megatron.config.templates import Template
+from dppo_megatron.data.fields import Messages
+from dppo_megatron.types import UserError
+
+_MARK = "Xq7turn"
+"""Stands for an assistant's text where a chat template is asked what it puts behind one."""
+
+
+def check_template(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `UserError` unless the tokenizer can do what the template asks."""
+    template = settings.template
+    if not template.apply_chat_template:
+        return
+    source = chat_template_of(tokenizer)
+    if source is None:
+        raise UserError(
+            f"{settings.key}: the prompt wants a chat template (apply_chat_template or a named template), but the"
+            " model's tokenizer has none; use a plain one (template=plain_boxed), or add a chat_template.jinja"
+        )
+    for name in template.chat_template_kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", source):
+            raise UserError(
+                f"{settings.key}: chat_template_kwargs.{name} means nothing to this tokenizer's chat template, which"
+                " never reads it; correct its name, or use a template without it (template=chat_boxed)"
+            )
+
+
+def chat_template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The source of the tokenizer's chat template; None if it has none."""
+    try:
+        return str(tokenizer.get_chat_template()) if tokenizer.chat_template else None
+    except ValueError:  # several named ones, and none is called default
+        return None
+
+
+def render(
+    problems: Sequence[str | Messages],
+    origins: Sequence[str],
+    settings: ResolvedSet,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[str]:
+    """The prompts' texts, as the model is given them.
+
+    Raises:
+        UserError: messages that cannot be a prompt, or that the chat template refuses.
+    """
+    template = settings.template
+    if template.apply_chat_template:
+        chats = [_chat(problem, at, template) for problem, at in zip(problems, origins, strict=True)]
+        return [_apply(chat, at, template, tokenizer) for chat, at in zip(chats, origins, strict=True)]
+    texts, as_it_is = [], template.prompt_template == "{problem}"
+    for problem, origin in zip(problems, origins, strict=True):
+        if not isinstance(problem, str):
+            raise UserError(
+                f"{origin}: the problem is a list of messages, which needs the chat template; set"
+                f" apply_chat_template=true, or a template that has it ({settings.key})"
+            )
+        texts.append(problem if as_it_is else template.prompt_template.replace("{problem}", problem))
+    return texts
+
+
+def turn_end_tokens(template: Template, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special token that the chat template puts behind an assistant's text, unless it is the end of sequence.
+
+    Qwen's templates end a turn with <|im_end|>, while the base model's tokenizer says <|endoftext|> ends a sequence: a
+    model that has learned to end turns would otherwise go on until the limit.
+    """
+    if not template.apply_chat_template:
+        return []
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": _MARK}]
+    try:
+        text = str(
+            tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=False, **template.chat_template_kwargs
+            )
+        )
+    except Exception:  # a template that takes no assistant turn has no end of one either
+        return []
+    _, found, behind = text.rpartition(_MARK)
+    ids = _encode(tokenizer, behind) if found and behind else []
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return [ids[0]] if ids and ids[0] in special and ids[0] != tokenizer.eos_token_id else []
+
+
+def generation_config_stops(hf_path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ends of sequence that the model's generation_config.json names beside the tokenizer's.
+
+    Raises:
+        UserError: the file is not JSON, or names something that is no token.
+    """
+    path = Path(hf_path) / "generation_config.json"
+    if not path.is_file():
+        return []
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        stops = raw.get("eos_token_id") if isinstance(raw, dict) else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
+    listed = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    for token in listed:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < len(tokenizer):
+            raise UserError(f"{path}: eos_token_id names {token!r}, which is no token of the tokenizer")
+    return [token for token in dict.fromkeys(listed) if token != tokenizer.eos_token_id]
+
+
+def _chat(problem: str | Messages, origin: str, template: Template) -> Messages:
+    """The conversation to render; the template's text stands in its last user turn."""
+    chat = [{"role": "user", "content": problem}] if isinstance(problem, str) else [dict(turn) for turn in problem]
+    if chat[-1]["role"] not in ("user", "tool"):
+        raise UserError(f"{origin}: the last message is the {chat[-1]['role']}'s; the model answers a user's")
+    if template.prompt_template != "{problem}":
+        last = next((turn for turn in reversed(chat) if turn["role"] == "user"), None)
+        if last is None:
+            raise UserError(f"{origin}: no message is the user's, so prompt_template has no place to go")
+        last["content"] = template.prompt_template.replace("{problem}", last["content"])
+    if template.system_prompt:
+        if chat[0]["role"] in ("system", "developer"):
+            raise UserError(f"{origin}: the messages begin with a system turn, and system_prompt is set; keep one")
+        chat.insert(0, {"role": "system", "content": template.system_prompt})
+    return chat
+
+
+def _apply(chat: Messages, origin: str, template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=True, **template.chat_template_kwargs
+            )
+        )
+    except Exception as error:  # a template is a program: it can raise anything, on purpose or not
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise UserError(f"{origin}: the tokenizer's chat template fails on this prompt: {reason}") from None
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, shared: Sequence[int]) -> list[tuple[int, ...]]:
+    """Token ids of each text, in one call.
+
+    `shared` (of `shared_ids`) holds one int object a token id: a million prompts of a hundred tokens are 0.8 GB of
+    pointers, and would be another 3 GB of equal integers.
+    """
+    batches: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+    return [tuple(map(shared.__getitem__, ids)) for ids in batches]
+
+
+def shared_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token id of the tokenizer at its own place."""
+    return list(range(max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))))
+
+
+def in_short(text: str, longest: int = 160) -> str:
+    """`text` on one line, its middle left out where it is long: a template shows at both ends."""
+    shown: Any = repr(text)
+    return shown if len(shown) <= longest else f"{shown[: longest // 2]} ... {shown[-longest // 2 :]}"

@@ -1,0 +1,7 @@
+"""Evaluation: what a model scores on problem sets, while it trains and alone (docs/evaluation.md).
+
+    sets -> sample (evaluator.py) -> grade (grading.py) -> samples (samples.py) -> scores (statistics.py)
+
+Sampling and grading need an engine and a grader; everything behind `samples` is arithmetic on plain values, so scores
+can be computed again from `samples.jsonl` without either.
+"""

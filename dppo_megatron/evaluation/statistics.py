@@ -1,0 +1,239 @@
+"""Scores of one set from its graded samples: avg@k, pass@k, maj@k and their standard errors. Pure arithmetic.
+
+Everything is estimated for each problem first and then averaged over problems. So a problem whose grading failed a few
+times weighs as much as any other, and the standard error is one over problems: samples of one problem are not
+independent evidence, and treating 30 problems x 32 samples as 960 draws would show an error several times too small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+_LARGEST_FOR_SUBSETS = 512
+"""Above so many samples of a problem, maj@k is given for k = n only: the numbers of subsets leave float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a sample came to; small, because ranks exchange these."""
+
+    problem: int
+    """Index in its set."""
+    correct: bool | None
+    """None: its grading failed."""
+    vote: str | None
+    """The final answer it votes for (see `grading.vote_of`); None: it gave none, and abstains."""
+    truncated: bool
+    unparsed: bool | None
+    """No final answer could be read; None: the grader does not say, or failed."""
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over problems."""
+
+    value: float | None
+    """None: there was no problem to average over."""
+    se: float | None
+    """Standard error over problems; None with fewer than two."""
+    problems: int
+    """That the mean is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalScores:
+    """What one set came to. The name is data here, never part of a key that is parsed again: it may hold anything."""
+
+    name: str
+    problems: int
+    samples: int
+    """Asked for, of every problem."""
+    avg: Estimate
+    """Share of correct samples: avg@samples, and pass@1."""
+    pass_at: Mapping[int, Estimate]
+    maj_at: Mapping[int, Estimate]
+    """Empty where the grader does not say which answer it found."""
+    truncated_share: float | None
+    unparsed_share: float | None
+    failed: int
+    """Samples whose grading failed; they count nowhere else but in truncated_share and completion_tokens_mean."""
+    completion_tokens_mean: float | None
+
+    def metrics(self) -> dict[str, float | None]:
+        """As keys of metrics.jsonl: `eval/<set>/pass@1` and so on. What the grader does not say has no key (maj@k,
+        unparsed_share); a mean over nothing, because every grading failed, is None."""
+        named = {f"avg@{self.samples}": self.avg}
+        named |= {f"pass@{k}": estimate for k, estimate in self.pass_at.items()}
+        named |= {f"maj@{k}": estimate for k, estimate in self.maj_at.items()}
+        found: dict[str, float | None] = {}
+        for key, estimate in named.items():
+            found |= {key: estimate.value, f"{key}_se": estimate.se}
+        found |= {
+            "truncated_share": self.truncated_share,
+            "failed": float(self.failed),
+            "completion_tokens_mean": self.completion_tokens_mean,
+        }
+        if self.unparsed_share is not None:
+            found["unparsed_share"] = self.unparsed_share
+        return {f"eval/{self.name}/{key}": value for key, value in found.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """For results.json, with the number of problems behind every estimate."""
+        return asdict(self)
+
+    def line(self) -> str:
+        """For the log: `aime24 pass@1 43.3 % ± 5.9`, and what else must not be missed."""
+        text = f"{self.name} pass@1 {percent(self.avg)}"
+        if self.samples > 1:
+            text += f", pass@{self.samples} {percent(self.pass_at[self.samples])}"
+            if self.samples in self.maj_at:
+                text += f", maj@{self.samples} {percent(self.maj_at[self.samples])}"
+        if self.failed:
+            text += f", {self.failed} gradings failed"
+        return text
+
+
+def percent(estimate: Estimate) -> str:
+    """`43.3 % ± 5.9`, or as much of it as there is."""
+    if estimate.value is None:
+        return "null"
+    return f"{100 * estimate.value:.1f} %" + (f" ± {100 * estimate.se:.1f}" if estimate.se is not None else "")
+
+
+def score(name: str, problems: int, samples: int, outcomes: Sequence[Outcome]) -> EvalScores:
+    """The scores of a set.
+
+    Args:
+        problems: in the set.
+        samples: asked for, of every problem.
+        outcomes: of every sample, in any order.
+    """
+    by_problem: dict[int, list[Outcome]] = {}
+    for outcome in outcomes:
+        if outcome.correct is not None:
+            by_problem.setdefault(outcome.problem, []).append(outcome)
+    graded = [by_problem[problem] for problem in sorted(by_problem)]
+    counts = [(len(of_one), sum(bool(one.correct) for one in of_one)) for of_one in graded]
+    avg = mean(c / n for n, c in counts)
+    pass_at = {k: mean(pass_at_k(n, c, k) for n, c in counts if n >= k) for k in budgets(samples)} | {1: avg}
+    maj_at: dict[int, Estimate] = {}
+    if not any(one.correct and one.vote is None for of_one in graded for one in of_one):
+        ballots = [ballot(of_one) for of_one in graded]
+        for k in budgets(samples):
+            if k > 1 and (samples <= _LARGEST_FOR_SUBSETS or k == samples):
+                maj_at[k] = mean(maj_at_k(*votes, k) for votes, (n, _) in zip(ballots, counts, strict=True) if n >= k)
+    unparsed = [one.unparsed for one in outcomes if one.unparsed is not None]
+    return EvalScores(
+        name=name,
+        problems=problems,
+        samples=samples,
+        avg=avg,
+        pass_at=pass_at,
+        maj_at=maj_at,
+        truncated_share=_share(one.truncated for one in outcomes),
+        unparsed_share=_share(unparsed),
+        failed=sum(one.correct is None for one in outcomes),
+        completion_tokens_mean=_share(one.tokens for one in outcomes),
+    )
+
+
+def budgets(samples: int) -> list[int]:
+    """The k of pass@k and maj@k: 1, 2, 4, ... and `samples` itself.
+
+    Example:
+        budgets(5) == [1, 2, 4, 5]
+    """
+    powers = [1 << i for i in range(samples.bit_length()) if 1 << i < samples]
+    return [*powers, samples]
+
+
+def mean(values: Iterable[float]) -> Estimate:
+    """Mean over problems x_1 ... x_P with its standard error sqrt(sum (x_i - mean)^2 / (P (P - 1))).
+
+    Example:
+        mean([1, 0, 0.5, 0.5])  # Estimate(value=0.5, se=0.2041, problems=4): deviations .5 .5 0 0, sqrt(.5 / 12)
+    """
+    x = np.array(list(values), dtype=np.float64)
+    if not len(x):
+        return Estimate(None, None, 0)
+    se = float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else None
+    return Estimate(float(x.mean()), se, len(x))
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that k of n samples, drawn without putting back, hold a correct one: 1 - C(n - c, k) / C(n, k).
+
+    Unbiased for the chance that k fresh samples do (Chen et al. 2021, arXiv 2107.03374), where 1 - (1 - c/n)^k is not.
+
+    Args:
+        n: graded samples of the problem; c: correct ones; k: at most n.
+
+    Example:
+        pass_at_k(4, 1, 2) == 0.5  # 3 of the 6 pairs hold the one that is correct
+    """
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+Ballot = tuple[int, tuple[int, ...], int]
+"""Votes of a problem: for the correct answer, for each other answer, and abstentions."""
+
+
+def ballot(outcomes: Sequence[Outcome]) -> Ballot:
+    """Count the votes of one problem.
+
+    All correct samples vote for one answer, however they wrote it: the grader has found each equal to the reference.
+    """
+    others: dict[str, int] = {}
+    correct = abstentions = 0
+    for one in outcomes:
+        if one.correct:
+            correct += 1
+        elif one.vote is None:
+            abstentions += 1
+        else:
+            others[one.vote] = others.get(one.vote, 0) + 1
+    return correct, tuple(sorted(others.values(), reverse=True)), abstentions
+
+
+def maj_at_k(correct: int, others: Sequence[int], abstentions: int, k: int) -> float:
+    """Chance that the correct answer wins a vote of k samples, drawn without putting back; a tie is drawn by lot.
+
+    Of t answers with equally many votes each wins with chance 1 / t. Where nobody votes, nobody wins.
+
+    Example:
+        maj_at_k(2, (2, 1), 0, 5) == 0.5  # two for the right answer, two for a wrong one: a tie
+        maj_at_k(1, (1,), 0, 1) == 0.5    # a vote of one: half the samples are correct
+    """
+    n = correct + sum(others) + abstentions
+    if k == n:  # no subset to choose
+        top = max(others, default=0)
+        return 0.0 if not correct or correct < top else 1.0 / (1 + (others.count(top) if top == correct else 0))
+    chances = 0.0
+    for m in range(1, min(correct, k) + 1):
+        chances += math.comb(correct, m) * _ways(others, abstentions, k - m, m)
+    return chances / math.comb(n, k)
+
+
+def _ways(others: Sequence[int], abstentions: int, rest: int, m: int) -> float:
+    """Choices of `rest` samples among the others in which no answer has more than m votes, each weighted 1 / (1 + the
+    answers that have exactly m). Counted by a polynomial whose powers are samples (axis 1) and ties (axis 0)."""
+    ways = np.zeros((rest // m + 1, rest + 1))
+    ways[0, : min(abstentions, rest) + 1] = [math.comb(abstentions, i) for i in range(min(abstentions, rest) + 1)]
+    for votes in others:
+        before, ways = ways, ways.copy()  # this answer is not chosen at all
+        for i in range(1, min(m - 1, votes, rest) + 1):
+            ways[:, i:] += math.comb(votes, i) * before[:, : rest + 1 - i]
+        if m <= min(votes, rest):
+            ways[1:, m:] += math.comb(votes, m) * before[:-1, : rest + 1 - m]
+    return float((ways[:, rest] / (1 + np.arange(len(ways)))).sum())
+
+
+def _share(values: Iterable[float]) -> float | None:
+    found = [float(value) for value in values]
+    return sum(found) / len(found) if found else None

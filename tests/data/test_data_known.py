@@ -1,0 +1,221 @@
+"""`dppo-megatron data`: every known set, read from a local directory laid out as its repository on the hub is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from chat_tokenizer import chat_tokenizer
+
+from dppo_megatron.cli import main
+from dppo_megatron.config.data import TrainSetConfig, train_set_configs
+from dppo_megatron.config.schema import Config
+from dppo_megatron.data.known import KNOWN_SETS, after_hashes, last_boxed
+from dppo_megatron.data.sets import load_set
+
+BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer:"
+    " $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+BEHIND = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+
+def _dapo(problem: str, answer: str, index: str) -> dict[str, Any]:
+    prompt = [{"content": BEFORE + problem + BEHIND, "role": "user"}]
+    return {
+        "data_source": "math_dapo",
+        "prompt": prompt,
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule"},
+        "extra_info": {"index": index},
+    }
+
+
+# name: (rows of each split as its repository has them, what must come out of the first split)
+LAYOUTS: dict[str, tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]] = {
+    "gsm8k": (
+        {
+            "train": [{"question": "How many?", "answer": "9 + 9 = <<9+9=18>>18\n#### 1,018"}],
+            "test": [{"question": "And then?", "answer": "so\n#### -3"}],
+        },
+        [{"problem": "How many?", "answer": "1018", "source": "gsm8k"}],
+    ),
+    "math": (
+        {
+            "train": [
+                {
+                    "problem": "p",
+                    "level": "Level 3",
+                    "type": "Algebra",
+                    "solution": r"a \boxed{1} b $\boxed{\frac{1}{2}}$.",
+                },
+                {"problem": "no answer", "level": "Level 1", "type": "Algebra", "solution": r"so \boxed{}"},
+            ],
+            "test": [{"problem": "q", "level": "Level ?", "type": "Geometry", "solution": r"$\boxed 5$"}],
+        },
+        [{"problem": "p", "answer": r"\frac{1}{2}", "source": "math", "level": "Level 3", "subject": "Algebra"}],
+    ),
+    "math500": (
+        {"test": [{"problem": "p", "solution": "s", "answer": "2", "subject": "S", "level": 4, "unique_id": "u/1"}]},
+        [{"problem": "p", "answer": "2", "source": "math500", "level": 4, "subject": "S", "id": "u/1"}],
+    ),
+    "aime24": (
+        {"train": [{"id": 60, "problem": "p", "solution": "s", "answer": "033", "url": "u", "year": 2024}]},
+        [{"problem": "p", "answer": "033", "source": "aime24", "id": 60}],
+    ),
+    "aime25": (
+        {"test": [{"problem": "p", "answer": "70", "id": "0"}]},
+        [{"problem": "p", "answer": "70", "source": "aime25", "id": "0"}],
+    ),
+    "amc23": (
+        {"test": [{"id": 0, "question": "p", "answer": 27.0, "url": "u"}]},
+        [{"problem": "p", "answer": "27", "source": "amc23", "id": 0}],
+    ),
+    "minerva": (
+        {"test": [{"question": "p", "answer": "4.5e33"}]},
+        [{"problem": "p", "answer": "4.5e33", "source": "minerva"}],
+    ),
+    "olympiadbench": (
+        {
+            "train": [
+                {
+                    "id": 7,
+                    "question": "p",
+                    "final_answer": ["$2$", "$3$"],
+                    "subfield": "Algebra",
+                    "unit": None,
+                    "error": "1e-1",
+                },
+                {
+                    "id": 8,
+                    "question": "a proof",
+                    "final_answer": None,
+                    "subfield": "Algebra",
+                    "unit": None,
+                    "error": None,
+                },
+            ]
+        },
+        [
+            {
+                "problem": "p",
+                "answer": "$2$, $3$",
+                "source": "olympiadbench",
+                "id": 7,
+                "subject": "Algebra",
+                "tolerance": "1e-1",
+            }
+        ],
+    ),
+    "dapo-math-17k": (
+        {"train": [_dapo("p", "34", "a"), _dapo("q", "5", "b"), _dapo("p", "34", "a"), _dapo("q", "6", "c")]},
+        [
+            {"problem": "p", "answer": "34", "source": "dapo-math-17k", "id": "a"},
+            {"problem": "q", "answer": "5", "source": "dapo-math-17k", "id": "b"},
+        ],
+    ),
+    "deepscaler": (
+        {"train": [{"problem": "p", "answer": "-\\frac{2}{3}", "solution": "s"}]},
+        [{"problem": "p", "answer": "-\\frac{2}{3}", "source": "deepscaler"}],
+    ),
+}
+
+
+def _repository(directory: Path, splits: dict[str, list[dict[str, Any]]], subset: str) -> Path:
+    """Parquet files by split, and the card that names subsets, as the hub has them."""
+    folder = subset or "data"
+    (directory / folder).mkdir(parents=True)
+    for split, rows in splits.items():
+        pq.write_table(pa.Table.from_pylist(rows), directory / folder / f"{split}-00000-of-00001.parquet")
+    if subset:
+        files = "".join(f"  - split: {split}\n    path: {subset}/{split}-*\n" for split in splits)
+        (directory / "README.md").write_text(f"---\nconfigs:\n- config_name: {subset}\n  data_files:\n{files}---\n")
+    return directory
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("name", KNOWN_SETS)
+def test_each_set(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Our layout comes out, in the files that its splits stand for, and a job reads them without a setting."""
+    splits, expected = LAYOUTS[name]
+    repository = _repository(tmp_path / "hub", splits, KNOWN_SETS[name].subset)
+    out = tmp_path / "out"
+    assert main(["data", name, "--out", str(out), "--from", str(repository)]) == 0
+    written = {path.stem: _read(path) for path in out.iterdir()}
+    assert written.keys() == KNOWN_SETS[name].splits.keys()
+    first = next(iter(KNOWN_SETS[name].splits))
+    assert written[first] == expected
+    said = capsys.readouterr().out
+    assert f"{first}.jsonl: {len(expected)} problems" in said
+    if name == "dapo-math-17k":
+        assert "2 repetitions of a problem, 1 of those with another answer than the first" in said
+    if name in ("math", "olympiadbench"):
+        assert "1 without a problem or an answer" in said
+    config = Config()
+    config.data.train_sets = {"s": TrainSetConfig(path=str(out / f"{first}.jsonl"))}
+    prompts = load_set("s", train_set_configs(config)["s"], chat_tokenizer()).prompts
+    assert [(p.text, p.answer) for p in prompts] == [(row["problem"], row["answer"]) for row in expected]
+    if name in ("math", "math500"):
+        assert prompts[0].level == float(str(expected[0]["level"]).removeprefix("Level "))
+
+
+def test_nothing_is_overwritten_or_half_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is there stays, and a set that cannot be read leaves nothing."""
+    repository = _repository(tmp_path / "hub", LAYOUTS["gsm8k"][0], "main")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "test.jsonl").write_text("mine\n")
+    command = ["data", "gsm8k", "--out", str(out), "--from", str(repository)]
+    assert main(command) == 2
+    assert "test.jsonl is there already; give --overwrite" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == ["test.jsonl"] and (out / "test.jsonl").read_text() == "mine\n"
+    assert main([*command, "--overwrite"]) == 0
+    assert _read(out / "test.jsonl")[0]["answer"] == "-3"
+    capsys.readouterr()
+    only_train = _repository(tmp_path / "half", {"train": LAYOUTS["gsm8k"][0]["train"]}, "main")
+    assert main(["data", "gsm8k", "--out", str(tmp_path / "new"), "--from", str(only_train)]) == 2
+    assert "has no split 'test'; it has: train" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_wrong_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line and exit code 2: a typo, a directory that is not there, another set's layout, a file in the way."""
+    other = _repository(tmp_path / "hub", {"test": [{"text": "x"}]}, "")
+    (tmp_path / "file").write_text("")
+    for arguments, said in (
+        (["mth", "--out", "x"], "no set is called 'mth'; did you mean 'math'?"),
+        (["zzz", "--out", "x"], "known: gsm8k, math,"),
+        (["aime25", "--out", "x", "--from", "nowhere"], "--from nowhere: no such directory"),
+        (["aime25", "--out", str(tmp_path / "o"), "--from", str(other)], "no row has the fields of this set"),
+        (["aime25", "--out", str(tmp_path / "file" / "o"), "--from", str(_aime(tmp_path))], "file/o: cannot be made"),
+    ):
+        assert main(["data", *arguments]) == 2
+        message = capsys.readouterr().err
+        assert said in message and message.count("\n") == 1
+    assert not (tmp_path / "o").exists()
+
+
+def _aime(tmp_path: Path) -> Path:
+    return _repository(tmp_path / "aime", LAYOUTS["aime25"][0], "")
+
+
+def test_answers_out_of_solutions() -> None:
+    """The last box with its braces matched, and what is behind the last mark; nothing where there is none."""
+    for solution, answer in (
+        (r"\boxed{1} then \boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed{\text{(A)}}", r"\text{(A)}"),
+        (r"$\boxed{\frac{\sqrt{3}}{2}}$", r"\frac{\sqrt{3}}{2}"),
+        (r"\fbox{7}", "7"),
+        (r"is $\boxed 9$.", "9"),
+        (r"\boxed{1} and \boxed{2", ""),
+        ("no box", ""),
+    ):
+        assert last_boxed(solution) == answer
+    assert [after_hashes(text) for text in ("a #### 1 #### 2", "none", "#### 1,234,567")] == ["2", "", "1234567"]

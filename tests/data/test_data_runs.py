@@ -1,0 +1,156 @@
+"""Whole runs on several sets: what they take in a step, what they leave beside the run, and edited data at a resume."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job import REPOSITORY, read_metrics, settings, write_job_files
+from launch import run_ranks
+
+from dppo_megatron.cli import main
+from dppo_megatron.data.fingerprint import check_data
+from dppo_megatron.data.report import safe_name
+from dppo_megatron.types import UserError
+
+LIMIT = 7
+
+
+def _arguments(files: Path, run_dir: Path, *more: str) -> list[str]:
+    """Two training sets in two formats, three of the first for one of the second; long prompts of it are left out."""
+    short = {
+        "warm_start__steps": 2,
+        "steps": 2,
+        "rollout__prompts_per_step": 8,
+        "checkpoint__every_steps": 1,
+        "reward__function": "faulty:length_parity",
+        "data__train_path": "''",
+        "data__mixing": "weighted",
+    }
+    sets = [
+        f"data.train_sets.first.path={files / 'first.jsonl'}",
+        "data.train_sets.first.weight=3",
+        f"data.train_sets.second/b.path={files / 'second.csv'}",
+        f"data.train_sets.second/b.max_prompt_tokens={LIMIT}",
+        "data.train_sets.second/b.overlong=filter",
+        "data.train_sets.second/b.level_field=hard",
+        "data.train_sets.second/b.problem_field=question",
+    ]
+    config = str(REPOSITORY / "configs" / "quickstart.yaml")
+    return ["train", config, *settings(files, run_dir, **short), *sets, *more]
+
+
+def _write_second(path: Path, rows: list[dict[str, Any]]) -> None:
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["question", "answer", "hard"])
+        writer.writerows([row["problem"], row["answer"], f"Level {len(row['problem'])}"] for row in rows)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_job_files(tmp_path_factory.mktemp("task"))
+    lines = (directory / "train.jsonl").read_text().splitlines(keepends=True)
+    (directory / "first.jsonl").write_text("".join(lines[:20]))
+    _write_second(directory / "second.csv", [json.loads(line) for line in lines[20:]])
+    return directory
+
+
+@pytest.fixture(scope="module")
+def finished(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "mixed"
+    assert run_ranks(main, 1, _arguments(files, run_dir)) == [0]
+    return run_dir
+
+
+def _second(files: Path) -> list[dict[str, str]]:
+    with open(files / "second.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_on_two_sets(files: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every step takes six and two; what was left out is in the ledger of every step; the trace replays."""
+    kept = sum(len(row["question"]) <= LIMIT for row in _second(files))
+    assert 2 <= kept < 28
+    header, *steps = (json.loads(line) for line in (finished / "trace.jsonl").read_text().splitlines())
+    assert header["set_sizes"] == {"first": 20, "second/b": kept} and header["num_prompts"] == 20 + kept
+    for step in steps:
+        assert sum(index < 20 for index in step["offered"]) == 6 and len(set(step["offered"])) == 8
+    for row in read_metrics(finished)[1:]:
+        ledger = {entry["name"]: entry for entry in row["prune/ledger"]}
+        entry = ledger["data/overlong_prompts"]
+        assert entry["label"] == "biased" and entry["kept_fraction"] == pytest.approx((20 + kept) / 48)
+    assert main(["simulate", str(finished / "trace.jsonl"), "--methods", "grpo"]) == 0
+    assert "grpo" in capsys.readouterr().out
+
+
+def test_first_prompts_are_kept(files: Path, finished: Path) -> None:
+    """To the character, one file a set, whatever the set is called."""
+    first = json.loads((files / "first.jsonl").read_text().splitlines()[0])["problem"]
+    second = next(row["question"] for row in _second(files) if len(row["question"]) <= LIMIT)
+    kept = {path.name: path.read_text() for path in (finished / "prompts").iterdir()}
+    heldout = json.loads((files / "heldout.jsonl").read_text().splitlines()[0])["problem"]
+    assert kept == {
+        "train-first.txt": first,
+        f"train-{safe_name('second/b')}.txt": second,
+        "eval-heldout.txt": heldout,
+    }
+    names = ["a", "A", "a/b", "a_b", "../../etc", "", "é", "a" * 300, "a" * 301, "\n", ".", "nul\0"]
+    assert len({safe_name(name).lower() for name in names}) == len(names)
+    assert all(len(safe_name(name)) < 100 and not set("/\0\n") & set(safe_name(name)) for name in names)
+
+
+def test_edited_data_at_a_resume(files: Path, finished: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Refused before a byte of the run changes, unless permitted; another number of problems in any case. An
+    evaluation set may change and is said."""
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    original = (files / "second.csv").read_text()
+    rows = _second(files)
+    place = next(i for i, row in enumerate(rows) if len(row["question"]) <= LIMIT)
+    edited = [{"problem": row["question"], "answer": row["answer"]} for row in rows]
+    edited[place]["answer"] += "0"
+    _write_second(files / "second.csv", edited)
+    resumed = _arguments(files, finished, "steps=3")
+    assert run_ranks(main, 1, resumed) == [2]
+    said = capfd.readouterr().err
+    assert "training data is not what the run of" in said and "checkpoint.may_change=[data.train_sets.second/b]" in said
+    assert "'second/b'" in said and "'first'" not in said and said.count("\n") == 1
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+    permitted = [*resumed, "checkpoint.may_change=[data.train_sets]"]
+    _write_second(files / "second.csv", edited[:place] + edited[place + 1 :])
+    assert run_ranks(main, 1, permitted) == [2]
+    assert "so this must be a new run_dir" in capfd.readouterr().err
+    _write_second(files / "second.csv", edited)
+    lines = (files / "heldout.jsonl").read_text().splitlines(keepends=True)
+    (files / "heldout.jsonl").write_text("".join(lines[1:]))
+    assert run_ranks(main, 1, permitted) == [0]
+    said = "".join(capfd.readouterr())
+    assert "changed since the run began: training set 'second/b'" in said
+    assert "changed since the run began: evaluation set 'heldout': 24 -> 23 problems" in said
+    (files / "second.csv").write_text(original)
+
+
+def _remembered(**sets: tuple[str, int, str]) -> dict[str, Any]:
+    entries = {name: {"key": key, "problems": count, "sha256": sha} for name, (key, count, sha) in sets.items()}
+    return {"train": entries, "eval": {}}
+
+
+def test_what_may_change() -> None:
+    """By the setting that names the set, a section above it, or one setting of it; older checkpoints know nothing."""
+    saved = _remembered(a=("data.train_sets.a", 5, "x"), b=("data.train_sets.b", 5, "y"))
+    assert check_data(saved, saved, [], "c") == [] and check_data({}, saved, [], "c") == []
+    now = _remembered(a=("data.train_sets.a", 5, "z"), b=("data.train_sets.b", 5, "y"))
+    for given in ("data", "data.train_sets", "data.train_sets.a", "data.train_sets.a.path"):
+        assert check_data(saved, now, [given], "c") == ["training set 'a': 5 problems, other texts, answers or order"]
+    for given in ("data.train_sets.b", "data.train_path", "data.train_sets.ab", "seed"):
+        with pytest.raises(UserError, match=r"checkpoint.may_change=\[data.train_sets.a\]"):
+            check_data(saved, now, [given], "c")
+    swapped = {"train": dict(reversed(saved["train"].items())), "eval": {}}
+    with pytest.raises(UserError, match="order of the training sets"):
+        check_data(saved, swapped, [], "c")
+    renamed = _remembered(a=("data.train_sets.a", 5, "x"), c=("data.train_sets.c", 5, "y"))
+    with pytest.raises(UserError, match="'b': gone; 'c': new"):
+        check_data(saved, renamed, [], "c")

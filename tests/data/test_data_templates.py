@@ -1,0 +1,222 @@
+"""How a problem is put to the model: precedence, presets, chat templates, and where a turn ends."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_tokenizer import TEMPLATE, chat_tokenizer
+from omegaconf import OmegaConf
+
+from dppo_megatron.config.data import EvalSetConfig, TrainSetConfig, check_data, eval_set_configs, train_set_configs
+from dppo_megatron.config.schema import Config
+from dppo_megatron.config.templates import TEMPLATES, Template
+from dppo_megatron.data.sets import load_set, stop_token_ids
+from dppo_megatron.types import UserError
+
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+def first_prompt(tmp_path: Path, problem: Any = "1+1?", tokenizer: Any = None, **own: Any) -> str:
+    """The text of a set's only prompt."""
+    (tmp_path / "a.jsonl").write_text(json.dumps({"problem": problem, "answer": "2"}) + "\n")
+    config = Config()
+    config.data.train_sets = {"s": TrainSetConfig(path=str(tmp_path / "a.jsonl"), **own)}
+    check_data(config)
+    return load_set("s", train_set_configs(config)["s"], tokenizer or chat_tokenizer()).first_prompt
+
+
+PRESETS = {
+    "qwen3_nothink": f"<|im_start|>user\n1+1?\n{BOXED}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    "qwen3_think": f"<|im_start|>user\n1+1?\n{BOXED}<|im_end|>\n<|im_start|>assistant\n",
+    "chat_boxed": f"<|im_start|>user\n1+1?\n{BOXED}<|im_end|>\n<|im_start|>assistant\n",
+    "plain_boxed": f"Problem:\n1+1?\n\n{BOXED}\n\nSolution:\n",
+    "r1": "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The"
+    " assistant first thinks about the reasoning process in the mind and then provides the user with the answer. The"
+    " reasoning process and answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, and"
+    " the final answer is put within \\boxed{}.\nUser: 1+1?\nAssistant: <think>",
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_to_the_character(tmp_path: Path, name: str) -> None:
+    """What the documentation promises is what the model reads."""
+    assert first_prompt(tmp_path, template=name) == PRESETS[name]
+    assert PRESETS.keys() == TEMPLATES.keys()
+    documented = Path(__file__).parents[2].joinpath("docs", "data.md").read_text(encoding="utf-8")
+    assert f"`{name}`" in documented
+
+
+def test_precedence_is_the_same_for_every_combination() -> None:
+    """The set's own setting, its template, data's own setting, data's template, the default: first that says it."""
+    chat, plain = TEMPLATES["qwen3_nothink"], TEMPLATES["plain_boxed"]
+    layers = {
+        "own": {"prompt_template": "own {problem}"},
+        "template": {"template": "qwen3_nothink"},
+        "data": {"prompt_template": "data {problem}"},
+        "data_template": {"template": "plain_boxed"},
+    }
+    for given in itertools.product([False, True], repeat=4):
+        on = dict(zip(layers, given, strict=True))
+        config = Config()
+        mine = (layers["own"] if on["own"] else {}) | (layers["template"] if on["template"] else {})
+        config.data.train_sets = {"s": TrainSetConfig(path="x", **mine)}
+        if on["data"]:
+            config.data.prompt_template = "data {problem}"
+        config.data.template = "plain_boxed" if on["data_template"] else ""
+        found = train_set_configs(config)["s"].template
+        named = chat if on["template"] else plain if on["data_template"] else Template()
+        if on["own"]:
+            expected = "own {problem}"
+        elif on["template"]:
+            expected = chat.prompt_template
+        elif on["data"]:
+            expected = "data {problem}"
+        else:
+            expected = named.prompt_template
+        assert found.prompt_template == expected
+        assert found.apply_chat_template == named.apply_chat_template
+        assert found.chat_template_kwargs == named.chat_template_kwargs
+
+
+def test_sets_of_both_kinds_and_their_defaults() -> None:
+    """Short forms and sections are the same sets; what a set does not say comes from data, eval and rollout."""
+    config = Config()
+    config.data.train_path, config.data.max_prompt_tokens = "t.jsonl", 77
+    config.data.eval_paths = {"a/b": "a.jsonl"}
+    config.data.eval_sets = {"c": EvalSetConfig(path="c", samples=4, max_prompt_tokens=9, max_completion_tokens=33)}
+    config.eval.samples, config.eval.temperature, config.eval.top_k = 2, 0.6, 20
+    train, evaluated = train_set_configs(config), eval_set_configs(config)
+    assert (
+        list(train) == ["train"] and train["train"].key == "data.train_path" and train["train"].max_prompt_tokens == 77
+    )
+    assert list(evaluated) == ["a/b", "c"]
+    assert (evaluated["a/b"].samples, evaluated["c"].samples) == (2, 4)
+    assert evaluated["c"].temperature == 0.6 and evaluated["c"].top_k == 20 and evaluated["c"].max_prompt_tokens == 9
+    assert evaluated["a/b"].max_completion_tokens == config.rollout.max_completion_tokens
+    assert evaluated["c"].max_completion_tokens == 33
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "template": ({"data.template": "qwen3_notink"}, "data.template = 'qwen3_notink': .* did you mean 'qwen3_nothink'"),
+    "set's template": ({"data.train_sets.a.template": "x"}, "data.train_sets.a.template = 'x'.*known: qwen3_nothink"),
+    "no problem": ({"data.train_sets.a.prompt_template": "solve"}, "must contain {problem}"),
+    "system": ({"data.system_prompt": "be kind"}, "system_prompt = 'be kind' needs the chat template"),
+    "kwargs": ({"data.train_sets.a.chat_template_kwargs.x": 1}, "chat_template_kwargs = {'x': 1} needs the chat templ"),
+    "reserved": (
+        {"data.chat_template_kwargs.tokenize": True},
+        "data.chat_template_kwargs.tokenize is not for the chat",
+    ),
+    "overlong": ({"data.train_sets.a.overlong": "cut"}, "data.train_sets.a.overlong = 'cut': must be error or filter"),
+    "length": (
+        {"data.train_sets.a.max_prompt_tokens": 0},
+        "data.train_sets.a.max_prompt_tokens = 0: must be at least 1",
+    ),
+    "weight": (
+        {"data.train_sets.a.weight": 0, "data.mixing": "weighted"},
+        "data.train_sets.a.weight = 0.0: must be a fin",
+    ),
+    "infinite": ({"data.train_sets.a.weight": "inf", "data.mixing": "weighted"}, "must be a finite number"),
+    "idle weight": ({"data.train_sets.a.weight": 2}, "has no effect while data.mixing = concatenate"),
+    "path": ({"data.train_sets.a.path": ""}, "data.train_sets.a.path is not set"),
+    "file": ({"data.train_sets.a.path": "nowhere.csv"}, "data.train_sets.a.path = 'nowhere.csv': no such file"),
+    "long path": ({"data.train_sets.a.path": "x" * 5000}, "no such file"),
+    "nul path": ({"data.train_sets.a.path": "x\0"}, "no such file"),
+    "split": ({"data.train_sets.a.split": "train"}, "data.train_sets.a.split = 'train' has no effect on a file"),
+    "limit": ({"data.train_sets.a.limit": -1}, "data.train_sets.a.limit = -1"),
+    "field": ({"data.answer_field": ""}, "data.answer_field is empty"),
+    "twice": ({"data.train_path": __file__, "data.train_sets.train.path": __file__}, "are both the set 'train'"),
+    "eval twice": ({"data.eval_paths.e": __file__, "data.eval_sets.e.path": __file__}, "are both the set 'e'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_settings_are_named(case: str) -> None:
+    """Key, value and what would be right, before a row is read."""
+    values, said = WRONG[case]
+    given: dict[str, Any] = {}
+    for key, value in ({"data.train_sets.a.path": __file__} | values).items():
+        *parents, name = key.split(".")
+        section = given
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = value
+    config = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(given))
+    with pytest.raises(UserError, match=said):
+        check_data(OmegaConf.to_object(config))
+
+
+def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
+    """verl's rows as they are: system turns, several turns, content in parts; the template's text in the last turn."""
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+    ]
+    rendered = first_prompt(tmp_path, turns, apply_chat_template=True)
+    opening = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+    assert rendered == f"{opening}one\ntwo<|im_end|>\n<|im_start|>assistant\n"
+    assert f"{opening}one\ntwo\n{BOXED}<|im_end|>" in first_prompt(tmp_path, turns, template="chat_boxed")
+    one = [{"role": "user", "content": "1+1?"}]
+    for own in ({"template": "qwen3_nothink"}, {"apply_chat_template": True, "system_prompt": "S"}):
+        assert first_prompt(tmp_path, one, **own) == first_prompt(tmp_path, "1+1?", **own)
+    assert first_prompt(tmp_path, apply_chat_template=True, system_prompt="S").startswith(
+        "<|im_start|>system\nS<|im_end|>"
+    )
+    with pytest.raises(UserError, match=r"a.jsonl:1: the messages begin with a system turn, and system_prompt is set"):
+        first_prompt(tmp_path, turns, apply_chat_template=True, system_prompt="S")
+    with pytest.raises(UserError, match=r"a.jsonl:1: the last message is the assistant's"):
+        first_prompt(tmp_path, [*one, {"role": "assistant", "content": "2"}], apply_chat_template=True)
+
+
+def test_a_template_that_cannot_work_is_said(tmp_path: Path) -> None:
+    """No chat template, one that never reads a setting, one that refuses the row: a sentence, never a traceback."""
+    with pytest.raises(UserError, match=r"tokenizer has none; use a plain one"):
+        first_prompt(tmp_path, tokenizer=chat_tokenizer(chat_template=None), template="qwen3_think")
+    with pytest.raises(UserError, match=r"chat_template_kwargs.enable_thinkin means nothing to this tokenizer's"):
+        first_prompt(tmp_path, apply_chat_template=True, chat_template_kwargs={"enable_thinkin": False})
+    for broken in ("{{ raise_exception('no user turns') }}", "{{ messages[7].role }}", "{{ 1 / 0 }}", "{% if %}"):
+        with pytest.raises(UserError, match=r"a.jsonl:1: the tokenizer's chat template fails on this prompt"):
+            first_prompt(tmp_path, tokenizer=chat_tokenizer(broken), apply_chat_template=True)
+
+
+def test_problems_are_not_templates(tmp_path: Path) -> None:
+    """Braces, placeholders and Jinja in a problem stay what they are."""
+    for problem in ("{problem}", "{{ messages }}", "\\frac{a}{b} {0} %s", "{% raw %}"):
+        assert first_prompt(tmp_path, problem, prompt_template="Q: {problem} A:") == f"Q: {problem} A:"
+        assert f"user\n{problem}<|im_end|>" in first_prompt(tmp_path, problem, apply_chat_template=True)
+
+
+def _stops(
+    tmp_path: Path, tokenizer: Any, *, chat: bool, generation: Any = None, own: tuple[int, ...] = ()
+) -> list[str]:
+    config = Config()
+    config.model.hf_path = str(tmp_path)
+    config.rollout.stop_token_ids = list(own)
+    config.data.train_sets = {"s": TrainSetConfig(path="x", apply_chat_template=chat)}
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    return tokenizer.convert_ids_to_tokens(stop_token_ids(config, tokenizer))
+
+
+def test_stop_tokens_come_from_the_template(tmp_path: Path) -> None:
+    """The end of turn where it is not the end of sequence, what generation_config.json names, and the settings' own."""
+    base = chat_tokenizer()
+    assert _stops(tmp_path, base, chat=True) == ["<|im_end|>"]
+    assert _stops(tmp_path, base, chat=False) == []
+    assert _stops(tmp_path, chat_tokenizer(eos="<|im_end|>"), chat=True) == []
+    plain_end = TEMPLATE.replace("<|im_end|>", "### User")
+    assert _stops(tmp_path, chat_tokenizer(plain_end), chat=True) == []  # no special token: nothing to stop at
+    assert _stops(tmp_path, base, chat=True, own=(1,)) == ["<|im_start|>", "<|im_end|>"]
+    end, eos = base.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert _stops(tmp_path, base, chat=False, generation={"eos_token_id": [end, eos]}) == ["<|im_end|>"]
+    assert _stops(tmp_path, base, chat=True, generation={"eos_token_id": eos}) == ["<|im_end|>"]
+    assert _stops(tmp_path, base, chat=False, generation={}) == []
+    for bad in ("2", -1, 10**9, True, 1.0, [None], {"a": 1}):
+        with pytest.raises(UserError, match=r"generation_config.json: eos_token_id names .*which is no token"):
+            _stops(tmp_path, base, chat=False, generation={"eos_token_id": bad})
+    (tmp_path / "generation_config.json").write_text("{oops")
+    with pytest.raises(UserError, match=r"generation_config.json: cannot be read"):
+        _stops(tmp_path, base, chat=False)

@@ -1,0 +1,527 @@
+"""Evaluation with real models and graders: in training and alone, on any number of ranks, resumed, scored again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from job import REPOSITORY, job_config, read_metrics, write_job_files
+from launch import run_ranks
+
+from dppo_megatron.cli import main
+from dppo_megatron.config.data import EvalSetConfig
+from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.config.schema import Config
+from dppo_megatron.evaluation.choice import split_settings
+from dppo_megatron.evaluation.evaluator import Evaluator
+from dppo_megatron.evaluation.options import add_eval
+from dppo_megatron.evaluation.progress import Progress
+from dppo_megatron.evaluation.samples import read_samples, scores_of
+from dppo_megatron.job import prepare_job
+from dppo_megatron.rewards.graders import final_answer
+from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.fleet import Fleet, Work
+from dppo_megatron.rollout.hf import engine_from_files
+from dppo_megatron.rollout.server import Group, Sampled
+from dppo_megatron.rollout.serving import grouped
+from dppo_megatron.run import Run
+from dppo_megatron.train import train
+from dppo_megatron.types import Prompt, UserError
+
+EASY, HARD, ODD = "math/easy", "math/hard", "a.b c @24: ü"
+ALONE = ("reward.function=faulty:length_parity", "reward.min_self_consistency=0")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job_files(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def graders_are_found() -> None:
+    """`faulty` lies beside this file; grader processes look where PYTHONPATH says."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+
+
+def _sets(files: Path) -> dict[str, EvalSetConfig]:
+    heldout, easy = str(files / "heldout.jsonl"), str(files / "train.jsonl")
+    return {
+        EASY: EvalSetConfig(path=easy, samples=5, temperature=1.0, max_completion_tokens=8, limit=6),
+        HARD: EvalSetConfig(path=heldout, limit=7),
+        ODD: EvalSetConfig(path=heldout, samples=4, temperature=0.7, top_p=0.9, top_k=9, limit=5),
+    }
+
+
+def _config(files: Path, run_dir: Path, sets: dict[str, EvalSetConfig] | None = None, **extra: Any) -> Config:
+    """Names with dots cannot be said on the command line, so the sets are put in."""
+    short = {"warm_start__steps": 2, "steps": 2, "rollout__prompts_per_step": 8, "eval__every_steps": 1}
+    grading = {"reward__function": "faulty:length_parity", "reward__min_self_consistency": 0}
+    config = job_config(files, run_dir, data__eval_paths="{}", **(short | grading | extra))
+    config.data.eval_paths = {}
+    config.data.eval_sets = _sets(files) if sets is None else sets
+    return config
+
+
+def _train(config: Config) -> None:
+    with Run(prepare_job(config, 1)) as run:
+        train(run)
+
+
+@pytest.fixture(scope="module")
+def trained(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps, evaluated and saved after each."""
+    run_dir = tmp_path_factory.mktemp("runs") / "one"
+    run_ranks(_train, 1, _config(files, run_dir, checkpoint__every_steps=1))
+    return run_dir
+
+
+def test_a_run_scores_every_set_under_its_own_name(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """math/easy and math/hard stay apart, whatever a name holds; each k has its figure and its error."""
+    rows = read_metrics(trained)
+    for row in rows:
+        for name, samples in ((EASY, 5), (HARD, 1), (ODD, 4)):
+            ks = {1, samples} | {k for k in (2, 4) if k <= samples}
+            keys = {f"pass@{k}" for k in ks} | {f"avg@{samples}"}
+            for key in keys:
+                assert 0 <= row[f"eval/{name}/{key}"] <= 1 and row[f"eval/{name}/{key}_se"] >= 0
+            assert row[f"eval/{name}/pass@1"] == row[f"eval/{name}/avg@{samples}"]
+            assert row[f"eval/{name}/failed"] == 0
+        assert row[f"eval/{EASY}/completion_tokens_mean"] <= 8 and row[f"eval/{EASY}/pass@5"] > 0
+    summary = json.loads((trained / "summary.json").read_text())
+    for which, row in (("eval_before", rows[0]), ("eval_after", rows[-1])):
+        assert summary[which] == {name: row[f"eval/{name}/pass@1"] for name in (EASY, HARD, ODD)}
+
+
+def test_alone_it_is_what_it_was_in_training(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run's checkpoints and its last model, read by one process, score exactly what metrics.jsonl says: the same
+    draws, the same sampling, the settings of the run without being told."""
+    rows = read_metrics(trained)
+    for arguments, row in ((["--step", "1"], rows[1]), ([], rows[2])):
+        out = tmp_path / str(row["step"])
+        assert main(["eval", str(trained), *arguments, "--out", str(out)]) == 0
+        metrics = json.loads((out / "results.json").read_text())["metrics"]
+        assert len(metrics) > 30 and metrics.items() <= row.items()
+        assert EASY in capsys.readouterr().out
+    checkpoint = trained / "checkpoints" / "step_000001"
+    assert main(["eval", str(checkpoint)]) == 0
+    default = trained / "eval" / "step_000001"
+    assert (default / "samples.jsonl").read_bytes() == (tmp_path / "1" / "samples.jsonl").read_bytes()
+    assert main(["eval", str(trained), "--step", "1"]) == 2
+    assert "already holds an evaluation" in capsys.readouterr().err
+
+
+def _scores(config: Config) -> list[Any]:
+    job = prepare_job(config, 1)
+    engine = engine_from_files(config, job.tokenizer, job.checkpoint)
+    return [one.as_json() for one in Evaluator(job).evaluate(engine)]
+
+
+def test_ranks_change_nothing(files: Path, tmp_path: Path) -> None:
+    """One rank and three, which share neither the sets nor a problem's samples evenly."""
+    config = _config(files, tmp_path)
+    [alone] = run_ranks(_scores, 1, config)
+    assert run_ranks(_scores, 3, config) == [alone] * 3
+    assert [one["name"] for one in alone] == [EASY, HARD, ODD]
+    config.seed = 1
+    assert run_ranks(_scores, 1, config) != [alone]
+
+
+def test_sets_and_training_draw_for_themselves(files: Path, tmp_path: Path) -> None:
+    """The same problems under two names and in training: the same prompts, other answers. Sampled again: the same."""
+    sets = {name: EvalSetConfig(path=str(files / "train.jsonl"), temperature=1.0, limit=12) for name in ("x", "x ")}
+    config = _config(files, tmp_path, sets)
+    job = prepare_job(config, 1)
+    engine = engine_from_files(config, job.tokenizer, job.checkpoint)
+    evaluator = Evaluator(job)
+    samples = evaluator.sample(engine)
+    texts = {name: [one.text for one in samples if one.set == name] for name in sets}
+    requests = [Request(prompt, 0, 0) for prompt in job.train_prompts[:12]]
+    texts["train"] = [one.text for one in engine.generate(requests, Sampling(16, 1.0, config.seed))]
+    prompts = [[one.prompt for one in samples if one.set == name] for name in sets]
+    assert prompts[0] == prompts[1] == [request.prompt.text for request in requests]
+    assert all(len(set(of_problem)) > 1 for of_problem in zip(*texts.values(), strict=True))
+    assert [one.text for one in evaluator.sample(engine)] == [one.text for one in samples]
+    evaluator.close()
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.text(), st.integers(0, 30), st.integers(0, 30), st.integers(0, 30)), unique=True))
+def test_request_ids_are_unique_and_plain(keys: list[tuple[str, int, int, int]]) -> None:
+    """Whatever the sets are called: servers take the id as a name of a request."""
+    requests = [
+        Request(Prompt(index, "", (), "", ""), completion, step, stream=stream and f"eval/{stream}")
+        for stream, step, index, completion in keys
+    ]
+    ids = [request.id for request in requests]
+    assert len(set(ids)) == len(ids)
+    assert all(one.isascii() and len(one) < 80 and not set(one) & set(" /?&\"'\n") for one in ids)
+    assert len({request.purpose for request in requests}) == len({stream for stream, *_ in keys})
+
+
+def test_a_failing_grader_is_no_zero(files: Path, tmp_path: Path) -> None:
+    """Gradings that fail leave the means of the others alone; a set where all fail is null, and says so."""
+    train_path = str(files / "train.jsonl")
+    one = EvalSetConfig(path=train_path, samples=4, temperature=1.0, limit=8, grader="faulty:odd_ones_raise")
+    config = _config(files, tmp_path, {"set": one})
+    job = prepare_job(config, 1)
+    engine = engine_from_files(config, job.tokenizer, job.checkpoint)
+    evaluator = Evaluator(job)
+    samples = evaluator.sample(engine)
+    evaluator.close()
+    failed = [len(sample.text) % 2 == 1 for sample in samples]
+    assert 0 < sum(failed) < 32
+    assert [sample.correct for sample in samples] == [None if odd else True for odd in failed]
+    assert all(bool(sample.failure) == odd for sample, odd in zip(samples, failed, strict=True))
+    [scores] = scores_of(samples)
+    assert scores.avg.value == 1.0 and scores.failed == sum(failed)
+    [scores] = scores_of([sample for sample in samples if sample.failure])
+    assert scores.metrics()["eval/set/pass@1"] is None and "gradings failed" in scores.line()
+
+
+def test_correct_from(files: Path, tmp_path: Path) -> None:
+    """A completion counts from reward.correct_from on: 1.0 counts under .5 and not above 1."""
+    shares = []
+    for bound in (0.5, 1.1):
+        config = _config(files, tmp_path, {"set": EvalSetConfig(path=str(files / "train.jsonl"))})
+        config.reward.correct_from = bound
+        job = prepare_job(config, 1)
+        evaluator = Evaluator(job)
+        [scores] = evaluator.evaluate(engine_from_files(config, job.tokenizer, job.checkpoint))
+        shares.append(scores.avg.value)
+    assert shares[0] is not None and shares[0] > 0 and shares[1] == 0
+
+
+def test_resumed_with_other_sets(files: Path, trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A set that is added begins at the resumed step, one that is removed is forgotten, the rest goes on; a run that
+    has nothing left to do takes a new set too."""
+    import shutil
+
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained, run_dir)
+    rows = read_metrics(trained)
+    sets = _sets(files)
+    del sets[HARD]
+    new = EvalSetConfig(path=str(files / "heldout.jsonl"), samples=2, temperature=1.0)
+    for steps, name in ((3, "new/one"), (3, "newer")):
+        sets[name] = new
+        run_ranks(_train, 1, _config(files, run_dir, dict(sets), checkpoint__every_steps=1, steps=steps))
+    said = capfd.readouterr().out
+    assert "step    2, first evaluation of a new set: new/one pass@1" in said and "since step 2" in said
+    summary = json.loads((run_dir / "summary.json").read_text())
+    after = read_metrics(run_dir)[-1]
+    assert set(summary["eval_after"]) == {EASY, ODD, "new/one", "newer"}
+    assert summary["eval_after"]["new/one"] == after["eval/new/one/pass@1"]
+    assert summary["eval_before"]["newer"] == summary["eval_after"]["newer"]
+    assert summary["eval_before"][EASY] == rows[0][f"eval/{EASY}/pass@1"]
+    assert summary["eval_before_step"] == {"new/one": 2, "newer": 3}
+    assert read_metrics(run_dir)[:3] == rows
+
+
+def test_a_model_alone(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A Hugging Face directory, no config: sets by path, by file and by preset; settings among the sets or before."""
+    data = tmp_path / "data"
+    for name in ("math500", "amc23", "aime24", "aime25", "minerva", "olympiadbench"):
+        lines = (files / "heldout.jsonl").read_text().splitlines()[:3]
+        (data / name).mkdir(parents=True)
+        (data / name / "test.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "mine.yaml").write_text(
+        "eval: {samples: 2, temperature: 1.0}\n"
+        "data:\n  max_prompt_tokens: 16\n  eval_sets:\n"
+        "    my/set: {path: math500/test.jsonl, samples: 3}\n    'second @1.5': {path: amc23/test.jsonl}\n"
+    )
+    model, template = str(files / "model"), 'data.prompt_template="{problem}"'
+    small = ["eval.max_completion_tokens=8", "data.max_prompt_tokens=16", template, *ALONE]
+    sets = ["six", str(tmp_path / "mine.yaml"), f"plain={files / 'heldout.jsonl'}"]
+    out = tmp_path / "out"
+    arguments = ["eval", model, "--data", str(data), "--limit", "2", "--out", str(out), "--sets", *sets, *small]
+    assert main(arguments) == 0
+    results = json.loads((out / "results.json").read_text())
+    asked = {
+        name: (of["samples"], of["temperature"], of["max_completion_tokens"]) for name, of in results["sets"].items()
+    }
+    assert asked == {
+        "math500": (4, 0.6, 8),
+        "amc23": (16, 0.6, 8),
+        "aime24": (32, 0.6, 8),
+        "aime25": (32, 0.6, 8),
+        "minerva": (4, 0.6, 8),
+        "olympiadbench": (4, 0.6, 8),
+        "my/set": (3, 1.0, 8),
+        "second @1.5": (2, 1.0, 8),
+        "plain": (1, 0.0, 8),
+    }
+    assert all(scores["problems"] == 2 for scores in results["scores"].values())
+    said = capsys.readouterr()
+    assert "my/set: 2 problems, the first: " in said.out
+    assert f"of {2 * (4 + 16 + 32 + 32 + 4 + 4 + 3 + 2 + 1)} answers" in said.err
+    assert {path.name for path in out.iterdir()} == {"results.json", "samples.jsonl"}
+    samples = read_samples(out)
+    assert {one.as_json()["name"]: one.as_json() for one in scores_of(samples)}.keys() == results["scores"].keys()
+    assert json.loads(json.dumps([one.as_json() for one in scores_of(samples)])) == list(results["scores"].values())
+
+
+def test_settings_may_stand_anywhere() -> None:
+    """Before and after options, as `main` parses once settings may stand between options; and among the sets."""
+    parser = argparse.ArgumentParser()
+    add_eval(parser.add_subparsers())  # type: ignore[arg-type]
+    [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    words = ["M", "seed=1", "--sets", "six", "mine=x", "rollout.engine=vllm", "--step", "2", "eval.samples=4"]
+    arguments = commands.choices["eval"].parse_intermixed_args(words)
+    assert (arguments.model, arguments.step) == ("M", 2)
+    assert arguments.overrides == ["seed=1", "eval.samples=4"]
+    assert split_settings(arguments.sets) == (["six", "mine=x"], ["rollout.engine=vllm"])
+    assert split_settings(["eval=x.jsonl", "a.b=y", "seed=3"]) == (["eval=x.jsonl", "a.b=y"], ["seed=3"])
+
+
+def test_graded_again(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the same grader the file comes back the same; by another it is that grader's; nothing is generated."""
+    first, again, other = tmp_path / "first", tmp_path / "again", tmp_path / "other"
+    assert main(["eval", str(trained), "--out", str(first)]) == 0
+    assert main(["eval", "--rescore", str(first), "--out", str(again)]) == 0
+    assert "\n0 of 57 samples are judged otherwise" in capsys.readouterr().out
+    assert (again / "samples.jsonl").read_bytes() == (first / "samples.jsonl").read_bytes()
+    scores = [json.loads((path / "results.json").read_text())["scores"] for path in (first, again)]
+    assert scores[0] == scores[1]
+    samples = str(first / "samples.jsonl")
+    assert main(["eval", "--rescore", samples, "reward.function=final_answer", "--out", str(other)]) == 0
+    assert all(sample.correct == bool(final_answer(sample.text, sample.reference)) for sample in read_samples(other))
+
+
+def test_what_cannot_be_written_is_said_first(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is generated: a file in the way, an evaluation that is there; and ranks that nobody needs."""
+    (tmp_path / "file").touch()
+    model, sets = str(files / "model"), ["--sets", f"a={files / 'heldout.jsonl'}"]
+    assert main(["eval", model, *sets, "--out", str(tmp_path / "file" / "below")]) == 2
+    assert f"'{tmp_path / 'file'}' is no directory" in capsys.readouterr().err
+    samples = _write_samples(tmp_path / "old", {"s": {"p": [True], "q": [False]}})
+    (samples / "results.json").write_text("{}")
+    for arguments in ([model, *sets], ["--rescore", str(samples)]):
+        assert main(["eval", *arguments, "--out", str(samples)]) == 2
+        assert "already holds an evaluation" in capsys.readouterr().err
+    assert main(["eval", "--rescore", str(samples)]) == 2
+    assert "results.json' is no results of an evaluation" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["eval", model, *sets]) == 2
+    assert "without torchrun" in capsys.readouterr().err
+
+
+def _write_samples(path: Path, sets: dict[str, dict[str, list[bool | None]]]) -> Path:
+    path.mkdir()
+    lines = []
+    for name, problems in sets.items():
+        for index, (problem, grades) in enumerate(problems.items()):
+            for sample, correct in enumerate(grades):
+                row = {"set": name, "problem": problem, "problem_index": index, "sample": sample, "prompt": "?"}
+                row |= {"reference": "1", "text": "", "tokens": 1, "finish_reason": "stop", "extracted": None}
+                row |= {"reward": None if correct is None else float(correct), "correct": correct}
+                lines.append(json.dumps(row | {"vote": None, "unparsed": None}) + "\n")
+    (path / "samples.jsonl").write_text("".join(lines))
+    return path
+
+
+def test_compared_problem_by_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Matched by id whatever the order and the number of samples; unequal problems are refused by name."""
+    problems = [f"p{i}" for i in range(40)]
+    a = _write_samples(
+        tmp_path / "a", {"s/1": {p: [i % 2 == 0] for i, p in enumerate(problems)}, "only a": {"x": [True]}}
+    )
+    better: dict[str, list[bool | None]] = {p: [True, i % 2 == 0, None] for i, p in enumerate(problems)}
+    b = _write_samples(tmp_path / "b", {"s/1": dict(reversed(better.items()))})
+    out = tmp_path / "out"
+    assert main(["eval", "--compare", str(a), str(b / "samples.jsonl"), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "left out: 'only a', which only A has" in said and "B is better" in said
+    [row] = json.loads((out / "comparison.json").read_text())["sets"]
+    assert (row["a"], row["b"], row["problems"]) == (0.5, 0.75, 40)
+    assert 0 < row["low"] < 0.25 < row["high"] and row["p"] < 0.01 and not row["within_noise"]
+    fewer = _write_samples(tmp_path / "fewer", {"s/1": dict(list(better.items())[3:])})
+    assert main(["eval", "--compare", str(a), str(fewer)]) == 2
+    assert "3 problems are in A only (p0, p1, p2)" in capsys.readouterr().err
+    assert main(["eval", "--compare", str(a), str(_write_samples(tmp_path / "c", {"t": {"x": [True]}}))]) == 2
+    assert "no set in common" in capsys.readouterr().err
+
+
+def test_the_form_with_a_config_still_works(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The quickstart's config without training data, settings behind it; written only where --out says."""
+    settings = [
+        f"model.hf_path={files / 'model'}",
+        f"data.eval_paths.heldout={files / 'heldout.jsonl'}",
+        "data.train_path=nowhere.jsonl",
+    ]
+    assert main(["eval", str(REPOSITORY / "configs" / "quickstart.yaml"), *settings]) == 0
+    said = capsys.readouterr().out
+    assert "heldout" in said and "pass@1" in said
+
+
+BAD = {
+    "nothing": ([], "give a model, a run directory or a config file"),
+    "two_models": (["{model}", "{heldout}"], "a config file to evaluate, not 2: "),
+    "setting_first": (["seed=1", "nowhere"], "'nowhere': no such directory"),
+    "rescore_a_model": (["{model}", "--rescore", "x"], "--rescore reads the samples of an evaluation and nothing else"),
+    "no_directory": (["nowhere", "--sets", "six"], "'nowhere': no such directory"),
+    "no_model": (["{tmp}", "--sets", "six"], "holds neither config.json"),
+    "no_sets": (["{model}"], "there is no set to evaluate on: give --sets"),
+    "unknown_set": (["{model}", "--sets", "aime99"], "no preset and no set of one (known: six, math500, amc23"),
+    "preset_without_data": (["{model}", "--sets", "six"], "--data DIR says in which directory"),
+    "twice": (["{model}", "--sets", "a={heldout}", "a={heldout}"], "the set 'a' is given twice"),
+    "no_name": (["{model}", "--sets", "={heldout}"], "expected name=path"),
+    "no_file": (["{model}", "--sets", "a=nowhere.jsonl"], "'nowhere.jsonl': no such file"),
+    "step_of_a_model": (["{model}", "--step", "3", "--sets", "a={heldout}"], "is no run directory"),
+    "no_samples": (["{model}", "--sets", "a={heldout}", "eval.samples=0"], "eval.samples = 0: must be"),
+    "top_p": (["{model}", "--sets", "a={heldout}", "eval.top_p=0"], "eval.top_p = 0.0: must be"),
+    "temperature": (["{model}", "--sets", "a={heldout}", "eval.temperature=nan"], "eval.temperature = nan"),
+    "grader": (
+        ["{model}", "--sets", "{yaml}", "data.max_prompt_tokens=16", "eval.max_completion_tokens=8"],
+        "data.eval_sets.a b.grader = 'nope:nope' cannot be imported",
+    ),
+    "too_long": (["{model}", "--sets", "a={heldout}", "eval.max_completion_tokens=500"], "more than the 128 positions"),
+    "setting": (["{model}", "--sets", "a={heldout}", "rollout.engin=vllm"], "did you mean 'rollout.engine'?"),
+    "limit": (["{model}", "--sets", "a={heldout}", "--limit", "-1"], "--limit -1: must not be negative"),
+    "compare_nothing": (["--compare", "nowhere", "{heldout}"], "'nowhere' cannot be read"),
+    "compare_no_samples": (["--compare", "{heldout}", "{heldout}"], "heldout.jsonl:1: no sample of an evaluation"),
+    "rescore_settings": (["--rescore", "{heldout}", "seed=1"], "heldout.jsonl:1: no sample of an evaluation"),
+    "both": (["--rescore", "x", "--compare", "x", "y"], "give one of the two"),
+    "compare_and_model": (["{model}", "--compare", "x", "y"], "--compare reads two evaluations and nothing else"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(files: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that says what is wrong, exit code 2, nothing written."""
+    (tmp_path / "sets.yaml").write_text(
+        f"data: {{eval_sets: {{a b: {{path: {files / 'heldout.jsonl'}, grader: 'nope:nope'}}}}}}"
+    )
+    names = {
+        "tmp": tmp_path,
+        "model": files / "model",
+        "heldout": files / "heldout.jsonl",
+        "yaml": tmp_path / "sets.yaml",
+    }
+    arguments, expected = BAD[case]
+    out = tmp_path / "out"
+    assert main(["eval", *(word.format(**names) for word in arguments), "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert expected in said and said.startswith("error: ") and said.count("\n") == 1
+    assert not out.exists()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_damaged_samples_are_named_by_line(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Any field replaced by any value, or a line by any text: read whole, or refused with file and line."""
+    path = _write_samples(tmp_path_factory.mktemp("samples") / "x", {"s": {"p": [True, False, None]}}) / "samples.jsonl"
+    lines = path.read_text().splitlines()
+    values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.lists(st.none()))
+    if data.draw(st.booleans()):
+        lines[1] = json.dumps(
+            json.loads(lines[1]) | {data.draw(st.sampled_from(sorted(json.loads(lines[1])))): data.draw(values)}
+        )
+    else:
+        lines[1] = data.draw(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\r"), max_size=20))
+    path.write_text("\n".join(lines), encoding="utf-8")
+    try:
+        assert len(scores_of(read_samples(path))) in (1, 2)
+    except UserError as error:
+        assert str(path) in str(error)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_requests_are_grouped_whatever_their_order(data: st.DataObject) -> None:
+    """Several sets whose problems have the same indices, samples in order but interleaved as ranks interleave them:
+    each completion in one group, no group too many, and the seeds those of one group of all."""
+    size = data.draw(st.integers(1, 5))
+    counts = data.draw(
+        st.dictionaries(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 3)), st.integers(1, 9))
+    )
+    turns = data.draw(st.permutations([prompt for prompt, count in counts.items() for _ in range(count)]))
+    given_out: dict[tuple[str, int], int] = dict.fromkeys(counts, 0)
+    requests = []
+    for stream, index in turns:
+        how = Sampling(len(stream) + 3, 1.0, 0) if stream else None
+        prompt = Prompt(index, "", (index,), "", "")
+        requests.append(Request(prompt, given_out[stream, index], 1, stream, how))
+        given_out[stream, index] += 1
+    default = Sampling(1, 1.0, 0)
+    groups, samplings, places = grouped(requests, default, size)
+    assert sorted(place for members in places for place in members) == list(range(len(requests)))
+    assert len(groups) == sum(-(-count // size) for count in counts.values())
+    seeds: dict[tuple[str, int], set[int]] = {}
+    for group, how, members in zip(groups, samplings, places, strict=True):
+        first = requests[members[0]]
+        key = first.stream, first.prompt.index
+        numbers = [requests[place].completion_index for place in members]
+        assert numbers == list(range(numbers[0], numbers[0] + group.count)) and group.count <= size
+        assert {(requests[place].stream, requests[place].prompt.index) for place in members} == {key}
+        assert group.request_id == first.id and how == (first.sampling or default)
+        seeds.setdefault(key, set()).add(group.seed - numbers[0])
+    assert all(len(of_prompt) == 1 for of_prompt in seeds.values())
+    assert len({seed for of_prompt in seeds.values() for seed in of_prompt}) == len(seeds)
+
+
+class _Gate:
+    """A server whose answers come only when as many completions are in flight as the test wants."""
+
+    def __init__(self, wanted: int) -> None:
+        self.http, self._wanted = self, wanted
+        self.url, self.most, self._now, self._condition = "gate", 0, 0, threading.Condition()
+
+    def generate(self, group: Group, sampling: Sampling, *, timeout_s: float) -> list[Sampled]:
+        import numpy as np
+
+        with self._condition:
+            self._now += group.count
+            self.most = max(self.most, self._now)
+            self._condition.notify_all()
+            assert self._condition.wait_for(lambda: self.most >= self._wanted, timeout=20), f"only {self.most} at once"
+            self._now -= group.count
+        one = Sampled(np.array([1]), np.array([0.0], np.float32), "stop", (("1", 0, 1),))
+        return [one] * group.count
+
+    def healthy(self, *, timeout_s: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("counts", [[1] * 40, [8] * 7, [1, 8, 3, 8, 8, 2, 1, 1, 8], [20, 20]])
+def test_a_server_is_given_as_many_completions_as_it_runs(counts: Sequence[int]) -> None:
+    """Groups of one fill it as groups of eight do, never over its limit; a group beyond the limit goes alone."""
+    limit = 16
+    first = 0
+    for count in counts:  # in order, as many as fit
+        if first and first + count > limit:
+            break
+        first += count
+    gate = _Gate(first)
+    fleet = Fleet([gate], RolloutConfig(max_concurrent_sequences=limit), print, max_groups=limit)  # type: ignore[list-item]
+    fleet.members[0].state = "live"
+    groups = [Group(str(index), (1,), count, 0) for index, count in enumerate(counts)]
+    work = Work(groups, [Sampling(4, 1.0, 0)] * len(groups), frozenset({"1"}))
+    assert sorted(index for index, _ in fleet.run(work)) == list(range(len(counts)))
+    assert gate.most <= max(limit, *counts)
+    assert (fleet.members[0].groups, fleet.members[0].completions, fleet.members[0].outstanding_tokens) == (0, 0, 0)
+    fleet.close()
+
+
+def test_progress_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line every 15 s and one at the end, with the time that is left at this speed."""
+    now = 0.0
+    progress = Progress(100, clock=lambda: now)
+    for done in range(1, 101):
+        now = done * 4.0
+        progress(done, done * 50)
+    progress.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 25
+    assert lines[0] == "evaluation: 4 of 100 answers, 12 tokens/s, about 6 min left"
+    assert lines[-1] == "evaluation: 100 of 100 answers, 12 tokens/s"
