@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dppo_megatron.config.paths import shown
+from dppo_megatron.config.paths import check_exists
 from dppo_megatron.config.ranges import COUNT, ranged
 from dppo_megatron.config.templates import PLAIN, TEMPLATES, Template
 from dppo_megatron.types import UserError
@@ -366,13 +366,8 @@ def _check_resolved(one: ResolvedSet) -> None:
 def _check_path(one: ResolvedSet) -> None:
     if one.path.startswith("hub:"):
         return
-    try:
-        path = Path(one.path)
-        exists, is_file = path.exists(), path.is_file()
-    except (OSError, ValueError) as error:  # a name that is too long, or holds a NUL
-        raise UserError(f"{one.path_key} = '{shown(one.path)}': no such file: {error}") from None
-    if not exists:
-        raise UserError(f"{one.path_key} = '{shown(one.path)}': no such file (working directory: {Path.cwd()})")
+    check_exists(one.path_key, one.path)
+    is_file = Path(one.path).is_file()
     for name, value in (("split", one.split), ("subset", one.subset)):
         if is_file and value:
             raise UserError(

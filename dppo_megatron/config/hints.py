@@ -19,7 +19,7 @@ _FOREIGN = ("actor_rollout_ref", "algorithm", "trainer", "critic", "reward_model
 OTHER_NAMES = {
     # verl
     "actor_rollout_ref.model.path": "model.hf_path",
-    "actor_rollout_ref.model.trust_remote_code": "model.trust_remote_code",
+    "actor_rollout_ref.model.trust_remote_code": "no setting: code of a model directory never runs",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "actor.recompute=full",
     "actor_rollout_ref.actor.optim.lr": "actor.optimizer.learning_rate",
     "actor_rollout_ref.actor.optim.weight_decay": "actor.optimizer.weight_decay",

@@ -57,9 +57,9 @@ def load_config(
 def read_config(path: str, overrides: list[str], layers: Sequence[tuple[str, Mapping[Any, Any]]] = ()) -> Config:
     """As `load_config`, without the checks of ranges and files."""
     merged: Values = {}
-    files = _layers(Path(path), ()) if path else []
-    given = [_plain_layer(values, where) for where, values in layers]
-    for layer in [*files, *given, *(read_setting(item, Config) for item in overrides)]:
+    between = [_given(dict(values), where) for where, values in layers]
+    own = _layers(Path(path), ()) if path else []
+    for layer in [*own, *between, *(read_setting(item, Config) for item in overrides)]:
         _merge(merged, layer)
     _resolve(merged)
     return _build(Config, merged)
@@ -68,16 +68,7 @@ def read_config(path: str, overrides: list[str], layers: Sequence[tuple[str, Map
 def config_from_values(values: Mapping[str, Any], where: str) -> Config:
     """A `Config` from plain values that another run saved; types and keys are checked, files and ranges are not.
     References in it stay as they were written."""
-    return _build(Config, _plain_layer(values, where, keeps_references=True))
-
-
-def _plain_layer(values: Mapping[Any, Any], where: str, *, keeps_references: bool = False) -> Values:
-    try:
-        node = parse(yaml.safe_dump(dict(values), sort_keys=False), where)
-    except (yaml.YAMLError, RecursionError):
-        raise UserError(f"{where}: holds no settings") from None
-    reader = Reader(Config, where, has_lines=False, keeps_references=keeps_references)
-    return reader.section(Config, node) if node is not None else {}
+    return _build(Config, _given(dict(values), where, keeps_references=True))
 
 
 def config_values(config: Any) -> dict[str, Any]:
@@ -90,6 +81,16 @@ def save_config(config: Config, path: Path) -> None:
     """Write the whole configuration as YAML; `load_config` reads it back to an equal `Config`."""
     # ASCII only: PyYAML writes U+0085 and others as they are, and reads them as line breaks
     path.write_text(yaml.safe_dump(config_values(config), sort_keys=False, width=120), encoding="ascii")
+
+
+def _given(values: dict[str, Any], where: str, *, keeps_references: bool = False) -> Values:
+    """Settings that are plain values already."""
+    try:
+        node = parse(yaml.safe_dump(values, sort_keys=False), where)
+    except (yaml.YAMLError, RecursionError):
+        raise UserError(f"{where}: holds no settings") from None
+    reader = Reader(Config, where, has_lines=False, keeps_references=keeps_references)
+    return reader.section(Config, node) if node is not None else {}
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,8 @@ from dppo_megatron.types import UserError
 
 def check_file(key: str, path: str) -> None:
     """Raise `UserError` unless there is a file that can be opened. `key` names the setting or option."""
-    if _exists(key, path, "file") and not Path(path).is_file():
+    check_exists(key, path)
+    if not Path(path).is_file():
         raise UserError(f"{key} = '{shown(path)}': is a directory, not a file")
     try:
         with open(path, "rb"):
@@ -27,7 +28,8 @@ def check_file(key: str, path: str) -> None:
 
 def check_directory(key: str, path: str) -> None:
     """Raise `UserError` unless there is a directory."""
-    if _exists(key, path, "directory") and not Path(path).is_dir():
+    check_exists(key, path, "directory")
+    if not Path(path).is_dir():
         raise UserError(f"{key} = '{shown(path)}': is a file, not a directory")
 
 
@@ -64,14 +66,14 @@ def shown(path: str | Path) -> str:
     return text if len(text) <= 200 else f"{text[:100]}...{text[-60:]}"
 
 
-def _exists(key: str, path: str, what: str) -> bool:
+def check_exists(key: str, path: str, what: str = "file") -> None:
+    """Raise `UserError` unless there is something of this name."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{key} = '{shown(path)}': no such {what} (working directory: {Path.cwd()})") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # too long, not permitted, a NUL
         raise UserError(f"{key} = '{shown(path)}': cannot be read: {_reason(error)}") from None
-    return True
 
 
 def _reason(error: Exception) -> str:

@@ -26,9 +26,6 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     """Parameter and activation type. bfloat16 keeps float32 main parameters in the optimizer. float64 is for
     proofs on small batches: gradients only, no optimizer step."""
-    trust_remote_code: bool = False
-    """Let transformers run Python files that lie in the model's directory. Off: they are not read, and nobody is asked.
-    On, whoever wrote that directory can do what you can (docs/security.md)."""
 
 
 @dataclass
