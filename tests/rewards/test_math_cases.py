@@ -22,6 +22,8 @@ def case(gold: str, right: list[str], wrong: list[str], row: dict[str, Any] | No
 
 
 CASES = [
+    case("(n-2) 2^{n}+1", right=["1+(n-2)2^n", r"n\cdot 2^n-2^{n+1}+1"], wrong=["(n-2)2^n", "2(n-2)^n+1"]),
+    case(r"6, 8\text{, and }10", right=["6,8,10", r"10, 8 \text{ and } 6"], wrong=["6,8", "6,8,11"]),
     case(
         "5",
         right=[

@@ -160,7 +160,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\(?:mathrm|mathbf|rm|bf|it|text)(?![A-Za-z{])", ""),
         (r"[+]\s*(?=\\infty)", ""),
         (r"(?<=\d)\s*\^?\s*\{?\s*\\text\{\s*(?:st|nd|rd|th)\s*\}\s*\}?|(?<=\d)(?:\^\{?)?(?:st|nd|rd|th)\b\}?", ""),
-        (r"\\text\{([^{}]+?)\s+(and|or)\s*\}", r"\\text{\1} \\text{ \2 }"),
+        (r"\\text\{([^{},;]+?)\s+(and|or)\s*\}", r"\\text{\1} \\text{ \2 }"),
         (r"\.(?=\s*[\])]\s*$)", ""),
         (r"\s+", " "),
     )

@@ -109,14 +109,15 @@ def _same_functions(gold: Node, other: Node, names: list[str]) -> bool | None:
     if len(names) > len(_REALS[0]):
         return None
     outcomes = [_at(gold, other, dict(zip(names, point, strict=False))) for point in _REALS]
+    if "different" not in outcomes and "one is real" not in outcomes and outcomes.count("equal") >= 2:
+        return True
+    if "other branch" in outcomes and not {"equal", "one is real", "different"} & set(outcomes):
+        return False  # branches of a complex value count where nothing is real
+    wholes = [_at(gold, other, dict(zip(names, whole, strict=False))) for whole in _WHOLES]
     if "different" in outcomes:
         # equal where n is a whole number is not the same as different
-        wholes = [_at(gold, other, dict(zip(names, whole, strict=False))) for whole in _WHOLES]
         return None if all(found == "equal" for found in wholes) else False
-    if "one is real" in outcomes or outcomes.count("equal") < 2:
-        # different branches of a complex value count where nothing is real
-        return False if "other branch" in outcomes and "equal" not in outcomes else None
-    return True
+    return False if "different" in wholes else None
 
 
 def _at(gold: Node, other: Node, values: dict[str, Fraction]) -> str:

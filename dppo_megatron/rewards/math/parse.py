@@ -45,6 +45,7 @@ _LETTERS = re.compile(r"[A-Za-z]+")
 _MIXED = re.compile(r"\s*\\frac\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)", re.ASCII)
 _MIXED_SLASHED = re.compile(r"\s+(\d+)\s*/\s*(\d+)", re.ASCII)
 _PRIMES = re.compile(r"(?:\s*(?:'|\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime(?![A-Za-z])))+")
+_BRACKETED = re.compile(r"[^A-Z(]\)\s*\Z")  # a bracket has closed, and it is no choice letter's
 _DECORATED = frozenset(["overline", "dot", "ddot", "angle", "triangle"])
 
 
@@ -102,7 +103,8 @@ class _Reader:
             elif not until_function and self._take("/"):
                 node = ("/", node, self._after_operator())
             elif self._starts_factor() and not (until_function and self._starts_function()):
-                if self._peek().isdigit() or self._peek() == ".":
+                digits = self._peek().isdigit() or self._peek() == "."
+                if digits and not _BRACKETED.search(self.text, 0, self.position):  # but (n-2) 2^n is a product
                     raise Unreadable("a number behind a factor")
                 node = ("*", node, self._factor())
             else:
