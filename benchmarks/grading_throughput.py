@@ -38,14 +38,6 @@ _FULL = (
 Figures = dict[str, Any]
 
 
-def index_or_hang(completion: str, answer: str) -> float:
-    """The number in `completion`; every 100th never comes back if `answer` says so."""
-    number = int(completion)
-    while answer == "hang" and number % 100 == 50:
-        time.sleep(60)
-    return number / 7
-
-
 def main(argv: Sequence[str]) -> int:
     """Measure, print a table, and write the figures to `--json`."""
     parser = argparse.ArgumentParser(prog="grading.py throughput", description=__doc__)
@@ -60,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         figures[f"cheap {name}"] = _with_grader(name, processes, lambda grader: _rate(grader, _cheap(20_000)))
         figures[f"512 {name}"] = _with_grader(name, processes, _one_step)
     figures["full math"] = _with_grader("math", processes, lambda grader: _rate(grader, _full(400)))
-    here = f"{Path(__file__).stem}:index_or_hang"
+    here = "hanging_grader:index_or_hang"
     sys.path.insert(0, str(Path(__file__).parent))
     figures["hangs"] = _with_grader(here, processes, _hangs, timeout_s=arguments.timeout_s)
     figures["count"] = _with_grader(here, processes, lambda grader: _count(grader, arguments.count))
