@@ -114,7 +114,7 @@ def test_files(tmp_path: Path) -> None:
         accepted += 1
         _agrees(case, yaml.safe_load(content.decode("utf-8")) or {}, config)
         _survives(case, config, tmp_path)
-    assert accepted > 50 or "DPPO_FUZZ_SEED" in os.environ, "the generator makes hardly anything that can be read"
+    assert accepted >= fuzz_cases(1000) // 20 or "DPPO_FUZZ_SEED" in os.environ
 
 
 def test_command_line(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_command_line(tmp_path: Path) -> None:
         for key, text in (item.split("=", 1) for item in items[-1:]):
             _agrees_with_line(f"{case}: {key}={text!r}", key, text, config)
         _survives(case, config, tmp_path)
-    assert accepted > 50 or "DPPO_FUZZ_SEED" in os.environ
+    assert accepted >= fuzz_cases(1000) // 20 or "DPPO_FUZZ_SEED" in os.environ
 
 
 def _damaged_file(rng: random.Random) -> bytes:
