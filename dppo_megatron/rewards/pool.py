@@ -252,12 +252,14 @@ class _Call:
             for message in messages or []:
                 self._take(process, message)
         except (NoAnswers, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            self._lost(process, f"died (it wrote something else than answers: {error})", certain=False)
+            self._lost(process, f"died (it wrote something else than answers: {error})", at=NOBODY)
             return
         if messages is None:
-            certain = process.at != NOBODY
-            how = process.end(_DYING_S) or "its pipe was closed"
-            self._lost(process, f"died ({how})", certain=certain)
+            how = process.end(_DYING_S)
+            # asked after its end: one whose pipe has closed may still be at work. What is killed for that is at a
+            # sample that need not be the one that closed it.
+            at = process.at if how else NOBODY
+            self._lost(process, f"died ({how or 'its pipe was closed'})", at=at)
 
     def _take(self, process: GraderProcess, message: dict[str, Any]) -> None:
         """A message of a process."""
@@ -304,23 +306,23 @@ class _Call:
             at = NOBODY
         if not process.ready:  # its last words were of its memory, and it has been replaced
             return
-        certain = at != NOBODY and (process.at, process.since_s) == (at, since_s)
-        self._lost(process, f"timed out after {self._pool.timeout_s:g} s", certain=certain)
+        moved = (process.at, process.since_s) != (at, since_s)
+        self._lost(process, f"timed out after {self._pool.timeout_s:g} s", at=NOBODY if moved else at)
 
-    def _lost(self, process: GraderProcess, why: str, *, certain: bool) -> None:
+    def _lost(self, process: GraderProcess, why: str, *, at: int) -> None:
         """A process has died, was killed or is not understood: blame a sample, spare the others, start afresh.
 
         Args:
-            certain: the sample at hand is to blame.
+            at: position in its chunk of the sample that is to blame; NOBODY if that is not certain.
         """
         if not process.ready:
             self._start_failed(process, f"{self._pool.key}: its process {why} before it was ready")
             return
         process.end()
         first, end = process.answered, process.owned
-        if certain:  # at `end` it was at a sample that had been taken from it
-            blamed = process.chunk[process.at : min(process.at + 1, end)]
-            spared = process.chunk[first : process.at] + process.chunk[process.at + 1 : end]
+        if at != NOBODY:  # at `end` it was at a sample that had been taken from it
+            blamed = process.chunk[at : min(at + 1, end)]
+            spared = process.chunk[first:at] + process.chunk[at + 1 : end]
         else:
             last = min(max(process.begun, first + 1), end)
             blamed = [sample for sample in process.chunk[first:last] if sample in self._suspects]
