@@ -111,7 +111,9 @@ KNOWN_SETS: dict[str, KnownSet] = {
     "aime24": KnownSet("HuggingFaceH4/aime_2024", {"test": "train"}, "problem", "answer", carried={"id": "id"}),
     "aime25": KnownSet("math-ai/aime25", {"test": "test"}, "problem", "answer", carried={"id": "id"}),
     "amc23": KnownSet("math-ai/amc23", {"test": "test"}, "question", "answer", carried={"id": "id"}),
-    "minerva": KnownSet("math-ai/minervamath", {"test": "test"}, "question", "answer"),
+    "minerva": KnownSet(  # "OCW" in the source: the math grader compares its references at the digits they state
+        "math-ai/minervamath", {"test": "test"}, "question", "answer", source="minerva (OCWCourses)"
+    ),
     "olympiadbench": KnownSet(
         "Hothan/OlympiadBench",
         {"test": "train"},

@@ -77,7 +77,7 @@ LAYOUTS: dict[str, tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]]
     ),
     "minerva": (
         {"test": [{"question": "p", "answer": "4.5e33"}]},
-        [{"problem": "p", "answer": "4.5e33", "source": "minerva"}],
+        [{"problem": "p", "answer": "4.5e33", "source": "minerva (OCWCourses)"}],
     ),
     "olympiadbench": (
         {
