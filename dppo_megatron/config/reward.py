@@ -16,7 +16,7 @@ class RewardFunctionConfig:
     """One of several named rewards."""
 
     function: str = ""
-    """A built-in grader (math, final_answer) or `module:function`."""
+    """A built-in grader (math, math_boxed, final_answer) or `module:function`."""
     weight: float = ranged(1.0, "[-1e9, 1e9]")
     """The reward is the weighted sum over the named ones; 0: only a metric."""
 
@@ -24,8 +24,9 @@ class RewardFunctionConfig:
 @dataclass
 class RewardConfig:
     function: str = "math"
-    """Grader: a built-in name (math, final_answer) or `module:function`, called as function(completion_text, answer)
-    or function(completion_text, answer, row), in processes of its own. Returns a number or a `Grade`."""
+    """Grader: a built-in name (math, math_boxed, final_answer) or `module:function`, called as
+    function(completion_text, answer) or function(completion_text, answer, row), in processes of its own. Returns a
+    number or a `Grade`."""
     functions: dict[str, RewardFunctionConfig] = field(default_factory=dict)
     """Several named rewards instead of the one in `function`; each is a metric reward/<name>. The first one decides
     what counts as correct in evaluations and in the check of the references."""

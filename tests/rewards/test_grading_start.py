@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.reward import RewardConfig, RewardFunctionConfig, check_reward
 from dppo_megatron.rewards.grading import Grader, make_grader
 from dppo_megatron.rewards.start_checks import MOST_REFERENCES, check_grader, check_references
@@ -123,7 +124,8 @@ def test_the_first_of_several_rewards_decides() -> None:
 
 def test_a_grader_for_an_evaluation_set_is_called_by_its_own_setting() -> None:
     with pytest.raises(
-        UserError, match=r"data.eval_sets.x.grader = 'mth': expected a built-in grader \(final_answer, math\)"
+        UserError,
+        match=r"data.eval_sets.x.grader = 'mth': expected a built-in grader \(final_answer, math, math_boxed\)",
     ):
         make_grader(RewardConfig(), "mth", "data.eval_sets.x.grader")
     with pytest.raises(UserError, match=r"reward.function = ':f': expected"):
@@ -148,6 +150,7 @@ def test_a_grader_for_an_evaluation_set_is_called_by_its_own_setting() -> None:
     ],
 )
 def test_settings_out_of_range(change: dict[str, Any], said: str) -> None:
-    check_reward(RewardConfig())
+    reward = RewardConfig(**change)
     with pytest.raises(UserError, match=said):
-        check_reward(RewardConfig(**change))
+        check_ranges(reward, "reward.")
+        check_reward(reward)
