@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--template", default="")
     arguments = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train.jsonl"
         write_problems(path, arguments.rows)

@@ -13,7 +13,9 @@ def length_parity(completion: str, answer: str) -> float:
 
 
 def odd_ones_raise(completion: str, answer: str) -> float:
-    """Fails on every completion of odd length; the others are right."""
+    """Fails on every completion of odd length, but not on what a grader is tried on at start; the others are right."""
+    if not completion or "The answer" in completion or completion == answer:
+        return 1.0
     return 1.0 / (1 - len(completion) % 2)
 
 

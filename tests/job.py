@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dppo_megatron.config import Config, load_config
 from dppo_megatron.data.arithmetic import write_task
 from dppo_megatron.data.tiny_model import write_tiny_qwen3
@@ -48,6 +50,11 @@ def settings(files: Path, run_dir: Path, **extra: Any) -> list[str]:
 def job_config(files: Path, run_dir: Path, **extra: Any) -> Config:
     """The checked config of such a job."""
     return load_config(str(REPOSITORY / "configs" / "quickstart.yaml"), settings(files, run_dir, **extra))
+
+
+def nearly(value: Any, **tolerance: float) -> Any:
+    """`pytest.approx` of a metric, which may be null: a mean over nothing."""
+    return None if value is None else pytest.approx(value, **tolerance)
 
 
 def read_metrics(run_dir: Path, *, with_time: bool = False) -> list[dict[str, Any]]:

@@ -381,7 +381,7 @@ BAD = {
     "top_p": (["{model}", "--sets", "a={heldout}", "eval.top_p=0"], "eval.top_p = 0.0: must be"),
     "temperature": (["{model}", "--sets", "a={heldout}", "eval.temperature=nan"], "eval.temperature = nan"),
     "grader": (
-        ["{model}", "--sets", "{yaml}", "data.max_prompt_tokens=16", "eval.max_completion_tokens=8"],
+        ["{model}", "--sets", "{yaml}", "data.max_prompt_tokens=110", "eval.max_completion_tokens=8"],
         "data.eval_sets.a b.grader = 'nope:nope' cannot be imported",
     ),
     "too_long": (["{model}", "--sets", "a={heldout}", "eval.max_completion_tokens=500"], "more than the 128 positions"),

@@ -195,13 +195,14 @@ def _trap(model: Path, touched: Path, *, name: str = ".metadata") -> None:
 def test_commands_run_nothing_of_a_model_directory(
     command: list[str], files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Safetensors decide: the pickle beside them is not read. The command ends where its data is too small."""
+    """Safetensors decide: the pickle beside them is not read. What trains ends where its data is too small."""
     model, touched = Path(shutil.copytree(files / "model", tmp_path / "model")), tmp_path / "touched"
     _trap(model, touched)
     (tmp_path / "one.jsonl").write_text('{"problem": "1+1=", "answer": "2"}\n')
     job = settings(files, tmp_path / "run", model__hf_path=model, data__train_path=tmp_path / "one.jsonl")
-    assert main([*command, CONFIG, *job]) == 2
-    assert "holds only 1 problems" in capsys.readouterr().err
+    trains = command != ["eval"]
+    assert main([*command, CONFIG, *job]) == (2 if trains else 0)
+    assert ("holds only 1 problems" in capsys.readouterr().err) == trains
     (model / "model.safetensors").unlink()  # now the pickle is all there is, and it is read without being run
     assert main([*command, CONFIG, *job]) == 2
     assert ".metadata cannot be read" in capsys.readouterr().err
@@ -327,15 +328,19 @@ def test_convert_finds_an_unwritable_target_first(
     make, expected = OUT[case]
     assert main(["convert", "to-megatron", "--hf", str(model), "--out", str(make(tmp_path))]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: --out '") and expected in said and said.count("\n") == 1
+    assert said.startswith(("error: --out '", "error: --out = '")) and expected in said and said.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_convert_speaks_of_its_own_options(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--out", str(tmp_path / "a" / "b" / "out")]
     (model / "model.safetensors").unlink()
-    for directory, expected in ((tmp_path / "nowhere", "holds no config.json"), (model, "holds no *.safetensors file")):
+    missing, empty = tmp_path / "nowhere", model
+    for directory, expected in (
+        (missing, f"--hf = '{missing}': no such directory"),
+        (empty, f"--hf '{empty}': holds no *.safetensors file"),
+    ):
         assert main(["convert", "to-megatron", "--hf", str(directory), *out]) == 2
         said = capsys.readouterr().err
-        assert said.startswith(f"error: --hf '{directory}': {expected}") and "model.hf_path" not in said
+        assert said.startswith(f"error: {expected}") and "model.hf_path" not in said
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

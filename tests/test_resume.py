@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from job import job_config, read_metrics, write_job_files
+from job import job_config, nearly, read_metrics, write_job_files
 from killing import Kill, run_killed, run_whole, train_or_die
 from launch import run_ranks
 from safetensors.torch import load_file
@@ -114,7 +114,7 @@ def test_resumes_at_another_layout(files: Path, whole: dict[str, Path], tmp_path
     for left, right in zip(mine, theirs, strict=True):
         for key in right.keys() - {"prune/ledger"}:
             if not key.startswith("pack/"):  # two data-parallel ranks need other packs
-                assert left[key] == pytest.approx(right[key], rel=1e-4, abs=1e-5), key
+                assert left[key] == nearly(right[key], rel=1e-4, abs=1e-5), key
 
 
 def test_a_finished_run_stays_as_it_is(

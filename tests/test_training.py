@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from job import job_config, read_metrics, write_job_files
+from job import job_config, nearly, read_metrics, write_job_files
 from launch import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -128,7 +128,7 @@ def test_resume_continues_at_any_layout(
     assert "differs from rank 0" not in capfd.readouterr().err, "ranks saved different states"
     for mine, theirs in zip(resharded, original, strict=True):
         for key in theirs.keys() - {"prune/ledger"} - {key for key in theirs if key.startswith("pack/")}:
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-5), key
+            assert mine[key] == nearly(theirs[key], rel=1e-4, abs=1e-5), key
 
 
 def _all_samples(groups: list[Group]) -> list[TrainSample]:

@@ -196,7 +196,7 @@ def _told(error: BaseException) -> str:
     own = [frame for frame in frames if not frame.filename.startswith("<frozen") and frame.filename != __file__]
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     try:
-        text = str(error).strip()
+        text = str(error).strip().partition("\n")[0]
     except Exception:
         text = "(its text cannot be shown)"
     return _cut(type(error).__name__ + (f": {text}" if text else ""), _LONGEST_REASON) + place
