@@ -10,8 +10,8 @@ COPY dppo_megatron dppo_megatron
 COPY configs configs
 COPY tools tools
 # --no-deps for ourselves: the image's own torch stays
-RUN pip install --no-cache-dir "megatron-core>=0.16.1,<0.17" "transformers>=5,<6" "omegaconf>=2.4" \
-      safetensors tokenizers psutil tqdm matplotlib \
+RUN pip install --no-cache-dir "megatron-core>=0.16.1,<0.17" "transformers>=5,<6" \
+      "math-verify==0.9.0" "datasets>=4" "pyyaml>=6" safetensors tokenizers packaging psutil tqdm matplotlib \
  && pip install --no-cache-dir --no-deps .
 
 ENTRYPOINT ["dppo-megatron"]

@@ -4,6 +4,10 @@ YAML 1.1 reads `no` as false, `010` as 8, `1:30` as 90 and lets a key stand twic
 of it, and a configuration then says something that its writer did not. So the text is parsed to nodes, which still know
 how a value was spelled and on which line, and each node is read by the type that its setting has. What YAML reads
 otherwise than it looks is refused, with the spelling that would be right.
+
+OmegaConf read configurations here first. It resolves `${oc.env:...}` before anything is written, takes the last of two
+equal keys, and keeps no lines; the cost of doing without it is this file and `references.py`. The schema is still one
+that OmegaConf can hold, for programs that build a `Config` with it (tests/pruning/test_pruning_config.py).
 """
 
 from __future__ import annotations
