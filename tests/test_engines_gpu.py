@@ -26,7 +26,10 @@ from dppo_megatron.rollout.serving import ServerEngine
 
 pytestmark = pytest.mark.gpu
 ENGINES = [pytest.param(name, marks=needs(name)) for name in ("vllm", "sglang")]
-SHARE_OF_MEMORY = {"vllm": ("--gpu-memory-utilization", "0.3"), "sglang": ("--mem-fraction-static", "0.3")}
+SERVER_ARGUMENTS = {
+    "vllm": ("--gpu-memory-utilization", "0.3", "--enforce-eager"),  # compiling and CUDA graphs take minutes a server
+    "sglang": ("--mem-fraction-static", "0.3"),
+}
 BF16_DIFF = 0.05
 """Mean |log-probability difference| of a bfloat16 engine to float32 weights; a stale sync is above 1."""
 
@@ -62,7 +65,7 @@ def test_every_channel_and_sleep(files: Path, tmp_path: Path, engine_name: str, 
         rollout__sync_bucket_mb=1,
         rollout__max_completion_tokens=24,
         **place,
-        **local_settings(engine_name, *SHARE_OF_MEMORY[engine_name]),
+        **local_settings(engine_name, *SERVER_ARGUMENTS[engine_name]),
     )
     job = prepare_job(config, 1)
     engine = ServerEngine(config, job.architecture, job.tokenizer)
@@ -92,7 +95,7 @@ def test_training_with_a_colocated_server(files: Path, tmp_path: Path, engine_na
         model__dtype="bfloat16",
         rollout__colocate="true",
         rollout__verify_every_syncs=1,
-        **local_settings(engine_name, *SHARE_OF_MEMORY[engine_name]),
+        **local_settings(engine_name, *SERVER_ARGUMENTS[engine_name]),
     )
     assert main(["train", str(REPOSITORY / "configs" / "quickstart.yaml"), *values]) == 0
     rows = read_metrics(tmp_path / "run")[1:]
