@@ -22,8 +22,9 @@ from dppo_megatron.data.fingerprint import data_fingerprint
 from dppo_megatron.data.report import report_lines
 from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_train_sets, stop_token_ids
 from dppo_megatron.platform.capabilities import this_machine
+from dppo_megatron.pruning.outcomes import LARGEST_REWARD
 from dppo_megatron.rewards.grading import Grader, make_grader
-from dppo_megatron.rewards.start_checks import check_grader, check_references
+from dppo_megatron.rewards.start_checks import Bounds, check_grader, check_references
 from dppo_megatron.types import Prompt, TrainSample, UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import WeightReader
@@ -159,7 +160,7 @@ def _check_grading(
     Evaluation sets with graders of their own are tried with those, which are then closed.
     """
     reward, settings = config.reward, eval_set_configs(config)
-    grader = make_grader(reward)
+    grader, bounds = make_grader(reward), _reward_bounds(config) if train_sets else None
     sets = [(name, grader, loaded.prompts) for name, loaded in train_sets.items()]
     others: dict[str, Grader] = {}
     for name, loaded in eval_sets.items():
@@ -172,7 +173,7 @@ def _check_grading(
     try:
         for name, used, prompts in sets:
             if used.key not in checked and prompts:
-                check_grader(used, prompts[0])
+                check_grader(used, prompts[0], bounds if used is grader else None)
                 checked.add(used.key)
             notes.append(check_references(used, reward, name, prompts))
     except BaseException:
@@ -182,6 +183,13 @@ def _check_grading(
         for other in others.values():
             other.close()
     return grader, [note for note in notes if note]
+
+
+def _reward_bounds(config: Config) -> Bounds:
+    prompt = config.pruning.prompt
+    if prompt.method in ("dppo", "dppo_auto") and prompt.score == "beta":
+        return Bounds(0.0, 1.0, "pruning.prompt.score = beta counts it as a success; score=rms takes any reward")
+    return Bounds(-LARGEST_REWARD, LARGEST_REWARD, "it is squared")
 
 
 def _load_policy_loss(config: Config) -> PolicyLoss | None:

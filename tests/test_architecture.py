@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rollout": {"weights", "distributed"},
     "checkpoint": {"distributed", "platform", "weights"},
     "convert": {"weights"},
-    "job": {"algorithms", "data", "platform", "rewards", "weights", "distributed"},
+    "job": {"algorithms", "data", "platform", "pruning", "rewards", "weights", "distributed"},
     "evaluation": {"checkpoint", "distributed", "job", "rewards", "rollout"},
     "selection": {"pruning", "algorithms", "data"},
     "loop": {

@@ -25,17 +25,17 @@ class SetGraders:
         self._reward, self._own = reward, own
         self._others: dict[str, Grader] = {}
 
-    def grade(self, function: str, tasks: Sequence[GradeTask]) -> list[Grade]:
-        """One grade a task.
-
-        Args:
-            function: a built-in name or `module:function`; empty: the run's own.
-        """
+    def of(self, function: str) -> Grader:
+        """The grader of a built-in name or `module:function`; empty: the run's own."""
         if not function:
-            return self._own.grade(tasks)
+            return self._own
         if function not in self._others:
             self._others[function] = make_grader(self._reward, function)
-        return self._others[function].grade(tasks)
+        return self._others[function]
+
+    def grade(self, function: str, tasks: Sequence[GradeTask]) -> list[Grade]:
+        """One grade a task, by the grader `of(function)`."""
+        return self.of(function).grade(tasks)
 
     def correct(self, grade: Grade) -> bool | None:
         """Whether it counts as correct; None where grading failed. Of several named rewards the first decides."""

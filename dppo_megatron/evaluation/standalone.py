@@ -34,10 +34,11 @@ from dppo_megatron.evaluation.statistics import EvalScores, percent
 from dppo_megatron.evaluation.target import find_target
 from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.rewards.grading import GradeTask, make_grader
+from dppo_megatron.rewards.start_checks import check_grader
 from dppo_megatron.rollout.engine import Engine
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.serving import ServerEngine
-from dppo_megatron.types import UserError
+from dppo_megatron.types import Prompt, UserError
 
 _FORMAT = "dppo_megatron evaluation 1"
 
@@ -114,6 +115,7 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
     for function in dict.fromkeys(chosen.get(sample.set, "") for sample in samples):
         members = [i for i, sample in enumerate(samples) if chosen.get(sample.set, "") == function]
         tasks = [_task(samples[i]) for i in members]
+        check_grader(graders.of(function), _prompt(samples[members[0]]))
         for i, grade in zip(members, graders.grade(function, tasks), strict=True):
             correct = graders.correct(grade)
             graded[i] = replace(
@@ -269,6 +271,10 @@ def _shown(job: Job) -> list[str]:
     return [
         f"{name}: {len(prompts)} problems, the first: {prompts[0].text!r}" for name, prompts in job.eval_prompts.items()
     ]
+
+
+def _prompt(sample: EvalSample) -> Prompt:
+    return Prompt(0, sample.prompt, (), sample.reference, "", row=sample.row, origin=f"{sample.set}:{sample.problem}")
 
 
 def _task(sample: EvalSample) -> GradeTask:

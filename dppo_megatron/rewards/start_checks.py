@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.rewards.grading import Grader, deciding_reward, task_of
@@ -27,11 +28,24 @@ not agree on one."""
 _WRONG = "The answer is $\\boxed{this is not the answer}$."
 
 
-def check_grader(grader: Grader, prompt: Prompt) -> None:
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Rewards that a job can train on."""
+
+    least: float
+    most: float
+    why: str
+    """The setting that asks for it, and another that would not."""
+
+
+def check_grader(grader: Grader, prompt: Prompt, bounds: Bounds | None = None) -> None:
     """Grade a right answer in every form, a wrong one and an empty text.
 
+    Args:
+        bounds: what the training can use of a reward; None for a grader that only evaluates.
+
     Raises:
-        UserError: the grader cannot be started, or one of these gradings failed.
+        UserError: the grader cannot be started, one of these gradings failed, or its reward is out of `bounds`.
     """
     texts = {f"the reference {name}": form % prompt.answer for name, form in _FORMS}
     texts |= {"a wrong answer": _WRONG, "an empty text": ""}
@@ -42,6 +56,11 @@ def check_grader(grader: Grader, prompt: Prompt) -> None:
                 f"{grader.key}: the grader fails on {what}: called with completion = {_short(text)} and"
                 f" answer = {_short(prompt.answer)}{_origin(prompt)} it {grade.failure}."
                 " It must return a finite number or a Grade for any text, 0 where there is no answer in it"
+            )
+        if bounds and not bounds.least <= grade.reward <= bounds.most:
+            raise UserError(
+                f"{grader.key}: the reward of {what} is {grade.reward:g}, and must be from {bounds.least:g} to"
+                f" {bounds.most:g}: {bounds.why}"
             )
 
 

@@ -86,7 +86,7 @@ class Sending:
             self._begun.pop().wait()
 
     def forget(self) -> None:
-        """Keep nothing of what was begun."""
+        """Drop the references to pending broadcasts."""
         self._forgotten = True
         self._begun.clear()
 

@@ -61,7 +61,7 @@ def put_to_sleep(fleet: Fleet, timeout_s: float) -> None:
     given up: by this run, in an outage, or by an earlier one."""
 
     def sleep(member: Member) -> None:
-        """One server. Should no answer come, it has more likely gone to sleep than not."""
+        """One server. On a timeout we assume that it sleeps."""
         awake, member.asleep = DEVICE_MEMORY - member.asleep, set(DEVICE_MEMORY)
         member.server.sleep(awake, timeout_s=timeout_s)
 

@@ -74,18 +74,6 @@ def hf_names(key: str, place: Place, architecture: Architecture) -> list[str]:
     return [name.format(layer=layer, expert=expert) for name in table(architecture)[key]]
 
 
-def all_hf_names(architecture: Architecture) -> set[str]:
-    """Every tensor a checkpoint of this architecture must hold."""
-    experts = architecture.experts.count if architecture.experts else 1
-    return {
-        name.format(layer=layer, expert=expert)
-        for names in table(architecture).values()
-        for name in names
-        for layer in range(architecture.num_layers)
-        for expert in range(experts)
-    }
-
-
 def join(key: str, parts: Sequence[Tensor], architecture: Architecture) -> Tensor:
     """Hugging Face tensors of one key -> Megatron's full (unsharded) tensor."""
     if len(parts) == 3:

@@ -201,9 +201,6 @@ def _without_paint(text: str) -> str:
         text = shorter
 
 
-_PAIRS = {"(": ")", "[": "]", "{": "}"}
-
-
 def closing(text: str, start: int) -> int:
     """Where the brace at `start` is closed, -1 if it is not; `\\{` counts as its own pair."""
     depth = 0
