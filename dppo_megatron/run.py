@@ -64,7 +64,7 @@ class Run:
             if self._watchdog:
                 self._watchdog.start()
                 undo.callback(self._watchdog.stop)
-            undo.callback(self._close_files)
+            undo.callback(self._take_back_files)
             self._run = from_rank_zero(self._open_directory)
             changes = from_rank_zero(lambda: changes_since(job.config, self._directory / "config.yaml"))
             self._store = CheckpointStore(
@@ -246,6 +246,10 @@ class Run:
             own.record_sums if own is not None else {},
         )
         write_first_prompts(self._directory, job.train_sets, job.eval_sets)
+
+    def _take_back_files(self) -> None:
+        if self._files:
+            self._files.take_back()
 
     def _close_files(self) -> None:
         if self._files:

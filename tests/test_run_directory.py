@@ -376,3 +376,19 @@ def test_a_rank_that_is_alone_ends(rank: str) -> None:
         [sys.executable, "-c", _ALONE], env=environment, capture_output=True, text=True, timeout=200, check=True
     )
     assert f"rank {rank} of 2 could not meet the others within guard.rendezvous_timeout_s = 2 s" in done.stdout
+
+
+def test_a_start_that_fails_leaves_nothing_that_binds_the_next(tmp_path: Path) -> None:
+    """An empty directory is left as it was, one that holds a run keeps all of it."""
+    path = tmp_path / "new" / "run"
+    directory = RunDirectory(path, print)
+    directory.open_record(Config(), {"format": "x"}, None, {})
+    assert (path / "config.yaml").exists()
+    directory.take_back()
+    assert not path.exists()
+    first = RunDirectory(path, print)
+    first.open_record(Config(), {"format": "x"}, None, {})
+    first.close()
+    before = sorted(file.name for file in path.iterdir())
+    RunDirectory(path, print).take_back()
+    assert sorted(file.name for file in path.iterdir()) == before

@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class RunDirectory:
         self._lines: dict[str, JsonLines] = {}
         self._troubled: set[str] = set()
         with _said_as_mistake(path):
+            self._held_nothing = not path.is_dir() or not any(path.iterdir())
             path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(path, say)
             try:
@@ -118,6 +120,19 @@ class RunDirectory:
     def check(self) -> None:
         """Raise UserError if another trainer has taken the directory over."""
         self._lock.check()
+
+    def take_back(self) -> None:
+        """Close, and leave a directory that held nothing as it was: the start has failed. Else the settings of a run
+        that never began would bind the one that does. Logs of servers stay."""
+        self.close()
+        if not self._held_nothing:
+            return
+        for name in ("config.yaml", IDENTITY, *RECORDS):
+            (self._path / name).unlink(missing_ok=True)
+        shutil.rmtree(self._path / "prompts", ignore_errors=True)
+        for folder in (self._path / "checkpoints", self._path):
+            with suppress(OSError):  # something else is in it
+                folder.rmdir()
 
     def close(self) -> None:
         """Close the records and give the lock back."""
