@@ -28,7 +28,10 @@ class Extraction:
 
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
-_BRACES = re.compile(r"\\+(?:boxed|fbox)(?![A-Za-z])(?P<open>\s*\{)?|\\.|[{}]", re.DOTALL)
+# a run of backslashes is one token, and so is a run of braces or of groups without anything in them that matters
+_BRACES = re.compile(
+    r"\\+(?:boxed|fbox)(?![A-Za-z])(?P<open>\s*\{)?|(?:\\\\)+|\\.|(?:\{[^{}\\]*\})+|\{+(?!\})|\}+", re.DOTALL
+)
 _BARE = re.compile(r"\s+([A-Za-z]|-?\d[\d.,/]*)(?=[\s$.,;)\\]|$)|(-?\d+)(?=[\s$.,;)\\]|$)")
 _NOTHING_MORE = re.compile(r"[\s$.]*\Z")
 _CONNECTOR = re.compile(
@@ -69,7 +72,7 @@ def extract(text: str, *, strict: bool = False) -> Extraction:
     if "####" in text:
         hashes = _HASHES.findall(text)
         if hashes:
-            return _found(hashes[-1], "####")
+            return _found(hashes[-1].strip().strip("*"), "####")
     if strict:
         return Extraction((), "", "no final answer")
     tail = text[-2000:]  # what is stated earlier than this is not the end of the completion
@@ -86,8 +89,8 @@ def _without_thoughts(text: str) -> str:
 
 
 def _found(answer: str, mark: str) -> Extraction:
-    answer = answer.strip()
-    if not answer:
+    answer = answer.strip(" \n\r")  # a tab or a form feed may be the start of a command, read as an escape
+    if not answer.strip():
         return Extraction((), "", f"the final answer ({mark}) is empty")
     if len(answer) > MAX_ANSWER_CHARS:
         return Extraction((), "", f"the final answer has {len(answer)} characters")
@@ -98,22 +101,29 @@ def _from_boxes(text: str) -> Extraction | None:
     """The last box, or the row of boxes at the end; None if boxes are only spoken of."""
     closed: list[tuple[int, int, int]] = []  # (of the mark, of the content, of the closing brace)
     last = -1
-    stack: list[tuple[int, int]] = []  # open braces: (of the mark or -1, of the content)
+    stack: list[list[int]] = []  # open boxes: [of the mark, of the content, braces opened within]
     first = _BOX.search(text)
-    assert first is not None
+    if first is None:  # \\boxedx
+        return None
     for match in _BRACES.finditer(text, first.start()):
         token = match.group()
-        if token == "}":
-            if stack:
-                mark, content = stack.pop()
-                if mark >= 0:
-                    closed.append((mark, content, match.start()))
-        elif token == "{":
-            stack.append((-1, 0))
-        elif len(token) > 2:  # a box; \\boxed too, as texts that were escaped twice have it
+        if token[0] == "}":
+            at = match.start()
+            while stack and at < match.end():
+                step = min(stack[-1][2], match.end() - at)
+                stack[-1][2] -= step
+                at += step
+                if at < match.end():
+                    mark, content, _ = stack.pop()
+                    closed.append((mark, content, at))
+                    at += 1
+        elif token[0] == "{":
+            if stack and token[-1] == "{":
+                stack[-1][2] += len(token)
+        elif len(token) > 2 and token[-1] != "\\":  # a box; \\boxed too, as texts that were escaped twice have it
             if match.group("open"):
                 last = match.start()
-                stack.append((last, match.end()))
+                stack.append([last, match.end(), 0])
             elif bare := _BARE.match(text, match.end()):
                 last = match.start()
                 closed.append((last, bare.start(1) if bare.group(1) else bare.start(2), bare.end()))
