@@ -171,7 +171,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\A\s*\\text\{\s*(?:[Tt]he\s+)?(?:[Ff]inal\s+)?[Aa]nswer\s*(?:is|:|=|is:)\s*([^{}]*)\}", r"\\text{\1}"),
         (r"\A\s*(?:\\text\{\s*)?(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Z])\)?\s*\}?\s*\Z", r"\1"),
         (r"[+]\s*(?=\\infty)", ""),
-        (r"(?<=\d)\s*\^?\s*\{?\s*\\text\{\s*(?:st|nd|rd|th)\s*\}\s*\}?|(?<=\d)(?:\^\{?)?(?:st|nd|rd|th)\b\}?", ""),
+        (r"(?<=\d) ?\^? ?\{? ?\\text\{ ?(?:st|nd|rd|th) ?\}(?: ?\})?|(?<=\d)(?:\^\{?)?(?:st|nd|rd|th)\b\}?", ""),
         (r"\\text\{([^{},;]+?)\s+(and|or)\s*\}", r"\\text{\1} \\text{ \2 }"),
         (r"\.(?=\s*[\])]\s*$)", ""),
         (r"\s+", " "),
@@ -179,6 +179,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 
 
+_FRACTION = re.compile(r"\\[dtc]?frac(\{-?\d+\}\{\d+\})", re.ASCII)
 _PLAIN = re.compile(r"[\d.,-]*", re.ASCII)
 
 
@@ -190,6 +191,8 @@ def clean(text: str) -> str:
         '( \\\\frac{1}{2}, 15000 )'
     """
     text = to_ascii(text)
+    if fraction := _FRACTION.fullmatch(text):
+        return "\\frac" + fraction[1]
     if not _PLAIN.fullmatch(text):
         for pattern, replacement in _RULES:
             text = pattern.sub(replacement, text)

@@ -28,10 +28,11 @@ class Extraction:
 
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
-# a run of backslashes is one token, and so is a run of braces or of groups without anything in them that matters
+# as few tokens as will do: a run of braces is one, and so is a run of groups without anything in them that matters
 _BRACES = re.compile(
-    r"\\+(?:boxed|fbox)(?![A-Za-z])(?P<open>\s*\{)?|(?:\\\\)+|\\.|(?:\{[^{}\\]*\})+|\{+(?!\})|\}+", re.DOTALL
+    r"(?<!\\)\\+(?:(?:boxed|fbox)(?![A-Za-z])(?P<open>\s*\{)?|(?P<brace>[{}]))|(?:\{[^{}\\]*\})+|\{+(?!\})|\}+"
 )
+_MAX_BOXES = 2000
 _BARE = re.compile(r"\s+([A-Za-z]|-?\d[\d.,/]*)(?=[\s$.,;)\\]|$)|(-?\d+)(?=[\s$.,;)\\]|$)")
 _NOTHING_MORE = re.compile(r"[\s$.]*\Z")
 _CONNECTOR = re.compile(
@@ -40,7 +41,6 @@ _CONNECTOR = re.compile(
 )
 _FILLER = re.compile(r"\\(?:quad|qquad|[()\[\],;: ])|[\s$&]+")
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _STATED = re.compile(r"(?:\banswer(?:\*\*)?(?: is\b\s*:?|\s*[:=])|^A:)(?:\*\*)?\s*", re.IGNORECASE | re.MULTILINE)
 _STATED_TAIL = re.compile(r"[.\s$*]*(?:I hope it is correct|hope it is correct)?[.\s$*]*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
@@ -65,10 +65,11 @@ def extract(text: str, *, strict: bool = False) -> Extraction:
         if found is not None:
             return found
     if "<answer>" in text:
-        inside = _TAG.findall(text)
-        if text.rfind("<answer>") > text.rfind("</answer>") or not inside:
+        start = text.rfind("<answer>") + len("<answer>")
+        end = text.find("</answer>", start)
+        if end < 0:
             return Extraction((), "", "the last <answer> is not closed")
-        return _found(inside[-1], "tag")
+        return _found(text[start:end], "tag")
     if "####" in text:
         hashes = _HASHES.findall(text)
         if hashes:
@@ -102,13 +103,20 @@ def _from_boxes(text: str) -> Extraction | None:
     closed: list[tuple[int, int, int]] = []  # (of the mark, of the content, of the closing brace)
     last = -1
     stack: list[list[int]] = []  # open boxes: [of the mark, of the content, braces opened within]
+    if text.count("\\boxed") + text.count("\\fbox") > _MAX_BOXES:
+        return Extraction((), "", f"more than {_MAX_BOXES} boxes")
     first = _BOX.search(text)
     if first is None:  # \\boxedx
         return None
-    for match in _BRACES.finditer(text, first.start()):
+    start = len(text[: first.start()].rstrip("\\"))  # the first of the mark's backslashes
+    for match in _BRACES.finditer(text, start):
         token = match.group()
+        if brace := match.group("brace"):  # escaped by every other backslash
+            if len(token) % 2 == 0:
+                continue
+            token = brace
         if token[0] == "}":
-            at = match.start()
+            at = match.end() - len(token)
             while stack and at < match.end():
                 step = min(stack[-1][2], match.end() - at)
                 stack[-1][2] -= step
@@ -120,7 +128,7 @@ def _from_boxes(text: str) -> Extraction | None:
         elif token[0] == "{":
             if stack and token[-1] == "{":
                 stack[-1][2] += len(token)
-        elif len(token) > 2 and token[-1] != "\\":  # a box; \\boxed too, as texts that were escaped twice have it
+        else:  # a box; \\boxed too, as texts that were escaped twice have it
             if match.group("open"):
                 last = match.start()
                 stack.append([last, match.end(), 0])

@@ -100,7 +100,7 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
         verdict = _judge(_in_dollars(gold, answer), _in_dollars(theirs_read, text), rules, row)
         if verdict is not None:
             return verdict, _kind(gold)
-    if isinstance(gold, Value) and _SAYS_MORE.search(other) and not _SAYS_MORE.search(reference):
+    if isinstance(gold, Value) and _SAYS_MORE.match(other) and not _SAYS_MORE.match(reference):
         return False, "an inequality or a continuation for a value"  # Math-Verify overlooks the sign
     if isinstance(gold, Words):  # Math-Verify would read words as products of letters
         return None if unread else False, "words"
@@ -118,7 +118,7 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
 _MAY_NOT_END = re.compile(r"!\s*\)*\s*!|\d\s*\^\s*[{(]*\s*\d+\s*[})]*\s*\^|\^\s*\{?\s*-?\d{5}|\d[eE]\d{4}")
 
 
-_SAYS_MORE = re.compile(r"\\(?:ne|le|ge|ldots)(?![A-Za-z])|[<>]")
+_SAYS_MORE = re.compile(r"\s*(?:\\(?:ne|le|ge)(?![A-Za-z])|[<>])|[^=]{0,40}\\ldots\s*\Z")
 _DOLLARS = read_unit("dollars")
 
 
@@ -197,21 +197,22 @@ _STATED_REFERENCE = re.compile(r"[Ff]inal answer is \$([^$]+)\$")
 
 @functools.lru_cache(maxsize=4096)
 def _read(reference: str) -> Answer | None:
+    if reference.lower() in _SHORT_WORDS:  # else a product of letters
+        return Words(reference.lower())
     try:
         return read_answer(reference)
     except (Unreadable, RecursionError, ValueError):
         return None
 
 
-_SHORT_WORDS = frozenset(["yes", "no", "odd", "all", "dne", "one", "two", "six", "ten"])
+_SHORT_WORDS = frozenset(["yes", "no", "odd", "dne"])
 
 
 def _is_same_word(reference: str, other: str) -> bool:
-    """Short words that would read as products of letters: Yes and \\text{yes}, but not ab and AB."""
+    """A short name that would read as a product of letters: Ann and \\text{Ann}."""
     if not 2 <= len(reference) <= 3 or not reference.isalpha():
         return False
-    word = other[6:-1].strip() if other.startswith("\\text{") else other
-    return word == reference or (word.lower() == reference.lower() and word.lower() in _SHORT_WORDS)
+    return other.startswith("\\text{") and other[6:-1].strip() == reference
 
 
 def _squeezed(text: str) -> str:

@@ -308,7 +308,9 @@ def _read_value(text: str, depth: int) -> Answer | None:
         core = text[: percent.start()].strip()
         return _with_words(core, "percent") if core else None
     glued = _WORD_TAIL.search(text) or _GLUED_TAIL.search(text)
-    if glued is None or len(glued["unit"]) < 2 or not is_glued(glued["unit"].partition("^")[0]):  # 25 mph is not 25 m p h
+    if (
+        glued is None or len(glued["unit"]) < 2 or not is_glued(glued["unit"].partition("^")[0])
+    ):  # 25 mph is not 25 m p h
         try:
             return _spread(parse(text), None)
         except Unreadable:

@@ -90,7 +90,9 @@ _CHANGES_MEANING |= _word_set(
     " sixths sevenths eighths ninths tenths hundredths thousandths one two three four five six seven eight nine ten k b"
 )
 _WORD = re.compile(r"[A-Za-z%$]+")
-_GLUED = _word_set("cm mm km kg mg g m s h ml ft in lb oz mi min hr mph pct percent deg usd m/s km/h cm/s ft/s mi/h m/s^2")
+_GLUED = _word_set(
+    "cm mm km kg mg g m s h ml ft in lb oz mi min hr mph pct percent deg usd m/s km/h cm/s ft/s mi/h m/s^2"
+)
 
 
 @dataclass(frozen=True, slots=True)
