@@ -6,6 +6,7 @@ None of these is taken from a data set. Math-Verify is not needed for any of the
 # ruff: noqa: RUF001 - a table with one reference a line
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -22,6 +23,29 @@ def case(gold: str, right: list[str], wrong: list[str], row: dict[str, Any] | No
 
 
 CASES = [
+    case(
+        "42",
+        right=[r"\color{red}{42}", r"\textcolor{blue}{42}", r"{\color{blue}42}", r"\text{Answer: }42", "42\\\\"],
+        wrong=[r"\neq 42", r"42\ldots", "42 or 43", r"42 \pm 1", "x=42, x=43"],
+    ),
+    case(r"\frac{7}{3}", right=[r"2.\dot{3}", "2.(3)", "2 1/3"], wrong=["2.33", "73", r"2\cdot\frac13"]),
+    case("-7", right=[r"-7^{\circ}"], wrong=["7", r"\pm 7", "-7,7"]),
+    case(r"\$75", right=["USD 75", "75 USD", r"7500\text{ cents}"], wrong=["75 cents", "0.75"]),
+    case(r"12\text{ cm}^2", right=["12 cm^2", r"1200\text{ mm}^2"], wrong=[r"12\text{ cm}", r"12\text{ m}^2"]),
+    case(
+        r"3.6\text{ km/h}",
+        right=["3.6", r"1\text{ m/s}", r"3.6\text{ kilometers per hour}"],
+        wrong=[r"3.6\text{ m/s}", r"3.6\text{ mph}"],
+    ),
+    case(r"60^\circ", right=["60 deg", r"\pi/3\text{ radians}"], wrong=[r"60\text{ rad}", r"60\pi"]),
+    case("1011_2", right=["(1011)_2"], wrong=["1011", "11"]),
+    case("(1,-2)", right=["y=-2, x=1", r"\{(1,-2)\}"], wrong=["y=1, x=-2", r"\{1,-2\}"]),
+    case("1, 2, 3", right=[r"1\text{, }2\text{, and }3"], wrong=["1, 2, 3 or 4", "1-3"]),
+    case(r"(-\infty,0)\cup(0,\infty)", right=[r"\mathbb{R}-\{0\}"], wrong=[r"\mathbb{R}"]),
+    case(r"\binom{20}{10}", right=[r"{20 \choose 10}"], wrong=[r"{20 \choose 9}"]),
+    case("B", right=["Option B", r"\text{Choice B}"], wrong=["Option A", r"\text{Option B or C}"]),
+    case("Yes", right=["yes", r"\text{YES}"], wrong=["no", "yes or no", "yse"]),
+    case("odd", right=[r"\text{odd}"], wrong=["even", "dod"]),
     case("(n-2) 2^{n}+1", right=["1+(n-2)2^n", r"n\cdot 2^n-2^{n+1}+1"], wrong=["(n-2)2^n", "2(n-2)^n+1"]),
     case(r"6, 8\text{, and }10", right=["6,8,10", r"10, 8 \text{ and } 6"], wrong=["6,8", "6,8,11"]),
     case(
@@ -835,3 +859,31 @@ def test_answers(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_only_math_verify_may_understand_is_not_right_by_chance(gold: str, answer: str) -> None:
     """Nonsense that the typed comparison does not read stays wrong with Math-Verify behind it."""
     assert grade_math(f"\\boxed{{{answer}}}", gold, {}).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "3" + "\t" * 3900 + "x",
+        "3" + "~" * 3900 + "x",
+        "1" + r"\," * 1900 + "x",
+        "1" * 3900 + "x",
+        "{" * 1900 + "}" * 1900,
+        ", , \\pm",
+        ",;",
+    ],
+)
+def test_an_answer_that_is_made_to_be_slow_is_not(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long runs of one sign, and lists of nothing: neither an error nor a second."""
+    monkeypatch.setattr(grader, "verify", lambda gold, answer: None)
+    begin = time.process_time()
+    assert grade_math(f"\\boxed{{{answer}}}", "3", {}).reward == 0.0
+    assert time.process_time() - begin < 1.0
+
+
+@pytest.mark.parametrize("text", [r"\boxedx{3}", "<answer>" * 100_000 + "</answer>", "\\boxed{3}" * 100_000])
+def test_a_text_of_broken_marks_is_no_answer(text: str) -> None:
+    """Marks by the thousand cost no more than others, and a word that begins like a mark is none."""
+    begin = time.process_time()
+    assert grade_math(text, "3", {}).reward == 0.0
+    assert time.process_time() - begin < 1.0

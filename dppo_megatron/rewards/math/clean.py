@@ -20,6 +20,8 @@ _UNICODE = {
     "”": '"',
     "″": "''",
     "√": "\\sqrt ",
+    "∛": "\\sqrt[3] ",
+    "∜": "\\sqrt[4] ",
     "π": "\\pi ",
     "∞": "\\infty ",
     "≤": "\\le ",
@@ -115,7 +117,13 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             "",
         ),
         (r"\\left\s*\.|\\right\s*\.|\\(?:left|right|middle)(?![A-Za-z])\s*", ""),
-        (r"\\\$|\\(?:dollar|pounds|euro)(?![A-Za-z])|[€£¥]", ""),
+        (r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:[lL]arge|LARGE|[hH]uge|small)(?![A-Za-z])", " "),
+        (r"\\\$|\\(?:textdollar|dollar|pounds|euro)(?![A-Za-z])|[€£¥]|(?<![A-Za-z])USD(?![A-Za-z])", ""),
+        (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
+        # 0.1(6) and 0.\dot{1}4\dot{2} repeat
+        (r"(\.\d*)\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?", r"\1\\overline{\2\3\4}"),
+        (r"(\.\d*)\\dot\s*\{?(\d)\}?", r"\1\\overline{\2}"),
+        (r"(?<=\d)(\.\d*)\((\d+)\)(?=\s*\Z)", r"\1\\overline{\2}"),
         (r"\\\(|\\\)|\\\[|\\\]|\$", " "),
         (r"(?<=\d)(?:\{,\}|,\\!)\s*(?=\d{3})", ""),
         (r"(?<=\d)(?:\\[,;: !]|\\thinspace|~)+(?=\d{3}(?!\d))", ""),
@@ -158,8 +166,12 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"\\(?:{_TEXT})\s*\{{", r"\\text{"),
         (r"\\[dv]ec\s*\{|\\(?:overrightarrow|overleftarrow|hat|widehat|tilde|bar)\s*\{", r"\\overline{"),
         (r"\\(?:mathrm|mathbf|rm|bf|it|text)(?![A-Za-z{])", ""),
+        (r"(\\mathbb\{R\})\s*[-/]\s*(?=\\\{)", r"\1\\setminus "),
+        (r"\\text\{\s*([,;])\s*\}", r"\1 "),
+        (r"\A\s*\\text\{\s*(?:[Tt]he\s+)?(?:[Ff]inal\s+)?[Aa]nswer\s*(?:is|:|=|is:)\s*([^{}]*)\}", r"\\text{\1}"),
+        (r"\A\s*(?:\\text\{\s*)?(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Z])\)?\s*\}?\s*\Z", r"\1"),
         (r"[+]\s*(?=\\infty)", ""),
-        (r"(?<=\d)\s*\^?\s*\{?\s*\\text\{\s*(?:st|nd|rd|th)\s*\}\s*\}?|(?<=\d)(?:\^\{?)?(?:st|nd|rd|th)\b\}?", ""),
+        (r"(?<=\d) ?\^? ?\{? ?\\text\{ ?(?:st|nd|rd|th) ?\}(?: ?\})?|(?<=\d)(?:\^\{?)?(?:st|nd|rd|th)\b\}?", ""),
         (r"\\text\{([^{},;]+?)\s+(and|or)\s*\}", r"\\text{\1} \\text{ \2 }"),
         (r"\.(?=\s*[\])]\s*$)", ""),
         (r"\s+", " "),
@@ -167,6 +179,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 
 
+_FRACTION = re.compile(r"\\[dtc]?frac(\{-?\d+\}\{\d+\})", re.ASCII)
 _PLAIN = re.compile(r"[\d.,-]*", re.ASCII)
 
 
@@ -178,6 +191,8 @@ def clean(text: str) -> str:
         '( \\\\frac{1}{2}, 15000 )'
     """
     text = to_ascii(text)
+    if fraction := _FRACTION.fullmatch(text):
+        return "\\frac" + fraction[1]
     if not _PLAIN.fullmatch(text):
         for pattern, replacement in _RULES:
             text = pattern.sub(replacement, text)
@@ -188,17 +203,17 @@ def clean(text: str) -> str:
 
 def _without_paint(text: str) -> str:
     """Without final punctuation, braces around all of it and a bare trailing backslash."""
-    while True:
+    for _ in range(16):
         shorter = text.strip()
         if shorter.endswith((".", ",", ";", ":")) and not re.search(r"\b[ap]\.\s?m\.$", shorter, re.IGNORECASE):
             shorter = shorter[:-1]
-        if shorter.endswith("\\") and not shorter.endswith("\\\\"):
-            shorter = shorter[:-1]
+        shorter = shorter.rstrip("\\")
         if shorter.startswith("{") and shorter.endswith("}") and closing(shorter, 0) == len(shorter) - 1:
             shorter = shorter[1:-1]
         if shorter == text:
-            return text
+            break
         text = shorter
+    return text
 
 
 def closing(text: str, start: int) -> int:

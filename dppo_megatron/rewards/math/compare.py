@@ -147,6 +147,7 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
         return _grids(gold, other)
     if not isinstance(gold, Row) and not isinstance(other, Row):
         return None
+    gold, other = _alone(gold), _alone(other)
     kinds = {answer.kind for answer in (gold, other) if isinstance(answer, Row)}
     if not isinstance(gold, Row) or not isinstance(other, Row):
         row = gold if isinstance(gold, Row) else other
@@ -170,6 +171,13 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     return _matched(ours, theirs, rules)
 
 
+def _alone(answer: Answer) -> Answer:
+    """The tuple that a set holds alone: {(1, 2)} is the one solution (1, 2)."""
+    if isinstance(answer, Row) and answer.kind == "set" and len(answer.items) == 1 and isinstance(answer.items[0], Row):
+        return answer.items[0]
+    return answer
+
+
 def _distinct(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
     kept: list[Answer] = []
     for item in items:
@@ -182,6 +190,9 @@ def _as_named(items: tuple[Answer, ...], gold: tuple[Answer, ...]) -> tuple[Answ
     """Names are dropped where the reference has none: a = 1, b = 2 for 1, 2."""
     if any(isinstance(item, Named) for item in gold):
         return items
+    names = [item.name for item in items if isinstance(item, Named)]
+    if len(names) == len(items) and names != sorted(names) and set(names) <= {"x", "y", "z"}:
+        items = tuple(sorted(items, key=lambda item: item.name if isinstance(item, Named) else ""))
     return tuple(item.value if isinstance(item, Named) else item for item in items)
 
 

@@ -28,7 +28,11 @@ class Extraction:
 
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
-_BRACES = re.compile(r"\\+(?:boxed|fbox)(?![A-Za-z])(?P<open>\s*\{)?|\\.|[{}]", re.DOTALL)
+# as few tokens as will do: a run of braces is one, and so is a run of groups without anything in them that matters
+_BRACES = re.compile(
+    r"(?<!\\)\\+(?:(?:boxed|fbox)(?![A-Za-z])(?P<open>\s*\{)?|(?P<brace>[{}]))|(?:\{[^{}\\]*\})+|\{+(?!\})|\}+"
+)
+_MAX_BOXES = 2000
 _BARE = re.compile(r"\s+([A-Za-z]|-?\d[\d.,/]*)(?=[\s$.,;)\\]|$)|(-?\d+)(?=[\s$.,;)\\]|$)")
 _NOTHING_MORE = re.compile(r"[\s$.]*\Z")
 _CONNECTOR = re.compile(
@@ -37,7 +41,6 @@ _CONNECTOR = re.compile(
 )
 _FILLER = re.compile(r"\\(?:quad|qquad|[()\[\],;: ])|[\s$&]+")
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _STATED = re.compile(r"(?:\banswer(?:\*\*)?(?: is\b\s*:?|\s*[:=])|^A:)(?:\*\*)?\s*", re.IGNORECASE | re.MULTILINE)
 _STATED_TAIL = re.compile(r"[.\s$*]*(?:I hope it is correct|hope it is correct)?[.\s$*]*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
@@ -62,14 +65,15 @@ def extract(text: str, *, strict: bool = False) -> Extraction:
         if found is not None:
             return found
     if "<answer>" in text:
-        inside = _TAG.findall(text)
-        if text.rfind("<answer>") > text.rfind("</answer>") or not inside:
+        start = text.rfind("<answer>") + len("<answer>")
+        end = text.find("</answer>", start)
+        if end < 0:
             return Extraction((), "", "the last <answer> is not closed")
-        return _found(inside[-1], "tag")
+        return _found(text[start:end], "tag")
     if "####" in text:
         hashes = _HASHES.findall(text)
         if hashes:
-            return _found(hashes[-1], "####")
+            return _found(hashes[-1].strip().strip("*"), "####")
     if strict:
         return Extraction((), "", "no final answer")
     tail = text[-2000:]  # what is stated earlier than this is not the end of the completion
@@ -86,8 +90,8 @@ def _without_thoughts(text: str) -> str:
 
 
 def _found(answer: str, mark: str) -> Extraction:
-    answer = answer.strip()
-    if not answer:
+    answer = answer.strip(" \n\r")  # a tab or a form feed may be the start of a command, read as an escape
+    if not answer.strip():
         return Extraction((), "", f"the final answer ({mark}) is empty")
     if len(answer) > MAX_ANSWER_CHARS:
         return Extraction((), "", f"the final answer has {len(answer)} characters")
@@ -98,22 +102,36 @@ def _from_boxes(text: str) -> Extraction | None:
     """The last box, or the row of boxes at the end; None if boxes are only spoken of."""
     closed: list[tuple[int, int, int]] = []  # (of the mark, of the content, of the closing brace)
     last = -1
-    stack: list[tuple[int, int]] = []  # open braces: (of the mark or -1, of the content)
+    stack: list[list[int]] = []  # open boxes: [of the mark, of the content, braces opened within]
+    if text.count("\\boxed") + text.count("\\fbox") > _MAX_BOXES:
+        return Extraction((), "", f"more than {_MAX_BOXES} boxes")
     first = _BOX.search(text)
-    assert first is not None
-    for match in _BRACES.finditer(text, first.start()):
+    if first is None:  # \\boxedx
+        return None
+    start = len(text[: first.start()].rstrip("\\"))  # the first of the mark's backslashes
+    for match in _BRACES.finditer(text, start):
         token = match.group()
-        if token == "}":
-            if stack:
-                mark, content = stack.pop()
-                if mark >= 0:
-                    closed.append((mark, content, match.start()))
-        elif token == "{":
-            stack.append((-1, 0))
-        elif len(token) > 2:  # a box; \\boxed too, as texts that were escaped twice have it
+        if brace := match.group("brace"):  # escaped by every other backslash
+            if len(token) % 2 == 0:
+                continue
+            token = brace
+        if token[0] == "}":
+            at = match.end() - len(token)
+            while stack and at < match.end():
+                step = min(stack[-1][2], match.end() - at)
+                stack[-1][2] -= step
+                at += step
+                if at < match.end():
+                    mark, content, _ = stack.pop()
+                    closed.append((mark, content, at))
+                    at += 1
+        elif token[0] == "{":
+            if stack and token[-1] == "{":
+                stack[-1][2] += len(token)
+        else:  # a box; \\boxed too, as texts that were escaped twice have it
             if match.group("open"):
                 last = match.start()
-                stack.append((last, match.end()))
+                stack.append([last, match.end(), 0])
             elif bare := _BARE.match(text, match.end()):
                 last = match.start()
                 closed.append((last, bare.start(1) if bare.group(1) else bare.start(2), bare.end()))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -71,7 +72,7 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
     other = clean(text)
     if not other:
         return None, "the final answer is empty"
-    if other == reference or _squeezed(other) == _squeezed(reference):
+    if other == reference or _squeezed(other) == _squeezed(reference) or _is_same_word(reference, other):
         return True, "normalized"
     rules = _rules(row, reference)
     value = read_number(reference)
@@ -96,9 +97,11 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
         if rules is None:
             digits = significant_digits(other) if is_decimal(other) else 0
             rules = Rules(decimals=_may_be_rounded(reference), their_digits=digits)
-        verdict = _judge(gold, theirs_read, rules, row)
+        verdict = _judge(_in_dollars(gold, answer), _in_dollars(theirs_read, text), rules, row)
         if verdict is not None:
             return verdict, _kind(gold)
+    if isinstance(gold, Value) and _SAYS_MORE.match(other) and not _SAYS_MORE.match(reference):
+        return False, "an inequality or a continuation for a value"  # Math-Verify overlooks the sign
     if isinstance(gold, Words):  # Math-Verify would read words as products of letters
         return None if unread else False, "words"
     if max(len(reference), len(other)) > MAX_ANSWER_CHARS // 4:
@@ -113,6 +116,15 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
 
 # what Math-Verify would compute for hours: 9!!!, towers of powers, exponents of many digits
 _MAY_NOT_END = re.compile(r"!\s*\)*\s*!|\d\s*\^\s*[{(]*\s*\d+\s*[})]*\s*\^|\^\s*\{?\s*-?\d{5}|\d[eE]\d{4}")
+
+
+_SAYS_MORE = re.compile(r"\s*(?:\\(?:ne|le|ge)(?![A-Za-z])|[<>])|[^=]{0,40}\\ldots\s*\Z")
+_DOLLARS = read_unit("dollars")
+
+
+def _in_dollars(answer: Answer, text: str) -> Answer:
+    """A sign that `clean` leaves out: $75 is not 75 cents."""
+    return replace(answer, unit=_DOLLARS) if isinstance(answer, Value) and not answer.unit and "\\$" in text else answer
 
 
 def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) -> Verdict:
@@ -185,10 +197,22 @@ _STATED_REFERENCE = re.compile(r"[Ff]inal answer is \$([^$]+)\$")
 
 @functools.lru_cache(maxsize=4096)
 def _read(reference: str) -> Answer | None:
+    if reference.lower() in _SHORT_WORDS:  # else a product of letters
+        return Words(reference.lower())
     try:
         return read_answer(reference)
     except (Unreadable, RecursionError, ValueError):
         return None
+
+
+_SHORT_WORDS = frozenset(["yes", "no", "odd", "dne"])
+
+
+def _is_same_word(reference: str, other: str) -> bool:
+    """A short name that would read as a product of letters: Ann and \\text{Ann}."""
+    if not 2 <= len(reference) <= 3 or not reference.isalpha():
+        return False
+    return other.startswith("\\text{") and other[6:-1].strip() == reference
 
 
 def _squeezed(text: str) -> str:

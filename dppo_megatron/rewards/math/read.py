@@ -121,6 +121,8 @@ def _read_separated(text: str, depth: int) -> Answer | None:
 
 def _with_carried_names(items: list[Answer]) -> list[Answer]:
     """`a = 4, -8, -10` names its first item only."""
+    if not items:
+        raise Unreadable("separators without items")
     first = items[0]
     if isinstance(first, Named) and len(items) > 1 and not any(isinstance(item, Named) for item in items[1:]):
         return [first.value, *items[1:]]
@@ -306,7 +308,9 @@ def _read_value(text: str, depth: int) -> Answer | None:
         core = text[: percent.start()].strip()
         return _with_words(core, "percent") if core else None
     glued = _WORD_TAIL.search(text) or _GLUED_TAIL.search(text)
-    if glued is None or len(glued["unit"]) < 2 or not is_glued(glued["unit"]):  # 25 mph is not 25 m p h
+    if (
+        glued is None or len(glued["unit"]) < 2 or not is_glued(glued["unit"].partition("^")[0])
+    ):  # 25 mph is not 25 m p h
         try:
             return _spread(parse(text), None)
         except Unreadable:
@@ -348,5 +352,7 @@ def _spread(node: Node, unit: Unit | None) -> Answer:
     if len(values) == 1:
         if values[0][0] == "deg":
             return Value(values[0][1], read_unit("degrees"))
+        if values[0][0] == "-" and values[0][1][0] == "deg":
+            return Value(("-", values[0][1][1]), read_unit("degrees"))
         return Value(values[0], unit)
     return Row("list", tuple(Value(value, unit) for value in values))

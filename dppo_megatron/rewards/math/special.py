@@ -17,7 +17,7 @@ _CLOCK = re.compile(
 
 
 _BASED = re.compile(
-    r"(-?[0-9A-Za-z]*[0-9][0-9A-Za-z]*(?:\.[0-9A-Za-z]+)?)\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\}?"
+    r"\(?(-?[0-9A-Za-z]{0,99}[0-9][0-9A-Za-z]{0,99}(?:\.[0-9A-Za-z]+)?)\)?\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\}?"
 )
 
 
@@ -25,7 +25,7 @@ _BASED_WORDS = re.compile(r"([0-9A-Fa-f]+)\s*(?:\\text\{)?\s*\(?(?:in )?base\s*\
 
 
 _ENVIRONMENT = re.compile(
-    r"\\begin\s*\{([pbvB]?(?:small)?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}", re.DOTALL
+    r"\\begin\s*\{([pbB]?(?:small)?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}", re.DOTALL
 )
 
 
@@ -87,7 +87,9 @@ def read_special(text: str, depth: int) -> Answer | None:
     if match := _CHOICE_TEXT.fullmatch(text):
         letter = next(group for group in match.groups() if group)
         return Words(letter.lower(), (letter.upper(),))
-    if match := _BASED.fullmatch(text) or _BASED_WORDS.fullmatch(text):
+    if match := _BASED.fullmatch(WRAPPED_TEXT.sub(r"\1", text) if "}_" in text else text) or _BASED_WORDS.fullmatch(
+        text
+    ):
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else _NUMBER_WORDS.get(match[2], 0)
         if 2 <= base <= 36 and has_digits_of(match[1], base):
             return Based(match[1].upper().lstrip("+"), base)

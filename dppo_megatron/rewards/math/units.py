@@ -90,7 +90,9 @@ _CHANGES_MEANING |= _word_set(
     " sixths sevenths eighths ninths tenths hundredths thousandths one two three four five six seven eight nine ten k b"
 )
 _WORD = re.compile(r"[A-Za-z%$]+")
-_GLUED = _word_set("cm mm km kg mg g m s h ml ft in lb oz mi min hr mph pct percent m/s km/h cm/s ft/s mi/h m/s^2")
+_GLUED = _word_set(
+    "cm mm km kg mg g m s h ml ft in lb oz mi min hr mph pct percent deg usd m/s km/h cm/s ft/s mi/h m/s^2"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,17 @@ def is_glued(word: str) -> bool:
     return word.lower() in _GLUED
 
 
+_PER = re.compile(r"\s*/\s*|\s+per\s+")
+
+
 def _known(words: str) -> tuple[str, Fraction]:
+    words = {"mph": "mi/h", "kph": "km/h"}.get(words.strip(), words)
+    above, *below = _PER.split(words)
+    if below:
+        parts = [_known(part.strip()) for part in (above, *below)]
+        if len(parts) > 2 or not all(dimension for dimension, _ in parts):
+            return "", Fraction(1)
+        return f"{parts[0][0]}/{parts[1][0]}", parts[0][1] / parts[1][1]
     power = 1
     if match := re.search(r"\^\s*(\d)\s*$", words):
         power = int(match[1])

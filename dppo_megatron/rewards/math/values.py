@@ -52,6 +52,9 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> Verdict:
     other_unit = other.unit or _NO_UNIT
     if gold_unit.dimension == "percent" or other_unit.dimension == "percent":
         return _percents(gold, gold_unit, other, other_unit, rules)
+    if {gold_unit.dimension, other_unit.dimension} == {"angle", "angle:radian"}:
+        degrees, radians = (gold, other) if gold_unit.dimension == "angle" else (other, gold)
+        return same(("deg", degrees.node), radians.node)
     if gold_unit.dimension and other_unit.dimension:
         if gold_unit.dimension != other_unit.dimension:
             return False
