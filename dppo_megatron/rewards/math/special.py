@@ -113,6 +113,7 @@ def without_sentence(text: str) -> str:
 
 
 def read_words(text: str) -> Answer:
+    """A reference or answer that is neither a number nor a formula: words."""
     if (match := _LED_CHOICE.fullmatch(text)) and not re.search(r"=|\([A-Z]\)|\b(?:or|and|not)\b", match[2]):
         return Words(plain_words(match[2]), (match[1],))
     if match := _CHOICE.fullmatch(text):
@@ -141,6 +142,7 @@ def has_digits_of(digits: str, base: int) -> bool:
 
 
 def read_clock(match: re.Match[str]) -> Clock | None:
+    """A time of day; None for what no clock shows, such as 25:00."""
     hour = int(match[1] or match[4] or match[6])
     minute = int(match[2] or match[5] or 0)
     if hour > 24 or minute > 59:

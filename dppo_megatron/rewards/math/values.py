@@ -48,6 +48,7 @@ _NO_UNIT = Unit("")
 
 
 def equal_values(gold: Value, other: Value, rules: Rules) -> Verdict:
+    """Whether two values with their units are equal; the reference's unit counts where the answer states none."""
     gold_unit = gold.unit or rules.unit or _NO_UNIT
     other_unit = other.unit or _NO_UNIT
     if gold_unit.dimension == "percent" or other_unit.dimension == "percent":
@@ -98,6 +99,7 @@ def _percents(gold: Value, gold_unit: Unit, other: Value, other_unit: Unit, rule
 
 
 def equal_nodes(gold: Node, other: Node, rules: Rules) -> Verdict:
+    """Whether two parsed expressions have the same value."""
     if gold == other:
         return True
     if _is_infinite(gold) or _is_infinite(other):
