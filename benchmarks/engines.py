@@ -35,7 +35,7 @@ from dppo_megatron.data.tiny_model import write_tiny_qwen3
 from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.rollout.engine import Engine, Request, Sampling
 from dppo_megatron.rollout.hf import engine_from_files
-from dppo_megatron.rollout.serving import ServerEngine
+from dppo_megatron.rollout.server_engine import ServerEngine
 
 _ROUNDS = 9
 _TOKENS = 48

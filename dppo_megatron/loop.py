@@ -37,8 +37,8 @@ from dppo_megatron.rewards.grading import grade_groups
 from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
 from dppo_megatron.rollout.engine import Engine, Request, Sampling
 from dppo_megatron.rollout.hf import HFEngine
-from dppo_megatron.rollout.receipts import canary_difference
-from dppo_megatron.rollout.serving import ServerEngine
+from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.sync.receipts import canary_difference
 from dppo_megatron.selection import Chosen, Decision, Rollouts, Selector
 from dppo_megatron.trace import trace_row
 from dppo_megatron.types import Completion, FloatArray, Group, PackPlan, Prompt, SelectedPrompt, TrainSample

@@ -7,7 +7,7 @@ set -euo pipefail
 model=$1 port=${2:-8000}
 shift $(($# > 1 ? 2 : 1))
 here=$(cd "$(dirname "$0")/.." && pwd)
-export PYTHONPATH=$here/dppo_megatron/rollout/in_engine VLLM_SERVER_DEV_MODE=1
+export PYTHONPATH=$here/dppo_megatron/rollout/servers/in_engine VLLM_SERVER_DEV_MODE=1
 guard=(${VLLM_API_KEY:+--middleware dppo_vllm_guard.RequireKey})
 exec vllm serve "$model" --host 127.0.0.1 --port "$port" --enable-scale-out \
   --logprobs-mode processed_logprobs --generation-config vllm \

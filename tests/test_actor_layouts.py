@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import run_ranks
-from tiny import Parallel, build_actor, plan_for, random_samples, write_model
+from support.launch import run_ranks
+from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.algorithms.objectives import clipped_surrogate
 from dppo_megatron.packing.alignment import PackingLayout

@@ -86,6 +86,13 @@ PURE = {"pruning", "algorithms", "packing"}
 PURE_MAY_IMPORT = {"numpy", "torch", "dppo_megatron"}
 
 
+ROLLOUT_MAY_IMPORT: dict[str, set[str]] = {
+    "transfer": set(),
+    "servers": {"transfer", "engine"},
+    "sync": {"servers", "transfer", "engine"},
+}
+
+
 def _imports(path: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -114,6 +121,16 @@ def test_floors_hold(path: Path) -> None:
     allowed = GROUND | {room, "__version__"} | MAY_IMPORT[room] if room not in GROUND else GROUND | MAY_IMPORT[room]
     used = {name.split(".")[1] for name in _imports(path) if name.startswith("dppo_megatron.")}
     assert used <= allowed, f"{room} must not import {sorted(used - allowed)}"
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if p.parent.name in ROLLOUT_MAY_IMPORT], ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_floors_of_the_rollout_wing(path: Path) -> None:
+    """Bytes below servers, servers below weight sync: `servers/` never imports `sync/`."""
+    room = path.parent.name
+    used = {name.split(".")[2] for name in _imports(path) if name.startswith("dppo_megatron.rollout.")}
+    assert used <= ROLLOUT_MAY_IMPORT[room] | {room}
 
 
 @pytest.mark.parametrize(

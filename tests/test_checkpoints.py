@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from launch import run_ranks
-from tiny import Parallel, build_actor, plan_for, random_samples, write_model
+from support.launch import run_ranks
+from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.checkpoint.manifest import read_manifest, write_manifest

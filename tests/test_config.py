@@ -7,7 +7,7 @@ from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 
 import pytest
-from job import REPOSITORY, settings, write_job_files
+from support.job import REPOSITORY, settings, write_job_files
 
 from dppo_megatron.config import Config, load_config, save_config
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launch import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, Parallel, hf_logprobs, plan_for, random_samples, write_model
+from support.launch import run_ranks
+from support.tiny import FAMILIES, Parallel, hf_logprobs, plan_for, random_samples, write_model
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.actor.actor import Actor

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from damage import RECORDS, harm, unharmed_lines, unharmed_steps
-from job import job_config, read_metrics, write_job_files
-from killing import run_whole
-from launch import run_ranks
 from safetensors.torch import load_file
+from support.damage import RECORDS, harm, unharmed_lines, unharmed_steps
+from support.job import job_config, read_metrics, write_job_files
+from support.killing import run_whole
+from support.launch import run_ranks
 
 from dppo_megatron.types import UserError
 
@@ -30,7 +30,7 @@ SETTINGS = {
     "checkpoint__keep": 0,
     "steps": 4,
     "rollout__prompts_per_step": 8,
-    "reward__function": "faulty:length_parity",
+    "reward__function": "support.faulty:length_parity",
 }
 
 

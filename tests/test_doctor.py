@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from job import REPOSITORY, job_config, settings, write_job_files
-from launch import run_ranks
-from tiny import random_samples
+from support.job import REPOSITORY, job_config, settings, write_job_files
+from support.launch import run_ranks
+from support.tiny import random_samples
 
 from dppo_megatron.actor.layout import build_layout
 from dppo_megatron.cli import main

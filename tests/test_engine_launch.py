@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job import job_config, read_metrics, write_job_files
-from launch import run_ranks
+from support.job import job_config, read_metrics, write_job_files
+from support.launch import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent / "engines"))
 from servers import local_settings, needs
@@ -21,9 +21,9 @@ from servers import local_settings, needs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.tiny_model import write_tiny_qwen3
 from dppo_megatron.job import prepare_job
-from dppo_megatron.rollout.http import Http, Refused
-from dppo_megatron.rollout.launch import LaunchedServer
-from dppo_megatron.rollout.serving import ServerEngine
+from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.servers.http import Http, Refused
+from dppo_megatron.rollout.servers.launch import LaunchedServer
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from job import REPOSITORY, job_config, read_metrics, settings, write_job_files
-from launch import run_ranks
+from support.job import REPOSITORY, job_config, read_metrics, settings, write_job_files
+from support.launch import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent / "engines"))
 from servers import API_KEY, Reference, needs, serving_config, start_servers
@@ -33,17 +33,17 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.data.tiny_model import write_tiny_qwen3
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
-from dppo_megatron.rollout import sglang, vllm
-from dppo_megatron.rollout.connect import make_server
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import engine_from_files
-from dppo_megatron.rollout.http import Refused
-from dppo_megatron.rollout.launch import LaunchedServer
-from dppo_megatron.rollout.receipts import canary_difference
-from dppo_megatron.rollout.server import Group, TensorNote
-from dppo_megatron.rollout.serving import ServerEngine
-from dppo_megatron.rollout.shared_memory import SharedBuffer
-from dppo_megatron.rollout.sync import put_to_sleep
+from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.servers import sglang, vllm
+from dppo_megatron.rollout.servers.connect import make_server
+from dppo_megatron.rollout.servers.http import Refused
+from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.servers.protocol import GenerateRequest, TensorNote
+from dppo_megatron.rollout.sync.receipts import canary_difference
+from dppo_megatron.rollout.sync.weight_sync import put_to_sleep
+from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import Completion, GuardStop, Prompt, UserError
@@ -162,7 +162,9 @@ def test_evaluation_through_servers(served: Served, tmp_path: Path) -> None:
         for member in engine._fleet.members:
             generate = member.server.generate
 
-            def counted(group: Group, *rest: Any, ask: Any = generate, counts: list[int] = asked, **more: Any) -> Any:
+            def counted(
+                group: GenerateRequest, *rest: Any, ask: Any = generate, counts: list[int] = asked, **more: Any
+            ) -> Any:
                 counts.append(group.count)
                 return ask(group, *rest, **more)
 
@@ -193,7 +195,9 @@ def test_both_servers_share_the_load(served: Served, tmp_path: Path) -> None:
     for member in engine._fleet.members:
         generate = member.server.generate
 
-        def counted(group: Group, *rest: Any, name: str = member.name, ask: Any = generate, **more: Any) -> Any:
+        def counted(
+            group: GenerateRequest, *rest: Any, name: str = member.name, ask: Any = generate, **more: Any
+        ) -> Any:
             asked[name] += 1
             return ask(group, *rest, **more)
 
@@ -260,7 +264,7 @@ def test_a_group_has_one_prefill(served: Served, tmp_path: Path) -> None:
 
     server.http.post = recorded  # type: ignore[method-assign]
     prompt = tuple(np.random.default_rng(5).integers(3, 19, 40).tolist())
-    server.generate(Group("1-0-0", prompt, 8, 0), Sampling(4, 1.0, 0), timeout_s=60)
+    server.generate(GenerateRequest("1-0-0", prompt, 8, 0), Sampling(4, 1.0, 0), timeout_s=60)
     assert [one["meta_info"]["cached_tokens"] for one in answers[-1]] == [39] * 8
 
 

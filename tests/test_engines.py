@@ -14,21 +14,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from job import job_config, write_job_files
+from support.job import job_config, write_job_files
 
 sys.path.insert(0, str(Path(__file__).parent / "engines"))
 from servers import PYTHON, needs, stand_ins
 
 from dppo_megatron.config.rollout import RolloutConfig, check_rollout
-from dppo_megatron.rollout import sglang, shared_memory, vllm
-from dppo_megatron.rollout.channels import buckets, write_snapshot
-from dppo_megatron.rollout.connect import check_server
 from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.hf import cut
-from dppo_megatron.rollout.http import Http, Unreachable
-from dppo_megatron.rollout.receipts import Digests, canary_difference, differing, digest
-from dppo_megatron.rollout.server import Group, ServerInfo, is_older
-from dppo_megatron.rollout.sync import choose_channel
+from dppo_megatron.rollout.servers import sglang, vllm
+from dppo_megatron.rollout.servers.connect import check_server, choose_channel
+from dppo_megatron.rollout.servers.http import Http, Unreachable
+from dppo_megatron.rollout.servers.protocol import GenerateRequest, ServerInfo, is_older
+from dppo_megatron.rollout.sync.channels import buckets, write_snapshot
+from dppo_megatron.rollout.sync.receipts import Digests, canary_difference, differing, digest
+from dppo_megatron.rollout.transfer import shared_memory
 from dppo_megatron.types import GuardStop, UserError
 from dppo_megatron.weights.architecture import read_architecture
 
@@ -211,7 +211,7 @@ def test_the_key_is_in_no_text() -> None:
 
 def test_both_dialects_send_every_sampling_parameter() -> None:
     """Two servers' own defaults must not decide; the two engines' names for 'all tokens' differ."""
-    sampling, group = Sampling(7, 0.5, 0, 0.9, 0, (1, 4)), Group("3-5-0", (1, 2, 3), 2, 40)
+    sampling, group = Sampling(7, 0.5, 0, 0.9, 0, (1, 4)), GenerateRequest("3-5-0", (1, 2, 3), 2, 40)
     there = vllm.generate_body(group, sampling, seeded=True)["sampling_params"]
     assert (there["n"], there["max_tokens"], there["temperature"], there["top_p"], there["top_k"]) == (
         2,
@@ -248,7 +248,7 @@ print(request.batch_size)
 @needs("sglang")
 def test_requests_are_what_sglang_takes() -> None:
     """Our bodies through the engine's own request types and its own check of sampling parameters."""
-    group = Group("3-5-0", (1, 2, 3), 2, 40)
+    group = GenerateRequest("3-5-0", (1, 2, 3), 2, 40)
     bodies = {
         "generate": sglang.generate_body(group, Sampling(7, 0.5, 0, 0.9, 0, (1, 4)), seeded=True, vocab_size=19),
         "disk": {"model_path": "m", "weight_version": "3"},

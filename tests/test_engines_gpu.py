@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from job import REPOSITORY, job_config, read_metrics, settings, write_job_files
+from support.job import REPOSITORY, job_config, read_metrics, settings, write_job_files
 
 sys.path.insert(0, str(Path(__file__).parent / "engines"))
 from servers import Reference, local_settings, needs
@@ -22,7 +22,7 @@ from dppo_megatron.cli import main
 from dppo_megatron.data.tiny_model import write_tiny_qwen3
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
-from dppo_megatron.rollout.serving import ServerEngine
+from dppo_megatron.rollout.server_engine import ServerEngine
 
 pytestmark = pytest.mark.gpu
 ENGINES = [pytest.param(name, marks=needs(name)) for name in ("vllm", "sglang")]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from job import REPOSITORY, job_config, read_metrics, write_job_files
-from launch import run_ranks
+from support.job import REPOSITORY, job_config, read_metrics, write_job_files
+from support.launch import run_ranks
 
 from dppo_megatron.cli import main
 from dppo_megatron.config.data import EvalSetConfig
@@ -28,16 +28,16 @@ from dppo_megatron.evaluation.samples import read_samples, scores_of
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.graders import final_answer
 from dppo_megatron.rollout.engine import Request, Sampling
-from dppo_megatron.rollout.fleet import Fleet, Work
 from dppo_megatron.rollout.hf import engine_from_files
-from dppo_megatron.rollout.server import Group, Sampled
-from dppo_megatron.rollout.serving import grouped
+from dppo_megatron.rollout.server_engine import grouped
+from dppo_megatron.rollout.servers.fleet import Fleet, Work
+from dppo_megatron.rollout.servers.protocol import GenerateRequest, Sampled
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import Prompt, UserError
 
 EASY, HARD, ODD = "math/easy", "math/hard", "a.b c @24: ü"
-ALONE = ("reward.function=faulty:length_parity", "reward.min_self_consistency=0")
+ALONE = ("reward.function=support.faulty:length_parity", "reward.min_self_consistency=0")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def _sets(files: Path) -> dict[str, EvalSetConfig]:
 def _config(files: Path, run_dir: Path, sets: dict[str, EvalSetConfig] | None = None, **extra: Any) -> Config:
     """Names with dots cannot be said on the command line, so the sets are put in."""
     short = {"warm_start__steps": 2, "steps": 2, "rollout__prompts_per_step": 8, "eval__every_steps": 1}
-    grading = {"reward__function": "faulty:length_parity", "reward__min_self_consistency": 0}
+    grading = {"reward__function": "support.faulty:length_parity", "reward__min_self_consistency": 0}
     config = job_config(files, run_dir, data__eval_paths="{}", **(short | grading | extra))
     config.data.eval_paths = {}
     config.data.eval_sets = _sets(files) if sets is None else sets
@@ -169,7 +169,7 @@ def test_request_ids_are_unique_and_plain(keys: list[tuple[str, int, int, int]])
 def test_a_failing_grader_is_no_zero(files: Path, tmp_path: Path) -> None:
     """Gradings that fail leave the means of the others alone; a set where all fail is null, and says so."""
     train_path = str(files / "train.jsonl")
-    one = EvalSetConfig(path=train_path, samples=4, temperature=1.0, limit=8, grader="faulty:odd_ones_raise")
+    one = EvalSetConfig(path=train_path, samples=4, temperature=1.0, limit=8, grader="support.faulty:odd_ones_raise")
     config = _config(files, tmp_path, {"set": one})
     job = prepare_job(config, 1)
     engine = engine_from_files(config, job.tokenizer, job.checkpoint)
@@ -475,7 +475,7 @@ class _Gate:
         self.http, self._wanted = self, wanted
         self.url, self.most, self._now, self._condition = "gate", 0, 0, threading.Condition()
 
-    def generate(self, group: Group, sampling: Sampling, *, timeout_s: float) -> list[Sampled]:
+    def generate(self, group: GenerateRequest, sampling: Sampling, *, timeout_s: float) -> list[Sampled]:
         import numpy as np
 
         with self._condition:
@@ -504,7 +504,7 @@ def test_a_server_is_given_as_many_completions_as_it_runs(counts: Sequence[int])
     gate = _Gate(first)
     fleet = Fleet([gate], RolloutConfig(max_concurrent_sequences=limit), print, max_groups=limit)  # type: ignore[list-item]
     fleet.members[0].state = "live"
-    groups = [Group(str(index), (1,), count, 0) for index, count in enumerate(counts)]
+    groups = [GenerateRequest(str(index), (1,), count, 0) for index, count in enumerate(counts)]
     work = Work(groups, [Sampling(4, 1.0, 0)] * len(groups), frozenset({"1"}))
     assert sorted(index for index, _ in fleet.run(work)) == list(range(len(counts)))
     assert gate.most <= max(limit, *counts)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job import job_config, read_metrics, write_job_files
-from launch import run_ranks
-from tiny import write_model
+from support.job import job_config, read_metrics, write_job_files
+from support.launch import run_ranks
+from support.tiny import write_model
 
 from dppo_megatron.data.tiny_model import VOCABULARY, make_tokenizer
 from dppo_megatron.job import prepare_job

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from job import job_config, read_metrics, write_job_files
-from killing import Kill, run_killed, run_whole, train_or_die
-from launch import RankError, run_ranks
-from tiny import Parallel, build_actor, plan_for, random_samples, write_model
+from support.job import job_config, read_metrics, write_job_files
+from support.killing import Kill, run_killed, run_whole, train_or_die
+from support.launch import RankError, run_ranks
+from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.job import prepare_job
@@ -37,7 +37,7 @@ SHORT = {
     "checkpoint__every_steps": 1,
     "steps": 3,
     "rollout__prompts_per_step": 8,
-    "reward__function": "faulty:length_parity",
+    "reward__function": "support.faulty:length_parity",
     "reward__min_self_consistency": 0,
 }
 sys.path.append(str(Path(__file__).parent))  # grader processes are given this process's path
@@ -82,7 +82,7 @@ def test_the_guard_stops_with_a_checkpoint_and_the_samples(
         "steps": 9,
         "checkpoint__every_steps": 0,
         "guard__max_skipped_updates": 2,
-        "objective__function": "faulty:nan_loss",
+        "objective__function": "support.faulty:nan_loss",
     }
     assert run_ranks(_command_line, 1, files, tmp_path / "run", extra) == [3]
     rows = read_metrics(tmp_path / "run")
@@ -123,7 +123,7 @@ def _train_until_a_sync_fails(files: Path, run_dir: Path, failing_sync: int) -> 
 
 
 def _command_line(files: Path, run_dir: Path, extra: dict[str, Any]) -> int:
-    from job import REPOSITORY, settings
+    from support.job import REPOSITORY, settings
 
     from dppo_megatron.cli import main
 
@@ -135,7 +135,7 @@ def _command_line(files: Path, run_dir: Path, extra: dict[str, Any]) -> int:
 
 def test_training_goes_on_beside_a_broken_grader(files: Path, tmp_path: Path) -> None:
     """Hangs and crashes are counted as failures, on every rank, and the run ends as it should."""
-    extra = SHORT | {"reward__function": "faulty:unlucky", "reward__timeout_s": 0.5, "data__eval_paths": "{}"}
+    extra = SHORT | {"reward__function": "support.faulty:unlucky", "reward__timeout_s": 0.5, "data__eval_paths": "{}"}
     extra |= {"reward__max_failed_share": 1}
     run_whole(files, tmp_path / "run", 2, extra)
     rows = read_metrics(tmp_path / "run")
@@ -162,10 +162,10 @@ def test_a_broken_grader_stops_the_start(
     files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     """Exit code 2 with the reason, and no run directory: not a run of rewards 0."""
-    extra = SHORT | {"reward__function": f"faulty:{name}", "reward__min_self_consistency": 0.99}
+    extra = SHORT | {"reward__function": f"support.faulty:{name}", "reward__min_self_consistency": 0.99}
     assert run_ranks(_command_line, 1, files, tmp_path / "run", extra) == [2]
     said = capfd.readouterr().err
-    assert re.search(f"error: reward.function = 'faulty:{name}'.*{GRADERS_THAT_STOP_A_START[name]}", said), said
+    assert re.search(f"error: reward.function = 'support.faulty:{name}'.*{GRADERS_THAT_STOP_A_START[name]}", said), said
     assert not (tmp_path / "run").exists()
 
 
@@ -174,7 +174,7 @@ def test_a_grader_that_breaks_later_stops_the_run(
     files: Path, tmp_path: Path, world_size: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 3 with a checkpoint of the last good step, and resumed with a mended grader it goes on from there."""
-    extra = SHORT | {"reward__function": "faulty:breaks_later", "data__eval_paths": "{}"}
+    extra = SHORT | {"reward__function": "support.faulty:breaks_later", "data__eval_paths": "{}"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAULTY_BREAKS_AFTER", str(100 // world_size))  # in step 2: a step has 64, the start a few
         assert run_ranks(_command_line, world_size, files, tmp_path / "run", extra) == [3] * world_size
@@ -192,8 +192,8 @@ def test_a_grader_that_breaks_later_stops_the_run(
 def test_metrics_of_several_rewards(files: Path, tmp_path: Path) -> None:
     """The parts add up to the mean; facts that no grader gives are null; an evaluation goes by the first part."""
     extra = SHORT | {
-        "reward__functions__parity": "{function: faulty:length_parity, weight: 2.0}",
-        "reward__functions__length": "{function: faulty:length, weight: -0.25}",
+        "reward__functions__parity": "{function: support.faulty:length_parity, weight: 2.0}",
+        "reward__functions__length": "{function: support.faulty:length, weight: -0.25}",
         "pruning__prompt__score": "rms",  # the other one takes rewards in [0, 1] only
     }
     run_whole(files, tmp_path / "run", 1, extra)
@@ -333,7 +333,7 @@ def test_the_watchdog_is_silent_about_the_living() -> None:
 
 def test_a_killed_run_leaves_no_graders(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grader processes end with the process that started them, even while one of them hangs."""
-    extra = SHORT | {"reward__function": "faulty:unlucky", "reward__timeout_s": 600, "data__eval_paths": "{}"}
+    extra = SHORT | {"reward__function": "support.faulty:unlucky", "reward__timeout_s": 600, "data__eval_paths": "{}"}
     monkeypatch.setenv("FAULTY_RUN", str(tmp_path))  # by which their processes can be told from others
     assert run_killed(files, tmp_path / "run", 1, extra, Kill("reward", 1, delay_s=0.5))
     deadline = time.monotonic() + 10

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import hf_logprobs, plan_for, random_samples, write_model
+from support.tiny import hf_logprobs, plan_for, random_samples, write_model
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.actor.actor import Actor

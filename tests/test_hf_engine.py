@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import FAMILIES, write_model
+from support.tiny import FAMILIES, write_model
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.data.tiny_model import make_tokenizer

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launch import run_ranks
 from safetensors.torch import load_file
-from tiny import Parallel, build_actor, hf_logprobs, plan_for, random_samples, write_model
+from support.launch import run_ranks
+from support.tiny import Parallel, build_actor, hf_logprobs, plan_for, random_samples, write_model
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.actor.model import output_weight

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from job import REPOSITORY
+from support.job import REPOSITORY
 
 
 @pytest.mark.parametrize("arguments", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]])

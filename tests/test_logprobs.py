@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launch import run_ranks
+from support.launch import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dppo_megatron.actor.logprobs import Projection, chunked_logprobs

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from job import REPOSITORY, settings, write_job_files
+from support.job import REPOSITORY, settings, write_job_files
 
 from dppo_megatron.cli import main
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, write_model
+from support.tiny import FAMILIES, write_model
+from support.transformers_reading import same_as_transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
-from transformers_reading import same_as_transformers
 
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture

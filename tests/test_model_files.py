@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from job import REPOSITORY, settings, write_job_files
-from launch import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny import Parallel, build_actor, write_model
+from support.job import REPOSITORY, settings, write_job_files
+from support.launch import run_ranks
+from support.tiny import Parallel, build_actor, write_model
 
 from dppo_megatron.cli import main
 from dppo_megatron.data.tiny_model import make_tokenizer

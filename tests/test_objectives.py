@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from job import REPOSITORY
-from launch import run_ranks
-from tiny import Parallel, build_actor, hf_logprobs, plan_for, random_samples, write_model
+from support.job import REPOSITORY
+from support.launch import run_ranks
+from support.tiny import Parallel, build_actor, hf_logprobs, plan_for, random_samples, write_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

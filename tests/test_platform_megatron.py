@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import RankError, run_ranks
+from support.launch import RankError, run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU platform is never active where CUDA is")
 

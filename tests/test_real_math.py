@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job import REPOSITORY, read_metrics
+from support.job import REPOSITORY, read_metrics
 
 sys.path.insert(0, str(Path(__file__).parent / "engines"))
 sys.path.insert(0, str(REPOSITORY / "examples" / "real_math"))

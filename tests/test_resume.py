@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from job import job_config, nearly, read_metrics, write_job_files
-from killing import Kill, run_killed, run_whole, train_or_die
-from launch import run_ranks
 from safetensors.torch import load_file
+from support.job import job_config, nearly, read_metrics, write_job_files
+from support.killing import Kill, run_killed, run_whole, train_or_die
+from support.launch import run_ranks
 
 from dppo_megatron.cli import main
 from dppo_megatron.config.changes import check_changes, config_values, fingerprint
@@ -30,7 +30,7 @@ SHORT = {
     "checkpoint__every_steps": 1,
     "steps": 3,
     "rollout__prompts_per_step": 8,
-    "reward__function": "faulty:length_parity",
+    "reward__function": "support.faulty:length_parity",
     "reward__min_self_consistency": 0,
 }
 
@@ -81,7 +81,7 @@ KILLS = [  # seeded by hand: some on entering a call, some in the midst of it
 def test_killed_and_resumed_is_never_interrupted(
     files: Path, whole: dict[str, Path], tmp_path: Path, layout: str, kill: Kill
 ) -> None:
-    """`python tests/kill_many.py` does the same at many random moments."""
+    """`PYTHONPATH=tests python -m support.kill_many` does the same at many random moments."""
     world_size, extra = LAYOUTS[layout]
     run_dir = tmp_path / "run"
     assert run_killed(files, run_dir, world_size, SHORT | extra, kill)
@@ -208,7 +208,7 @@ def test_changed_settings(files: Path, tmp_path: Path) -> None:
 
 def test_refused_from_the_command_line(files: Path, whole: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
     """Exit code 2 and not a byte of the run changed."""
-    from job import REPOSITORY, settings
+    from support.job import REPOSITORY, settings
 
     before = (whole["tp1"] / "metrics.jsonl").read_bytes()
     arguments = [str(REPOSITORY / "configs" / "quickstart.yaml"), *settings(files, whole["tp1"], **SHORT)]

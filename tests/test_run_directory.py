@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from launch import run_ranks
-from tiny import Parallel, build_actor, write_model
+from support.launch import run_ranks
+from support.tiny import Parallel, build_actor, write_model
 
 from dppo_megatron.checkpoint.state import read_state, write_state
 from dppo_megatron.config.schema import Config

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job import job_config, write_job_files
+from support.job import job_config, write_job_files
 
 from dppo_megatron.config.load import config_values
 from dppo_megatron.config.rollout import RolloutConfig, check_rollout
-from dppo_megatron.rollout.connect import configured_key, describe, launch_servers, make_server
-from dppo_megatron.rollout.groups import listening_store
-from dppo_megatron.rollout.http import Http, Refused, clean_key
-from dppo_megatron.rollout.vllm import vllm_command
+from dppo_megatron.rollout.servers.connect import configured_key, describe, launch_servers, make_server
+from dppo_megatron.rollout.servers.http import Http, Refused, clean_key
+from dppo_megatron.rollout.servers.vllm import vllm_command
+from dppo_megatron.rollout.transfer.groups import listening_store
 from dppo_megatron.types import UserError
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "dppo_megatron" / "rollout" / "in_engine"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "dppo_megatron" / "rollout" / "servers" / "in_engine"))
 from dppo_vllm_guard import RequireKey
 
 KEY = "s3cret-of-the-servers"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from job import job_config, write_job_files
+from support.job import job_config, write_job_files
 
 from dppo_megatron.algorithms.advantages import group_advantages
 from dppo_megatron.config.pruning import COMPLETION_METHODS, PROMPT_METHODS, CompletionPruningConfig

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job import REPOSITORY, job_config, read_metrics, settings, write_job_files
-from launch import run_ranks
+from support.job import REPOSITORY, job_config, read_metrics, settings, write_job_files
+from support.launch import run_ranks
 
 from dppo_megatron.cli import main
 from dppo_megatron.config.methods import METHODS

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from job import job_config, nearly, read_metrics, write_job_files
-from launch import run_ranks
+from support.job import job_config, nearly, read_metrics, write_job_files
+from support.launch import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dppo_megatron.evaluation.evaluator import Evaluator

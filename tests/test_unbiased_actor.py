@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from launch import run_ranks
-from tiny import Parallel, build_actor, plan_for, random_samples, write_model
+from support.launch import run_ranks
+from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.algorithms.objectives import Objective, make_objective

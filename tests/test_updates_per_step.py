@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from job import REPOSITORY, job_config, read_metrics, write_job_files
-from launch import run_ranks
-from tiny import Parallel, build_actor, plan_for, random_samples, write_model
+from support.job import REPOSITORY, job_config, read_metrics, write_job_files
+from support.launch import run_ranks
+from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.algorithms.objectives import make_objective
 from dppo_megatron.config.objective import KLConfig, ObjectiveConfig

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import REPOSITORY, settings, write_job_files
+from support.job import REPOSITORY, settings, write_job_files
 
 from dppo_megatron.cli import main
 

@@ -37,7 +37,7 @@ from dppo_megatron.rewards.grading import GradeTask, make_grader
 from dppo_megatron.rewards.start_checks import check_grader
 from dppo_megatron.rollout.engine import Engine
 from dppo_megatron.rollout.hf import engine_from_files
-from dppo_megatron.rollout.serving import ServerEngine
+from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.types import Prompt, UserError
 
 _FORMAT = "dppo_megatron evaluation 1"

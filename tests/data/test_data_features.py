@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from job import job_config, write_job_files
+from support.job import job_config, write_job_files
 
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.selection import Rollouts, Selector

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job import REPOSITORY, read_metrics, settings, write_job_files
-from launch import run_ranks
+from support.job import REPOSITORY, read_metrics, settings, write_job_files
+from support.launch import run_ranks
 
 from dppo_megatron.cli import main
 from dppo_megatron.data.fingerprint import check_data
@@ -26,7 +26,7 @@ def _arguments(files: Path, run_dir: Path, *more: str) -> list[str]:
         "steps": 2,
         "rollout__prompts_per_step": 8,
         "checkpoint__every_steps": 1,
-        "reward__function": "faulty:length_parity",
+        "reward__function": "support.faulty:length_parity",
         "data__train_path": "''",
         "data__mixing": "weighted",
     }

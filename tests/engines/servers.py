@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from job import job_config
+from support.job import job_config
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.rollout.connect import launch_servers
 from dppo_megatron.rollout.engine import Request
 from dppo_megatron.rollout.hf import cut
-from dppo_megatron.rollout.http import Http
-from dppo_megatron.rollout.launch import LaunchedServer
+from dppo_megatron.rollout.servers.connect import launch_servers
+from dppo_megatron.rollout.servers.http import Http
+from dppo_megatron.rollout.servers.launch import LaunchedServer
 from dppo_megatron.types import Completion
 
 _HERE = Path(__file__).parent

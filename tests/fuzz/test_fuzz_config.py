@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from common import fuzz_cases
-from job import REPOSITORY
+from support.job import REPOSITORY
 
 from dppo_megatron.config import Config, save_config
 from dppo_megatron.config.checks import check_values

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 from common import fuzz_cases
-from launch import run_ranks
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, Parallel, build_actor, hf_logprobs, plan_for, random_samples, write_model
+from support.launch import run_ranks
+from support.tiny import FAMILIES, Parallel, build_actor, hf_logprobs, plan_for, random_samples, write_model
+from support.transformers_reading import same_as_transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-from transformers_reading import same_as_transformers
 
 from dppo_megatron.data.tiny_model import make_tokenizer
 from dppo_megatron.rollout.hf_names import by_checkpoint_name

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from launch import run_ranks
+from support.launch import run_ranks
 
 from dppo_megatron.config.reward import RewardConfig, RewardFunctionConfig
 from dppo_megatron.rewards.functions import NamedFunction

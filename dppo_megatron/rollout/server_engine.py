@@ -23,14 +23,14 @@ from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import barrier, collect, from_rank_zero, share
 from dppo_megatron.randomness import generator
-from dppo_megatron.rollout.channels import BroadcastChannel, Channel, DiskChannel, SharedMemoryChannel, on_each
-from dppo_megatron.rollout.connect import Connection, connect
 from dppo_megatron.rollout.engine import Request, Sampling, Weights
-from dppo_megatron.rollout.fleet import Fleet, NeedsWeights, Work
-from dppo_megatron.rollout.http import Refused, Unreachable
-from dppo_megatron.rollout.receipts import Digests, differing
-from dppo_megatron.rollout.server import Group, Sampled
-from dppo_megatron.rollout.sync import around_update, finish_update, put_to_sleep, wake
+from dppo_megatron.rollout.servers.connect import Connection, connect
+from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
+from dppo_megatron.rollout.servers.http import Refused, Unreachable
+from dppo_megatron.rollout.servers.protocol import GenerateRequest, Sampled
+from dppo_megatron.rollout.sync.channels import BroadcastChannel, Channel, DiskChannel, SharedMemoryChannel, on_each
+from dppo_megatron.rollout.sync.receipts import Digests, differing
+from dppo_megatron.rollout.sync.weight_sync import pause_for_update, put_to_sleep, resume_and_confirm, wake
 from dppo_megatron.types import Completion, GuardStop
 from dppo_megatron.weights.architecture import Architecture
 
@@ -158,7 +158,7 @@ class ServerEngine:
     def pause(self) -> None:
         """Every live server; one that fails is marked out."""
         if self._connection is not None:
-            around_update(
+            pause_for_update(
                 self._fleet, self._fleet.live, self._config.rollout.in_flight, self._config.rollout.sync_timeout_s
             )
 
@@ -259,10 +259,10 @@ class ServerEngine:
         wake(fleet, members, "weights", timeout_s)
         if self._started is not None and rollout.in_flight == "finish":
             self._started.join()
-        around_update(fleet, members, rollout.in_flight, timeout_s)
+        pause_for_update(fleet, members, rollout.in_flight, timeout_s)
         self._channel.push(digests.watch(tensors) if digests else tensors, members, version)
         wake(fleet, members, "kv_cache", timeout_s)
-        finish_update(fleet, members, version, timeout_s)
+        resume_and_confirm(fleet, members, version, timeout_s)
         if digests is not None:
             self._compare(digests)
 
@@ -347,7 +347,7 @@ class ServerEngine:
 
 def grouped(
     requests: Sequence[Request], sampling: Sampling, size: int
-) -> tuple[list[Group], list[Sampling], list[list[int]]]:
+) -> tuple[list[GenerateRequest], list[Sampling], list[list[int]]]:
     """Consecutive completions of one prompt as one group of at most `size`, so that they share a prefill.
 
     With several ranks the requests of a prompt are not next to each other: ranks take turns. How requests are grouped
@@ -375,7 +375,9 @@ def grouped(
         first = requests[members[0]]
         how = first.sampling or sampling
         draw = generator(how.seed, first.purpose, first.step, first.prompt.index, 0).integers(1 << 30)
-        groups.append(Group(first.id, first.prompt.token_ids, len(members), seed=int(draw) + first.completion_index))
+        groups.append(
+            GenerateRequest(first.id, first.prompt.token_ids, len(members), seed=int(draw) + first.completion_index)
+        )
         samplings.append(how)
     return groups, samplings, places
 

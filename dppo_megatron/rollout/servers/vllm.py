@@ -20,11 +20,10 @@ from torch import Tensor
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.engine import Sampling
-from dppo_megatron.rollout.groups import BroadcastGroup, Meeting, bare_group
-from dppo_megatron.rollout.http import Http, Refused
-from dppo_megatron.rollout.server import (
+from dppo_megatron.rollout.servers.http import Http, Refused
+from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
-    Group,
+    GenerateRequest,
     InFlight,
     Sampled,
     ServerInfo,
@@ -34,7 +33,8 @@ from dppo_megatron.rollout.server import (
     is_older,
     too_old,
 )
-from dppo_megatron.rollout.shared_memory import SharedBuffer
+from dppo_megatron.rollout.transfer.groups import BroadcastGroup, Meeting, bare_group
+from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 from dppo_megatron.types import UserError
 
 _IN_ENGINE = Path(__file__).parent / "in_engine"
@@ -98,7 +98,7 @@ class VLLMServer:
         """/health asks the engine process, not only the front end."""
         self.http.get("/health", timeout_s=timeout_s)
 
-    def generate(self, group: Group, sampling: Sampling, *, timeout_s: float) -> list[Sampled]:
+    def generate(self, group: GenerateRequest, sampling: Sampling, *, timeout_s: float) -> list[Sampled]:
         """One request with n = group.count."""
         answer = self.http.post(
             "/inference/v1/generate", generate_body(group, sampling, self._seeded), timeout_s=timeout_s
@@ -106,7 +106,7 @@ class VLLMServer:
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         return [_sampled(choice) for choice in choices]
 
-    def abort(self, groups: Sequence[Group], *, timeout_s: float) -> None:
+    def abort(self, groups: Sequence[GenerateRequest], *, timeout_s: float) -> None:
         """The server prefixes ids, so both forms are named; unknown ones are ignored."""
         ids = [f"{prefix}{group.request_id}" for group in groups for prefix in ("", "generate-tokens-")]
         self.http.post("/abort_requests", {"request_ids": ids}, timeout_s=timeout_s)
@@ -214,7 +214,7 @@ class VLLMServer:
             raise
 
 
-def generate_body(group: Group, sampling: Sampling, seeded: bool) -> dict[str, Any]:
+def generate_body(group: GenerateRequest, sampling: Sampling, seeded: bool) -> dict[str, Any]:
     """Every parameter is given: what is left out would come from the served model's generation_config.json."""
     return {
         "request_id": group.request_id,

@@ -15,26 +15,28 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from dppo_megatron.config.evaluation import longest_sequence
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import Config
-from dppo_megatron.rollout import shared_memory
-from dppo_megatron.rollout.fleet import Fleet
-from dppo_megatron.rollout.http import Http, Refused, Unreachable, clean_key
-from dppo_megatron.rollout.launch import LaunchedServer
-from dppo_megatron.rollout.server import Server, ServerInfo
-from dppo_megatron.rollout.sglang import SGLangServer, sglang_command, sglang_environment
-from dppo_megatron.rollout.sync import ChannelName, choose_channel
-from dppo_megatron.rollout.vllm import VLLMServer, vllm_command, vllm_environment
+from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.http import Http, Refused, Unreachable, clean_key
+from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
+from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_command, sglang_environment
+from dppo_megatron.rollout.servers.vllm import VLLMServer, vllm_command, vllm_environment
+from dppo_megatron.rollout.transfer import shared_memory
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.torch_dist import is_torch_dist
 
 _FIRST_ANSWER_S = 30.0
 _READY_S = 5.0
+
+ChannelName = Literal["disk", "gloo", "nccl", "ipc"]
 
 
 @dataclass
@@ -162,6 +164,37 @@ def describe(server: Server, api_key_env: str) -> ServerInfo:
         raise UserError(f"{url} answers a question about itself with {error}") from None
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{url} answers, but not as this engine does: {type(error).__name__} {error}") from None
+
+
+def choose_channel(
+    wanted: str, offered: Sequence[Sequence[str]], *, on_gpu: bool, colocated: bool
+) -> tuple[ChannelName, str]:
+    """The sync channel and why.
+
+    Args:
+        wanted: `rollout.sync_channel`.
+        offered: the channels that each server is started for.
+
+    Raises:
+        UserError: a forced channel that a server does not offer.
+    """
+    common: set[str] = set(offered[0]).intersection(*offered[1:]) if offered else set()
+    if wanted != "auto":
+        if wanted not in common:
+            raise UserError(
+                f"rollout.sync_channel = {wanted}, but the servers are started for {', '.join(sorted(common))};"
+                " docs/engines.md has the arguments for the others"
+            )
+        return wanted, "asked for"  # type: ignore[return-value]
+    if "ipc" in common and (colocated or not on_gpu):
+        return "ipc", "the servers are the trainer's own, on this machine"
+    if colocated:
+        return "disk", "NCCL has no groups with two members on one GPU"
+    if on_gpu and "nccl" in common:
+        return "nccl", "the actor is on GPUs and every server offers it"
+    if not on_gpu and "gloo" in common:
+        return "gloo", "the actor is on CPUs and every server offers it"
+    return "disk", "not every server is started for a broadcast"
 
 
 def check_server(url: str, info: ServerInfo, config: Config, architecture: Architecture) -> None:

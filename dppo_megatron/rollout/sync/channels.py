@@ -22,11 +22,18 @@ from urllib.parse import urlsplit
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dppo_megatron.rollout.fleet import Fleet, Member
-from dppo_megatron.rollout.groups import BroadcastBackend, BroadcastGroup, Meeting, Sending, abandon, listening_store
-from dppo_megatron.rollout.http import Refused, Unreachable
-from dppo_megatron.rollout.server import BucketServer, TensorNote
-from dppo_megatron.rollout.shared_memory import SharedBuffer
+from dppo_megatron.rollout.servers.fleet import Fleet, Member
+from dppo_megatron.rollout.servers.http import Refused, Unreachable
+from dppo_megatron.rollout.servers.protocol import BucketServer, TensorNote
+from dppo_megatron.rollout.transfer.groups import (
+    BroadcastBackend,
+    BroadcastGroup,
+    Meeting,
+    Sending,
+    abandon,
+    listening_store,
+)
+from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 
 Bucket = list[tuple[str, Tensor]]
 

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from dppo_megatron.rollout.engine import Sampling
-from dppo_megatron.rollout.groups import BroadcastGroup, Meeting
-from dppo_megatron.rollout.http import Http
-from dppo_megatron.rollout.shared_memory import SharedBuffer
+from dppo_megatron.rollout.servers.http import Http
+from dppo_megatron.rollout.transfer.groups import BroadcastGroup, Meeting
+from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 from dppo_megatron.types import IntArray, UserError
 
 InFlight = Literal["finish", "abort", "continue"]
@@ -49,7 +49,7 @@ class ServerInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GenerateRequest:
     """Completions of one prompt, asked for in one request so that they share its prefill."""
 
     request_id: str
@@ -90,9 +90,9 @@ class Server(Protocol):
     def healthy(self, *, timeout_s: float) -> None:
         """Raise unless the server answers and could generate."""
 
-    def generate(self, group: Group, sampling: Sampling, *, timeout_s: float) -> list[Sampled]: ...
+    def generate(self, group: GenerateRequest, sampling: Sampling, *, timeout_s: float) -> list[Sampled]: ...
 
-    def abort(self, groups: Sequence[Group], *, timeout_s: float) -> None:
+    def abort(self, groups: Sequence[GenerateRequest], *, timeout_s: float) -> None:
         """End these requests now; their `generate` returns what they have, as `abort`."""
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:

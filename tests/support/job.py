@@ -12,7 +12,7 @@ from dppo_megatron.config import Config, load_config
 from dppo_megatron.data.arithmetic import write_task
 from dppo_megatron.data.tiny_model import write_tiny_qwen3
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parent.parent.parent
 
 
 def write_job_files(directory: Path) -> Path:

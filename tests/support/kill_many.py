@@ -1,6 +1,6 @@
 """Kill a run at many random moments, resume it, and compare it with the run that was never interrupted.
 
-    python tests/kill_many.py [--kills 25] [--seed 0] [--layouts tp1,tp2pp2]
+    PYTHONPATH=tests python -m support.kill_many [--kills 25] [--seed 0] [--layouts tp1,tp2pp2]
 
 Each trial kills the same run up to three times (also while it is resuming) before it is let end. The suite does a
 fixed handful of these (test_resume.py).
@@ -16,9 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from job import write_job_files
-from killing import PHASES, Kill, run_killed, run_whole
 from test_resume import LAYOUTS, SHORT, assert_same_run
+
+from support.job import write_job_files
+from support.killing import PHASES, Kill, run_killed, run_whole
 
 
 def random_kill(rng: random.Random, world_size: int) -> Kill:

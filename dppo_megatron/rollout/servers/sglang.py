@@ -17,11 +17,10 @@ from torch import Tensor
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.engine import Sampling
-from dppo_megatron.rollout.groups import BroadcastGroup, Meeting, torch_group
-from dppo_megatron.rollout.http import Http, Refused
-from dppo_megatron.rollout.server import (
+from dppo_megatron.rollout.servers.http import Http, Refused
+from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
-    Group,
+    GenerateRequest,
     InFlight,
     Sampled,
     ServerInfo,
@@ -31,7 +30,8 @@ from dppo_megatron.rollout.server import (
     is_older,
     too_old,
 )
-from dppo_megatron.rollout.shared_memory import SharedBuffer, pickled
+from dppo_megatron.rollout.transfer.groups import BroadcastGroup, Meeting, torch_group
+from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer, pickled
 from dppo_megatron.types import UserError
 
 MINIMUM_VERSION = "0.5.23"
@@ -98,14 +98,14 @@ class SGLangServer:
             if error.status != 404:  # no SGLang: `describe` says so
                 raise
 
-    def generate(self, group: Group, sampling: Sampling, *, timeout_s: float) -> list[Sampled]:
+    def generate(self, group: GenerateRequest, sampling: Sampling, *, timeout_s: float) -> list[Sampled]:
         """One request, a batch of group.count copies of the prompt, after one that prefills it."""
         if group.count > 1 and len(group.prompt_ids) > 1:
             self.http.post("/generate", _prefill_body(group), timeout_s=timeout_s)
         body = generate_body(group, sampling, self._seeded, self.vocab_size)
         return [sampled(one) for one in self.http.post("/generate", body, timeout_s=timeout_s)]
 
-    def abort(self, groups: Sequence[Group], *, timeout_s: float) -> None:
+    def abort(self, groups: Sequence[GenerateRequest], *, timeout_s: float) -> None:
         """One id a call; SGLang ignores those that it does not know."""
         for group in groups:
             for index in range(group.count):
@@ -206,7 +206,7 @@ class SGLangServer:
             raise Refused(409, f"{path}: {answer.get('message')}")
 
 
-def generate_body(group: Group, sampling: Sampling, seeded: bool, vocab_size: int) -> dict[str, Any]:
+def generate_body(group: GenerateRequest, sampling: Sampling, seeded: bool, vocab_size: int) -> dict[str, Any]:
     """Every parameter is given: the server fills what is left out from the model's generation_config.json.
 
     With a cut, the log-probabilities under the cut distribution are asked for: the plain ones are those before it.
@@ -239,7 +239,7 @@ def generate_body(group: Group, sampling: Sampling, seeded: bool, vocab_size: in
     }
 
 
-def _prefill_body(group: Group) -> dict[str, Any]:
+def _prefill_body(group: GenerateRequest) -> dict[str, Any]:
     return {
         "rid": f"{group.request_id}/prompt",
         "input_ids": list(group.prompt_ids),
@@ -247,7 +247,7 @@ def _prefill_body(group: Group) -> dict[str, Any]:
     }
 
 
-def _rid(group: Group, index: int) -> str:
+def _rid(group: GenerateRequest, index: int) -> str:
     return f"{group.request_id}/{index}"
 
 

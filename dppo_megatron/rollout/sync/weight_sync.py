@@ -1,51 +1,16 @@
-"""Around a weight sync: which channel, what becomes of requests in flight, and when a server counts as up to date."""
+"""Around a weight sync: what becomes of requests in flight, and when a server counts as up to date."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
-from dppo_megatron.rollout.channels import on_each
-from dppo_megatron.rollout.fleet import Fleet, Member
-from dppo_megatron.rollout.http import Refused
-from dppo_megatron.rollout.server import DEVICE_MEMORY, DeviceMemory, InFlight
-from dppo_megatron.types import UserError
-
-ChannelName = Literal["disk", "gloo", "nccl", "ipc"]
+from dppo_megatron.rollout.servers.fleet import Fleet, Member
+from dppo_megatron.rollout.servers.http import Refused
+from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory, InFlight
+from dppo_megatron.rollout.sync.channels import on_each
 
 
-def choose_channel(
-    wanted: str, offered: Sequence[Sequence[str]], *, on_gpu: bool, colocated: bool
-) -> tuple[ChannelName, str]:
-    """The sync channel and why.
-
-    Args:
-        wanted: `rollout.sync_channel`.
-        offered: the channels that each server is started for.
-
-    Raises:
-        UserError: a forced channel that a server does not offer.
-    """
-    common: set[str] = set(offered[0]).intersection(*offered[1:]) if offered else set()
-    if wanted != "auto":
-        if wanted not in common:
-            raise UserError(
-                f"rollout.sync_channel = {wanted}, but the servers are started for {', '.join(sorted(common))};"
-                " docs/engines.md has the arguments for the others"
-            )
-        return wanted, "asked for"  # type: ignore[return-value]
-    if "ipc" in common and (colocated or not on_gpu):
-        return "ipc", "the servers are the trainer's own, on this machine"
-    if colocated:
-        return "disk", "NCCL has no groups with two members on one GPU"
-    if on_gpu and "nccl" in common:
-        return "nccl", "the actor is on GPUs and every server offers it"
-    if not on_gpu and "gloo" in common:
-        return "gloo", "the actor is on CPUs and every server offers it"
-    return "disk", "not every server is started for a broadcast"
-
-
-def around_update(fleet: Fleet, members: Sequence[Member], in_flight: InFlight, timeout_s: float) -> None:
+def pause_for_update(fleet: Fleet, members: Sequence[Member], in_flight: InFlight, timeout_s: float) -> None:
     """Before an update: running requests are treated as `in_flight` says, leftovers of an outage are ended, since their
     ids come back; new ones wait at the server."""
 
@@ -80,7 +45,7 @@ def wake(fleet: Fleet, members: Sequence[Member], what: DeviceMemory, timeout_s:
     on_each(fleet, [member for member in members if what in member.asleep], wake_one, doing="waking up")
 
 
-def finish_update(fleet: Fleet, members: Sequence[Member], version: str, timeout_s: float) -> None:
+def resume_and_confirm(fleet: Fleet, members: Sequence[Member], version: str, timeout_s: float) -> None:
     """After an update: generate again, and read the version back. Those that agree are live."""
 
     def finish(member: Member) -> None:

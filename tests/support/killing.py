@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job import job_config
-from launch import RankError, run_ranks
+
+from support.job import job_config
+from support.launch import RankError, run_ranks
 
 PHASES = ("warm_start", "select", "generate", "reward", "update", "sync", "record", "saving", "finish")
 """Where a run can be killed."""

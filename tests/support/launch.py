@@ -5,7 +5,7 @@ two cores before the first line of a test. Here this process imports them once a
 under a second. The price is the care that forking needs: one thread only, no CUDA, and everything that torch imports
 late imported before (see `_import_once`).
 
-    from launch import run_ranks
+    from support.launch import run_ranks
     losses = run_ranks(train, 4, layout, timeout_s=60)     # one value for each rank, in rank order
 
 A result goes through a file and only one byte through a pipe, so that a big result cannot block a rank, and a rank that
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -124,7 +125,11 @@ def _fork(
         args=(fn, args, rank, world_size, listener, theirs, own_folder, timeout_s),
         name=f"rank {rank}",
     )
-    process.start()
+    gc.disable()  # the child must not collect before it has frozen what it inherits: see _rank_main
+    try:
+        process.start()
+    finally:
+        gc.enable()
     theirs.close()  # so that the pipe ends when the rank does
     return _Rank(process, mine, own_folder)
 
@@ -141,6 +146,10 @@ def _rank_main(
 ) -> NoReturn:
     """A rank's whole life. It never returns: the exit handlers it inherited belong to the test runner."""
     outcome: tuple[str, Any]
+    # Garbage of earlier tests stays the parent's: a destructor that joins a thread (a process group's, a pool's) waits
+    # for ever here, where no thread but this one survived the fork. CI once lost 12 tests to that.
+    gc.freeze()
+    gc.enable()
     try:
         os.setpgid(0, 0)
         faulthandler.register(signal.SIGUSR2, file=open(folder / "stack", "w"), all_threads=True)  # noqa: SIM115

@@ -23,8 +23,8 @@ from typing import Literal
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.engine import Sampling
-from dppo_megatron.rollout.http import Refused, Unreachable
-from dppo_megatron.rollout.server import DeviceMemory, Group, Sampled, Server
+from dppo_megatron.rollout.servers.http import Refused, Unreachable
+from dppo_megatron.rollout.servers.protocol import DeviceMemory, GenerateRequest, Sampled, Server
 from dppo_megatron.types import GuardStop
 
 _TICK_S = 0.2
@@ -65,7 +65,7 @@ class Member:
 class Work:
     """The groups of one rollout and what has come back; survives a `NeedsWeights`."""
 
-    groups: Sequence[Group]
+    groups: Sequence[GenerateRequest]
     samplings: Sequence[Sampling]
     """How each group is sampled."""
     versions: frozenset[str]
@@ -202,7 +202,7 @@ class Fleet:
             )
             attempts[future] = _Attempt(index, member, time.monotonic())
 
-    def _has_room(self, member: Member, group: Group) -> bool:
+    def _has_room(self, member: Member, group: GenerateRequest) -> bool:
         """A group that is larger than the whole room goes alone: it could go nowhere else."""
         room = self._config.max_concurrent_sequences - member.completions
         return member.groups < self._max_groups and (group.count <= room or member.groups == 0)
@@ -322,7 +322,7 @@ def _as_it_ended(one: Sampled, sampling: Sampling) -> Sampled:
     return replace(one, finish_reason="length") if len(one.token_ids) == sampling.max_completion_tokens else one
 
 
-def _incomplete(sampled: Sequence[Sampled], group: Group) -> str:
+def _incomplete(sampled: Sequence[Sampled], group: GenerateRequest) -> str:
     """What is wrong with an answer that came with status 200; empty if nothing."""
     if len(sampled) != group.count:
         return f"{len(sampled)} completions for {group.count} asked"

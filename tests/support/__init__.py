@@ -1,0 +1,1 @@
+"""What several tests use: jobs, launches on several ranks, kills, damage."""
