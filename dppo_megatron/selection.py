@@ -301,7 +301,7 @@ class Selector:
         return shared
 
     def _advantages(self, rollouts: Rollouts, group_weight: FloatArray) -> FloatArray:
-        objective, limit = self._config.objective, self._config.rollout.max_completion_tokens
+        objective, limit = self._config.objective, self._config.rollout.sampling.max_completion_tokens
         shaped = rollouts.rewards + overlong_penalty(rollouts.lengths, objective.overlong, limit)
         return make_advantages(shaped, objective, group_weight)
 
@@ -316,7 +316,9 @@ class Selector:
         skips = np.array([bool((selection.inclusion_prob < 1).any()) for selection in self._step.selections])
         if self._prompt_policy.resamples or not skips.any():
             return self._divisor(lengths, tokens[minibatch]), ()  # resampled: the mean over the groups that go on
-        expected = self._nominal(lengths) * (self._mean_length or float(self._config.rollout.max_completion_tokens))
+        expected = self._nominal(lengths) * (
+            self._mean_length or float(self._config.rollout.sampling.max_completion_tokens)
+        )
         note = (
             "skipped prompts have no token count: N G mean length of earlier steps stands for it, which changes the"
             " length of the expected gradient and not its direction"
@@ -331,7 +333,7 @@ class Selector:
             lengths,
             tokens,
             nominal=self._nominal(lengths),
-            max_completion_tokens=self._config.rollout.max_completion_tokens,
+            max_completion_tokens=self._config.rollout.sampling.max_completion_tokens,
         )
 
     def _nominal(self, lengths: IntArray) -> int:
@@ -345,7 +347,7 @@ class Selector:
             return trainable, ()
         truncated = rollouts.truncated
         if truncated is None:
-            truncated = rollouts.lengths >= self._config.rollout.max_completion_tokens
+            truncated = rollouts.lengths >= self._config.rollout.sampling.max_completion_tokens
         dropped = trainable & truncated.ravel()
         share = 1.0 - float(dropped.sum()) / max(int(trainable.sum()), 1)
         # biased also in a step without any: whether one was truncated is an outcome
