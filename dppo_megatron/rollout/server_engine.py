@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import Config
-from dppo_megatron.distributed import barrier, collect, from_rank_zero, share
+from dppo_megatron.distributed import barrier, from_rank_zero
 from dppo_megatron.randomness import generator
-from dppo_megatron.rollout.engine import Request, Sampling, Weights
+from dppo_megatron.rollout.engine import Request, Sampling, Weights, own_requests
 from dppo_megatron.rollout.servers.connect import Connection, connect
 from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
@@ -64,7 +64,10 @@ class ServerEngine:
         self._weights: Weights | None = None
         self._statistics: dict[str, float] = {}
         self._started: _Background | None = None
+        self._own: list[int] = []
+        """Positions of the requests whose completions this rank gets."""
         self._connection: Connection | None = None
+        self.has_servers = True
         self.description: str = from_rank_zero(lambda: self._connect(config, architecture, say))
 
     def load_weights(self, weights: Weights) -> None:
@@ -82,12 +85,13 @@ class ServerEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """See `Engine.generate`."""
         self.start(requests, sampling)
-        return self.finish()
+        return list(self.finish().values())
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """See `Engine.stream`. With several ranks all of it comes at the end."""
         if dist.is_initialized() and dist.get_world_size() > 1:
-            yield from enumerate(self.generate(requests, sampling))
+            self.start(requests, sampling)
+            yield from self.finish().items()
             return
         work, places = self._plan(requests, sampling)
         while True:
@@ -101,13 +105,12 @@ class ServerEngine:
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Begin generating in the background; `finish` returns what `generate` would."""
-        everything = collect(requests)
-        self._started = _Background(len(everything))
+        self._started, self._own = _Background(len(requests)), own_requests(requests)
         if self._connection is not None:
-            work, places = self._plan(everything, sampling)
+            work, places = self._plan(requests, sampling)
             self._started.begin(self._fleet, work, places)
 
-    def finish(self) -> list[Completion]:
+    def finish(self) -> dict[int, Completion]:
         """Wait for what `start` began."""
         started = self._started
         assert started is not None, "start comes first"
@@ -127,7 +130,8 @@ class ServerEngine:
             self._count(started.work)
             return [one for one in found if one is not None]
 
-        return share(from_rank_zero(completions))
+        everything = from_rank_zero(completions)
+        return {position: everything[position] for position in self._own}
 
     def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
         """See `Engine.probe`. A server that fails is marked out and left out."""
