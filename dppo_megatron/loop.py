@@ -32,7 +32,7 @@ from dppo_megatron.packing.cost import CostModel
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.packing.slack import TokenCapacity
 from dppo_megatron.pruning import LedgerRow, surprisal
-from dppo_megatron.pruning.interface import PromptFeatures
+from dppo_megatron.pruning.interface import PromptFeatures, StepCost
 from dppo_megatron.rewards.grading import grade_groups
 from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
 from dppo_megatron.rollout.engine import Engine, Request, Sampling
@@ -72,8 +72,6 @@ class Loop:
         self._evaluator = Evaluator(self.job)
         self._ahead: dict[int, list[SelectedPrompt]] = {}
         """The step whose generation was begun ahead, if any, and its prompts."""
-        self._state_at_rest: dict[str, Any] | None = None
-        """On rank 0 the selector's state before the step that it is choosing for; None when it is at rest."""
         self._num_syncs = 0
         self._step = 0
         self.rests_after: int | None = 0
@@ -132,13 +130,8 @@ class Loop:
         """The prompts of this step that are worth a rollout, with what undoes their selection."""
         if step in self._ahead:
             return self._ahead[step]
-
-        def choose() -> Chosen:
-            self._state_at_rest = self._selector.state_dict()
-            return self._selector.begin(step)
-
         with self.timers.phase("select"):
-            return self._selected(from_rank_zero(choose))
+            return self._selected(from_rank_zero(lambda: self._selector.begin(step)))
 
     def refill(self, groups: Sequence[Group], step: int) -> list[SelectedPrompt]:
         """More prompts, for the methods that sample until enough groups have reward variance; else nothing."""
@@ -187,7 +180,6 @@ class Loop:
                 truncated=np.array([c.finish_reason == "length" for c in completions], dtype=np.bool_).reshape(shape),
             )
             decision = self._selector.finish(rollouts, step)
-            self._state_at_rest = None
             self.metrics |= decision.metrics
             self.metrics |= grading_metrics(groups, list(self.job.config.reward.functions))
             self.trace_row = trace_row(step, decision, rollouts)
@@ -295,32 +287,25 @@ class Loop:
     def feedback(self, step: int, metrics: dict[str, Any]) -> list[str]:
         """Let the pruning policies learn what the step cost; lines for the log if a rate moved.
 
-        They learn nothing from a step with a skipped update: its gradient norm is no number.
+        Of a step with a skipped update they learn the seconds alone: its gradient norm is no number.
         """
-        if metrics["train/skipped_updates"]:
-            return []
 
         def learn() -> list[str]:
             """On rank 0, as `decide` in `prune`."""
             rollout_s = metrics["time/rollout_s"] + metrics["time/reward_s"]
             update_s = metrics["time/update_s"]
-            return self._selector.feedback(
-                step,
-                rollout_s=rollout_s,
-                update_s=update_s,
-                other_s=max(0.0, metrics["time/step_s"] - rollout_s - update_s),
-                grad_norm=metrics["train/grad_norm"],
-            )
+            other_s = max(0.0, metrics["time/step_s"] - rollout_s - update_s)
+            grad_norm = math.nan if metrics["train/skipped_updates"] else metrics["train/grad_norm"]
+            return self._selector.feedback(StepCost(step, rollout_s, update_s, other_s, grad_norm))
 
         return from_rank_zero(learn)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on beside the actor; a step that was only begun is not part of it.
+        """What the next step depends on beside the actor; a step without feedback is not part of it.
 
         Rank 0's is the one to save: the others have never selected.
         """
-        selector = self._selector.state_dict() if self._state_at_rest is None else self._state_at_rest
-        return {"selector": selector, "skipped_in_a_row": self.skipped_in_a_row}
+        return {"selector": self._selector.state_dict(), "skipped_in_a_row": self.skipped_in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved `state_dict`."""

@@ -48,8 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "weights",
     },
     "trace": {"selection"},
-    "compare": {"observe"},
-    "simulate": {"algorithms", "selection", "trace"},
+    "compare": {"observe", "pruning"},
+    "simulate": {"algorithms", "pruning", "selection", "trace"},
     "run": {
         "actor",
         "checkpoint",
@@ -75,6 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "doctor",
         "evaluation",
         "job",
+        "pruning",
         "rollout",
         "run",
         "simulate",
