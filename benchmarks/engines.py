@@ -84,8 +84,8 @@ def _config(directory: Path, model: str, **extra: str) -> Config:
         "model.dtype": "float32",
         "data.train_path": str(directory / "train.jsonl"),
         "data.max_prompt_tokens": "16",
-        "rollout.max_completion_tokens": str(_TOKENS),
-        "rollout.max_concurrent_sequences": "512",
+        "rollout.sampling.max_completion_tokens": str(_TOKENS),
+        "rollout.limits.max_concurrent_sequences": "512",
         "packing.max_tokens_per_microbatch": "8192",
         **extra,
     }
@@ -96,9 +96,9 @@ def _config(directory: Path, model: str, **extra: str) -> Config:
 
 
 def _served(directory: Path, model: str, engine: str, python: str, **extra: str) -> tuple[ServerEngine, Job, float]:
-    local = {"rollout.engine": engine, "rollout.launch": "local", "rollout.server_python": python}
+    local = {"rollout.engine": engine, "rollout.servers.launch": "local", "rollout.servers.python": python}
     if engine == "sglang":
-        local["rollout.server_args"] = "['--max-total-tokens', '65536', '--mem-fraction-static', '0.3']"
+        local["rollout.servers.args"] = "['--max-total-tokens', '65536', '--mem-fraction-static', '0.3']"
     config = _config(directory, model, **local, **extra)
     job = prepare_job(config, 1)
     started = time.perf_counter()
@@ -136,7 +136,7 @@ def _syncs(directory: Path, name: str, python: str, channels: Sequence[str]) -> 
     figures: dict[str, float] = {}
     for channel in channels:
         plain = _PLAIN[channel]
-        extra = {"rollout.sync_channel": channel, "rollout.verify_every_syncs": "0"}
+        extra = {"rollout.sync.channel": channel, "rollout.sync.verify_every": "0"}
         engine, job, _ = _served(directory, "large", name, python, **extra)
         tensors = {key: job.checkpoint.get(key) for key in job.checkpoint.names}
         figures["sync: parameters, millions"] = sum(t.numel() for t in tensors.values()) / 1e6

@@ -93,11 +93,11 @@ class Loop:
         self._measured: list[dict[str, float]] = []
         rollout = config.rollout
         self._sampling = Sampling(
-            rollout.max_completion_tokens,
-            rollout.temperature,
+            rollout.sampling.max_completion_tokens,
+            rollout.sampling.temperature,
             config.seed,
-            rollout.top_p,
-            rollout.top_k,
+            rollout.sampling.top_p,
+            rollout.sampling.top_k,
             self.job.stop_token_ids,
         )
 
@@ -240,7 +240,9 @@ class Loop:
         """One optimizer update on the weighted objective. `train/*` are means over the step's updates so far."""
         self.rests_after = None
         with self.timers.phase("update"):
-            measured = self.actor.update(samples, plan, self.objective, temperature=self.job.config.rollout.temperature)
+            measured = self.actor.update(
+                samples, plan, self.objective, temperature=self.job.config.rollout.sampling.temperature
+            )
         # after the first update the policy has moved on purpose, and this would no longer be a mismatch
         self.metrics.setdefault("mismatch/logprob_abs_diff_mean", measured.pop("logprob_abs_diff", 0.0))
         if measured["skipped_updates"]:
@@ -261,7 +263,7 @@ class Loop:
         self.unsynced_step = self._step
         with self.timers.phase("sync"):
             self._engine.load_weights(self.actor.weights)
-            every = rollout.verify_every_syncs
+            every = rollout.sync.verify_every
             if rollout.engine != "hf" and every and self._num_syncs % every == 0:
                 self._check_canary()
             self._num_syncs += 1
@@ -320,7 +322,7 @@ class Loop:
                 self.job.tokenizer,
                 dtype=dtype,
                 device=device,
-                max_concurrent_sequences=config.rollout.max_concurrent_sequences,
+                max_concurrent_sequences=config.rollout.limits.max_concurrent_sequences,
             )
         engine = ServerEngine(config, self.job.architecture, self.job.tokenizer, self.say)
         self.say(engine.description)
@@ -335,7 +337,7 @@ class Loop:
         answers = self._engine.probe([Request(prompt, i, 0) for i in range(self._group_size)], self._sampling)
         samples = [unweighted_sample(prompt, completion) for _, completion in answers]
         scored = self._logprobs(samples, self._plan(samples)) if samples else []
-        bound = self.job.config.rollout.max_canary_logprob_diff
+        bound = self.job.config.rollout.sync.max_canary_logprob_diff
         servers = [server for server, _ in answers]
         behaviour = [sample.behaviour_logprobs for sample in samples]
         self.metrics["rollout/canary_logprob_diff"] = canary_difference(servers, behaviour, scored, bound)
@@ -344,7 +346,10 @@ class Loop:
         """How far the engine's log-probabilities are from the actor's, with a warning where that is far."""
         behaviour, weights = [s.behaviour_logprobs for s in samples], [s.weight for s in samples]
         self.metrics |= mismatch_metrics(old, behaviour, weights)
-        difference, alarm = self.metrics["mismatch/logprob_abs_diff_mean"], self.job.config.rollout.mismatch_alarm
+        difference, alarm = (
+            self.metrics["mismatch/logprob_abs_diff_mean"],
+            self.job.config.rollout.limits.mismatch_alarm,
+        )
         if difference > alarm:
             self.say(f"warning: mean |log-probability difference| to the engine {difference:.3g} > {alarm:g}")
 
@@ -370,7 +375,7 @@ class Loop:
 
     def _logprobs(self, samples: Sequence[TrainSample], plan: PackPlan) -> list[FloatArray]:
         """Of every sample under the actor's present weights, on every rank."""
-        values = self.actor.logprobs(samples, plan, temperature=self.job.config.rollout.temperature)
+        values = self.actor.logprobs(samples, plan, temperature=self.job.config.rollout.sampling.temperature)
         return from_rank_zero(lambda: values or [])
 
     def _rewards(self, groups: Sequence[Group]) -> FloatArray:
@@ -405,10 +410,10 @@ def unweighted_sample(prompt: Prompt, completion: Completion) -> TrainSample:
 
 
 def straggler_rows(config: RolloutConfig, cut: float, total: int) -> tuple[LedgerRow, ...]:
-    """The ledger row of `rollout.straggler_share`, wherever servers may cut: that none was cut so far is an outcome."""
-    if config.engine == "hf" or config.straggler_share >= 1:
+    """The ledger row of `limits.straggler_share`, wherever servers may cut: that none was cut so far is an outcome."""
+    if config.engine == "hf" or config.limits.straggler_share >= 1:
         return ()
-    note = f"{cut:.0f} completions were cut off by rollout.straggler_share and count as truncated"
+    note = f"{cut:.0f} completions were cut off by rollout.limits.straggler_share and count as truncated"
     return (LedgerRow("rollout/stragglers", 1.0 - cut / max(total, 1), "biased", note),)
 
 

@@ -50,7 +50,11 @@ MATH = [path for path in CONFIGS if path.parent.name == "math"]
 def test_a_4b_model_has_an_engine_that_can_do_the_job(files: Path, tmp_path: Path, path: Path) -> None:
     """transformers' embedded generation is for tiny models; and Qwen3 is told whether to think."""
     config = _load(str(path.relative_to(REPOSITORY / "configs")), files, tmp_path)
-    assert (config.rollout.engine, config.rollout.launch, config.rollout.colocate) == ("vllm", "local", True)
+    assert (config.rollout.engine, config.rollout.servers.launch, config.rollout.servers.colocate) == (
+        "vllm",
+        "local",
+        True,
+    )
     assert "enable_thinking" in config.data.chat_template_kwargs and config.data.apply_chat_template
 
 
@@ -58,7 +62,7 @@ def test_math_by_grpo_is_what_is_known_of_the_paper(files: Path, tmp_path: Path)
     """n = 5, 1,024 tokens, 15 epochs; batch 512, mini-batch 256, learning rate 1e-6, KL 0.001 (k3)."""
     config = _load("math/qwen3_4b_grpo.yaml", files, tmp_path)
     rollout, objective = config.rollout, config.objective
-    assert (rollout.completions_per_prompt, rollout.max_completion_tokens) == (5, 1024)
+    assert (rollout.completions_per_prompt, rollout.sampling.max_completion_tokens) == (5, 1024)
     assert (rollout.prompts_per_step, rollout.prompts_per_step / objective.updates_per_step) == (512, 256)
     assert config.actor.optimizer.learning_rate == 1e-6
     assert (objective.kl.coef, objective.kl.estimator) == (0.001, "k3")

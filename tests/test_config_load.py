@@ -31,9 +31,9 @@ def _write(path: Path, text: str) -> None:
 class TestParents:
     def test_a_child_says_only_what_differs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The nearest wins, whatever the working directory; parents are found beside the file that names them."""
-        _write(tmp_path / "base" / "root.yaml", "seed: 1\nsteps: 10\nrollout: {top_p: 0.5, top_k: 3}\n")
+        _write(tmp_path / "base" / "root.yaml", "seed: 1\nsteps: 10\nrollout: {sampling: {top_p: 0.5, top_k: 3}}\n")
         _write(tmp_path / "base" / "other.yaml", "defaults: root.yaml\nsteps: 20\n")
-        _write(tmp_path / "jobs" / "extra.yaml", "rollout: {top_k: 7}\ndata: {eval_paths: {a: 1.jsonl}}\n")
+        _write(tmp_path / "jobs" / "extra.yaml", "rollout: {sampling: {top_k: 7}}\ndata: {eval_paths: {a: 1.jsonl}}\n")
         _write(
             tmp_path / "jobs" / "job.yaml",
             "defaults: [../base/other.yaml, extra.yaml]\nrun_dir: here\ndata: {eval_paths: {b: 2.jsonl}}\n",
@@ -44,7 +44,12 @@ class TestParents:
             read.append(read_config(os.path.relpath(tmp_path / "jobs" / "job.yaml"), ["seed=5"]))
         config = read[0]
         assert read[1] == config and read[2] == config
-        assert (config.seed, config.steps, config.rollout.top_p, config.rollout.top_k) == (5, 20, 0.5, 7)
+        assert (config.seed, config.steps, config.rollout.sampling.top_p, config.rollout.sampling.top_k) == (
+            5,
+            20,
+            0.5,
+            7,
+        )
         assert config.data.eval_paths == {"a": "1.jsonl", "b": "2.jsonl"} and config.run_dir == "here"
 
     def test_a_circle_is_named(self, tmp_path: Path) -> None:
@@ -121,12 +126,14 @@ class TestCommandLine:
 
     def test_lists(self, tmp_path: Path) -> None:
         """YAML's, and of the setting's type; a single value is told how to be one."""
-        config = _read(tmp_path, "", 'rollout.server_gpus=["0,1", "2"]', "rollout.stop_token_ids=[1, 2]")
-        assert config.rollout.server_gpus == ["0,1", "2"] and config.rollout.stop_token_ids == [1, 2]
-        with pytest.raises(UserError, match=r"rollout\.endpoints = http://h:1: must be a list: \[http://h:1\]"):
-            _read(tmp_path, "", "rollout.endpoints=http://h:1")
-        with pytest.raises(UserError, match=r"rollout\.server_gpus\[0\] = 0: must be text; write it in quotes: '0'"):
-            _read(tmp_path, "", "rollout.server_gpus=[0]")
+        config = _read(tmp_path, "", 'rollout.servers.gpus=["0,1", "2"]', "rollout.sampling.stop_token_ids=[1, 2]")
+        assert config.rollout.servers.gpus == ["0,1", "2"] and config.rollout.sampling.stop_token_ids == [1, 2]
+        with pytest.raises(
+            UserError, match=r"rollout\.servers\.endpoints = http://h:1: must be a list: \[http://h:1\]"
+        ):
+            _read(tmp_path, "", "rollout.servers.endpoints=http://h:1")
+        with pytest.raises(UserError, match=r"rollout\.servers\.gpus\[0\] = 0: must be text; write it in quotes: '0'"):
+            _read(tmp_path, "", "rollout.servers.gpus=[0]")
 
 
 # what stands in the file, what the message must say, with the line
@@ -139,12 +146,12 @@ STRICT = {
     "seed: '5'": "seed = '5': must be a whole number",
     "seed: 1e3": "seed = 1e3: must be a whole number",
     "seed:": "seed = '': must be a whole number; there is nothing to take null for",
-    "rollout: {temperature: true}": r"rollout\.temperature = true: must be a number",
-    "rollout: {temperature: .nan}": r"rollout\.temperature = \.nan: must be a finite number",
-    "rollout: {temperature: 1:30.5}": r"temperature = 1:30\.5: must be a number",
-    "rollout: {temperature: 1e999}": "must be a finite number",
-    "rollout: {colocate: 1}": r"rollout\.colocate = 1: must be true or false",
-    "rollout: {colocate: 'yes'}": "must be true or false",
+    "rollout: {sampling: {temperature: true}}": r"rollout\.sampling\.temperature = true: must be a number",
+    "rollout: {sampling: {temperature: .nan}}": r"rollout\.sampling\.temperature = \.nan: must be a finite number",
+    "rollout: {sampling: {temperature: 1:30.5}}": r"temperature = 1:30\.5: must be a number",
+    "rollout: {sampling: {temperature: 1e999}}": "must be a finite number",
+    "rollout: {servers: {colocate: 1}}": r"rollout\.servers\.colocate = 1: must be true or false",
+    "rollout: {servers: {colocate: 'yes'}}": "must be true or false",
     "run_dir: 5": r"run_dir = 5: must be text; write it in quotes: '5'",
     "run_dir: 2026-11-22": r"must be text; write it in quotes: '2026-11-22'",
     "run_dir: on": "must be text; write it in quotes: 'on'",
@@ -183,13 +190,16 @@ def test_what_yaml_says_well_is_read(tmp_path: Path) -> None:
     """Anchors, merges, its booleans, and numbers that YAML 1.1 takes for text."""
     text = (
         "actor:\n  optimizer: &opt {learning_rate: 1e-6, weight_decay: 1_0.5}\n  fp8: off\n"
-        + "warm_start: {learning_rate: 5e-1, steps: +3}\nrollout: {colocate: yes, top_k: 1_000}\n"
+        + "warm_start: {learning_rate: 5e-1, steps: +3}\n"
+        + "rollout: {servers: {colocate: yes}, sampling: {top_k: 1_000}}\n"
         + "data:\n  eval_sets: {a: &set {path: p, samples: 2}, b: {<<: *set, path: q}}\n"
         + "  chat_template_kwargs: {a: [1, x]}\n"
     )
     config = _read(tmp_path, text)
     assert config.actor.optimizer.learning_rate == 1e-6 and config.actor.optimizer.weight_decay == 10.5
-    assert config.actor.fp8 == "off" and config.rollout.colocate is True and config.rollout.top_k == 1000
+    assert (
+        config.actor.fp8 == "off" and config.rollout.servers.colocate is True and config.rollout.sampling.top_k == 1000
+    )
     assert (config.warm_start.learning_rate, config.warm_start.steps) == (0.5, 3)
     assert (config.data.eval_sets["b"].path, config.data.eval_sets["b"].samples) == ("q", 2)
     assert config.data.chat_template_kwargs == {"a": [1, "x"]}
@@ -277,11 +287,12 @@ class TestReferences:
         """To another setting, alone with its type, inside a text as text; default values too."""
         config = _read(
             tmp_path,
-            "seed: 7\nsteps: ${seed}\nrun_dir: runs/s${seed}_${rollout.top_k}\nrollout: {sync_dir: '${run_dir}/w',"
-            " temperature: '${seed}'}\nreward: {function: '\\${x}$'}\n",
+            "seed: 7\nsteps: ${seed}\nrun_dir: runs/s${seed}_${rollout.sampling.top_k}\n"
+            "rollout: {sync: {dir: '${run_dir}/w'}, sampling: {temperature: '${seed}'}}\n"
+            "reward: {function: '\\${x}$'}\n",
         )
-        assert (config.steps, config.run_dir, config.rollout.sync_dir) == (7, "runs/s7_0", "runs/s7_0/w")
-        assert config.rollout.temperature == 7.0 and config.reward.function == "${x}$"
+        assert (config.steps, config.run_dir, config.rollout.sync.dir) == (7, "runs/s7_0", "runs/s7_0/w")
+        assert config.rollout.sampling.temperature == 7.0 and config.reward.function == "${x}$"
         save_config(config, tmp_path / "again.yaml")
         assert read_config(str(tmp_path / "again.yaml"), []) == config
 
@@ -298,7 +309,7 @@ class TestReferences:
             ("run_dir=a${", "without a closing brace"),
             ("steps=${run_dir}", "must be a whole number|comes to"),
             ("seed=${oc.env:HOME}", "only paths may be read from the environment"),
-            ("rollout.server_args=['${oc.env:HOME}']", "only paths may be read from the environment"),
+            ("rollout.servers.args=['${oc.env:HOME}']", "only paths may be read from the environment"),
             ("data.chat_template_kwargs={a: '${oc.env:HOME}'}", r"takes no \$"),
         ],
     )
@@ -310,20 +321,20 @@ class TestReferences:
     def test_the_environment_is_read_and_never_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The reference is what files hold: it is resolved again at a resume, where the variable may differ."""
         monkeypatch.setenv("DPPO_TEST_DIR", "/scratch/s3cret-1")
-        text = "run_dir: ${oc.env:DPPO_TEST_DIR}/run\nrollout: {sync_dir: '${run_dir}/sync'}\n"
+        text = "run_dir: ${oc.env:DPPO_TEST_DIR}/run\nrollout: {sync: {dir: '${run_dir}/sync'}}\n"
         text += "model: {hf_path: 'a\\${b}'}\n"
         config = _read(tmp_path, text, "data.train_path=${oc.env:DPPO_TEST_NOT_SET,/data}/t.jsonl")
-        assert (config.run_dir, config.rollout.sync_dir) == ("/scratch/s3cret-1/run", "/scratch/s3cret-1/run/sync")
+        assert (config.run_dir, config.rollout.sync.dir) == ("/scratch/s3cret-1/run", "/scratch/s3cret-1/run/sync")
         assert config.data.train_path == "/data/t.jsonl"
         saved = tmp_path / "saved.yaml"
         save_config(config, saved)
         assert "s3cret" not in saved.read_text() and "s3cret" not in str(config_values(config))
-        assert yaml.safe_load(saved.read_text())["rollout"]["sync_dir"] == "${oc.env:DPPO_TEST_DIR}/run/sync"
+        assert yaml.safe_load(saved.read_text())["rollout"]["sync"]["dir"] == "${oc.env:DPPO_TEST_DIR}/run/sync"
         before, mark = config_values(config), fingerprint(config)
         assert read_config(str(saved), []) == config
         monkeypatch.setenv("DPPO_TEST_DIR", "/scratch/s3cret-2")
         resumed = read_config(str(saved), [])
-        assert resumed.rollout.sync_dir == "/scratch/s3cret-2/run/sync" and resumed.model.hf_path == "a${b}"
+        assert resumed.rollout.sync.dir == "/scratch/s3cret-2/run/sync" and resumed.model.hf_path == "a${b}"
         assert check_changes(resumed, before, "saved") == [] and fingerprint(resumed) == mark
 
     def test_copies_keep_the_reference(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,11 +61,11 @@ def test_a_run_starts_its_server_and_starts_it_again(files: Path, tmp_path: Path
         files,
         tmp_path / "run",
         steps=3,
-        rollout__max_concurrent_sequences=64,
-        rollout__sync_bucket_mb=1,
-        rollout__verify_every_syncs=1,
-        rollout__probe_every_s=0.5,
-        rollout__colocate="true",
+        rollout__limits__max_concurrent_sequences=64,
+        rollout__sync__bucket_mb=1,
+        rollout__sync__verify_every=1,
+        rollout__limits__probe_every_s=0.5,
+        rollout__servers__colocate="true",
         **local_settings(engine),
     )
     said = run_ranks(_train_and_kill_the_server, 2, config, killed, timeout_s=500)
@@ -133,7 +133,11 @@ def _wait_until_gone(group: int) -> None:
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_server_that_cannot_start_is_said_with_its_log(files: Path, tmp_path: Path, engine: str) -> None:
     """An environment without the engine: exit code 2's error, with the end of the server's own log."""
-    values = {"rollout__engine": engine, "rollout__launch": "local", "rollout__server_python": sys.executable}
+    values = {
+        "rollout__engine": engine,
+        "rollout__servers__launch": "local",
+        "rollout__servers__python": sys.executable,
+    }
     job = prepare_job(job_config(files, tmp_path / "run", **values), 1)
     with pytest.raises(UserError, match=r"(?s)ended with code 1 before it was ready.*No module named '?(vllm|sglang)"):
         ServerEngine(job.config, job.architecture, job.tokenizer)
@@ -141,7 +145,11 @@ def test_a_server_that_cannot_start_is_said_with_its_log(files: Path, tmp_path: 
 
 def test_an_interpreter_that_is_not_there_is_said(files: Path, tmp_path: Path) -> None:
     """Before any process is started."""
-    values = {"rollout__engine": "vllm", "rollout__launch": "local", "rollout__server_python": "/no/such/python"}
+    values = {
+        "rollout__engine": "vllm",
+        "rollout__servers__launch": "local",
+        "rollout__servers__python": "/no/such/python",
+    }
     job = prepare_job(job_config(files, tmp_path / "run", **values), 1)
-    with pytest.raises(UserError, match=r"rollout\.server_python: '/no/such/python' cannot be started"):
+    with pytest.raises(UserError, match=r"rollout\.servers\.python: '/no/such/python' cannot be started"):
         ServerEngine(job.config, job.architecture, job.tokenizer)

@@ -121,7 +121,7 @@ def _requests(prompts: list[Prompt], count: int = 8, step: int = 1) -> list[Requ
 def test_logprobs_are_the_actors_before_and_after_updates(served: Served, tmp_path: Path, channel: str) -> None:
     """Mean |difference| < 1e-4 in float32 (1e-3 is asked for) after each of three syncs of other weights, on both
     servers; every token carries the version of the sync it was sampled under; tensors are verified."""
-    config = served.config(tmp_path, rollout__sync_channel=channel, rollout__verify_every_syncs=1)
+    config = served.config(tmp_path, rollout__sync__channel=channel, rollout__sync__verify_every=1)
     engine = served.engine(config)
     assert f"weight sync: {channel} (asked for)" in engine.description
     requests = _requests(_prompts(config)[:8], count=2)
@@ -270,7 +270,7 @@ def test_a_group_has_one_prefill(served: Served, tmp_path: Path) -> None:
 
 def test_a_tensor_that_differs_is_named(served: Served, tmp_path: Path) -> None:
     """One number of one tensor is changed on the way: the receipt stops the run with the tensor's name."""
-    config = served.config(tmp_path, 1, rollout__sync_channel="disk", rollout__verify_every_syncs=1)
+    config = served.config(tmp_path, 1, rollout__sync__channel="disk", rollout__sync__verify_every=1)
     engine = served.engine(config)
     server: Any = engine._fleet.members[0].server
 
@@ -295,7 +295,7 @@ def test_the_canary_catches_stale_packed_weights(served: Served, tmp_path: Path)
     """vLLM's plain reload leaves the tied output layer's packed copy old: digests agree, the canary does not."""
     if served.name != "vllm":
         pytest.skip("SGLang multiplies with the weights it shows")
-    engine = served.engine(served.config(tmp_path, 1, rollout__sync_channel="disk", rollout__verify_every_syncs=1))
+    engine = served.engine(served.config(tmp_path, 1, rollout__sync__channel="disk", rollout__sync__verify_every=1))
     requests = _requests(_prompts(engine._config)[:1])
     old, new = Reference(served.files / "model", 4), Reference(served.files / "model", 5)
     engine.load_weights(old.weights)
@@ -313,7 +313,7 @@ def test_the_canary_catches_stale_packed_weights(served: Served, tmp_path: Path)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_through_servers(served: Served, tmp_path: Path, world_size: int) -> None:
     """Three steps, alone and on two data-parallel ranks; engine and actor agree in every step."""
-    config = served.config(tmp_path / "run", steps=3, rollout__verify_every_syncs=2)
+    config = served.config(tmp_path / "run", steps=3, rollout__sync__verify_every=2)
     run_ranks(_train, world_size, config, world_size, timeout_s=300)
     rows = read_metrics(tmp_path / "run")[1:]
     assert len(rows) == 3
@@ -335,7 +335,7 @@ def test_one_step_off_policy(served: Served, tmp_path: Path, in_flight: str) -> 
     """From the second step on completions are one sync old where the policy waits for them, and at most one elsewhere;
     the last step, which ends the run, looks at nothing ahead."""
     config = served.config(
-        tmp_path / "run", steps=4, warm_start__steps=0, rollout__async_steps=1, rollout__in_flight=in_flight
+        tmp_path / "run", steps=4, warm_start__steps=0, rollout__async_steps=1, rollout__sync__in_flight=in_flight
     )
     run_ranks(_train, 1, config, 1, timeout_s=300)
     rows = read_metrics(tmp_path / "run")[1:]
@@ -349,7 +349,7 @@ def test_one_step_off_policy(served: Served, tmp_path: Path, in_flight: str) -> 
 def test_tokens_of_two_versions_are_told_apart(served: Served, tmp_path: Path, in_flight: str) -> None:
     """A sync in mid-generation: tokens before it score as the old weights do, and under `abort` every token is of one
     version. Under `continue` the same completion has both, and nothing is asked for twice."""
-    config = served.config(tmp_path, 1, rollout__in_flight=in_flight)
+    config = served.config(tmp_path, 1, rollout__sync__in_flight=in_flight)
     engine, old, new = (
         served.engine(config),
         Reference(served.files / "model", 9),
@@ -378,8 +378,8 @@ def test_tokens_of_two_versions_are_told_apart(served: Served, tmp_path: Path, i
 def test_stragglers_are_cut_and_entered_in_the_ledger(served: Served, tmp_path: Path) -> None:
     """With half of the completions done, the rest is ended where it is: shorter, right as far as it goes, counted."""
     config = served.config(
-        tmp_path / "run", 1, steps=2, rollout__straggler_share=0.5, rollout__max_completion_tokens=LONG,
-        packing__max_tokens_per_microbatch=1024,
+        tmp_path / "run", 1, steps=2, rollout__limits__straggler_share=0.5,
+        rollout__sampling__max_completion_tokens=LONG, packing__max_tokens_per_microbatch=1024,
     )  # fmt: skip
     engine, reference = served.engine(config), Reference(served.files / "model", 11)
     engine.load_weights(reference.weights)
@@ -396,9 +396,12 @@ def test_stragglers_are_cut_and_entered_in_the_ledger(served: Served, tmp_path: 
 
 
 WRONG = {
-    "url": ({"rollout__endpoints": "[http://127.0.0.1:9]"}, "no server answers at http://127.0.0.1:9"),
-    "context": ({"rollout__max_completion_tokens": 110, "data__max_prompt_tokens": 17}, "context of 112 tokens"),
-    "key": ({"rollout__api_key_env": "NO_SUCH_KEY"}, "refuses the API key"),
+    "url": ({"rollout__servers__endpoints": "[http://127.0.0.1:9]"}, "no server answers at http://127.0.0.1:9"),
+    "context": (
+        {"rollout__sampling__max_completion_tokens": 110, "data__max_prompt_tokens": 17},
+        "context of 112 tokens",
+    ),
+    "key": ({"rollout__servers__api_key_env": "NO_SUCH_KEY"}, "refuses the API key"),
 }
 
 
@@ -414,7 +417,7 @@ def test_wrong_settings_are_said_at_start(
     monkeypatch.setattr(
         {"vllm": vllm, "sglang": sglang}[served.name], "MINIMUM_VERSION", "99" if case == "version" else "0"
     )
-    values = {"rollout__engine": served.name, "rollout__endpoints": f"[{served.servers[0].url}]"} | extra
+    values = {"rollout__engine": served.name, "rollout__servers__endpoints": f"[{served.servers[0].url}]"} | extra
     config = job_config(served.files, tmp_path / "run", **values)
     with pytest.raises(UserError, match=message) as error:
         served.engine(config)
@@ -434,8 +437,8 @@ def test_wrong_model_is_said_at_start(served: Served, tmp_path: Path, capfd: pyt
         served.files,
         tmp_path / "run",
         rollout__engine=served.name,
-        rollout__endpoints=f"[{served.servers[0].url}]",
-        rollout__api_key_env="NO_SUCH_KEY",
+        rollout__servers__endpoints=f"[{served.servers[0].url}]",
+        rollout__servers__api_key_env="NO_SUCH_KEY",
     )
     codes = run_ranks(_command_line, 1, ["train", str(REPOSITORY / "configs" / "quickstart.yaml"), *values])
     assert codes == [2] and "refuses the API key" in capfd.readouterr().err
@@ -479,7 +482,7 @@ def test_what_was_begun_can_be_given_up(served: Served, tmp_path: Path) -> None:
 
 def test_a_request_that_takes_too_long_is_named(served: Served, tmp_path: Path) -> None:
     """Nothing is waited for for ever: with the probes too slow to notice, the watchdog ends the run."""
-    config = served.config(tmp_path, 1, rollout__rollout_timeout_s=1.0, rollout__probe_every_s=600.0)
+    config = served.config(tmp_path, 1, rollout__limits__request_timeout_s=1.0, rollout__limits__probe_every_s=600.0)
     engine = served.engine(config)
     engine.load_weights(Reference(served.files / "model", 6).weights)
     requests = _requests(_prompts(config)[:24], step=7)
@@ -496,7 +499,10 @@ def test_a_sync_that_fails_half_way_leaves_nobody_with_mixed_weights(served: Ser
     wakes what of it still sleeps."""
     said: list[str] = []
     config = served.config(
-        tmp_path, rollout__sync_channel="gloo", rollout__sync_timeout_s=6.0, rollout__probe_timeout_s=3.0
+        tmp_path,
+        rollout__sync__channel="gloo",
+        rollout__limits__sync_timeout_s=6.0,
+        rollout__limits__probe_timeout_s=3.0,
     )
     engine, good, bad = served.engine(config, said), served.servers[0], served.servers[1]
     old, new, newer = (Reference(served.files / "model", seed) for seed in (13, 14, 15))
@@ -551,7 +557,7 @@ def test_a_bucket_that_fails_leaves_nothing_behind(served: Served, tmp_path: Pat
 def test_a_full_disk_fails_the_sync(served: Served, tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk: the run stops as for every failed sync, and nothing is there
     that a server could take for weights."""
-    engine = served.engine(served.config(tmp_path, 1, rollout__sync_channel="disk"))
+    engine = served.engine(served.config(tmp_path, 1, rollout__sync__channel="disk"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, hard))
     try:
@@ -576,7 +582,10 @@ def test_a_hung_server_is_named_and_survived(served: Served, tmp_path: Path) -> 
     sleep in spite of what it still runs, is synced and takes part again."""
     said: list[str] = []
     config = served.config(
-        tmp_path, rollout__probe_every_s=0.5, rollout__probe_timeout_s=5.0, rollout__sync_timeout_s=30
+        tmp_path,
+        rollout__limits__probe_every_s=0.5,
+        rollout__limits__probe_timeout_s=5.0,
+        rollout__limits__sync_timeout_s=30,
     )
     engine, reference = served.engine(config, said), Reference(served.files / "model", 6)
     engine.load_weights(reference.weights)
@@ -589,7 +598,7 @@ def test_a_hung_server_is_named_and_survived(served: Served, tmp_path: Path) -> 
     assert any(served.servers[1].url in line and "is out" in line for line in said)
     assert served.same(completions, expected) and reference.difference(requests, completions).max() < 1e-3
     _signal(served.servers[1], signal.SIGCONT)
-    config.rollout.probe_timeout_s = 60.0  # on a busy machine the way back would have outages of its own
+    config.rollout.limits.probe_timeout_s = 60.0  # on a busy machine the way back would have outages of its own
     engine._fleet.revive()
     put_to_sleep(engine._fleet, timeout_s=30.0)
     assert all(member.asleep and member.state != "out" for member in engine._fleet.members)
@@ -603,7 +612,7 @@ def test_a_hung_server_is_named_and_survived(served: Served, tmp_path: Path) -> 
 def test_a_killed_server_loses_and_repeats_nothing(served: Served, tmp_path: Path) -> None:
     """kill -9 in the middle of generation: one completion for every request, with seeds the same as without it."""
     said: list[str] = []
-    config = served.config(tmp_path, rollout__probe_every_s=0.5)
+    config = served.config(tmp_path, rollout__limits__probe_every_s=0.5)
     engine, reference = served.engine(config, said), Reference(served.files / "model", 8)
     engine.load_weights(reference.weights)
     requests = _requests(_prompts(config)[:24])
@@ -622,11 +631,11 @@ def test_without_any_server_the_run_stops_with_a_checkpoint(served: Served, tmp_
         tmp_path / "run",
         1,
         steps=4,
-        rollout__engine_wait_s=2,
-        rollout__sync_timeout_s=10,
-        rollout__probe_every_s=0.5,
-        rollout__probe_timeout_s=8,
-        rollout__verify_every_syncs=0,
+        rollout__limits__engine_wait_s=2,
+        rollout__limits__sync_timeout_s=10,
+        rollout__limits__probe_every_s=0.5,
+        rollout__limits__probe_timeout_s=8,
+        rollout__sync__verify_every=0,
     )
     run_dir, server = tmp_path / "run", served.servers[0]
     said = run_ranks(_train_with_a_server_that_stops, 1, config, server, "update", 1)[0]
@@ -634,7 +643,7 @@ def test_without_any_server_the_run_stops_with_a_checkpoint(served: Served, tmp_
     assert [path.name for path in (run_dir / "checkpoints").glob("step_*")] == ["step_000001"]
     _signal(server, signal.SIGCONT)
     said = run_ranks(_train_with_a_server_that_stops, 1, config, server, "select", 2)[0]
-    assert "have been gone for rollout.engine_wait_s = 2 s" in said and server.url in said
+    assert "have been gone for rollout.limits.engine_wait_s = 2 s" in said and server.url in said
     assert sorted(path.name for path in (run_dir / "checkpoints").glob("step_*")) == ["step_000001", "step_000002"]
     assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2]
 

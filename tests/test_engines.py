@@ -18,8 +18,9 @@ from support.job import job_config, write_job_files
 
 sys.path.insert(0, str(Path(__file__).parent / "engines"))
 from servers import PYTHON, needs, stand_ins
+from support.settings import rollout_config
 
-from dppo_megatron.config.rollout import RolloutConfig, check_rollout
+from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.hf import cut
 from dppo_megatron.rollout.servers import sglang, vllm
@@ -32,7 +33,7 @@ from dppo_megatron.rollout.transfer import shared_memory
 from dppo_megatron.types import GuardStop, UserError
 from dppo_megatron.weights.architecture import read_architecture
 
-SERVES = {"engine": "vllm", "endpoints": ["http://127.0.0.1:8000"]}
+SERVES = {"engine": "vllm", "servers.endpoints": ["http://127.0.0.1:8000"]}
 
 
 @settings(deadline=None)
@@ -118,25 +119,28 @@ def test_the_canary_names_the_server() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"endpoints": ["http://127.0.0.1:1"]}, "hf has no servers"),
-        ({"engine": "vllm"}, "rollout.launch=local"),
-        (SERVES | {"launch": "local"}, "one of the two"),
-        (SERVES | {"endpoints": ["127.0.0.1:8000"]}, "expected http://host:port"),
-        (SERVES | {"endpoints": ["http://10.1.2.3:8000"]}, "allow_remote_endpoints"),
-        (SERVES | {"endpoints": ["http://u:secret@127.0.0.1:8000"]}, "put no key in an address"),
-        (SERVES | {"sync_channel": "ipc"}, "needs rollout.launch = local"),
-        ({"engine": "vllm", "launch": "local", "colocate": True, "sync_channel": "nccl"}, "two members on one GPU"),
+        ({"servers.endpoints": ["http://127.0.0.1:1"]}, "hf has no servers"),
+        ({"engine": "vllm"}, "rollout.servers.launch=local"),
+        (SERVES | {"servers.launch": "local"}, "one of the two"),
+        (SERVES | {"servers.endpoints": ["127.0.0.1:8000"]}, "expected http://host:port"),
+        (SERVES | {"servers.endpoints": ["http://10.1.2.3:8000"]}, "allow_remote_endpoints"),
+        (SERVES | {"servers.endpoints": ["http://u:secret@127.0.0.1:8000"]}, "put no key in an address"),
+        (SERVES | {"sync.channel": "ipc"}, "needs rollout.servers.launch = local"),
+        (
+            {"engine": "vllm", "servers.launch": "local", "servers.colocate": True, "sync.channel": "nccl"},
+            "two members on one GPU",
+        ),
         ({"async_steps": 1}, "needs servers"),
         (SERVES | {"async_steps": 2}, "must be 0 or 1"),
-        (SERVES | {"colocate": True}, "needs rollout.launch = local"),
-        (SERVES | {"top_p": 0.0}, "rollout.top_p = 0.0"),
-        (SERVES | {"sync_bucket_mb": 0}, "must be at least 1"),
-        (SERVES | {"engine_wait_s": 0}, "must be greater than 0"),
+        (SERVES | {"servers.colocate": True}, "needs rollout.servers.launch = local"),
+        (SERVES | {"sampling.top_p": 0.0}, "rollout.sampling.top_p = 0.0"),
+        (SERVES | {"sync.bucket_mb": 0}, "must be at least 1"),
+        (SERVES | {"limits.engine_wait_s": 0}, "must be greater than 0"),
     ],
 )
 def test_contradictions_are_said(values: dict, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        check_rollout(RolloutConfig(**values))
+        check_rollout(rollout_config(values))
     assert "secret" not in str(error.value)
 
 
@@ -153,7 +157,7 @@ def test_the_channel_is_chosen_and_can_be_forced() -> None:
     assert chosen("auto", own, on_gpu=True) == "nccl", "GPUs of their own: NCCL reaches all of a server's workers"
     assert chosen("auto", theirs, on_gpu=True, colocated=True) == "disk"
     assert chosen("disk", own) == "disk" and chosen("gloo", own) == "gloo"
-    with pytest.raises(UserError, match="sync_channel = gloo"):
+    with pytest.raises(UserError, match=r"sync\.channel = gloo"):
         chosen("gloo", ("disk",))
 
 
@@ -165,7 +169,7 @@ def test_old_versions_are_old() -> None:
 def test_another_model_behind_the_address(tmp_path: Path) -> None:
     """Architecture, vocabulary, context and unheated log-probabilities; the address is in each message."""
     files = write_job_files(tmp_path)
-    config = job_config(files, tmp_path / "run", rollout__temperature=0.8)
+    config = job_config(files, tmp_path / "run", rollout__sampling__temperature=0.8)
     architecture = read_architecture(files / "model")
     good = ServerInfo("0.32.0", "m", 128, "Qwen3ForCausalLM", 19, ("disk",), 1, True)
     check_server("http://x", good, config, architecture)
@@ -194,7 +198,9 @@ def test_another_model_behind_the_address(tmp_path: Path) -> None:
 def test_cuts_that_a_server_takes_otherwise_are_refused(tmp_path: Path, cuts: dict, message: str) -> None:
     """SGLang: another order of the two cuts, and log-probabilities under a cut for a bounded top_k only."""
     files = write_job_files(tmp_path)
-    config = job_config(files, tmp_path / "run", **{f"rollout__{name}": value for name, value in cuts.items()})
+    config = job_config(
+        files, tmp_path / "run", **{f"rollout__sampling__{name}": value for name, value in cuts.items()}
+    )
     info = ServerInfo("0.5.23", "m", 128, None, None, ("disk",), 1, None, max_top_k=5, cuts_in_order=False)
     if not message:
         return check_server("http://x", info, config, read_architecture(files / "model"))

@@ -56,14 +56,14 @@ def test_every_channel_and_sleep(files: Path, tmp_path: Path, engine_name: str, 
     colocated = channel != "nccl"
     if not colocated and torch.cuda.device_count() < 2:
         pytest.skip("nccl needs a second GPU: two members of a group cannot share one")
-    place = {"rollout__colocate": "true"} if colocated else {"rollout__server_gpus": "['1']"}
+    place = {"rollout__servers__colocate": "true"} if colocated else {"rollout__servers__gpus": "['1']"}
     config = job_config(
         files,
         tmp_path / "run",
         model__dtype="bfloat16",
-        rollout__sync_channel=channel,
-        rollout__sync_bucket_mb=1,
-        rollout__max_completion_tokens=24,
+        rollout__sync__channel=channel,
+        rollout__sync__bucket_mb=1,
+        rollout__sampling__max_completion_tokens=24,
         **place,
         **local_settings(engine_name, *SERVER_ARGUMENTS[engine_name]),
     )
@@ -93,8 +93,8 @@ def test_training_with_a_colocated_server(files: Path, tmp_path: Path, engine_na
         tmp_path / "run",
         steps=3,
         model__dtype="bfloat16",
-        rollout__colocate="true",
-        rollout__verify_every_syncs=1,
+        rollout__servers__colocate="true",
+        rollout__sync__verify_every=1,
         **local_settings(engine_name, *SERVER_ARGUMENTS[engine_name]),
     )
     assert main(["train", str(REPOSITORY / "configs" / "quickstart.yaml"), *values]) == 0

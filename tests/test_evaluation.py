@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.job import REPOSITORY, job_config, read_metrics, write_job_files
 from support.launch import run_ranks
+from support.settings import rollout_config
 
 from dppo_megatron.cli import main
 from dppo_megatron.config.data import EvalSetConfig
-from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.choice import split_settings
 from dppo_megatron.evaluation.evaluator import Evaluator
@@ -502,7 +502,7 @@ def test_a_server_is_given_as_many_completions_as_it_runs(counts: Sequence[int])
             break
         first += count
     gate = _Gate(first)
-    fleet = Fleet([gate], RolloutConfig(max_concurrent_sequences=limit), print, max_groups=limit)  # type: ignore[list-item]
+    fleet = Fleet([gate], rollout_config({"limits.max_concurrent_sequences": limit}), print, max_groups=limit)  # type: ignore[list-item]
     fleet.members[0].state = "live"
     groups = [GenerateRequest(str(index), (1,), count, 0) for index, count in enumerate(counts)]
     work = Work(groups, [Sampling(4, 1.0, 0)] * len(groups), frozenset({"1"}))

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from support.job import job_config, write_job_files
+from support.settings import rollout_config
 
 from dppo_megatron.config.load import config_values
 from dppo_megatron.config.rollout import RolloutConfig, check_rollout
@@ -65,7 +66,7 @@ def test_a_key_that_no_header_can_hold(monkeypatch: pytest.MonkeyPatch, key: str
     """Names the variable and nothing of its value; also where a client is made of it."""
     monkeypatch.setenv("DPPO_TEST_KEY", key)
     with pytest.raises(UserError, match="environment variable DPPO_TEST_KEY") as error:
-        configured_key(RolloutConfig(api_key_env="DPPO_TEST_KEY"))
+        configured_key(rollout_config({"servers.api_key_env": "DPPO_TEST_KEY"}))
     assert KEY not in str(error.value)
     with pytest.raises(UserError) as error:
         Http("http://127.0.0.1:1", key)
@@ -86,20 +87,20 @@ def test_no_answer_shows_the_key(echoing_server: str, engine: str) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"endpoints": [f"http://user:{KEY}@127.0.0.1:8000"]},
-        {"endpoints": [f"user:{KEY}@127.0.0.1:8000"]},
-        {"endpoints": [f"http://127.0.0.1:8000/?api_key={KEY}"]},
-        {"endpoints": [f"http://127.0.0.1:8000/#{KEY}"]},
-        {"endpoints": ["http://127.0.0.1:8000"], "api_key_env": f"sk-{KEY}"},
-        {"launch": "local", "server_args": ["--api-key", KEY]},
-        {"launch": "local", "server_args": [f"--api-key={KEY}"]},
-        {"launch": "local", "server_args": ["--admin-api-key", KEY]},
+        {"servers.endpoints": [f"http://user:{KEY}@127.0.0.1:8000"]},
+        {"servers.endpoints": [f"user:{KEY}@127.0.0.1:8000"]},
+        {"servers.endpoints": [f"http://127.0.0.1:8000/?api_key={KEY}"]},
+        {"servers.endpoints": [f"http://127.0.0.1:8000/#{KEY}"]},
+        {"servers.endpoints": ["http://127.0.0.1:8000"], "servers.api_key_env": f"sk-{KEY}"},
+        {"servers.launch": "local", "servers.args": ["--api-key", KEY]},
+        {"servers.launch": "local", "servers.args": [f"--api-key={KEY}"]},
+        {"servers.launch": "local", "servers.args": ["--admin-api-key", KEY]},
     ],
 )
 def test_no_setting_holds_a_key(values: dict[str, Any]) -> None:
     """Settings are written to files and command lines; the refusal does not repeat it."""
     with pytest.raises(UserError, match="key") as error:
-        check_rollout(RolloutConfig(engine="vllm", **values))
+        check_rollout(rollout_config({"engine": "vllm"} | values))
     assert KEY not in str(error.value)
 
 
@@ -117,9 +118,9 @@ def test_launched_vllm_servers_have_keys_of_their_own(
         files,
         tmp_path / "run",
         rollout__engine="vllm",
-        rollout__launch="local",
-        rollout__local_servers=2,
-        rollout__server_python=sys.executable,  # has no vLLM: the processes end by themselves
+        rollout__servers__launch="local",
+        rollout__servers__count=2,
+        rollout__servers__python=sys.executable,  # has no vLLM: the processes end by themselves
     )
     servers = launch_servers(config)
     for server in servers:

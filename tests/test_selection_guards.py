@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.job import job_config, write_job_files
+from support.settings import rollout_config
 
 from dppo_megatron.algorithms.advantages import group_advantages
 from dppo_megatron.config.pruning import CompletionPruningConfig
-from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import check_selection, planned_prompts
 from dppo_megatron.job import prepare_job
@@ -175,10 +175,10 @@ def test_the_group_deviation_neither_overflows_nor_vanishes(values: list[float],
 @pytest.mark.parametrize("cut", [0.0, 5.0])
 def test_the_straggler_row_does_not_wait_for_a_straggler(cut: float) -> None:
     """Servers that may cut make every step biased; where nobody can be cut there is no row."""
-    [row] = straggler_rows(RolloutConfig(engine="vllm", straggler_share=0.9), cut, 50)
+    [row] = straggler_rows(rollout_config({"engine": "vllm", "limits.straggler_share": 0.9}), cut, 50)
     assert (row.name, row.label, row.kept_fraction) == ("rollout/stragglers", "biased", pytest.approx(1 - cut / 50))
-    assert not straggler_rows(RolloutConfig(engine="vllm", straggler_share=1.0), cut, 50)
-    assert not straggler_rows(RolloutConfig(engine="hf", straggler_share=0.9), cut, 50)
+    assert not straggler_rows(rollout_config({"engine": "vllm", "limits.straggler_share": 1.0}), cut, 50)
+    assert not straggler_rows(rollout_config({"limits.straggler_share": 0.9}), cut, 50)
 
 
 # ------------------------------------------------------------------------------------------- counts and plans

@@ -148,6 +148,9 @@ def _all_samples(groups: list[Group]) -> list[TrainSample]:
     ]
 
 
+TIMES = ("time/rollout_s", "time/reward_s", "time/update_s", "time/step_s")
+
+
 def _steps(files: Path, run_dir: Path, world_size: int, extra: dict[str, Any]) -> list[dict[str, Any]]:
     """Drives the loop as train.py does and reports what was drawn and how far engine and actor are apart."""
     loop = Loop(prepare_job(job_config(files, run_dir, **extra), world_size))
@@ -172,6 +175,7 @@ def _steps(files: Path, run_dir: Path, world_size: int, extra: dict[str, Any]) -
             )
         loop.update(samples, loop.pack(samples))
         loop.sync()
+        loop.feedback(step, {**dict.fromkeys(TIMES, 1.0), **loop.take_metrics()})
     return report
 
 

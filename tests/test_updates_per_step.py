@@ -36,7 +36,7 @@ TERMS = RNG.normal(size=(N, G))  # stands for one coordinate of a completion's g
 def _config(updates: int = 1, prompt: str = "none", completion: str = "none", **objective: Any) -> Config:
     config = Config(steps=100, objective=ObjectiveConfig(updates_per_step=updates, **objective))
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = N, G
-    config.rollout.max_completion_tokens = LIMIT
+    config.rollout.sampling.max_completion_tokens = LIMIT
     config.pruning.prompt.method, config.pruning.completion.method = prompt, completion
     config.pruning.prompt.rate, config.pruning.completion.rate = 0.5, 0.5
     return config
@@ -367,7 +367,7 @@ BAD_SETTINGS = {
     "objective__correction__level=token objective__loss=divergence_tv": "count the mismatch twice",
     "objective__correction__level=token objective__old_logprobs=behaviour": "takes both from the engine",
     "objective__correction__level=token objective__correction__min_ratio=3": "is above max_ratio = 2",
-    "objective__overlong__buffer_tokens=17": "at most rollout.max_completion_tokens = 16",
+    "objective__overlong__buffer_tokens=17": "at most rollout.sampling.max_completion_tokens = 16",
     "objective__zero_advantage_slope=1": "objective.function is not set",
 }
 
@@ -404,7 +404,7 @@ def _presets() -> list[list[str]]:
 @pytest.mark.parametrize("preset", _presets(), ids=" ".join)
 def test_documented_presets_are_valid(files: Path, tmp_path: Path, preset: list[str]) -> None:
     """At a scale for which the papers' lengths and update counts make sense."""
-    scale = {"max_completion_tokens": 20480, "prompts_per_step": 512}
+    scale = {"sampling__max_completion_tokens": 20480, "prompts_per_step": 512}
     extra = {f"rollout__{key}": value for key, value in scale.items()} | dict(item.split("=") for item in preset)
     job_config(files, tmp_path / "run", packing__max_tokens_per_microbatch=32768, **extra)
     assert len(_presets()) == 8

@@ -56,7 +56,10 @@ CASES = {
     ),
     "section_as_value": (lambda f, t: ["rollout=3"], "'rollout' is a section of settings"),
     "no_equals_sign": (lambda f, t: ["steps"], "override 'steps': expected key=value"),
-    "out_of_range": (lambda f, t: ["rollout.temperature=0"], "rollout.temperature = 0.0: must be greater than 0"),
+    "out_of_range": (
+        lambda f, t: ["rollout.sampling.temperature=0"],
+        "rollout.sampling.temperature = 0.0: must be greater than 0",
+    ),
     "group_of_one": (
         lambda f, t: ["rollout.completions_per_prompt=1"],
         "rollout.completions_per_prompt = 1: must be at least 2",
@@ -89,10 +92,10 @@ CASES = {
     "prompt_too_long": (lambda f, t: ["data.max_prompt_tokens=3"], "more than data.max_prompt_tokens = 3"),
     "sequence_over_cap": (
         lambda f, t: ["packing.max_tokens_per_microbatch=31"],
-        "data.max_prompt_tokens + rollout.max_completion_tokens = 32 tokens and must fit",
+        "data.max_prompt_tokens + rollout.sampling.max_completion_tokens = 32 tokens and must fit",
     ),
     "sequence_over_positions": (
-        lambda f, t: ["rollout.max_completion_tokens=500", "packing.max_tokens_per_microbatch=1000"],
+        lambda f, t: ["rollout.sampling.max_completion_tokens=500", "packing.max_tokens_per_microbatch=1000"],
         "more than the 128 positions",
     ),
     "heads_by_tp": (

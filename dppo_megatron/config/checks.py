@@ -120,7 +120,7 @@ def _check_objective(config: Config) -> None:
     check_objective(
         config.objective,
         prompts_per_step=config.rollout.prompts_per_step,
-        max_completion_tokens=config.rollout.max_completion_tokens,
+        max_completion_tokens=config.rollout.sampling.max_completion_tokens,
     )
 
 
@@ -135,11 +135,12 @@ def _check_required(config: Config, *, trains: bool) -> None:
             raise UserError(f"{key} is not set; give it in the config file or as {key}=...")
     if config.model.dtype == "float64":
         raise UserError("model.dtype = float64 has no optimizer in Megatron-core; train in float32 or bfloat16")
-    longest = longest_prompt_tokens(config, training=True) + config.rollout.max_completion_tokens
+    longest = longest_prompt_tokens(config, training=True) + config.rollout.sampling.max_completion_tokens
     if trains and longest > config.packing.max_tokens_per_microbatch:
         raise UserError(
             f"packing.max_tokens_per_microbatch = {config.packing.max_tokens_per_microbatch}: the longest possible"
-            f" sequence has data.max_prompt_tokens + rollout.max_completion_tokens = {longest} tokens and must fit"
+            f" sequence has data.max_prompt_tokens + rollout.sampling.max_completion_tokens = {longest} tokens"
+            " and must fit"
         )
 
 

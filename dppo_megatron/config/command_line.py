@@ -1,7 +1,7 @@
 """`key=value` settings of the command line: dotted keys, values by the type that the key has.
 
 A text setting takes what stands behind the `=` as it is, so that no word of a path is YAML; quotes around all of it are
-taken off. Other settings are read as YAML: `steps=20`, `rollout.server_gpus='["0,1", "2,3"]'`. A name with a dot or an
+taken off. Other settings are read as YAML: `steps=20`, `rollout.servers.gpus='["0,1", "2,3"]'`. A name with a dot or an
 equals sign is quoted: `data.eval_paths."math/500.v2"=rows.jsonl`. `key={}` and `key={a: b}` replace all names that a
 mapping had; `key.name=...` adds one.
 """

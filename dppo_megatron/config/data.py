@@ -79,7 +79,7 @@ class EvalSetConfig(SetConfig):
     top_k: int | None = ranged(None, "[0, 10000000]")
     """The k most likely tokens; 0: all."""
     max_completion_tokens: int | None = ranged(None, "[0, 100000000]")
-    """Longest answer; 0: as rollout.max_completion_tokens."""
+    """Longest answer; 0: as rollout.sampling.max_completion_tokens."""
     grader: str | None = None
     """Grader of this set, a built-in name or `module:function`; empty: as in training."""
 
@@ -182,7 +182,7 @@ class ResolvedEvalSet(ResolvedSet):
     top_k: int
     """The k most likely tokens; 0: all."""
     max_completion_tokens: int
-    """Above 0: `rollout.max_completion_tokens` where nobody says another."""
+    """Above 0: `rollout.sampling.max_completion_tokens` where nobody says another."""
     grader: str
     """Empty: as in training."""
 
@@ -213,7 +213,7 @@ def eval_set_configs(config: Config) -> dict[str, ResolvedEvalSet]:
             temperature=defaults.temperature if entry.temperature is None else entry.temperature,
             top_p=defaults.top_p if entry.top_p is None else entry.top_p,
             top_k=defaults.top_k if entry.top_k is None else entry.top_k,
-            max_completion_tokens=longest or config.rollout.max_completion_tokens,
+            max_completion_tokens=longest or config.rollout.sampling.max_completion_tokens,
             grader=entry.grader or "",
         )
     return sets

@@ -28,7 +28,7 @@ class EvalConfig:
     top_k: int = ranged(0, "[0, 10000000]")
     """The k most likely tokens; 0: all."""
     max_completion_tokens: int = ranged(0, "[0, 100000000]")
-    """Longest answer; 0: as rollout.max_completion_tokens."""
+    """Longest answer; 0: as rollout.sampling.max_completion_tokens."""
 
 
 def check_evaluation(config: Config) -> None:
@@ -62,6 +62,6 @@ def longest_sequence(config: Config) -> tuple[int, str]:
         tokens = settings.max_prompt_tokens + settings.max_completion_tokens
         found.append((tokens, f"max_prompt_tokens + max_completion_tokens of evaluation set '{name}'"))
     if not found or config.data.train_path or config.data.train_sets:  # else an evaluation alone
-        own = longest_prompt_tokens(config, training=True) + config.rollout.max_completion_tokens
-        found.insert(0, (own, "data.max_prompt_tokens + rollout.max_completion_tokens"))
+        own = longest_prompt_tokens(config, training=True) + config.rollout.sampling.max_completion_tokens
+        found.insert(0, (own, "data.max_prompt_tokens + rollout.sampling.max_completion_tokens"))
     return max(found, key=lambda item: item[0])

@@ -174,7 +174,7 @@ def check_objective(
     if config.overlong.buffer_tokens > max_completion_tokens:
         raise UserError(
             f"{prefix}.overlong.buffer_tokens = {config.overlong.buffer_tokens}: must be at most"
-            f" rollout.max_completion_tokens = {max_completion_tokens}"
+            f" rollout.sampling.max_completion_tokens = {max_completion_tokens}"
         )
     if prompts_per_step % config.updates_per_step:
         raise UserError(

@@ -56,9 +56,11 @@ def unescaped(text: str) -> str:
 
 
 def may_use_environment(key: str) -> bool:
-    """Only paths: run_dir, model.hf_path, data.eval_paths.NAME, rollout.sync_dir, rollout.server_python, ..."""
+    """Only paths: run_dir, model.hf_path, data.eval_paths.NAME, rollout.sync.dir, rollout.servers.python, ..."""
     parts = key.split(".")
-    return parts[-1].endswith(("path", "_dir", "_python")) or key.startswith("data.eval_paths.")
+    if key in ("rollout.sync.dir", "rollout.servers.python"):
+        return True
+    return parts[-1].endswith(("path", "_dir")) or key.startswith("data.eval_paths.")
 
 
 class Resolver:
@@ -100,7 +102,7 @@ class Resolver:
                 raise UserError(
                     f"{where}: only paths may be read from the environment (run_dir, model.hf_path, ...), since other"
                     " settings stand in files and command lines. An API key is read from the variable that"
-                    " rollout.api_key_env names"
+                    " rollout.servers.api_key_env names"
                 )
             return FromEnvironment(text, "".join([*written, rest]))
         return self._decode(text if alone is None else alone, reference.hint, key, where)

@@ -1,7 +1,7 @@
 """Settings of generation: sampling, which engine, how it is reached, and how its weights follow the actor's.
 
-Beside the other branches of the schema because most of it is about servers: an embedded engine needs only the first
-third. `check_rollout` says what a type cannot.
+In sections, because most of it is about servers: an embedded engine reads `sampling` and one line of `limits`.
+`check_rollout` says what a type cannot: which settings contradict one another.
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass
-class RolloutConfig:
-    engine: Literal["hf", "vllm", "sglang"] = "hf"
-    """What generates: `hf` is transformers, embedded in every rank; `vllm` and `sglang` are servers."""
-    prompts_per_step: int = ranged(64, "[1, 1000000]")
-    """Nominal prompts of a step, before any pruning: N of every denominator."""
-    completions_per_prompt: int = ranged(8, "[2, 65536]", why="an advantage compares a group's completions")
-    """Completions sampled for each selected prompt: the group size G."""
+class SamplingConfig:
     max_completion_tokens: int = ranged(1024, "[1, 100000000]")
     """Generation stops here; such a completion has finish reason `length`."""
     temperature: float = ranged(1.0, "(0, 100]")
@@ -36,23 +30,24 @@ class RolloutConfig:
     """Sample from the k most likely tokens; 0: all."""
     stop_token_ids: list[int] = ranged([], "[0, 2147483647]")
     """Tokens that end a completion, beside the tokenizer's end of sequence."""
-    max_concurrent_sequences: int = ranged(512, "[1, 1000000]")
-    """Sequences generated at a time: in one batch on one rank (hf), or outstanding on one server."""
 
+
+@dataclass
+class ServersConfig:
     endpoints: list[str] = field(default_factory=list)
     """Servers that are already running, as http://host:port. Hosts other than this machine's loopback need
     `allow_remote_endpoints`."""
     allow_remote_endpoints: bool = False
     """Plain HTTP to other hosts: prompts and completions are then readable on that network."""
     launch: Literal["none", "local"] = "none"
-    """`local`: the trainer starts `local_servers` servers on this machine and ends them with the run."""
-    local_servers: int = ranged(1, "[1, 1024]")
+    """`local`: the trainer starts `count` servers on this machine and ends them with the run."""
+    count: int = ranged(1, "[1, 1024]")
     """Servers that launch=local starts."""
-    server_python: str = ""
+    python: str = ""
     """Python interpreter of the environment that holds the engine (.venv-vllm/bin/python); empty: the trainer's."""
-    server_args: list[str] = field(default_factory=list)
+    args: list[str] = field(default_factory=list)
     """More arguments for a launched server's command line, e.g. [--gpu-memory-utilization, "0.4"]."""
-    server_gpus: list[str] = field(default_factory=list)
+    gpus: list[str] = field(default_factory=list)
     """CUDA_VISIBLE_DEVICES of each launched server, e.g. ["0,1", "2,3"]; empty: all see every device."""
     colocate: bool = False
     """Launched servers share the actor's GPUs: they sleep (free weights and key-value cache) during the update."""
@@ -60,15 +55,18 @@ class RolloutConfig:
     """Environment variable that holds the servers' API key. Unset: no key is sent to `endpoints`, and launched vLLM
     servers get a random one. The key is never written or logged."""
 
-    sync_channel: Literal["auto", "disk", "gloo", "nccl", "ipc"] = "auto"
+
+@dataclass
+class SyncConfig:
+    channel: Literal["auto", "disk", "gloo", "nccl", "ipc"] = "auto"
     """How weights reach a server: `disk` is safetensors on a path that both can read, gloo and nccl a broadcast group
     with the engine's workers, ipc memory of the trainer that servers it has launched map (CUDA IPC on GPUs). `auto`
     takes ipc where servers are colocated or launched on a CPU, then nccl on GPUs or gloo, else disk; it is printed."""
-    sync_dir: str = ""
-    """Directory for sync_channel=disk; it must be the same path for the servers. Empty: run_dir/sync."""
-    sync_bucket_mb: int = ranged(256, "[1, 1000000]")
+    dir: str = ""
+    """Directory for channel=disk; it must be the same path for the servers. Empty: run_dir/sync."""
+    bucket_mb: int = ranged(256, "[1, 1000000]")
     """Weights are gathered and sent in pieces of about this size, in MiB; no rank holds the whole model for it."""
-    verify_every_syncs: int = ranged(10, COUNT)
+    verify_every: int = ranged(10, COUNT)
     """After the first and every so many syncs, tensors' checksums (where the engine shows its tensors) and a canary
     completion's log-probabilities are compared with the actor's; 0: never."""
     max_canary_logprob_diff: float = ranged(0.05, "(0, 1e6]")
@@ -76,17 +74,18 @@ class RolloutConfig:
     in_flight: Literal["finish", "abort", "continue"] = "finish"
     """Requests in flight at a sync (async_steps=1): wait for them, abort and generate them again, or let them go on
     with the new weights; every token's weights version is recorded."""
-    async_steps: int = ranged(0, "[0, 1]")
-    """1: the next step's completions are generated during this step's update, one policy behind. 0: never stale."""
-    mismatch_alarm: float = ranged(0.5, "(0, 1e6]")
-    """A warning is printed when a step's mean |log-probability difference| between engine and actor is above this."""
 
+
+@dataclass
+class LimitsConfig:
+    max_concurrent_sequences: int = ranged(512, "[1, 1000000]")
+    """Sequences generated at a time: in one batch on one rank (hf), or outstanding on one server."""
     start_timeout_s: float = ranged(600.0, SECONDS)
     """A launched server must be ready after this long."""
     sync_timeout_s: float = ranged(600.0, SECONDS)
     """A weight sync of one server must be done after this long; else the server is marked out."""
-    rollout_timeout_s: float = ranged(3600.0, SECONDS)
-    """A request older than this stops the run with its prompt and request id: nothing is waited for for ever."""
+    request_timeout_s: float = ranged(3600.0, SECONDS)
+    """A request older than this, counted from its first try, stops the run with its prompt and request id."""
     engine_wait_s: float = ranged(300.0, SECONDS)
     """With every server gone the run waits this long for one to come back, then stops."""
     probe_every_s: float = ranged(5.0, SECONDS)
@@ -96,72 +95,103 @@ class RolloutConfig:
     straggler_share: float = ranged(1.0, "(0, 1]")
     """Below 1: once this share of a step's completions has finished, the rest is cut off where it is and counted as
     `length`. A selection, so the step's bias ledger shows it. 1: wait for all."""
+    mismatch_alarm: float = ranged(0.5, "(0, 1e6]")
+    """A warning is printed when a step's mean |log-probability difference| between engine and actor is above this."""
+
+
+@dataclass
+class RolloutConfig:
+    engine: Literal["hf", "vllm", "sglang"] = "hf"
+    """What generates: `hf` is transformers, embedded in every rank; `vllm` and `sglang` are servers."""
+    prompts_per_step: int = ranged(64, "[1, 1000000]")
+    """Nominal prompts of a step, before any pruning: N of every denominator."""
+    completions_per_prompt: int = ranged(8, "[2, 65536]", why="an advantage compares a group's completions")
+    """Completions sampled for each selected prompt: the group size G."""
+    async_steps: int = ranged(0, "[0, 1]")
+    """1: the next step's completions are generated during this step's update, one policy behind. 0: never stale."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """What a completion is drawn from."""
+    servers: ServersConfig = field(default_factory=ServersConfig)
+    """Where the servers are, or how they are started; engine=hf has none."""
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    """How weights reach the servers, and how it is checked that they did."""
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    """How much at a time, and how long anything may take."""
 
 
 def check_rollout(config: RolloutConfig) -> None:
     """Raise `UserError` for the first setting of `rollout` that is out of range or contradicts another one."""
     check_ranges(config, "rollout.")
     serves = config.engine != "hf"
-    for key, value in (("endpoints", config.endpoints), ("launch", config.launch != "none")):
+    for key, value in (("endpoints", config.servers.endpoints), ("launch", config.servers.launch != "none")):
         if value and not serves:
-            raise UserError(f"rollout.{key} is set, but rollout.engine = hf has no servers; use vllm or sglang")
+            raise UserError(f"rollout.servers.{key} is set, but rollout.engine = hf has no servers; use vllm or sglang")
     if not serves and config.async_steps:
         raise UserError("rollout.async_steps = 1 needs servers: the embedded hf engine shares the actor's processors")
-    if serves and bool(config.endpoints) == (config.launch == "local"):
+    if serves and bool(config.servers.endpoints) == (config.servers.launch == "local"):
         raise UserError(
-            f"rollout.engine = {config.engine}: give the servers' addresses as rollout.endpoints=[http://127.0.0.1:8000]"
-            " or let the trainer start them with rollout.launch=local, one of the two"
+            f"rollout.engine = {config.engine}: give the servers' addresses as"
+            " rollout.servers.endpoints=[http://127.0.0.1:8000] or let the trainer start them with"
+            " rollout.servers.launch=local, one of the two"
         )
-    if config.colocate and config.launch != "local":
-        raise UserError("rollout.colocate needs rollout.launch = local: only this machine's servers can share its GPUs")
-    if config.colocate and config.async_steps:
+    if config.servers.colocate and config.servers.launch != "local":
         raise UserError(
-            "rollout.async_steps = 1 generates during the update; with rollout.colocate the servers sleep then"
+            "rollout.servers.colocate needs rollout.servers.launch = local: only this"
+            " machine's servers can share its GPUs"
         )
-    if config.colocate and config.sync_channel == "nccl":
+    if config.servers.colocate and config.async_steps:
         raise UserError(
-            "rollout.sync_channel = nccl cannot reach a colocated server: NCCL has no groups with two members on one"
+            "rollout.async_steps = 1 generates during the update; with rollout.servers.colocate the servers sleep then"
+        )
+    if config.servers.colocate and config.sync.channel == "nccl":
+        raise UserError(
+            "rollout.sync.channel = nccl cannot reach a colocated server: NCCL has no groups with two members on one"
             " GPU; use ipc or disk"
         )
-    if config.sync_channel == "ipc" and config.launch != "local":
+    if config.sync.channel == "ipc" and config.servers.launch != "local":
         raise UserError(
-            "rollout.sync_channel = ipc needs rollout.launch = local: servers must share this machine's memory"
+            "rollout.sync.channel = ipc needs rollout.servers.launch = local: servers must share this machine's memory"
         )
-    if config.server_gpus and len(config.server_gpus) != config.local_servers:
+    if config.servers.gpus and len(config.servers.gpus) != config.servers.count:
         raise UserError(
-            f"rollout.server_gpus has {len(config.server_gpus)} entries for rollout.local_servers ="
-            f" {config.local_servers}"
+            f"rollout.servers.gpus has {len(config.servers.gpus)} entries for rollout.servers.count ="
+            f" {config.servers.count}"
         )
     _check_keys(config)
-    for url in config.endpoints:
+    for url in config.servers.endpoints:
         _check_endpoint(url, config)
-    if len(set(config.endpoints)) < len(config.endpoints):
-        raise UserError("rollout.endpoints names a server twice")
+    if len(set(config.servers.endpoints)) < len(config.servers.endpoints):
+        raise UserError("rollout.servers.endpoints names a server twice")
 
 
 def _check_keys(config: RolloutConfig) -> None:
     """No key may be a setting: settings are written to files. What was given is not repeated here."""
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", config.api_key_env):
-        raise UserError("rollout.api_key_env is not the name of an environment variable; it must not be the key itself")
-    if any(argument.partition("=")[0] in ("--api-key", "--admin-api-key") for argument in config.server_args):
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", config.servers.api_key_env):
         raise UserError(
-            "rollout.server_args holds an API key, which would stand in config.yaml and in the list of processes;"
-            f" put it into the environment variable {config.api_key_env} (rollout.api_key_env)"
+            "rollout.servers.api_key_env is not the name of an environment variable; it must not be the key itself"
+        )
+    if any(argument.partition("=")[0] in ("--api-key", "--admin-api-key") for argument in config.servers.args):
+        raise UserError(
+            "rollout.servers.args holds an API key, which would stand in config.yaml and in the list of processes;"
+            f" put it into the environment variable {config.servers.api_key_env} (rollout.servers.api_key_env)"
         )
 
 
 def _check_endpoint(url: str, config: RolloutConfig) -> None:
     if "@" in url or "?" in url or "#" in url:  # not repeated: there may be a key in it
-        raise UserError("rollout.endpoints: put no key in an address; rollout.api_key_env names where it is read from")
+        raise UserError(
+            "rollout.servers.endpoints: put no key in an address; rollout.servers.api_key_env names"
+            " where it is read from"
+        )
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_address = False
     if not is_address or not url.isascii() or not url.isprintable() or " " in url:
-        raise UserError(f"rollout.endpoints: {url[:200]!r} is no address; expected http://host:port")
-    if parts.hostname not in LOOPBACK and parts.scheme == "http" and not config.allow_remote_endpoints:
+        raise UserError(f"rollout.servers.endpoints: {url[:200]!r} is no address; expected http://host:port")
+    if parts.hostname not in LOOPBACK and parts.scheme == "http" and not config.servers.allow_remote_endpoints:
         raise UserError(
-            f"rollout.endpoints: '{url}' is another host, and plain HTTP can be read on the way;"
-            " set rollout.allow_remote_endpoints=true if that network is yours"
+            f"rollout.servers.endpoints: '{url}' is another host, and plain HTTP can be read on the way;"
+            " set rollout.servers.allow_remote_endpoints=true if that network is yours"
         )

@@ -163,7 +163,7 @@ def stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[
     """What ends a completion beside the tokenizer's end of sequence: the settings' tokens, those of the model's
     generation_config.json, and the end of turn of every chat template in use."""
     sets: Sequence[ResolvedSet] = [*train_set_configs(config).values(), *eval_set_configs(config).values()]
-    found = [*config.rollout.stop_token_ids, *generation_config_stops(config.model.hf_path, tokenizer)]
+    found = [*config.rollout.sampling.stop_token_ids, *generation_config_stops(config.model.hf_path, tokenizer)]
     for one in sets:
         found += turn_end_tokens(one.template, tokenizer)
     return tuple(dict.fromkeys(found))

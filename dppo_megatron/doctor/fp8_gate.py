@@ -131,7 +131,7 @@ def _compare_packing(
     if unsafe:
         return findings, _Measured(None, {})
     warmups = _DELAYED_WARMUPS if actor_config.fp8 == "delayed" else 0
-    packed, alone = (_measure(actor, samples, plan, config.rollout.temperature, warmups) for plan in plans)
+    packed, alone = (_measure(actor, samples, plan, config.rollout.sampling.temperature, warmups) for plan in plans)
     return findings + _differences(what, packed, alone, PACKING_BOUNDS[number_format]), packed
 
 

@@ -13,7 +13,7 @@ directory (its hf/, or --step N), or one checkpoint of a run. No training data a
 
   dppo-megatron eval Qwen3-4B --sets six --data data/
   dppo-megatron eval Qwen3-4B --sets aime24,aime25 mine=problems.jsonl --data data/ eval.samples=8
-  dppo-megatron eval runs/x --step 200 --sets six --data data/ rollout.engine=vllm rollout.launch=local
+  dppo-megatron eval runs/x --step 200 --sets six --data data/ rollout.engine=vllm rollout.servers.launch=local
 
 A config file in place of MODEL evaluates its model on its sets:
 

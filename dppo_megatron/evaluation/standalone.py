@@ -244,7 +244,7 @@ def _prepare(order: Order) -> tuple[Config, Path | None, tuple[str, ...]]:
 def _for_evaluation(config: Config, limit: int) -> Config:
     """Without what only a training run has, and with --limit."""
     config.data.train_path, config.data.train_sets = "", {}
-    config.rollout.colocate = False  # there is no actor whose GPUs the servers could share
+    config.rollout.servers.colocate = False  # there is no actor whose GPUs the servers could share
     if limit:
         data = config.data
         sets = {name: EvalSetConfig(path=path) for name, path in data.eval_paths.items()} | data.eval_sets

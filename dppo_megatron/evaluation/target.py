@@ -13,8 +13,7 @@ from dppo_megatron.checkpoint.shelf import named
 from dppo_megatron.config.changes import saved_values
 from dppo_megatron.types import UserError
 
-"""The prompt of a model of which nothing else is known."""
-_SERVER_KEYS = ("engine", "endpoints", "launch", "colocate", "allow_remote_endpoints")
+_SERVER_KEYS = ("endpoints", "launch", "colocate", "allow_remote_endpoints")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +94,11 @@ def _without_servers(settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[st
     """A run's servers may be serving another run by now, and an evaluation would give them other weights."""
     rollout = dict(settings.get("rollout") or {})
     engine, had_servers = rollout.get("engine", "hf"), rollout.get("engine", "hf") != "hf"
-    kept = {key: value for key, value in rollout.items() if key not in _SERVER_KEYS}
+    servers = {key: value for key, value in (rollout.get("servers") or {}).items() if key not in _SERVER_KEYS}
+    kept = {key: value for key, value in rollout.items() if key != "engine"} | {"servers": servers}
     said = (
         f"the run's {engine} servers are not used, they may be another run's by now; rollout.engine={engine} with"
-        " rollout.launch=local or rollout.endpoints=[...] names servers for this evaluation",
+        " rollout.servers.launch=local or rollout.servers.endpoints=[...] names servers for this evaluation",
     )
     return settings | {"rollout": kept}, said if had_servers else ()
 

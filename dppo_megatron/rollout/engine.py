@@ -95,7 +95,7 @@ class Engine(Protocol):
         """Give up what `start` began: its requests end, its completions are lost."""
 
     def pause(self) -> None:
-        """No more tokens until `resume`; requests in flight are treated as `rollout.in_flight` says."""
+        """No more tokens until `resume`; requests in flight are treated as `rollout.sync.in_flight` says."""
 
     def resume(self) -> None:
         """Go on after `pause`."""

@@ -212,7 +212,7 @@ def engine_from_files(config: Config, tokenizer: PreTrainedTokenizerBase, checkp
         tokenizer,
         dtype=getattr(torch, config.model.dtype),
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-        max_concurrent_sequences=config.rollout.max_concurrent_sequences,
+        max_concurrent_sequences=config.rollout.limits.max_concurrent_sequences,
     )
 
     def finite() -> Iterator[tuple[str, Tensor]]:

@@ -71,7 +71,7 @@ class ServerEngine:
         """Sync every server that answers; see `sync.py`. Raises GuardStop if none has the weights in the end."""
         self._version += 1
         self._weights = weights
-        if self._config.rollout.colocate:
+        if self._config.rollout.servers.colocate:
             torch.cuda.empty_cache()  # what the update has freed is the servers' now, and torch would keep it
             barrier()
         if self._connection is not None:
@@ -159,20 +159,23 @@ class ServerEngine:
         """Every live server; one that fails is marked out."""
         if self._connection is not None:
             pause_for_update(
-                self._fleet, self._fleet.live, self._config.rollout.in_flight, self._config.rollout.sync_timeout_s
+                self._fleet,
+                self._fleet.live,
+                self._config.rollout.sync.in_flight,
+                self._config.rollout.limits.sync_timeout_s,
             )
 
     def resume(self) -> None:
         """After `pause`."""
         if self._connection is not None:
-            timeout_s = self._config.rollout.sync_timeout_s
+            timeout_s = self._config.rollout.limits.sync_timeout_s
             on_each(
                 self._fleet, self._fleet.live, lambda member: member.server.resume(timeout_s=timeout_s), doing="resume"
             )
 
     def rest(self) -> None:
         """No generation until the next `load_weights`: colocated servers give their device memory back."""
-        if self._config.rollout.colocate:  # every rank waits: its GPU is not its own before
+        if self._config.rollout.servers.colocate:  # every rank waits: its GPU is not its own before
             from_rank_zero(self._put_to_sleep)
 
     def health(self) -> dict[str, str]:
@@ -194,9 +197,9 @@ class ServerEngine:
     def _put_to_sleep(self) -> None:
         """Also those that are just starting or have come back, which would take their memory during the update."""
         assert self._connection is not None
-        self._connection.wait_for_starting(self._config.rollout.start_timeout_s)
+        self._connection.wait_for_starting(self._config.rollout.limits.start_timeout_s)
         self._fleet.revive()
-        put_to_sleep(self._fleet, self._config.rollout.sync_timeout_s)
+        put_to_sleep(self._fleet, self._config.rollout.limits.sync_timeout_s)
 
     @property
     def _fleet(self) -> Fleet:
@@ -212,9 +215,9 @@ class ServerEngine:
 
     def _make_channel(self, connection: Connection) -> Channel:
         rollout, fleet, name = self._config.rollout, connection.fleet, connection.channel
-        bucket_bytes, timeout_s = rollout.sync_bucket_mb << 20, rollout.sync_timeout_s
+        bucket_bytes, timeout_s = rollout.sync.bucket_mb << 20, rollout.limits.sync_timeout_s
         if name == "disk":
-            directory = Path(rollout.sync_dir or Path(self._config.run_dir) / "sync")
+            directory = Path(rollout.sync.dir or Path(self._config.run_dir) / "sync")
             return DiskChannel(fleet, directory, self._config.model.hf_path, bucket_bytes, timeout_s)
         if name == "ipc":
             return SharedMemoryChannel(fleet, bucket_bytes, timeout_s)
@@ -228,7 +231,7 @@ class ServerEngine:
         while again:
             problem = self._pass_to_the_end(self._weights())
             passes += 1
-            wait_until = wait_until or time.monotonic() + self._config.rollout.engine_wait_s
+            wait_until = wait_until or time.monotonic() + self._config.rollout.limits.engine_wait_s
 
             def decide(problem: Exception | None = problem, passes: int = passes, until: float = wait_until) -> bool:
                 return self._needs_another_pass(problem, passes, until)
@@ -251,15 +254,15 @@ class ServerEngine:
 
     def _pass(self, tensors: Iterable[tuple[str, Tensor]], connection: Connection) -> None:
         rollout, fleet, version = self._config.rollout, self._fleet, str(self._version)
-        timeout_s = rollout.sync_timeout_s
+        timeout_s = rollout.limits.sync_timeout_s
         connection.restart_dead()
         fleet.revive()
         members = [member for member in fleet.members if member.state == "stale"]
         digests = Digests() if self._verifies else None
         wake(fleet, members, "weights", timeout_s)
-        if self._started is not None and rollout.in_flight == "finish":
+        if self._started is not None and rollout.sync.in_flight == "finish":
             self._started.join()
-        pause_for_update(fleet, members, rollout.in_flight, timeout_s)
+        pause_for_update(fleet, members, rollout.sync.in_flight, timeout_s)
         self._channel.push(digests.watch(tensors) if digests else tensors, members, version)
         wake(fleet, members, "kv_cache", timeout_s)
         resume_and_confirm(fleet, members, version, timeout_s)
@@ -268,14 +271,14 @@ class ServerEngine:
 
     @property
     def _verifies(self) -> bool:
-        every = self._config.rollout.verify_every_syncs
+        every = self._config.rollout.sync.verify_every
         return every > 0 and (self._version - 1) % every == 0
 
     def _compare(self, digests: Digests) -> None:
         compared = 0
         for member in self._fleet.live:
             try:
-                held = member.server.checksums(timeout_s=self._config.rollout.sync_timeout_s)
+                held = member.server.checksums(timeout_s=self._config.rollout.limits.sync_timeout_s)
             except (Unreachable, Refused) as error:
                 self._fleet.mark_out(member, f"no receipt for weight sync {self._version}: {error}")
                 continue
@@ -386,9 +389,11 @@ def _max_groups(rollout: RolloutConfig) -> int:
     """Groups in flight on one server: as many as it runs sequences, for a group may be of one; but no more than this
     process can open sockets for, all servers together."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    servers = len(rollout.endpoints) or rollout.local_servers
-    sockets = rollout.max_concurrent_sequences if limit == resource.RLIM_INFINITY else (limit - _OWN_FILES) // servers
-    return max(1, min(rollout.max_concurrent_sequences, sockets))
+    servers = len(rollout.servers.endpoints) or rollout.servers.count
+    sockets = (
+        rollout.limits.max_concurrent_sequences if limit == resource.RLIM_INFINITY else (limit - _OWN_FILES) // servers
+    )
+    return max(1, min(rollout.limits.max_concurrent_sequences, sockets))
 
 
 class _Background:

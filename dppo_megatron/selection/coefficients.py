@@ -34,7 +34,7 @@ class Coefficients:
 
     def advantages(self, rollouts: Rollouts, group_weight: FloatArray) -> FloatArray:
         """[K, G], from the full groups' rewards less the penalty of overlong ones; weights [K] of the groups."""
-        objective, limit = self._config.objective, self._config.rollout.max_completion_tokens
+        objective, limit = self._config.objective, self._config.rollout.sampling.max_completion_tokens
         shaped = rollouts.rewards + overlong_penalty(rollouts.lengths, objective.overlong, limit)
         return make_advantages(shaped, objective, group_weight)
 
@@ -54,7 +54,9 @@ class Coefficients:
         tokens = token_sums(lengths * groups.weight[:, None], minibatch, self._updates)
         if not skips.any():
             return self._divisor(lengths, tokens[minibatch]), ()
-        expected = self._nominal(lengths) * (self.mean_length or float(self._config.rollout.max_completion_tokens))
+        expected = self._nominal(lengths) * (
+            self.mean_length or float(self._config.rollout.sampling.max_completion_tokens)
+        )
         note = (
             "skipped prompts have no token count: N G mean length of earlier steps stands for it, which changes the"
             " length of the expected gradient and not its direction"
@@ -69,7 +71,7 @@ class Coefficients:
             lengths,
             tokens,
             nominal=self._nominal(lengths),
-            max_completion_tokens=self._config.rollout.max_completion_tokens,
+            max_completion_tokens=self._config.rollout.sampling.max_completion_tokens,
         )
 
     def _nominal(self, lengths: IntArray) -> int:
@@ -83,7 +85,7 @@ class Coefficients:
             return trainable, ()
         truncated = rollouts.truncated
         if truncated is None:
-            truncated = rollouts.lengths >= self._config.rollout.max_completion_tokens
+            truncated = rollouts.lengths >= self._config.rollout.sampling.max_completion_tokens
         dropped = trainable & truncated.ravel()
         share = 1.0 - float(dropped.sum()) / max(int(trainable.sum()), 1)
         # biased also in a step without any: whether one was truncated is an outcome

@@ -24,8 +24,8 @@ done
 
 dppo-megatron train "${settings[@]}" "run_dir=$out/hf"
 if [ -n "${DPPO_VLLM_PYTHON:-}" ]; then
-  dppo-megatron train "${settings[@]}" "run_dir=$out/vllm" rollout.engine=vllm rollout.launch=local \
-    "rollout.server_python=$DPPO_VLLM_PYTHON"
+  dppo-megatron train "${settings[@]}" "run_dir=$out/vllm" rollout.engine=vllm rollout.servers.launch=local \
+    "rollout.servers.python=$DPPO_VLLM_PYTHON"
 fi
 # the same command with one more step and one more set: resumes at step 3
 dppo-megatron train "${settings[@]}" "run_dir=$out/hf" steps=4 \

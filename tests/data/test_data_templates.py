@@ -96,7 +96,7 @@ def test_sets_of_both_kinds_and_their_defaults() -> None:
     assert list(evaluated) == ["a/b", "c"]
     assert (evaluated["a/b"].samples, evaluated["c"].samples) == (2, 4)
     assert evaluated["c"].temperature == 0.6 and evaluated["c"].top_k == 20 and evaluated["c"].max_prompt_tokens == 9
-    assert evaluated["a/b"].max_completion_tokens == config.rollout.max_completion_tokens
+    assert evaluated["a/b"].max_completion_tokens == config.rollout.sampling.max_completion_tokens
     assert evaluated["c"].max_completion_tokens == 33
 
 
@@ -194,7 +194,7 @@ def _stops(
 ) -> list[str]:
     config = Config()
     config.model.hf_path = str(tmp_path)
-    config.rollout.stop_token_ids = list(own)
+    config.rollout.sampling.stop_token_ids = list(own)
     config.data.train_sets = {"s": TrainSetConfig(path="x", apply_chat_template=chat)}
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))

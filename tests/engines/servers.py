@@ -56,9 +56,9 @@ def local_settings(engine: str, *more_arguments: str) -> dict[str, Any]:
     arguments = ", ".join(f"'{argument}'" for argument in [*_ARGUMENTS[engine], *more_arguments])
     return {
         "rollout__engine": engine,
-        "rollout__launch": "local",
-        "rollout__server_python": PYTHON[engine],
-        "rollout__server_args": f"[{arguments}]",
+        "rollout__servers__launch": "local",
+        "rollout__servers__python": PYTHON[engine],
+        "rollout__servers__args": f"[{arguments}]",
     }
 
 
@@ -68,20 +68,20 @@ def start_servers(engine: str, files: Path, run_dir: Path, count: int) -> list[L
     config = job_config(
         files,
         run_dir,
-        rollout__local_servers=count,
-        rollout__max_completion_tokens=96,
-        rollout__max_concurrent_sequences=64,
+        rollout__servers__count=count,
+        rollout__sampling__max_completion_tokens=96,
+        rollout__limits__max_concurrent_sequences=64,
         **local_settings(engine),
     )
     if engine == "sglang":
-        config.rollout.server_args += ["--api-key", API_KEY]
-    before = os.environ.get(config.rollout.api_key_env)
-    os.environ[config.rollout.api_key_env] = API_KEY
+        config.rollout.servers.args += ["--api-key", API_KEY]
+    before = os.environ.get(config.rollout.servers.api_key_env)
+    os.environ[config.rollout.servers.api_key_env] = API_KEY
     try:
         servers = launch_servers(config)
     finally:
-        os.environ.pop(config.rollout.api_key_env)
-        os.environ.update({config.rollout.api_key_env: before} if before is not None else {})
+        os.environ.pop(config.rollout.servers.api_key_env)
+        os.environ.update({config.rollout.servers.api_key_env: before} if before is not None else {})
     try:
         for server in servers:
             http = Http(server.url, API_KEY)
@@ -96,8 +96,8 @@ def start_servers(engine: str, files: Path, run_dir: Path, count: int) -> list[L
 def serving_config(engine: str, files: Path, run_dir: Path, servers: Sequence[LaunchedServer], **extra: Any) -> Config:
     """A job that uses running servers. Buckets are small enough for the weights to come in two, cut inside a layer."""
     urls = ",".join(server.url for server in servers)
-    extra = {"rollout__sync_bucket_mb": 1} | extra
-    return job_config(files, run_dir, rollout__engine=engine, rollout__endpoints=f"[{urls}]", **extra)
+    extra = {"rollout__sync__bucket_mb": 1} | extra
+    return job_config(files, run_dir, rollout__engine=engine, rollout__servers__endpoints=f"[{urls}]", **extra)
 
 
 class Reference:

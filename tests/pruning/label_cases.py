@@ -113,7 +113,7 @@ def make_config(rng: np.random.Generator) -> Config:
     coins = pruning.completion.design == "poisson" or pruning.prompt.design == "poisson"
     shape = one((2, 2), (2, 3), (3, 2)) if coins else one((2, 2), (3, 2), (4, 2), (4, 3), (6, 2), (3, 4), (2, 8))
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = shape
-    config.rollout.max_completion_tokens = LIMIT
+    config.rollout.sampling.max_completion_tokens = LIMIT
     return config
 
 
@@ -179,7 +179,7 @@ def full_coefficients(case: Case, nominal: np.ndarray) -> tuple[dict[tuple[int, 
     """A / D and 1 / D of every completion of the nominal prompts, without any pruning, by definition."""
     objective, table = case.config.objective, case.outcomes
     size, updates = table.rewards.shape[1], objective.updates_per_step
-    limit = case.config.rollout.max_completion_tokens
+    limit = case.config.rollout.sampling.max_completion_tokens
     share = len(nominal) // updates
     centred: dict[tuple[int, int], float] = {}
     for q in nominal.tolist():

@@ -29,7 +29,7 @@ OWN = "support.policies:"
 def _config(prompt: str = "none", completion: str = "none") -> Config:
     config = Config(steps=400)
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 4, 3
-    config.rollout.max_completion_tokens = 12
+    config.rollout.sampling.max_completion_tokens = 12
     config.pruning.prompt.method, config.pruning.completion.method = prompt, completion
     config.pruning.prompt.warmup_epochs = 0.0
     return config

@@ -154,7 +154,7 @@ def test_the_largest_weight_that_can_occur(probabilities: list[float], estimator
 def _config(prompt: str = "none", completion: str = "none", rate: float = 0.5, **changes: Any) -> Config:
     config = Config(steps=1000, objective=ObjectiveConfig(**changes.pop("objective", {})))
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 8, 4
-    config.rollout.max_completion_tokens = 12
+    config.rollout.sampling.max_completion_tokens = 12
     config.pruning.prompt.method, config.pruning.completion.method = prompt, completion
     config.pruning.prompt.warmup_epochs = 0.0
     for level in (config.pruning.prompt, config.pruning.completion):
@@ -270,7 +270,7 @@ def test_the_worked_example_of_the_docs() -> None:
         ("dppo", "dppo", {}), ("capped", "dppo", {"max_weight": 2.0}), ("cppo", "cppo", {}),
     ):  # fmt: skip
         config = _config("none", method, **changes, **extra)
-        config.rollout.prompts_per_step, config.rollout.max_completion_tokens = 1, 10
+        config.rollout.prompts_per_step, config.rollout.sampling.max_completion_tokens = 1, 10
         case = Case(config, Selector(config, 1), 1, Selector(config, 1).state_dict(), table)
         drawn = []
         for seed in range(150):

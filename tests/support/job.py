@@ -35,7 +35,7 @@ def settings(files: Path, run_dir: Path, **extra: Any) -> list[str]:
         "warm_start.steps": 30,
         "warm_start.examples_per_step": 64,
         "rollout.prompts_per_step": 16,
-        "rollout.max_completion_tokens": 16,
+        "rollout.sampling.max_completion_tokens": 16,
         "actor.optimizer.lr_warmup_steps": 1,
         # three steps make an epoch here: without these two, nothing would be pruned before the run ends
         "pruning.prompt.warmup_epochs": 0.34,

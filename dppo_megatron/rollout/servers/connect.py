@@ -86,24 +86,24 @@ def connect(config: Config, architecture: Architecture, say: Callable[[str], Non
     """
     rollout = config.rollout
     key = configured_key(rollout)
-    launched = launch_servers(config) if rollout.launch == "local" else []
+    launched = launch_servers(config) if rollout.servers.launch == "local" else []
     try:
-        urls = [server.url for server in launched] or rollout.endpoints
+        urls = [server.url for server in launched] or rollout.servers.endpoints
         keys = [server.api_key for server in launched] or [key] * len(urls)
         servers: list[Server] = [
             make_server(rollout.engine, url, key, architecture.vocab_size) for url, key in zip(urls, keys, strict=True)
         ]
         for own, server in zip(launched, servers, strict=False):
-            own.wait_ready(lambda s=server: s.healthy(timeout_s=_READY_S), rollout.start_timeout_s)  # type: ignore[misc]
-        infos = [describe(server, rollout.api_key_env) for server in servers]
+            own.wait_ready(lambda s=server: s.healthy(timeout_s=_READY_S), rollout.limits.start_timeout_s)  # type: ignore[misc]
+        infos = [describe(server, rollout.servers.api_key_env) for server in servers]
         for server, info in zip(servers, infos, strict=True):
             check_server(server.http.url, info, config, architecture)
         on_gpu = torch.cuda.is_available()
         channel, why = choose_channel(
-            rollout.sync_channel,
+            rollout.sync.channel,
             [_reachable(info.channels, own) for info, own in zip_longest(infos, launched)],
             on_gpu=on_gpu,
-            colocated=rollout.colocate,
+            colocated=rollout.servers.colocate,
         )
     except BaseException:
         for own in launched:
@@ -137,8 +137,8 @@ def first_device(visible: str) -> str:
 
 def configured_key(rollout: RolloutConfig) -> str:
     """The API key that the environment holds; empty if there is none. Raises UserError, which does not show it."""
-    name = rollout.api_key_env
-    return clean_key(os.environ.get(name, ""), f"the environment variable {name} (rollout.api_key_env)")
+    name = rollout.servers.api_key_env
+    return clean_key(os.environ.get(name, ""), f"the environment variable {name} (rollout.servers.api_key_env)")
 
 
 def make_server(engine: str, url: str, api_key: str, vocab_size: int) -> Server:
@@ -154,12 +154,12 @@ def describe(server: Server, api_key_env: str) -> ServerInfo:
         server.healthy(timeout_s=_FIRST_ANSWER_S)
         return server.describe(timeout_s=_FIRST_ANSWER_S)
     except Unreachable as error:
-        raise UserError(f"rollout.endpoints: no server answers at {url}: {error}") from None
+        raise UserError(f"rollout.servers.endpoints: no server answers at {url}: {error}") from None
     except Refused as error:
         if error.status in (401, 403):
             raise UserError(
                 f"{url} refuses the API key (HTTP {error.status}); it is read from the environment variable"
-                f" {api_key_env} (rollout.api_key_env)"
+                f" {api_key_env} (rollout.servers.api_key_env)"
             ) from None
         raise UserError(f"{url} answers a question about itself with {error}") from None
     except (KeyError, TypeError, ValueError) as error:
@@ -172,7 +172,7 @@ def choose_channel(
     """The sync channel and why.
 
     Args:
-        wanted: `rollout.sync_channel`.
+        wanted: `rollout.sync.channel`.
         offered: the channels that each server is started for.
 
     Raises:
@@ -182,7 +182,7 @@ def choose_channel(
     if wanted != "auto":
         if wanted not in common:
             raise UserError(
-                f"rollout.sync_channel = {wanted}, but the servers are started for {', '.join(sorted(common))};"
+                f"rollout.sync.channel = {wanted}, but the servers are started for {', '.join(sorted(common))};"
                 " docs/engines.md has the arguments for the others"
             )
         return wanted, "asked for"  # type: ignore[return-value]
@@ -211,7 +211,7 @@ def check_server(url: str, info: ServerInfo, config: Config, architecture: Archi
     if info.max_tokens is not None and info.max_tokens < longest:
         raise UserError(f"{model} with a context of {info.max_tokens} tokens; {whose} = {longest} must fit")
     rollout = config.rollout
-    plain = rollout.temperature == 1.0 and rollout.top_p == 1.0 and rollout.top_k == 0
+    plain = rollout.sampling.temperature == 1.0 and rollout.sampling.top_p == 1.0 and rollout.sampling.top_k == 0
     if info.logprobs_are_processed is False and not plain:
         raise UserError(
             f"{url} reports log-probabilities before temperature and cuts, which are not those of the behaviour;"
@@ -222,40 +222,41 @@ def check_server(url: str, info: ServerInfo, config: Config, architecture: Archi
 
 def _check_cuts(url: str, info: ServerInfo, rollout: RolloutConfig, vocab_size: int) -> None:
     """For servers that cut in another order, or give a cut's log-probabilities only up to a number of tokens."""
-    if not info.cuts_in_order and rollout.top_p < 1 and rollout.top_k > 0:
+    if not info.cuts_in_order and rollout.sampling.top_p < 1 and rollout.sampling.top_k > 0:
         raise UserError(
-            f"{url} measures rollout.top_p before rollout.top_k cuts, all other engines after: use one of the two"
+            f"{url} measures rollout.sampling.top_p before rollout.sampling.top_k cuts, all other"
+            " engines after: use one of the two"
         )
-    cut = rollout.top_k or (vocab_size if rollout.top_p < 1 else 0)
+    cut = rollout.sampling.top_k or (vocab_size if rollout.sampling.top_p < 1 else 0)
     if info.max_top_k is not None and cut > info.max_top_k:
         raise UserError(
-            f"{url} gives log-probabilities under a cut for at most {info.max_top_k} tokens; rollout.top_k ="
-            f" {rollout.top_k}, rollout.top_p = {rollout.top_p:g} need {cut}: start it with"
+            f"{url} gives log-probabilities under a cut for at most {info.max_top_k} tokens; rollout.sampling.top_k ="
+            f" {rollout.sampling.top_k}, rollout.sampling.top_p = {rollout.sampling.top_p:g} need {cut}: start it with"
             f" --sampling-mask-max-tokens {cut}, or leave top_p at 1"
         )
 
 
 def launch_servers(config: Config) -> list[LaunchedServer]:
-    """Start `rollout.local_servers` processes, without waiting for them.
+    """Start `rollout.servers.count` processes, without waiting for them.
 
     vLLM servers get a key through their environment, and ask for it at every endpoint (`in_engine/dppo_vllm_guard.py`):
     other users of this machine can reach the port too. SGLang takes a key on its command line only, and logs it.
     """
     rollout = config.rollout
     key = configured_key(rollout)
-    python = rollout.server_python or sys.executable
+    python = rollout.servers.python or sys.executable
     cpu = not torch.cuda.is_available()
     longest, _ = longest_sequence(config)
     vllm = rollout.engine == "vllm"
     build = vllm_command if vllm else sglang_command
     command = build(rollout, python, str(Path(config.model.hf_path).absolute()), longest, config.model.dtype, cpu=cpu)
-    if is_torch_dist(config.model.hf_path) and "--load-format" not in rollout.server_args:
+    if is_torch_dist(config.model.hf_path) and "--load-format" not in rollout.servers.args:
         command += ["--load-format", "dummy"]  # engines cannot read it; the first weight sync brings what it holds
     variables = vllm_environment(cpu) if vllm else sglang_environment(cpu)
     servers = []
     try:
-        for index in range(rollout.local_servers):
-            gpus = {"CUDA_VISIBLE_DEVICES": rollout.server_gpus[index]} if rollout.server_gpus else {}
+        for index in range(rollout.servers.count):
+            gpus = {"CUDA_VISIBLE_DEVICES": rollout.servers.gpus[index]} if rollout.servers.gpus else {}
             log = Path(config.run_dir) / "servers" / f"server_{index}.log"
             own_key = (key or secrets.token_urlsafe(32)) if vllm else key
             guard = {"VLLM_API_KEY": own_key} if vllm else {}

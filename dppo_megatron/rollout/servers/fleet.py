@@ -9,7 +9,7 @@ found hung can have all its sockets cut from outside, which frees them. The rule
   again under the same request id, and only the first answer to an id is kept. With a seed (vLLM) the second attempt
   samples the same completion, so a failure does not favour short ones.
 - A server that answers again is stale: it gets no request before it has had a complete weight sync.
-- Every wait has an end: `rollout_timeout_s` for one request, `engine_wait_s` for a fleet with nobody left.
+- Every wait has an end: `request_timeout_s` for one request, `engine_wait_s` for a fleet with nobody left.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Work:
     versions: frozenset[str]
     """Weights versions that a completion may have: a server that was restarted unseen has another."""
     may_be_cut: bool = True
-    """`rollout.straggler_share` applies. Not to an evaluation: cut completions would count as wrong."""
+    """`rollout.limits.straggler_share` applies. Not to an evaluation: cut completions would count as wrong."""
     done: dict[int, list[Sampled]] = field(default_factory=dict)
     retries: int = 0
     given_up: bool = False
@@ -99,7 +99,7 @@ class Fleet:
     Args:
         say: takes one line for the person who watches.
         max_groups: groups in flight on one server, each of which holds a thread and a socket. How many completions
-            are, `config.max_concurrent_sequences` says.
+            are, `config.limits.max_concurrent_sequences` says.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Fleet:
         for member in self.members:
             if member.state == "out":
                 try:
-                    member.server.healthy(timeout_s=min(_ANSWER_S, self._config.probe_timeout_s))
+                    member.server.healthy(timeout_s=min(_ANSWER_S, self._config.limits.probe_timeout_s))
                 except (Unreachable, Refused):
                     continue
                 member.state, member.reason = "stale", "back, to be synced"
@@ -198,13 +198,13 @@ class Fleet:
                 member.server.generate,
                 work.groups[index],
                 work.samplings[index],
-                timeout_s=self._config.rollout_timeout_s + _ANSWER_S,
+                timeout_s=self._config.limits.request_timeout_s + _ANSWER_S,
             )
             attempts[future] = _Attempt(index, member, time.monotonic())
 
     def _has_room(self, member: Member, group: GenerateRequest) -> bool:
         """A group that is larger than the whole room goes alone: it could go nowhere else."""
-        room = self._config.max_concurrent_sequences - member.completions
+        room = self._config.limits.max_concurrent_sequences - member.completions
         return member.groups < self._max_groups and (group.count <= room or member.groups == 0)
 
     def _account(self, work: Work, index: int, member: Member, sign: int) -> None:
@@ -246,8 +246,11 @@ class Fleet:
         return None
 
     def _wait_for_anyone(self, work: Work, pending: deque[int]) -> None:
-        deadline = time.monotonic() + self._config.engine_wait_s
-        self.say(f"rollout: no server with the present weights; waiting up to {self._config.engine_wait_s:g} s for one")
+        deadline = time.monotonic() + self._config.limits.engine_wait_s
+        self.say(
+            "rollout: no server with the present weights; waiting up to"
+            f" {self._config.limits.engine_wait_s:g} s for one"
+        )
         while not self.live and not work.given_up:
             if any(member.state == "stale" for member in self.members):
                 raise NeedsWeights
@@ -255,8 +258,8 @@ class Fleet:
                 states = "; ".join(f"{name} {state}" for name, state in self.health().items())
                 ids = [work.groups[index].request_id for index in pending]
                 raise GuardStop(
-                    f"all {len(self.members)} rollout servers have been gone for rollout.engine_wait_s ="
-                    f" {self._config.engine_wait_s:g} s ({states}); waiting requests: {_listed(ids)}"
+                    f"all {len(self.members)} rollout servers have been gone for rollout.limits.engine_wait_s ="
+                    f" {self._config.limits.engine_wait_s:g} s ({states}); waiting requests: {_listed(ids)}"
                 )
             time.sleep(_TICK_S)
             self.restart_dead()
@@ -274,9 +277,9 @@ class Fleet:
                     self.say(f"rollout: {member.name} answers again; it gets requests after the next weight sync")
                 elif error is not None and member.state != "out":
                     self.mark_out(member, f"no answer to its health probe: {error}")
-            if member.probe is None and now - member.last_probe > self._config.probe_every_s:
+            if member.probe is None and now - member.last_probe > self._config.limits.probe_every_s:
                 member.last_probe = now
-                member.probe = self._probes.submit(member.server.healthy, timeout_s=self._config.probe_timeout_s)
+                member.probe = self._probes.submit(member.server.healthy, timeout_s=self._config.limits.probe_timeout_s)
 
     def _cut_stragglers(self, work: Work, attempts: dict[Future[list[Sampled]], _Attempt], pending: deque[int]) -> None:
         total = sum(group.count for group in work.groups)
@@ -286,7 +289,7 @@ class Fleet:
             or work.cut
             or pending
             or not attempts
-            or finished < self._config.straggler_share * total
+            or finished < self._config.limits.straggler_share * total
         ):
             return
         work.cut = True
@@ -304,12 +307,12 @@ class Fleet:
 
     def _watch(self, work: Work, attempts: dict[Future[list[Sampled]], _Attempt]) -> None:
         now = time.monotonic()
-        late = [a for a in attempts.values() if now - a.started > self._config.rollout_timeout_s]
+        late = [a for a in attempts.values() if now - a.started > self._config.limits.request_timeout_s]
         if late:
             names = [f"{work.groups[a.index].request_id} on {a.member.name}" for a in late]
             raise GuardStop(
-                f"{len(late)} requests (step-prompt-completion) have run longer than rollout.rollout_timeout_s ="
-                f" {self._config.rollout_timeout_s:g} s: {_listed(names)}"
+                f"{len(late)} requests (step-prompt-completion) have run longer than rollout.limits.request_timeout_s ="
+                f" {self._config.limits.request_timeout_s:g} s: {_listed(names)}"
             )
 
 

@@ -73,7 +73,7 @@ class LaunchedServer:
                     preexec_fn=_end_with_parent if sys.platform == "linux" else None,
                 )
             except OSError as error:
-                raise UserError(f"rollout.server_python: '{command[0]}' cannot be started: {error}") from None
+                raise UserError(f"rollout.servers.python: '{command[0]}' cannot be started: {error}") from None
 
     def wait_ready(self, is_ready: Callable[[], None], timeout_s: float) -> None:
         """Return when `is_ready()` no longer raises.
@@ -96,7 +96,7 @@ class LaunchedServer:
                 time.sleep(0.5)
                 continue
             else:
-                problem = f"was not ready after rollout.start_timeout_s = {timeout_s:g} s: {problem}"
+                problem = f"was not ready after rollout.limits.start_timeout_s = {timeout_s:g} s: {problem}"
             raise UserError(f"the rollout server at {self.url} {problem}; {self.log} ends with:\n{self._tail()}")
 
     def stop(self) -> None:

@@ -278,11 +278,11 @@ def sglang_command(
     return [
         *(python, "-m", "sglang.launch_server", "--model-path", model, "--served-model-name", "policy"),
         *("--host", "127.0.0.1", "--port", "{port}", "--dtype", dtype, "--context-length", str(max_tokens)),
-        *("--max-running-requests", str(config.max_concurrent_sequences), "--skip-server-warmup"),
-        *(["--enable-memory-saver"] if config.colocate and not cpu else []),
+        *("--max-running-requests", str(config.limits.max_concurrent_sequences), "--skip-server-warmup"),
+        *(["--enable-memory-saver"] if config.servers.colocate and not cpu else []),
         *([*on_cpu, "--disable-overlap-schedule", "--disable-cuda-graph", "--grammar-backend", "none"] if cpu else []),
         "--sleep-on-idle",  # else its scheduler turns in a loop, on a core that the actor could use
-        *config.server_args,
+        *config.servers.args,
     ]
 
 

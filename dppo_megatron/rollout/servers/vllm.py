@@ -267,14 +267,14 @@ def vllm_command(
     return [
         *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "policy"),
         *("--host", "127.0.0.1", "--port", "{port}", "--dtype", dtype, "--max-model-len", str(max_tokens)),
-        *("--max-num-seqs", str(config.max_concurrent_sequences), "--enable-scale-out"),
+        *("--max-num-seqs", str(config.limits.max_concurrent_sequences), "--enable-scale-out"),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--worker-extension-cls", "dppo_vllm_extension.WorkerExtension"),
         *("--middleware", "dppo_vllm_guard.RequireKey"),
         *("--weight-transfer-config", '{"backend": "dppo"}'),
-        *(["--enable-sleep-mode"] if config.colocate and not cpu else []),
+        *(["--enable-sleep-mode"] if config.servers.colocate and not cpu else []),
         *(["--enforce-eager", *_WHOLE_PREFILL, "--max-num-batched-tokens", str(max(2048, max_tokens))] if cpu else []),
-        *config.server_args,
+        *config.servers.args,
     ]
 
 
