@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from dppo_megatron.config.methods import with_method
+from dppo_megatron.pruning.interface import StepCost
+from dppo_megatron.pruning.methods import with_method
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Decision, Rollouts, Selector
 from dppo_megatron.trace import Trace
@@ -109,9 +110,7 @@ def simulate(trace: Trace, method: str, costs: CostModel) -> Prediction:
         kept_scale += float(np.sum(decision.weight * np.square(scores)))
         everything = outcomes.of(decision.offered[: selector.prompts_per_step], step)
         full_variance += float(np.sum(np.square(selector.full_scores(everything))))
-        selector.feedback(
-            step, rollout_s=rollout_s, update_s=update_s, other_s=costs.fixed_s, grad_norm=step_variance**0.5
-        )
+        selector.feedback(StepCost(step, rollout_s, update_s, costs.fixed_s, step_variance**0.5))
     count = len(trace.steps)
     scale = kept_scale / full_variance if full_variance else 1.0
     worst = max(labels, key=("exact", "unbiased", "ratio", "biased").index)

@@ -11,8 +11,8 @@ from support.job import REPOSITORY, job_config, read_metrics, settings, write_jo
 from support.launch import run_ranks
 
 from dppo_megatron.cli import main
-from dppo_megatron.config.methods import METHODS
 from dppo_megatron.job import prepare_job
+from dppo_megatron.pruning.methods import METHODS
 from dppo_megatron.run import Run
 from dppo_megatron.simulate import CostModel, fit_costs, simulate
 from dppo_megatron.trace import read_trace
