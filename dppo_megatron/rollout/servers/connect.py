@@ -46,9 +46,11 @@ class Connection:
     world_sizes: dict[str, int]
     """Workers of each server, by address."""
     description: str
+    keys: dict[str, str]
+    """API key of each launched server, by address; what is configured goes to all others."""
 
 
-def connect(config: Config, architecture: Architecture, say: Callable[[str], None], max_groups: int) -> Connection:
+def connect(config: Config, architecture: Architecture, say: Callable[[str], None]) -> Connection:
     """Reach or start every server and check it.
 
     Raises:
@@ -80,8 +82,9 @@ def connect(config: Config, architecture: Architecture, say: Callable[[str], Non
             own.stop()
         raise
     return Connection(
-        fleet=Fleet(servers, rollout, say, max_groups, launched),
+        fleet=Fleet(servers, rollout, say, processes=launched),
         channel=channel,
+        keys={server.url: server.api_key for server in launched},
         world_sizes={server.http.url: info.world_size for server, info in zip(servers, infos, strict=True)},
         description=(
             f"rollout: {rollout.engine} {infos[0].engine_version} at {', '.join(urls)}; weight sync: {channel} ({why})"
