@@ -85,6 +85,7 @@ class ServerEngine:
         self._statistics: dict[str, float] = {}
         self._started: _Background | None = None
         self._connection: Connection | None = None
+        self.has_servers = True
         self._clients: Clients | None = None
         self._client: NodeClient | None = None
         self._owners: set[int] = set()

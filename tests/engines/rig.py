@@ -84,9 +84,7 @@ class _Some:
 
     def ask(self, ask: Ask) -> None:
         self._clients.ask(
-            Ask(
-                ask.ticket, ask.index, self._places[ask.server], ask.group, ask.expected, ask.timeout_s, ask.prompt
-            )
+            Ask(ask.ticket, ask.index, self._places[ask.server], ask.group, ask.expected, ask.timeout_s, ask.prompt)
         )
 
     def end(self, tickets: Sequence[int]) -> None:

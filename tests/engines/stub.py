@@ -93,7 +93,7 @@ class StubServers:
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-                method, path, _ = head[0].split(" ")
+                _method, path, _ = head[0].split(" ")
                 headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in head[1:] if line)}
                 content = await reader.readexactly(int(headers.get("content-length", 0)))
                 name, _, rest = path[1:].partition("/")
@@ -139,7 +139,10 @@ def answer_to(body: dict[str, Any], version: str = VERSION) -> Any:
         choices = []
         for index in range(parameters["n"]):
             tokens, logprobs, reason = completion(parameters["seed"] + index, parameters["max_tokens"])
-            content = [{"token_id": t, "logprob": p, "rank": 1, "top_logprobs": []} for t, p in zip(tokens, logprobs)]
+            content = [
+                {"token_id": t, "logprob": p, "rank": 1, "top_logprobs": []}
+                for t, p in zip(tokens, logprobs, strict=True)
+            ]
             spans = [{"version": version, "start": 0, "end": len(tokens)}]
             choices.append(
                 {"index": index, "token_ids": tokens, "logprobs": {"content": content}, "finish_reason": reason}
@@ -147,12 +150,12 @@ def answer_to(body: dict[str, Any], version: str = VERSION) -> Any:
             )
         return {"request_id": f"generate-tokens-{body['request_id']}", "choices": choices, "usage": {"n": 1}}
     answers = []
-    for rid, parameters in zip(body["rid"], body["sampling_params"]):
+    for rid, parameters in zip(body["rid"], body["sampling_params"], strict=True):
         tokens, logprobs, reason = completion(parameters["sampling_seed"], parameters["max_new_tokens"])
         meta = {
             "id": rid,
             "finish_reason": {"type": reason, "matched": 1},
-            "output_token_logprobs": [[p, t, None] for t, p in zip(tokens, logprobs)],
+            "output_token_logprobs": [[p, t, None] for t, p in zip(tokens, logprobs, strict=True)],
             "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
             "e2e_latency": 0.1,
         }
