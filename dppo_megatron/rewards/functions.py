@@ -132,9 +132,7 @@ def _graded(function: Callable[..., Any], calling: str, completion: str, answer:
             result = function(completion, answer, row)
         else:
             result = function(completion, answer, row=row)
-        if type(result) is float and math.isfinite(result):
-            return result
-        return _fields(result)
+        return result if _is_float(result) else _fields(result)
     except Failed as failure:
         return {"failure": str(failure)}
     except MemoryError as error:
@@ -155,23 +153,32 @@ def _fields(result: Any) -> Any:
         return _number(result, "")
     if result.failure:
         raise Failed(_cut(str(result.failure), _LONGEST_REASON))
-    fields: dict[str, Any] = {"reward": _number(result.reward, "a Grade with the reward ")}
+    reward = result.reward
+    fields: dict[str, Any] = {"reward": reward if _is_float(reward) else _number(reward, "a Grade with the reward ")}
     if result.extracted is not None:
         fields["extracted"] = _cut(str(result.extracted), _LONGEST_TEXT)
     if result.why:
         fields["why"] = _cut(str(result.why), _LONGEST_TEXT)
     for name in ("facts", "parts"):
         held = getattr(result, name)
-        if not isinstance(held, Mapping):
+        if type(held) is not dict and not isinstance(held, Mapping):
             raise Failed(f"returned a Grade whose {name} are {_shown(held)}, not a mapping")
         if held:
             fields[name] = {
-                str(key): _number(value, f"a Grade whose {name}[{str(key)!r}] is ") for key, value in held.items()
+                # the sentence for a value that is wrong is made only for one that may be
+                str(key): value if _is_float(value) else _number(value, f"a Grade whose {name}[{str(key)!r}] is ")
+                for key, value in held.items()
             }
     return fields
 
 
+def _is_float(value: Any) -> bool:
+    return type(value) is float and math.isfinite(value)
+
+
 def _number(value: Any, where: str) -> float:
+    if _is_float(value):
+        return float(value)
     told = f"returned {where}{_shown(value)}"
     if isinstance(value, (bool, numbers.Real, Decimal)):
         number = value
