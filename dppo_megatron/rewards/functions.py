@@ -153,14 +153,14 @@ def _fields(result: Any) -> Any:
         return _number(result, "")
     if result.failure:
         raise Failed(_cut(str(result.failure), _LONGEST_REASON))
-    reward = result.reward
-    fields: dict[str, Any] = {"reward": reward if _is_float(reward) else _number(reward, "a Grade with the reward ")}
+    fields: dict[str, Any] = {"reward": _number(result.reward, "a Grade with the reward ")}
     if result.extracted is not None:
         fields["extracted"] = _cut(str(result.extracted), _LONGEST_TEXT)
     if result.why:
         fields["why"] = _cut(str(result.why), _LONGEST_TEXT)
-    for name in ("facts", "parts"):
-        held = getattr(result, name)
+    for name, held in (("facts", result.facts), ("parts", result.parts)):
+        if not held and type(held) is dict:
+            continue
         if type(held) is not dict and not isinstance(held, Mapping):
             raise Failed(f"returned a Grade whose {name} are {_shown(held)}, not a mapping")
         if held:

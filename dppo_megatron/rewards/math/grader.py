@@ -49,8 +49,10 @@ def grade_math_boxed(completion: str, answer: str, row: Mapping[str, Any]) -> Gr
 def _grade(found: Extraction, answer: str, row: Mapping[str, Any]) -> Grade:
     if not found.parts:
         return Grade(0.0, None, found.why, {"parsed_share": 0.0, "boxed_share": 0.0})
-    boxed = float(found.mark in ("box", "tag", "####"))
-    text = ", ".join(found.parts)
+    boxed = 0.0 if found.mark == "stated" else 1.0
+    text = found.parts[0] if len(found.parts) == 1 else ", ".join(found.parts)
+    if text == answer:
+        return Grade(1.0, text, "exact", {"parsed_share": 1.0, "boxed_share": boxed})
     verdict, why = _compare(answer, text, row)
     if len(found.parts) > 1 and verdict is not True:
         # several boxes for one reference: each of them must be right
@@ -69,7 +71,7 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
     if text == answer:
         return True, "exact"
     reference = _reference(answer)
-    other = clean(text)
+    other = _cleaned(text)
     if not other:
         return None, "the final answer is empty"
     if other == reference or _squeezed(other) == _squeezed(reference) or _is_same_word(reference, other):
@@ -179,6 +181,9 @@ _DECIMAL = re.compile(r"-?(\d*)\.(\d+)(?:\s*[%\\A-Za-z].*)?", re.ASCII)
 
 def _kind(gold: Answer) -> str:
     return gold.kind if isinstance(gold, Row) else type(gold).__name__.lower()
+
+
+_cleaned = functools.lru_cache(maxsize=4096)(clean)
 
 
 @functools.lru_cache(maxsize=4096)
