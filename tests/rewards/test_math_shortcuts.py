@@ -13,13 +13,10 @@ from dppo_megatron.rewards.math import extract as finding
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.extract import extract
 
-PIECES = [
-    *r"{}[]()$\,;:=<>|^_!%'&-+*/.~ 0123456789xyeR",
-    "\\\\",
-    *(r"\frac \dfrac \sqrt \left \right \text{ \textbf{ \mathrm{ \mbox \boxed{ \fbox{ \circ \le \leq \neq".split()),
-    *(r"\cdot \times \mathbb{R} \infty \, \! \; \% \$ \dot \binom \choose \pm \cup \mid \ldots \vec{".split()),
-    *("thinspace and or st th Option Answer the is USD <think> </think> <answer> #### answer boxed".split()),
-]
+_MARKS = r"{ } [ ] ( ) $ \ , ; : = < > | ^ _ ! % ' & - + * / . ~ 0 1 2 5 x y e R \\ \, \! \; \% \$ \boxed{ \fbox{"
+_MACROS = r"\frac \dfrac \sqrt \left \right \text{ \textbf{ \mathrm{ \mbox \circ \le \leq \neq \cdot \times \mathbb{R}"
+_MORE = r"\infty \dot \binom \choose \pm \cup \mid \ldots \vec{ thinspace and or st th Option Answer the is USD boxed"
+PIECES = [" ", *f"{_MARKS} {_MACROS} {_MORE} <think> </think> <answer> #### answer".split(" ")]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=30).map("".join)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dppo_megatron.rewards.math.parse import Node
+from dppo_megatron.rewards.math.trees import Node
 from dppo_megatron.rewards.math.units import Unit
 
 INFINITY: Node = ("c", "inf")
+TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
+"""The relation read from right to left."""
 
 
 @dataclass(frozen=True, slots=True)

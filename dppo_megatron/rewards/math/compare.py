@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import (
+    TURNED,
     Answer,
     Based,
     Chain,
@@ -26,10 +27,8 @@ from dppo_megatron.rewards.math.answers import (
     as_items,
 )
 from dppo_megatron.rewards.math.evaluate import exact, same
-from dppo_megatron.rewards.math.parse import Node, symbols
+from dppo_megatron.rewards.math.trees import Node, symbols
 from dppo_megatron.rewards.math.values import EXACT, Rules, Verdict, all_of, any_of, equal_nodes, equal_values
-
-_FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 
 
 def equal(gold: Answer, other: Answer, rules: Rules = EXACT) -> Verdict:
@@ -120,7 +119,7 @@ def _only_names(node: Node) -> bool:
 def _difference(relation: Relation) -> tuple[str, Node]:
     """`0 op difference`, with > and >= turned round."""
     if relation.op in (">", "\\ge"):
-        return _FLIPPED[relation.op], ("+", relation.left, ("-", relation.right))
+        return TURNED[relation.op], ("+", relation.left, ("-", relation.right))
     return relation.op, ("+", relation.right, ("-", relation.left))
 
 
@@ -370,7 +369,7 @@ def _chains(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     """a < b < c side by side; 2 + 3 = 5 is 5 if it is true."""
     if isinstance(gold, Chain) and isinstance(other, Chain):
         if gold.ops != other.ops or len(gold.sides) != len(other.sides):
-            turned = tuple(_FLIPPED.get(op, op) for op in reversed(other.ops))
+            turned = tuple(TURNED.get(op, op) for op in reversed(other.ops))
             if gold.ops != turned or len(gold.sides) != len(other.sides):
                 return False
             other = Chain(tuple(reversed(other.sides)), turned)

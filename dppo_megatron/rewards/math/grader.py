@@ -22,9 +22,9 @@ from dppo_megatron.rewards.math.compare import equal
 from dppo_megatron.rewards.math.extract import MAX_ANSWER_CHARS, Extraction, extract
 from dppo_megatron.rewards.math.full import verify
 from dppo_megatron.rewards.math.numbers import is_decimal, read_number, significant_digits
-from dppo_megatron.rewards.math.parse import Unreadable
 from dppo_megatron.rewards.math.read import read_answer, read_decimal_comma
 from dppo_megatron.rewards.math.special import as_words
+from dppo_megatron.rewards.math.trees import Unreadable
 from dppo_megatron.rewards.math.units import Unit, read_unit
 from dppo_megatron.rewards.math.values import Rules, Verdict
 from dppo_megatron.types import Grade

@@ -22,8 +22,9 @@ from dppo_megatron.rewards.math.answers import (
 from dppo_megatron.rewards.math.clean import closing, split_top
 from dppo_megatron.rewards.math.inequalities import read_inequality, read_ratio
 from dppo_megatron.rewards.math.numbers import read_number
-from dppo_megatron.rewards.math.parse import Node, Unreadable, parse, signs, symbols
+from dppo_megatron.rewards.math.parse import parse
 from dppo_megatron.rewards.math.special import EVERY_REAL, WRAPPED_TEXT, read_special, read_words, without_sentence
+from dppo_megatron.rewards.math.trees import Node, Unreadable, signs, symbols
 from dppo_megatron.rewards.math.units import MULTIPLIERS, Unit, is_glued, read_unit
 
 _MAX_ITEMS = 200

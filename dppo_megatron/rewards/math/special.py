@@ -6,7 +6,8 @@ import re
 from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import INFINITY, Answer, Based, Clock, Grid, Piece, Spans, Value, Words
-from dppo_megatron.rewards.math.parse import Unreadable, parse
+from dppo_megatron.rewards.math.parse import parse
+from dppo_megatron.rewards.math.trees import Unreadable
 
 WRAPPED_TEXT = re.compile(r"\\text\{([^{}]*)\}")
 

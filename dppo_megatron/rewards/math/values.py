@@ -13,7 +13,7 @@ from fractions import Fraction
 from dppo_megatron.rewards.math.answers import INFINITY, Value
 from dppo_megatron.rewards.math.evaluate import approximate, exact, is_too_big, same
 from dppo_megatron.rewards.math.numbers import rounds_to
-from dppo_megatron.rewards.math.parse import Node, symbols
+from dppo_megatron.rewards.math.trees import Node, renamed, symbols
 from dppo_megatron.rewards.math.units import Unit
 
 Verdict = bool | None
@@ -174,14 +174,8 @@ def _endless(node: Node) -> Fraction | None:
 def _with_index(other: Node, ours: frozenset[str], theirs: frozenset[str]) -> Node:
     """n pi for k pi: the whole number of a periodic solution has no name of its own."""
     if len(ours) == len(theirs) == 1 and ours != theirs and ours | theirs <= {"k", "m", "n"}:
-        return _renamed(other, *theirs, *ours)
+        return renamed(other, *theirs, *ours)
     return other
-
-
-def _renamed(node: Node, old: str, new: str) -> Node:
-    if node == ("s", old):
-        return ("s", new)
-    return (node[0], *(_renamed(part, old, new) if isinstance(part, tuple) else part for part in node[1:]))
 
 
 def _decimal_value(node: Node) -> Fraction | None:
