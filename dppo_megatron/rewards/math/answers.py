@@ -52,6 +52,8 @@ class Row:
 
     kind: Literal["list", "tuple", "set"]
     items: tuple[Answer, ...]
+    signs: bool = field(default=False, compare=False)
+    """A list that was written with a plus-minus sign: never a tuple."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,8 @@ def to_ascii(text: str) -> str:
 
 _FONT = r"mathrm|mathbf|mathit|mathsf|mathtt|mathcal|boldsymbol|bm|pmb|rm|bf|operatorname\*?"
 _TEXT = r"text|mbox|hbox|textrm|textbf|textit|textnormal|textsf|texttt|emph|textup|underline"
+_INDEX = r"(?:\{\s*(\w+)\s*\}|(\w))"
+_BEFORE = r"(?:\{\}\s*|(?<![\w)}\]\s]))"
 # A rule is tried where one of its needs stands in the text: without it the pattern cannot match. Of 56 patterns an
 # answer has a handful, and looking for a few characters costs a tenth of a search with a pattern.
 _FONTS = ("\\math", "\\bo", "\\bm", "\\pmb", "\\rm", "\\bf", "\\operatorname")
@@ -133,6 +135,22 @@ _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
             "",
         ),
         ("\\choose", r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
+        # {}_{5}C_{2}, ^{5}C_{2} and 5C2; likewise P, the permutations
+        (
+            "C",
+            rf"{_BEFORE}[\^_]\s*{_INDEX}\s*C\s*_\s*{_INDEX}",
+            r"\\binom{\1\2}{\3\4}",
+        ),
+        ("\\text{", r"\\text\{\s*C\s*\}\s*(?=\(\s*\w+\s*,)", "C"),
+        ("const", r"\+\s*(?:\\text\{\s*const(?:ant|\.)?\s*\}|const(?:ant|\.)?)\s*\Z", "+C"),
+        ("C", r"(?<![\w.])(\d+)\s*C\s*(\d+)(?![\w.])", r"\\binom{\1}{\2}"),
+        ("P", rf"{_BEFORE}[\^_]\s*{_INDEX}\s*P\s*_\s*{_INDEX}", r"\\frac{\1\2!}{(\1\2-\3\4)!}"),
+        ("P", r"(?<![\w.])(\d+)\s*P\s*(\d+)(?![\w.])", r"\\frac{\1!}{(\1-\2)!}"),
+        (
+            "choose",
+            r"(?<![\w\\}])(\d+|[a-z])\s*(?:\\text\{\s*choose\s*\}|\\?choose)\s*(\d+|[a-z])(?![\w{])",
+            r"\\binom{\1}{\2}",
+        ),
         # 0.1(6) and 0.\dot{1}4\dot{2} repeat
         ("\\dot", r"(\.\d*)\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?", r"\1\\overline{\2\3\4}"),
         ("\\dot", r"(\.\d*)\\dot\s*\{?(\d)\}?", r"\1\\overline{\2}"),
@@ -167,6 +185,7 @@ _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
         ),
         ("**", r"\*\*", "^"),
         (("*", "\\times", "\\cdot", "\\ast"), r"\\(?:times|cdot|ast|cdotp)(?![A-Za-z])|\*", " * "),
+        ("mapsto", r"\\longmapsto(?![A-Za-z])", r"\\mapsto"),
         ("\\div", r"\\div(?![A-Za-z])", "/"),
         (("\\%", "\\percent"), r"\\%|\\(?:percent)(?![A-Za-z])", "%"),
         ("\\lbrace", r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),

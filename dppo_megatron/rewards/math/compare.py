@@ -6,7 +6,9 @@ difference that is understood here is not to be overruled by a looser comparison
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import (
@@ -27,7 +29,7 @@ from dppo_megatron.rewards.math.answers import (
     as_items,
 )
 from dppo_megatron.rewards.math.evaluate import exact, same
-from dppo_megatron.rewards.math.trees import Node, symbols
+from dppo_megatron.rewards.math.trees import Node, renamed, symbols
 from dppo_megatron.rewards.math.values import EXACT, Rules, Verdict, all_of, any_of, equal_nodes, equal_values
 
 
@@ -39,10 +41,10 @@ def equal(gold: Answer, other: Answer, rules: Rules = EXACT) -> Verdict:
         return _named(gold, other, rules)
     if isinstance(gold, Row) or isinstance(other, Row):
         return _rows(gold, other, rules)
-    if isinstance(gold, Spans) or isinstance(other, Spans):
-        return _spans(gold, other)
     if isinstance(gold, Grid) or isinstance(other, Grid):
         return _grids(gold, other)
+    if isinstance(gold, Spans) or isinstance(other, Spans):
+        return _spans(gold, other)
     if isinstance(gold, Words) or isinstance(other, Words):
         return _words(gold, other)
     if isinstance(gold, Clock) or isinstance(other, Clock):
@@ -65,6 +67,7 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> Verdict:
         single = all(len(name) == 1 or "_" in name or name.startswith("\\") for name in (gold.name, other.name))
         if gold.name != other.name and single:
             return False
+        other = _with_variable(other, gold)
         verdict = equal(gold.value, other.value, rules)
         return verdict if verdict is not False else _as_relations(gold, other)
     named, plain = (gold, other) if isinstance(gold, Named) else (other, gold)
@@ -76,6 +79,19 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     if isinstance(gold, Named):
         return equal(gold.value, other, rules)
     return equal(gold, named.value, rules)
+
+
+_OF = re.compile(r"[A-Za-z]\(([a-z])\)")
+
+
+def _with_variable(other: Named, gold: Named) -> Named:
+    """f(t) = t^2 with the reference's variable."""
+    ours, theirs = _OF.fullmatch(gold.name), _OF.fullmatch(other.name)
+    if ours is None or theirs is None or ours[1] == theirs[1] or not isinstance(other.value, Value):
+        return other
+    if ours[1] in symbols(other.value.node):
+        return other
+    return Named(gold.name, replace(other.value, node=renamed(other.value.node, theirs[1], ours[1])))
 
 
 def _as_relations(gold: Answer, other: Answer) -> Verdict:
@@ -156,6 +172,8 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
         return False
     if kinds == {"tuple", "set"}:
         return False
+    if "tuple" in kinds and (gold.signs or other.signs):
+        return False  # the point (3, -3) for plus-minus 3
     theirs, ours = _as_named(other.items, gold.items), gold.items
     if "tuple" in kinds:
         if len(ours) != len(theirs):

@@ -17,10 +17,12 @@ from fractions import Fraction
 from typing import Any
 
 from dppo_megatron.rewards.math.answers import Answer, Row, Value, Words
+from dppo_megatron.rewards.math.choices import as_choice, same_choices
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
 from dppo_megatron.rewards.math.extract import MAX_ANSWER_CHARS, Extraction, extract
 from dppo_megatron.rewards.math.full import verify
+from dppo_megatron.rewards.math.number_words import with_digits
 from dppo_megatron.rewards.math.numbers import is_decimal, read_number, significant_digits
 from dppo_megatron.rewards.math.read import read_answer, read_decimal_comma
 from dppo_megatron.rewards.math.special import as_words
@@ -76,6 +78,9 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
         return None, "the final answer is empty"
     if other == reference or _squeezed(other) == _squeezed(reference) or _is_same_word(reference, other):
         return True, "normalized"
+    if same_choices(reference, other):
+        return True, "choices"
+    other = as_choice(reference, other, str(row.get("problem", "")))
     rules = _rules(row, reference)
     value = read_number(reference)
     if value is not None and rules is None:
@@ -86,7 +91,7 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
             return value == theirs, "number"
     gold = _read(reference)
     try:
-        theirs_read = read_answer(other)
+        theirs_read = read_answer(with_digits(other))
     except (Unreadable, RecursionError, ValueError) as error:
         theirs_read, unread = None, str(error)
     else:

@@ -80,7 +80,15 @@ def _constant(node: Node) -> Fraction | None:
         return None
 
 
+_TO = re.compile(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
+_TERM = re.compile(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
+
+
 def read_ratio(text: str) -> Answer | None:
+    """`3 : 2` of any expressions, `3 to 2` of numbers and letters only."""
+    words = _TO.split(text)
+    if len(words) > 1 and all(_TERM.fullmatch(part) for part in words):
+        return Ratio(tuple(parse(part) for part in words))
     parts = split_top(text, re.compile(r"\s*:\s*"))
     if len(parts) == 1 or text.startswith("\\{"):
         return None

@@ -34,6 +34,7 @@ _LETTERS = re.compile(r"[A-Za-z]+")
 _MIXED = re.compile(r"\s*\\frac\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)", re.ASCII)
 _MIXED_SLASHED = re.compile(r"\s+(\d+)\s*/\s*(\d+)", re.ASCII)
 _PRIMES = re.compile(r"(?:\s*(?:'|\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime(?![A-Za-z])))+")
+_CHOICES = re.compile(r"C\s*\(([^(),]{1,60}),([^(),]{1,60})\)")
 _BRACKETED = re.compile(r"[^A-Z(]\)\s*\Z")  # a bracket has closed, and it is no choice letter's
 _DECORATED = frozenset(["overline", "dot", "ddot", "angle", "triangle"])
 
@@ -132,7 +133,7 @@ class _Reader:
                 power = self._exponent()
                 if node[0] == "s" and "_" not in node[1] and self._peek() == "_":  # v^2_0 is v_0^2
                     node = ("s", self._name(node[1]))
-                node = ("^", node, power)
+                node = _combinations(node, power) or ("^", node, power)
             elif self._take("!"):
                 if self._peek() == "!":
                     raise Unreadable("double factorial")
@@ -318,6 +319,12 @@ class _Reader:
                 return self._root() if head == "sqrt" else self._function(_SPELLED.get(head, head))
         if len(word) > 3:
             raise Unreadable(f"the word {word!r}")
+        if word == "C" and (choices := _CHOICES.match(self.text, self.position)):
+            above, below = parse(choices[1]), parse(choices[2])
+            if above[0] == below[0] == "n" and not above[1] >= below[1] >= 0:
+                raise Unreadable("a point C")
+            self.position = choices.end()
+            return ("binom", above, below)
         self.position += 1
         return _letter(word[0], self._name(word[0]))
 
@@ -399,6 +406,14 @@ class _Reader:
         match = _SPACE.match(self.text, self.position)
         assert match is not None
         self.position = match.end()
+
+
+def _combinations(node: Node, power: Node) -> Node | None:
+    """C_{20}^{10}, as much of the world writes a binomial coefficient; C_1^2 is the square of a constant."""
+    if node[0] != "s" or power[0] != "n" or not re.fullmatch(r"C_\d{1,4}", node[1]):
+        return None
+    total = Fraction(node[1][2:])
+    return ("binom", ("n", total), power) if 2 < total >= power[1] else None
 
 
 def _letter(letter: str, name: str) -> Node:
