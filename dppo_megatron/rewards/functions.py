@@ -70,7 +70,7 @@ class Rewards:
             said = _graded(function, calling, completion, answer, row)
             fields = said if isinstance(said, dict) else {"reward": said}
             if "failure" in fields:
-                return fields | {"failure": f"{item.name} {fields['failure']}"}
+                return fields | {"failure": f"{fields['failure']}, in its part '{item.name}'"}
             first = first or fields
             facts = fields.get("facts", {}) | facts  # the first one's stand
             parts[item.name] = fields["reward"]

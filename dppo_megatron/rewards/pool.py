@@ -49,7 +49,7 @@ _DYING_S = 0.5
 _STARTS = 3
 """Starts that may fail in one call, once one has succeeded, before a process is given up."""
 _SHOWN = 5
-"""Failures of one call that are logged one by one."""
+"""Failures of one call that are logged one by one, if they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,11 +406,17 @@ def _failed(why: str, trace: str = "") -> Grade:
 
 
 def _log_failures(tasks: Sequence[GradeTask], grades: Sequence[Grade]) -> None:
-    """The first few with their labels, the others as a count of each kind."""
-    failed = [(task.label, grade) for task, grade in zip(tasks, grades, strict=True) if grade.failure]
-    for label, grade in failed[:_SHOWN]:
-        _log.error("grading %s %s%s", label or "a sample", grade.failure, f"\n{grade.why}" if grade.why else "")
-    others = collections.Counter(grade.failure.split(":")[0] for _, grade in failed[_SHOWN:])
+    """The first few that differ, each with a label and its traceback; the others as a count of each kind."""
+    shown: set[str] = set()
+    others: collections.Counter[str] = collections.Counter()
+    for task, grade in zip(tasks, grades, strict=True):
+        if not grade.failure:
+            continue
+        if grade.failure in shown or len(shown) == _SHOWN:
+            others[grade.failure.split(":")[0]] += 1
+            continue
+        shown.add(grade.failure)
+        _log.error("grading %s %s%s", task.label or "a sample", grade.failure, f"\n{grade.why}" if grade.why else "")
     if others:
         kinds = ", ".join(f"{count} x {kind}" for kind, count in others.most_common(5))
         _log.error("and %d gradings more: %s", sum(others.values()), kinds)

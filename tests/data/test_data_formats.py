@@ -218,7 +218,7 @@ REFUSED = {
     "absent": ('"solution": "2"', "the row lacks the field 'answer'; it has: problem, solution.*MATH's layout"),
     "problem": ('"answer": "2", "problem": 5', "not usable JSON: the key 'problem' stands twice"),
     "source": ('"answer": "2", "source": ["a"]', "'source' is a list; the name of a subset is text"),
-    "huge": ('"answer": ' + "9" * 5000, "not usable JSON: Exceeds the limit"),
+    "huge": ('"answer": ' + "9" * 5000, "not usable JSON: a number has more than 4,300 digits; write it as text"),
     "deep": (f'"answer": "2", "x": {LONG}', "nested too deep"),
     "deep enough": ('"answer": "2", "x": ' + "[" * 100 + "]" * 100, "nested too deep; at most 64 levels"),
 }
