@@ -95,7 +95,9 @@ def read_trace(path: str) -> Trace:
             if not isinstance(rows[-1], dict):
                 raise UserError(f"{path}:{number}: not a JSON object")
     if not rows or rows[0].get("format") != _FORMAT:
-        raise UserError(f"trace '{path}': does not begin with a line of format '{_FORMAT}'")
+        raise UserError(
+            f"trace '{path}': does not begin with a line of format '{_FORMAT}'; name the trace.jsonl of a run"
+        )
     if len(rows) == 1:
         raise UserError(f"trace '{path}': holds no steps")
     try:

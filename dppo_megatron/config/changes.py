@@ -68,7 +68,7 @@ def check_changes(config: Config, before: dict[str, Any], where: str) -> list[st
     for key, line in sorted(_differences(config_values(config_from_values(before, where)), now)):
         (allowed if _under(key, (*FREE, *config.checkpoint.may_change)) else refused).append((key, line))
     if refused:
-        keys = ", ".join(key for key, _ in refused)
+        keys = ",".join(key for key, _ in refused)
         raise UserError(
             f"the run of {where} cannot be resumed with other settings: {'; '.join(line for _, line in refused)}."
             f" Set them back, choose another run_dir, or permit it with checkpoint.may_change=[{keys}]"
