@@ -138,7 +138,8 @@ def read_samples(path: Path) -> list[EvalSample]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"'{path}' cannot be read: {error}; expected the {SAMPLES} of an evaluation") from None
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"'{path}' cannot be read: {reason}; expected the {SAMPLES} of an evaluation") from None
     samples = [_sample(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
     if not samples:
         raise UserError(f"'{path}' holds no samples")

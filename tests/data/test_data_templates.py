@@ -130,7 +130,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "field": ({"data.answer_field": ""}, "data.answer_field is empty"),
     "twice": (
         {"data.train_path": __file__, "data.train_sets.train.path": __file__},
-        "train_sets (a, train) are both set",
+        "are both set: train_path is short for a single training set",
     ),
     "eval twice": ({"data.eval_paths.e": __file__, "data.eval_sets.e.path": __file__}, "are both the set 'e'"),
 }
