@@ -22,11 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from plane.common import Bar, table
 
-PARTS = tuple(
-    sorted(
-        path.stem for path in (Path(__file__).parent / "plane").glob("*.py") if path.stem not in ("__init__", "common")
-    )
-)
+PARTS = tuple(sorted({path.stem for path in (Path(__file__).parent / "plane").glob("*.py")} - {"__init__", "common"}))
 
 
 def main() -> int:

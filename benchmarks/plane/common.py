@@ -72,7 +72,7 @@ def _rank(rank: int, world_size: int, folder: str, work: Callable[..., Any], arg
     torch.set_num_threads(1)
     code = 1
     try:
-        store = dist.FileStore(f"{folder}/store", world_size)
+        store = dist.FileStore(f"{folder}/store", world_size)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         torch.save(work(*arguments), Path(folder) / f"{rank}.pt")
         dist.barrier()

@@ -27,7 +27,8 @@ def _one(groups_per_rank: int) -> tuple[float, float, float]:
     lengths = np.full(len(rows), LENGTH)
     layout = PackingLayout(data_parallel=world)
     pack = plan_microbatches(sizes_of(rows, lengths, prompts, SIZE), layout=layout, max_tokens_per_microbatch=16384)
-    plan = UpdatePlan(rows, lengths, *np.zeros((3, len(rows))), pack)
+    nothing = np.zeros(len(rows))
+    plan = UpdatePlan(rows, lengths, nothing, nothing, nothing, pack)
     replicas = Replicas.agree(rank)
     exchange([plan], held, np.arange(count) % world, prompts, SIZE, replicas)  # connections are made in the first
     dist.barrier()

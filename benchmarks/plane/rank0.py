@@ -1,5 +1,7 @@
-"""What rank 0 decides in a step, from choosing prompts to the plan of the micro-batches: 16,384 completions at a million
-prompts, 67 million tokens."""
+"""What rank 0 decides in a step, from choosing prompts to the plan of the micro-batches.
+
+16,384 completions, 67 million tokens, a million prompts.
+"""
 
 from __future__ import annotations
 
