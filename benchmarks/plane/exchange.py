@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch.distributed as dist
-from plane.common import Bar, cpu_s, on_ranks
 
 from dppo_megatron.exchange import Replicas, exchange
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.step import UpdatePlan, sizes_of
 from dppo_megatron.types import Completion, Group, Prompt, SelectedPrompt
+from plane.common import Bar, cpu_s, on_ranks
 
 SIZE, LENGTH = 16, 4096
 
