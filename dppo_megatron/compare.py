@@ -19,9 +19,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.config.methods import method_overrides
 from dppo_megatron.config.schema import Config
 from dppo_megatron.observe.report import Line, Plot, write_report
+from dppo_megatron.pruning.methods import method_overrides
 from dppo_megatron.types import GuardStop, UserError
 
 BASELINE = "grpo"
@@ -169,7 +169,7 @@ def _train(config_path: str, settings: list[str], run_dir: Path) -> None:
     if world != 1:
         raise UserError("compare starts its own processes: run it without torchrun")
     print(f"compare: {run_dir}", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "dppo_megatron.train", config_path, *settings, f"run_dir={run_dir}"]
+    command = [sys.executable, "-m", "dppo_megatron", "train", config_path, *settings, f"run_dir={run_dir}"]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode == 2:
         raise UserError(done.stderr.strip().removeprefix("error: "))

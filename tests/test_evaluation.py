@@ -384,6 +384,7 @@ BAD = {
     "limit": (["{model}", "--sets", "a={heldout}", "--limit", "-1"], "--limit -1: must not be negative"),
     "compare_nothing": (["--compare", "nowhere", "{heldout}"], "'nowhere' cannot be read"),
     "compare_no_samples": (["--compare", "{heldout}", "{heldout}"], "heldout.jsonl:1: no sample of an evaluation"),
+    "compare_scores": (["--compare", "{tmp}/results.json", "{tmp}"], "results.json' is no samples.jsonl: name the one"),
     "rescore_settings": (["--rescore", "{heldout}", "seed=1"], "heldout.jsonl:1: no sample of an evaluation"),
     "both": (["--rescore", "x", "--compare", "x", "y"], "give one of the two"),
     "compare_and_model": (["{model}", "--compare", "x", "y"], "--compare reads two evaluations and nothing else"),
