@@ -51,7 +51,7 @@ def check_world_size(config: Config, world_size: int) -> None:
         raise UserError(
             f"actor.layout: tensor_parallel={tp} x pipeline_parallel={pp} x context_parallel={cp} needs a multiple of"
             f" {attention} processes, but the world size is {world_size};"
-            f" launch with torchrun --nproc-per-node {attention} -m dppo_megatron.train ..."
+            f" launch with torchrun --nproc-per-node {attention} -m dppo_megatron train ..."
         )
     if world_size % experts:
         raise UserError(
