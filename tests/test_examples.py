@@ -161,7 +161,7 @@ def _tokens(rank_requests: list[Request], sampling: Sampling) -> dict[int, Compl
 
 
 def test_the_engine_keeps_the_contract() -> None:
-    """Each request is held by one rank, groups stay whole, and tokens do not depend on how many ranks share the work."""
+    """Each request is held by one rank, groups stay whole, and tokens do not depend on the number of ranks."""
     prompts = [Prompt(i, "", (3, 4), "", "") for i in range(3)]
     requests = [Request(prompt, index, 1) for prompt in prompts for index in range(4)]
     sampling = Sampling(50, temperature=1.0, seed=0, stop_token_ids=(5,))
