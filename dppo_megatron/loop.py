@@ -162,11 +162,13 @@ class Loop:
         with timers.phase("rollout"):
             if step.reached != "generating":
                 self._start(step, selected)
-            completions = self._engine.finish()
+            completions, grades = self._engine.finish(), self._engine.take_grades()
         mine = sorted({position // size for position in completions})
         with timers.phase("reward"):
-            flat = [completions[position] for group in mine for position in range(group * size, (group + 1) * size)]
-            graded = grade_groups(self.job.grade, [selected[group] for group in mine], flat, size)
+            positions = [position for group in mine for position in range(group * size, (group + 1) * size)]
+            flat = [completions[position] for position in positions]
+            known = {place: grades[position] for place, position in enumerate(positions) if position in grades}
+            graded = grade_groups(self.job.grade, [selected[group] for group in mine], flat, size, known)
             groups = {first + group: one for group, one in zip(mine, graded, strict=True)}
         with timers.phase("rollout"):
             outcomes = to_rank_zero(Outcomes.of(groups, size, self._replicas.rank))

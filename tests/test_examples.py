@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.job import REPOSITORY, job_config, read_metrics, write_job_files
+from support.job import REPOSITORY, job_config, read_metrics, settings, write_job_files
 from support.launch import run_ranks
 from support.tiny import FAMILIES, write_model
 
@@ -47,14 +47,14 @@ def test_python_on_the_page_is_in_an_example(block: str) -> None:
     assert any(block in path.read_text(encoding="utf-8") for path in (REPOSITORY / "examples").glob("*.py"))
 
 
-def test_settings_on_the_page_are_settings() -> None:
+def test_settings_on_the_page_are_settings(files: Path, tmp_path: Path) -> None:
     """Every command line is read by the trainer's own reader, against the quickstart's config."""
     lines = PAGE.replace("\\\n", " ").splitlines()
     commands = [line.split()[2:] for line in lines if line.startswith("dppo-megatron train ")]
     assert len(commands) >= 4
-    for config, *settings in commands:
+    for config, *changed in commands:
         assert config == "configs/quickstart.yaml"
-        load_config(str(REPOSITORY / config), settings)
+        load_config(str(REPOSITORY / config), [*settings(files, tmp_path / "run"), *changed])
 
 
 def test_paths_on_the_page_exist() -> None:
@@ -161,7 +161,7 @@ def _tokens(rank_requests: list[Request], sampling: Sampling) -> dict[int, Compl
 
 
 def test_the_engine_keeps_the_contract() -> None:
-    """Each request is held by one rank, groups stay whole, and tokens do not depend on how many ranks share the work."""
+    """Each request is held by one rank, groups stay whole, and tokens do not depend on the number of ranks."""
     prompts = [Prompt(i, "", (3, 4), "", "") for i in range(3)]
     requests = [Request(prompt, index, 1) for prompt in prompts for index in range(4)]
     sampling = Sampling(50, temperature=1.0, seed=0, stop_token_ids=(5,))
