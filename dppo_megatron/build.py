@@ -1,4 +1,7 @@
-"""Makes what the loop wires together from a job's settings."""
+"""Builds engine, sampling, packing capacity and cost model from a job's settings.
+
+Apart from `loop.py`, so that a new engine is one branch here and no phase of the loop knows which one runs.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def make_engine(job: Job, dtype: torch.dtype, device: torch.device, say: Callabl
 
 
 def make_sampling(job: Job) -> Sampling:
-    """How training completions are drawn."""
+    """How training completions are sampled."""
     how = job.config.rollout.sampling
     return Sampling(
         how.max_completion_tokens, how.temperature, job.config.seed, how.top_p, how.top_k, job.stop_token_ids
@@ -45,12 +48,12 @@ def make_sampling(job: Job) -> Sampling:
 
 
 def token_capacity(config: PackingConfig, layout: PackingLayout) -> TokenCapacity | None:
-    """What a step's micro-batches hold; nothing that could be filled where each holds one sequence."""
+    """How much a step's micro-batches hold; None for mode=none, where each holds one sequence and none has room."""
     return None if config.mode == "none" else TokenCapacity(layout, config.max_tokens_per_microbatch)
 
 
 def cost_model(architecture: Architecture) -> CostModel:
-    """What a sequence of this model costs to train, by its length: what the planner balances."""
+    """Training cost of a sequence by its length, which the planner balances."""
     experts = architecture.experts
     return CostModel.of_transformer(
         num_layers=architecture.num_layers,

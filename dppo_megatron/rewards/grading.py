@@ -1,5 +1,5 @@
-"""From completions to graded groups. A grading that fails is counted, not scored 0: a broken grader must not look like
-a weak model."""
+"""Grades completions into groups. A failed grading is counted, not scored 0: a broken grader must not look like a weak
+model."""
 
 from __future__ import annotations
 
