@@ -118,9 +118,9 @@ def _asks_for_its_key(server: LaunchedServer) -> None:
 
 
 def _only_server(engine: ServerEngine) -> LaunchedServer:
-    assert engine._connection is not None
-    [server] = engine._connection.launched
-    return server
+    [member] = engine._fleet.members
+    assert member.process is not None
+    return member.process
 
 
 def _wait_until_gone(group: int) -> None:

@@ -518,7 +518,7 @@ def test_a_sync_that_fails_half_way_leaves_nobody_with_mixed_weights(served: Ser
 
     put_to_sleep(engine._fleet, timeout_s=6.0)
     engine.load_weights(hangs_after_the_first_bucket)
-    assert [member.asleep for member in engine._fleet.members] == [set(), {"kv_cache"}]
+    assert [member.asleep for member in engine._fleet.members] == [frozenset(), {"kv_cache"}]
     assert engine.health()[good.url] == "live" and engine.health()[bad.url].startswith("out: weight sync failed")
     assert any(bad.url in line and "weight sync failed" in line for line in said)
     requests = _requests(_prompts(config)[:8])

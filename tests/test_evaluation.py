@@ -503,7 +503,9 @@ def test_a_server_is_given_as_many_completions_as_it_runs(counts: Sequence[int])
         first += count
     gate = _Gate(first)
     fleet = Fleet([gate], rollout_config({"limits.max_concurrent_sequences": limit}), print, max_groups=limit)  # type: ignore[list-item]
-    fleet.members[0].state = "live"
+    fleet.expect("1")
+    with fleet.lock:
+        fleet.members[0].took("1")
     groups = [GenerateRequest(str(index), (1,), count, 0) for index, count in enumerate(counts)]
     work = Work(groups, [Sampling(4, 1.0, 0)] * len(groups), frozenset({"1"}))
     assert sorted(index for index, _ in fleet.run(work)) == list(range(len(counts)))

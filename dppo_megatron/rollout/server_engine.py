@@ -75,8 +75,7 @@ class ServerEngine:
             torch.cuda.empty_cache()  # what the update has freed is the servers' now, and torch would keep it
             barrier()
         if self._connection is not None:
-            for member in self._fleet.live:
-                member.state, member.reason = "stale", f"to get weight sync {self._version}"
+            self._fleet.expect(str(self._version))
         self._sync()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -191,13 +190,13 @@ class ServerEngine:
         """End launched servers; leave the others to their owner, without requests of ours."""
         self.abort()
         if self._connection is not None:
-            self._connection.close()
+            self._fleet.close()
             self._channel.close()
 
     def _put_to_sleep(self) -> None:
         """Also those that are just starting or have come back, which would take their memory during the update."""
         assert self._connection is not None
-        self._connection.wait_for_starting(self._config.rollout.limits.start_timeout_s)
+        self._fleet.wait_for_starting(self._config.rollout.limits.start_timeout_s)
         self._fleet.revive()
         put_to_sleep(self._fleet, self._config.rollout.limits.sync_timeout_s)
 
@@ -209,7 +208,6 @@ class ServerEngine:
     def _connect(self, config: Config, architecture: Architecture, say: Callable[[str], None]) -> str:
         self._connection = connect(config, architecture, say, _max_groups(config.rollout))
         connection = self._connection
-        connection.fleet.restart_dead = connection.restart_dead
         self._channel = self._make_channel(connection)
         return connection.description
 
@@ -245,17 +243,17 @@ class ServerEngine:
         problem: Exception | None = None
         if self._connection is not None:
             try:
-                self._pass(stream, self._connection)
+                self._pass(stream)
             except Exception as error:  # whatever it is: alone, this rank would leave the others in the stream
                 problem = error
         for _ in stream:
             pass
         return problem
 
-    def _pass(self, tensors: Iterable[tuple[str, Tensor]], connection: Connection) -> None:
+    def _pass(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         rollout, fleet, version = self._config.rollout, self._fleet, str(self._version)
         timeout_s = rollout.limits.sync_timeout_s
-        connection.restart_dead()
+        fleet.restart_dead()
         fleet.revive()
         members = [member for member in fleet.members if member.state == "stale"]
         digests = Digests() if self._verifies else None

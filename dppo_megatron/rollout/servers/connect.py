@@ -6,13 +6,11 @@ was found and what would be right.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
@@ -48,34 +46,6 @@ class Connection:
     world_sizes: dict[str, int]
     """Workers of each server, by address."""
     description: str
-    launched: list[LaunchedServer] = field(default_factory=list)
-
-    _starter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="launcher"))
-    """Its thread lives as long as the trainer: the kernel ends a server with the thread that has started it."""
-
-    def restart_dead(self) -> None:
-        """Start launched servers that have ended again; they come back through the fleet's probes."""
-        for server in self.launched:
-            if not server.is_running:
-                self.fleet.say(f"rollout: the launched server {server.url} has ended; starting it again")
-                self._starter.submit(server.start).result()
-                for member in self.fleet.members:
-                    if member.name == server.url:
-                        member.asleep.clear()
-
-    def wait_for_starting(self, timeout_s: float) -> None:
-        """Return when no launched server is still starting; one that fails at it stays out."""
-        for server in self.launched:
-            if server.is_starting:
-                [member] = [member for member in self.fleet.members if member.name == server.url]
-                with contextlib.suppress(UserError):
-                    server.wait_ready(lambda m=member: m.server.healthy(timeout_s=_READY_S), timeout_s)  # type: ignore[misc]
-
-    def close(self) -> None:
-        """Cut connections and end launched servers."""
-        self.fleet.close()
-        for server in self.launched:
-            server.stop()
 
 
 def connect(config: Config, architecture: Architecture, say: Callable[[str], None], max_groups: int) -> Connection:
@@ -110,13 +80,12 @@ def connect(config: Config, architecture: Architecture, say: Callable[[str], Non
             own.stop()
         raise
     return Connection(
-        fleet=Fleet(servers, rollout, say, max_groups),
+        fleet=Fleet(servers, rollout, say, max_groups, launched),
         channel=channel,
         world_sizes={server.http.url: info.world_size for server, info in zip(servers, infos, strict=True)},
         description=(
             f"rollout: {rollout.engine} {infos[0].engine_version} at {', '.join(urls)}; weight sync: {channel} ({why})"
         ),
-        launched=launched,
     )
 
 

@@ -14,51 +14,29 @@ found hung can have all its sockets cut from outside, which frees them. The rule
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from itertools import zip_longest
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
-from dppo_megatron.rollout.servers.protocol import DeviceMemory, GenerateRequest, Sampled, Server
-from dppo_megatron.types import GuardStop
+from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.servers.member import Member, OwnedLock
+from dppo_megatron.rollout.servers.protocol import GenerateRequest, Sampled, Server
+from dppo_megatron.types import GuardStop, UserError
 
 _TICK_S = 0.2
 _ANSWER_S = 30.0
+_READY_S = 5.0
 
 
 class NeedsWeights(Exception):
     """Servers answer, but none has the present weights: sync, then `Fleet.run` the same work again."""
-
-
-@dataclass
-class Member:
-    """One server and what the fleet knows of it."""
-
-    server: Server
-    state: Literal["live", "stale", "out"] = "stale"
-    """live: has the present weights. stale: answers, needs a sync. out: does not answer, or failed."""
-    reason: str = "not synced yet"
-    outstanding_tokens: int = 0
-    groups: int = 0
-    completions: int = 0
-    """In flight, of all its groups."""
-    outages: int = 0
-    has_leftovers: bool = False
-    """It has been out since its last sync: requests that others have answered since may still run there."""
-    asleep: set[DeviceMemory] = field(default_factory=set)
-    """What it has given back to the actor. A process that was started again has all of its memory."""
-    last_probe: float = 0.0
-    probe: Future[None] | None = None
-
-    @property
-    def name(self) -> str:
-        """Its address."""
-        return self.server.http.url
 
 
 @dataclass
@@ -87,6 +65,14 @@ class Work:
 
 
 @dataclass
+class _Probe:
+    """The health probe of one server that is under way, or was."""
+
+    begun: float = 0.0
+    answer: Future[None] | None = None
+
+
+@dataclass
 class _Attempt:
     index: int
     member: Member
@@ -100,19 +86,30 @@ class Fleet:
         say: takes one line for the person who watches.
         max_groups: groups in flight on one server, each of which holds a thread and a socket. How many completions
             are, `config.limits.max_concurrent_sequences` says.
+        processes: the processes of `servers`, if the trainer has started them.
     """
 
     def __init__(
-        self, servers: Sequence[Server], config: RolloutConfig, say: Callable[[str], None], max_groups: int
+        self,
+        servers: Sequence[Server],
+        config: RolloutConfig,
+        say: Callable[[str], None],
+        max_groups: int,
+        processes: Sequence[LaunchedServer] = (),
     ) -> None:
-        self.members = [Member(server) for server in servers]
+        self.lock = OwnedLock()
+        """Held by whoever changes a member; never across a call to a server."""
+        self.members = [
+            Member(server, self.lock, process=process) for server, process in zip_longest(servers, processes)
+        ]
         self.say = say
-        self.restart_dead: Callable[[], None] = lambda: None
-        """Called while the fleet waits for a server; starts those of the trainer's own that have ended."""
         self._config = config
         self._max_groups = max_groups
         self._threads = ThreadPoolExecutor(max_workers=len(servers) * (max_groups + 1), thread_name_prefix="rollout")
         self._probes = ThreadPoolExecutor(max_workers=len(servers), thread_name_prefix="probe")
+        self._probing: dict[str, _Probe] = {member.name: _Probe() for member in self.members}
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="launcher")
+        """Its thread lives as long as the trainer: the kernel ends a server with the thread that has started it."""
 
     @property
     def live(self) -> list[Member]:
@@ -121,27 +118,46 @@ class Fleet:
 
     def health(self) -> dict[str, str]:
         """live, or the state and its reason, by address."""
-        return {m.name: m.state if m.state == "live" else f"{m.state}: {m.reason}" for m in self.members}
+        return {member.name: member.condition for member in self.members}
+
+    def expect(self, version: str) -> None:
+        """Only servers that have taken `version` are live from now on."""
+        with self.lock:
+            for member in self.members:
+                member.expects(version)
 
     def mark_out(self, member: Member, reason: str) -> None:
         """No more requests; those in flight are cut and go elsewhere."""
-        if member.state != "out":
+        with self.lock:
+            news = member.failed(reason)
+        if news:
             self.say(f"rollout: {member.name} is out: {reason}")
-            member.outages += 1
-            member.has_leftovers = True
-        member.state, member.reason = "out", reason
         member.server.http.close()
 
     def revive(self) -> None:
-        """Ask every server that is out whether it is back; those that are become stale."""
+        """Ask every server that is out whether it is back, all at once; those that are become stale."""
+        timeout_s = min(_ANSWER_S, self._config.limits.probe_timeout_s)
+        out = [member for member in self.members if member.state == "out" and member.may_be_asked]
+        asked = [(member, self._probes.submit(member.server.healthy, timeout_s=timeout_s)) for member in out]
+        for member, answer in asked:
+            if answer.exception() is None:
+                self._is_back(member)
+
+    def restart_dead(self) -> None:
+        """Start the trainer's own servers that have ended again; they come back by answering a probe."""
         for member in self.members:
-            if member.state == "out":
-                try:
-                    member.server.healthy(timeout_s=min(_ANSWER_S, self._config.limits.probe_timeout_s))
-                except (Unreachable, Refused):
-                    continue
-                member.state, member.reason = "stale", "back, to be synced"
-                self.say(f"rollout: {member.name} answers again; it gets requests after a weight sync")
+            if member.process is not None and not member.process.is_running:
+                self.say(f"rollout: the launched server {member.name} has ended; starting it again")
+                self._starter.submit(member.process.start).result()
+                with self.lock:
+                    member.restarted()
+
+    def wait_for_starting(self, timeout_s: float) -> None:
+        """Return when no launched server is still starting; one that fails at it stays out."""
+        for member in self.members:
+            if member.process is not None and member.process.is_starting:
+                with contextlib.suppress(UserError):
+                    member.process.wait_ready(lambda m=member: m.server.healthy(timeout_s=_READY_S), timeout_s)  # type: ignore[misc]
 
     def run(self, work: Work) -> Iterator[tuple[int, list[Sampled]]]:
         """Yields (group index, its completions) as they finish, each index once.
@@ -185,6 +201,15 @@ class Fleet:
             member.server.http.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._probes.shutdown(wait=False, cancel_futures=True)
+        self._starter.shutdown(wait=False, cancel_futures=True)
+        for member in self.members:
+            if member.process is not None:
+                member.process.stop()
+
+    def _is_back(self, member: Member) -> None:
+        with self.lock:
+            member.answers()
+        self.say(f"rollout: {member.name} answers again; it gets requests after a weight sync")
 
     def _assign(self, work: Work, pending: deque[int], attempts: dict[Future[list[Sampled]], _Attempt]) -> None:
         while pending:
@@ -209,9 +234,8 @@ class Fleet:
 
     def _account(self, work: Work, index: int, member: Member, sign: int) -> None:
         """Add a group to what `member` has in flight, or take it away."""
-        member.outstanding_tokens += sign * work.cost(index)
-        member.groups += sign
-        member.completions += sign * work.groups[index].count
+        with self.lock:
+            (member.began if sign > 0 else member.ended)(work.cost(index), work.groups[index].count)
 
     def _settle(self, future: Future[list[Sampled]], attempt: _Attempt, work: Work) -> list[Sampled] | None:
         """The completions of one attempt; None if it has to be made again."""
@@ -269,17 +293,16 @@ class Fleet:
         """Start the health probes that are due and act on those that have come back."""
         now = time.monotonic()
         for member in self.members:
-            if member.probe is not None and member.probe.done():
-                error = member.probe.exception()
-                member.probe = None
+            probe = self._probing[member.name]
+            if probe.answer is not None and probe.answer.done():
+                error, probe.answer = probe.answer.exception(), None
                 if error is None and member.state == "out":
-                    member.state, member.reason = "stale", "back, to be synced"
-                    self.say(f"rollout: {member.name} answers again; it gets requests after the next weight sync")
+                    self._is_back(member)
                 elif error is not None and member.state != "out":
                     self.mark_out(member, f"no answer to its health probe: {error}")
-            if member.probe is None and now - member.last_probe > self._config.limits.probe_every_s:
-                member.last_probe = now
-                member.probe = self._probes.submit(member.server.healthy, timeout_s=self._config.limits.probe_timeout_s)
+            if probe.answer is None and now - probe.begun > self._config.limits.probe_every_s:
+                probe.begun = now
+                probe.answer = self._probes.submit(member.server.healthy, timeout_s=self._config.limits.probe_timeout_s)
 
     def _cut_stragglers(self, work: Work, attempts: dict[Future[list[Sampled]], _Attempt], pending: deque[int]) -> None:
         total = sum(group.count for group in work.groups)

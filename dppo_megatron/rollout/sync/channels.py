@@ -22,8 +22,9 @@ from urllib.parse import urlsplit
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dppo_megatron.rollout.servers.fleet import Fleet, Member
+from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
+from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import BucketServer, TensorNote
 from dppo_megatron.rollout.transfer.groups import (
     BroadcastBackend,

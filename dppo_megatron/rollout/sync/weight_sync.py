@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dppo_megatron.rollout.servers.fleet import Fleet, Member
+from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused
+from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory, InFlight
 from dppo_megatron.rollout.sync.channels import on_each
 
@@ -27,7 +28,9 @@ def put_to_sleep(fleet: Fleet, timeout_s: float) -> None:
 
     def sleep(member: Member) -> None:
         """One server. On a timeout we assume that it sleeps."""
-        awake, member.asleep = DEVICE_MEMORY - member.asleep, set(DEVICE_MEMORY)
+        awake = DEVICE_MEMORY - member.asleep
+        with fleet.lock:
+            member.slept()
         member.server.sleep(awake, timeout_s=timeout_s)
 
     awake = [member for member in fleet.members if member.asleep != DEVICE_MEMORY]
@@ -40,7 +43,8 @@ def wake(fleet: Fleet, members: Sequence[Member], what: DeviceMemory, timeout_s:
     def wake_one(member: Member) -> None:
         """One server."""
         member.server.wake(what, timeout_s=timeout_s)
-        member.asleep.discard(what)
+        with fleet.lock:
+            member.woke(what)
 
     on_each(fleet, [member for member in members if what in member.asleep], wake_one, doing="waking up")
 
@@ -56,5 +60,7 @@ def resume_and_confirm(fleet: Fleet, members: Sequence[Member], version: str, ti
         if found != version:
             raise Refused(409, f"its weights version is '{found}' after the sync of '{version}'")
 
-    for member in on_each(fleet, members, finish):
-        member.state, member.reason, member.has_leftovers = "live", "", False
+    took = on_each(fleet, members, finish)
+    with fleet.lock:
+        for member in took:
+            member.took(version)
