@@ -13,8 +13,8 @@ from torch import Tensor
 from dppo_megatron.types import Completion, Prompt
 
 Weights: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Starts a pass over all weights: every (Hugging Face name, full tensor) once. Called again for a retry; collective
-where the actor is sharded."""
+"""Starts a pass over all weights: every (Hugging Face name, full tensor) once, given to the ranks in
+`Engine.receivers`. Called again for a retry; collective where the actor is sharded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,13 @@ class Engine(Protocol):
     description: str
     """One line for the log: what generates, where, and how weights reach it."""
 
-    def load_weights(self, weights: Weights) -> None:
-        """Replace all weights and count the weights version up by one."""
+    @property
+    def receivers(self) -> Sequence[int] | None:
+        """Ranks that must be given the weights; None: all. The same on every rank."""
+
+    def load_weights(self, weights: Weights) -> bool:
+        """Replace all weights and count the weights version up by one. Returns whether the canary is due: engines
+        without servers never ask for one."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion for each of this rank's requests, in their order."""

@@ -24,20 +24,21 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import barrier, collect, from_rank_zero, share
 from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.engine import Request, Sampling, Weights
-from dppo_megatron.rollout.servers.connect import Connection, connect
+from dppo_megatron.rollout.servers.connect import ChannelName, Connection, connect
 from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
-from dppo_megatron.rollout.servers.http import Refused, Unreachable
+from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import GenerateRequest, Sampled
-from dppo_megatron.rollout.sync.channels import BroadcastChannel, Channel, DiskChannel, SharedMemoryChannel, on_each
-from dppo_megatron.rollout.sync.receipts import Digests, differing
-from dppo_megatron.rollout.sync.weight_sync import pause_for_update, put_to_sleep, resume_and_confirm, wake
-from dppo_megatron.types import Completion, GuardStop
+from dppo_megatron.rollout.servers.seats import Seats, this_device
+from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
+from dppo_megatron.rollout.sync.channels import FAILURES, Channel, DiskChannel, at_once
+from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
+from dppo_megatron.rollout.sync.weight_sync import WeightSync
+from dppo_megatron.types import Completion
 from dppo_megatron.weights.architecture import Architecture
 
 _OWN_FILES = 256
 """Open files that the trainer itself may need, beside a socket for each group in flight."""
 _PROBE_S = 120.0
-_RETRY_S = 1.0
 
 
 class ServerEngine:
@@ -60,23 +61,33 @@ class ServerEngine:
         self._config = config
         self._tokenizer = tokenizer
         self._stop_ids = (int(tokenizer.eos_token_id),)
-        self._version = 0
-        self._weights: Weights | None = None
         self._statistics: dict[str, float] = {}
         self._started: _Background | None = None
         self._connection: Connection | None = None
-        self.description: str = from_rank_zero(lambda: self._connect(config, architecture, say))
+        devices = collect([this_device()])
 
-    def load_weights(self, weights: Weights) -> None:
-        """Sync every server that answers; see `sync.py`. Raises GuardStop if none has the weights in the end."""
-        self._version += 1
-        self._weights = weights
+        def start() -> tuple[str, ChannelName, dict[str, int], Seats]:
+            """On rank 0: find or start the servers."""
+            self._connection = found = connect(config, architecture, say, _max_groups(config.rollout), devices)
+            return found.description, found.channel, found.world_sizes, found.seats
+
+        self.description, *how = from_rank_zero(start)
+        """One line for the log."""
+        fleet = self._connection.fleet if self._connection is not None else None
+        self._sync = WeightSync(config.rollout, self._make_channel(*how), fleet, self._settle_requests)
+
+    @property
+    def receivers(self) -> Sequence[int]:
+        """See `Engine.receivers`: rank 0, or the ranks on the servers' GPUs."""
+        return self._sync.receivers
+
+    def load_weights(self, weights: Weights) -> bool:
+        """Sync every server that answers; see `sync/weight_sync.py`. Raises GuardStop if none has the weights in the
+        end."""
         if self._config.rollout.servers.colocate:
             torch.cuda.empty_cache()  # what the update has freed is the servers' now, and torch would keep it
             barrier()
-        if self._connection is not None:
-            self._fleet.expect(str(self._version))
-        self._sync()
+        return self._sync.to(weights)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """See `Engine.generate`."""
@@ -95,7 +106,7 @@ class ServerEngine:
                     yield from zip(places[index], map(self._completion, sampled), strict=True)
                 break
             except NeedsWeights:
-                self._sync()
+                self._sync.again()
         self._count(work)
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
@@ -112,7 +123,7 @@ class ServerEngine:
         assert started is not None, "start comes first"
         self._started = None
         while from_rank_zero(started.wait):
-            self._sync()
+            self._sync.again()
             if self._connection is not None:
                 started.again(self._fleet)
 
@@ -129,20 +140,28 @@ class ServerEngine:
         return share(from_rank_zero(completions))
 
     def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
-        """See `Engine.probe`. A server that fails is marked out and left out."""
+        """See `Engine.probe`. All servers at once. One that gives no whole answer in time is left out, which is said;
+        whether it is out is for its health probe to find."""
 
         def ask() -> list[tuple[str, Completion]]:
-            """On rank 0: one server after the other."""
+            """On rank 0."""
             work, _ = self._plan(requests, sampling)
-            answers = []
-            for member in self._fleet.live:
+
+            def ask_one(member: Member) -> list[Sampled]:
+                """All groups; an unfinished one is none."""
+                deadline = time.monotonic() + _PROBE_S
+                found: list[Sampled] = []
                 for group, how in zip(work.groups, work.samplings, strict=True):
-                    try:
-                        sampled = member.server.generate(group, how, timeout_s=_PROBE_S)
-                    except (Unreachable, Refused) as error:
-                        self._fleet.mark_out(member, str(error))
-                        break
-                    answers += [(member.name, self._completion(one)) for one in sampled if len(one.token_ids)]
+                    found += member.server.generate(group, how, timeout_s=max(1.0, deadline - time.monotonic()))
+                return found
+
+            answers = []
+            for member, answer in at_once(self._fleet.live, ask_one):
+                error = answer.exception()
+                if isinstance(error, FAILURES):
+                    self._fleet.say(f"rollout: {member.name} has not answered the canary: {error}")
+                else:
+                    answers += [(member.name, self._completion(one)) for one in answer.result() if len(one.token_ids)]
             return answers
 
         return from_rank_zero(ask)
@@ -157,25 +176,17 @@ class ServerEngine:
     def pause(self) -> None:
         """Every live server; one that fails is marked out."""
         if self._connection is not None:
-            pause_for_update(
-                self._fleet,
-                self._fleet.live,
-                self._config.rollout.sync.in_flight,
-                self._config.rollout.limits.sync_timeout_s,
-            )
+            self._sync.pause(self._fleet.live)
 
     def resume(self) -> None:
         """After `pause`."""
         if self._connection is not None:
-            timeout_s = self._config.rollout.limits.sync_timeout_s
-            on_each(
-                self._fleet, self._fleet.live, lambda member: member.server.resume(timeout_s=timeout_s), doing="resume"
-            )
+            self._sync.resume(self._fleet.live)
 
     def rest(self) -> None:
         """No generation until the next `load_weights`: colocated servers give their device memory back."""
         if self._config.rollout.servers.colocate:  # every rank waits: its GPU is not its own before
-            from_rank_zero(self._put_to_sleep)
+            from_rank_zero(lambda: self._sync.sleep())
 
     def health(self) -> dict[str, str]:
         """Rank 0's view."""
@@ -183,7 +194,8 @@ class ServerEngine:
 
     def statistics(self) -> dict[str, float]:
         """`rollout/retries`, `cut_completions`, `servers_live`, `sync_s` and `tensors_verified`, since last asked."""
-        taken, self._statistics = self._statistics, {}
+        taken, self._statistics = self._statistics | self._sync.measured, {}
+        self._sync.measured = {}
         return taken
 
     def close(self) -> None:
@@ -191,138 +203,39 @@ class ServerEngine:
         self.abort()
         if self._connection is not None:
             self._fleet.close()
-            self._channel.close()
-
-    def _put_to_sleep(self) -> None:
-        """Also those that are just starting or have come back, which would take their memory during the update."""
-        assert self._connection is not None
-        self._fleet.wait_for_starting(self._config.rollout.limits.start_timeout_s)
-        self._fleet.revive()
-        put_to_sleep(self._fleet, self._config.rollout.limits.sync_timeout_s)
+        self._sync.close()
 
     @property
     def _fleet(self) -> Fleet:
         assert self._connection is not None
         return self._connection.fleet
 
-    def _connect(self, config: Config, architecture: Architecture, say: Callable[[str], None]) -> str:
-        self._connection = connect(config, architecture, say, _max_groups(config.rollout))
-        connection = self._connection
-        self._channel = self._make_channel(connection)
-        return connection.description
-
-    def _make_channel(self, connection: Connection) -> Channel:
-        rollout, fleet, name = self._config.rollout, connection.fleet, connection.channel
+    def _make_channel(self, name: ChannelName, world_sizes: dict[str, int], seats: Seats) -> Channel:
+        """On every rank: some take part in a sync though only rank 0 talks to servers."""
+        rollout, fleet = self._config.rollout, self._connection.fleet if self._connection is not None else None
         bucket_bytes, timeout_s = rollout.sync.bucket_mb << 20, rollout.limits.sync_timeout_s
         if name == "disk":
             directory = Path(rollout.sync.dir or Path(self._config.run_dir) / "sync")
             return DiskChannel(fleet, directory, self._config.model.hf_path, bucket_bytes, timeout_s)
         if name == "ipc":
-            return SharedMemoryChannel(fleet, bucket_bytes, timeout_s)
-        return BroadcastChannel(fleet, name, connection.world_sizes, bucket_bytes, timeout_s)
+            return SharedMemoryChannel(fleet, seats, OFFERS[rollout.engine], bucket_bytes, timeout_s)
+        return BroadcastChannel(fleet, name, world_sizes, bucket_bytes, timeout_s)
 
-    def _sync(self) -> None:
-        """Passes over the weights until whoever can have them has them."""
-        assert self._weights is not None, "load_weights comes first"
-        started = time.perf_counter()
-        passes, wait_until, again = 0, 0.0, True
-        while again:
-            problem = self._pass_to_the_end(self._weights())
-            passes += 1
-            wait_until = wait_until or time.monotonic() + self._config.rollout.limits.engine_wait_s
-
-            def decide(problem: Exception | None = problem, passes: int = passes, until: float = wait_until) -> bool:
-                return self._needs_another_pass(problem, passes, until)
-
-            again = from_rank_zero(decide)
-        self._statistics["rollout/sync_s"] = time.perf_counter() - started
-
-    def _pass_to_the_end(self, tensors: Iterable[tuple[str, Tensor]]) -> Exception | None:
-        """One pass, and what went wrong in it: the stream is collective, so every rank walks it to its end first."""
-        stream = iter(tensors)
-        problem: Exception | None = None
-        if self._connection is not None:
-            try:
-                self._pass(stream)
-            except Exception as error:  # whatever it is: alone, this rank would leave the others in the stream
-                problem = error
-        for _ in stream:
-            pass
-        return problem
-
-    def _pass(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        rollout, fleet, version = self._config.rollout, self._fleet, str(self._version)
-        timeout_s = rollout.limits.sync_timeout_s
-        fleet.restart_dead()
-        fleet.revive()
-        members = [member for member in fleet.members if member.state == "stale"]
-        digests = Digests() if self._verifies else None
-        wake(fleet, members, "weights", timeout_s)
-        if self._started is not None and rollout.sync.in_flight == "finish":
+    def _settle_requests(self) -> None:
+        """On rank 0, before a sync that waits for running requests."""
+        if self._started is not None:
             self._started.join()
-        pause_for_update(fleet, members, rollout.sync.in_flight, timeout_s)
-        self._channel.push(digests.watch(tensors) if digests else tensors, members, version)
-        wake(fleet, members, "kv_cache", timeout_s)
-        resume_and_confirm(fleet, members, version, timeout_s)
-        if digests is not None:
-            self._compare(digests)
-
-    @property
-    def _verifies(self) -> bool:
-        every = self._config.rollout.sync.verify_every
-        return every > 0 and (self._version - 1) % every == 0
-
-    def _compare(self, digests: Digests) -> None:
-        compared = 0
-        for member in self._fleet.live:
-            try:
-                held = member.server.checksums(timeout_s=self._config.rollout.limits.sync_timeout_s)
-            except (Unreachable, Refused) as error:
-                self._fleet.mark_out(member, f"no receipt for weight sync {self._version}: {error}")
-                continue
-            names, compared = differing(digests.found, held)
-            if names:
-                raise GuardStop(
-                    f"{member.name} holds other bytes than weight sync {self._version} sent: {', '.join(names[:8])}"
-                    f" ({len(names)} of {compared} tensors compared)"
-                )
-        self._statistics["rollout/tensors_verified"] = compared
-
-    def _needs_another_pass(self, problem: Exception | None, passes: int, wait_until: float) -> bool:
-        """A server that failed and answers again gets one more chance now, and the next at the next sync. With nobody
-        left, whoever comes back before `wait_until` gets one. Raises GuardStop if nobody does."""
-        if isinstance(problem, GuardStop):
-            raise problem
-        if problem is not None:
-            raise GuardStop(f"weight sync {self._version} over {self._channel.name} failed: {problem}") from problem
-        if self._fleet.live:
-            return passes < 2 and self._any_stale()
-        if passes > 1:
-            time.sleep(_RETRY_S)
-        while passes < 2 or time.monotonic() < wait_until:
-            self._fleet.restart_dead()
-            if self._any_stale():
-                return True
-            if time.monotonic() >= wait_until:
-                break
-            time.sleep(_RETRY_S)
-        states = "; ".join(f"{name} {state}" for name, state in self._fleet.health().items())
-        raise GuardStop(f"no rollout server has taken weight sync {self._version} ({states})")
-
-    def _any_stale(self) -> bool:
-        self._fleet.revive()
-        return any(member.state == "stale" for member in self._fleet.members)
 
     def _plan(self, requests: Sequence[Request], sampling: Sampling) -> tuple[Work, list[list[int]]]:
         """The requests in groups, and where each group's completions go."""
         groups, samplings, places = grouped(requests, sampling, self._config.rollout.completions_per_prompt)
         with_stop = [replace(how, stop_token_ids=(*self._stop_ids, *how.stop_token_ids)) for how in samplings]
-        versions = frozenset(str(v) for v in range(1, self._version + 2))
+        versions = frozenset(str(v) for v in range(1, self._sync.version + 2))
         trains = not any(request.stream for request in requests)
         return Work(groups, with_stop, versions, may_be_cut=trains), places
 
     def _completion(self, sampled: Sampled) -> Completion:
-        versions = np.full(len(sampled.token_ids), self._version, dtype=np.int64)
+        versions = np.full(len(sampled.token_ids), self._sync.version, dtype=np.int64)
         for version, start, end in sampled.weights_versions:
             versions[start:end] = int(version)
         ids = sampled.token_ids
@@ -338,7 +251,7 @@ class ServerEngine:
         if work.done:
             spans = [span for group in work.done.values() for one in group for span in one.weights_versions]
             tokens = sum(end - start for _, start, end in spans)
-            stale = sum((self._version - int(version)) * (end - start) for version, start, end in spans)
+            stale = sum((self._sync.version - int(version)) * (end - start) for version, start, end in spans)
             self._statistics["rollout/staleness_mean"] = stale / max(tokens, 1)
         counts = {"rollout/retries": work.retries, "rollout/cut_completions": work.cut_completions}
         for name, count in counts.items():
