@@ -1,8 +1,12 @@
-"""The two ways ranks talk in the loop: rank 0 decides and tells, every rank does a share and collects.
+"""How ranks talk in the loop: every rank does a share and tells rank 0 what came of it, rank 0 decides and tells all.
 
 Decisions (selection, pruning, packing, history) are made on rank 0 alone and sent, so that ranks cannot disagree.
 An exception on rank 0 is raised on every rank, instead of leaving the others waiting. Without a process group all
 of it is the plain single-process thing.
+
+Only scalars and plans go this way; tokens have `exchange.py`. Objects travel over gloo on GPUs too (the process group
+is `cpu:gloo,cuda:nccl`): a rank that waits for a rollout waits in a socket. Inside an NCCL broadcast it would spin in a
+kernel, on the GPU that a colocated engine generates on.
 """
 
 from __future__ import annotations
@@ -50,16 +54,22 @@ def share(items: Sequence[T]) -> list[T]:
     return list(items[dist.get_rank() :: dist.get_world_size()]) if _world_size() > 1 else list(items)
 
 
-def collect(mine: Sequence[T]) -> list[T]:
-    """The inverse of `share`: every rank's results in the order of the shared items, on every rank. Collective."""
+def gather_all(mine: Sequence[T]) -> list[T]:
+    """The lists of all ranks, one behind the other, on every rank. Collective."""
     if _world_size() == 1:
         return list(mine)
     parts: list[Sequence[T]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, list(mine))
-    merged: list[T] = []
-    for position in range(max(len(part) for part in parts)):
-        merged += [part[position] for part in parts if position < len(part)]
-    return merged
+    return [item for part in parts for item in part]
+
+
+def to_rank_zero(mine: T) -> list[T]:
+    """What every rank has, by rank, on rank 0; nothing on the others. Collective."""
+    if _world_size() == 1:
+        return [mine]
+    parts: list[T] | None = [mine] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, parts)
+    return parts or []
 
 
 def barrier() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,6 +37,7 @@ from dppo_megatron.observe.signals import StopRequests
 from dppo_megatron.observe.summary import Summary
 from dppo_megatron.observe.watchdog import Watchdog
 from dppo_megatron.pruning import LedgerRow, biased_rows
+from dppo_megatron.step import Step
 from dppo_megatron.trace import trace_header, trace_seconds
 from dppo_megatron.types import GuardStop, UserError
 from dppo_megatron.weights.hf_files import write_checkpoint
@@ -80,8 +81,6 @@ class Run:
                 job.config, self._store, lambda saved, where: check_data(saved, now, allowed, where)
             )
             self.resumes = self._origin is not None
-            self._recorded: int | None = None
-            """The last step with a line in metrics.jsonl."""
             from_rank_zero(lambda: self._open_record(job))
             self.say(job.data_report)  # before servers are waited for: a wrong template is seen in time to stop
             self.loop = Loop(job, self.progress.say)
@@ -89,6 +88,8 @@ class Run:
         self.summary = Summary()
         self._warned: set[str] = set()
         self._first_step, self._last_step = 1, job.config.steps
+        self._begun = False
+        """Whether there is a state to save: the RL steps have begun, or a checkpoint was loaded."""
         changes += self._origin.data_changes if self._origin else ()
         self.say(job.notes)
         self.say(f"changed since the run began: {line}" for line in changes)
@@ -99,8 +100,8 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is GuardStop and self._recorded is not None:
-            self._keep_what_is_done(self._recorded)
+        if kind is GuardStop:
+            self._keep_what_is_done()
         self.loop.close()
         self._stop_requests.restore()
         self._close_files()
@@ -125,19 +126,18 @@ class Run:
         if warm:
             self.progress.say(f"warm start: done in {self.summary.warm_start_s:.1f} s")
         self.loop.start_rl()
-        self.loop.sync()
+        self.loop.load_engine()
 
     def resume(self) -> None:
         """Take over the state of the checkpoint that this run resumes or begins from. Collective."""
         assert self._origin is not None
         self.loop.start_rl()
         state = load_checkpoint(self._origin.directory, self.loop.actor)
-        self.loop.load_state_dict(state["loop"])
-        self.loop.sync()
+        self.loop.load_state_dict(state["loop"], state["step"])
+        self.loop.load_engine()
         self.summary = Summary(**state["summary"])
         self._started -= self.summary.wall_s
-        self._first_step = state["step"] + 1
-        self._recorded = self.loop.rests_after = state["step"]
+        self._first_step, self._begun = state["step"] + 1, True
         self.progress.say(f"resumed from {self._origin.directory}: going on at step {self._first_step}")
         self._begin_new_sets(state["step"])
 
@@ -147,32 +147,31 @@ class Run:
             self._stop_if_asked(0)
         yield from range(self._first_step, self._last_step + 1)
 
-    @contextmanager
-    def step_timer(self) -> Iterator[None]:
-        """Times a whole RL step."""
-        with self.loop.timers.phase("step"):
-            yield
+    def record_start(self, scores: Sequence[EvalScores]) -> None:
+        """The line of step 0 in metrics.jsonl: the evaluation before training."""
+        self.summary.eval_before = {one.name: one.avg.value for one in scores}
+        self._write_metrics(0, {}, scores)
+        self._begun = True
 
-    def record(self, step: int, metrics: dict[str, Any], scores: Sequence[EvalScores] = ()) -> None:
-        """One line of metrics.jsonl. Step 0 holds the evaluation before training."""
-        pass_at_1 = {one.name: one.avg.value for one in scores}
-        if step == 0:
-            self.summary.eval_before = pass_at_1
-        else:
-            self.summary.eval_after = pass_at_1 or self.summary.eval_after
-            if self._files:
-                self.summary.add(metrics)
-                self._files.write("trace.jsonl", self.loop.trace_row | {"seconds": trace_seconds(metrics)})
-                self.say(self._new_warnings(metrics["prune/ledger"]))
-                self.progress.step(step, metrics)
+    def record(self, step: Step, scores: Sequence[EvalScores] = ()) -> None:
+        """A finished step's lines in metrics.jsonl and trace.jsonl, and on the terminal."""
+        record = step.record
+        self.summary.eval_after = {one.name: one.avg.value for one in scores} or self.summary.eval_after
         if self._files:
-            metrics = metrics | {key: value for one in scores for key, value in one.metrics().items()}
-            self._files.write("metrics.jsonl", {"step": step} | metrics)
-        self._recorded = step
+            self.summary.add(record.metrics)
+            self._files.write("trace.jsonl", record.trace | {"seconds": trace_seconds(record.metrics)})
+            self.say(self._new_warnings(record.ledger))
+            self.progress.step(step.number, record.metrics)
+        self._write_metrics(step.number, record.line(), scores)
+
+    def _write_metrics(self, step: int, line: dict[str, Any], scores: Sequence[EvalScores]) -> None:
+        if self._files:
+            line = line | {key: value for one in scores for key, value in one.metrics().items()}
+            self._files.write("metrics.jsonl", {"step": step} | line)
         self.say(f"step {step:>4}: {one.line()}" for one in scores)
 
     def say(self, lines: Iterable[str]) -> None:
-        """Lines for the person who watches."""
+        """Log lines."""
         for line in lines:
             self.progress.say(line)
 
@@ -255,17 +254,15 @@ class Run:
         if self._files:
             self._files.close()
 
-    def _keep_what_is_done(self, recorded: int) -> None:
+    def _keep_what_is_done(self) -> None:
         """A checkpoint where a guard stops the run between two steps, or in the sync that ends one. Collective."""
-        if self.loop.unsynced_step == recorded + 1:
-            recorded += 1
-            metrics = self.loop.take_metrics()
-            self.say(self.loop.feedback(recorded, metrics))
-            self.record(recorded, metrics)
-        elif self.loop.rests_after != recorded:
-            return
-        self._save(recorded)
-        self._finalize(blocking=True)
+        step = self.loop.current
+        if step is not None and step.is_updated:  # its weights are there, though the engine does not have them
+            self.say(self.loop.finish(step))
+            self.record(step)
+        if self._begun and (number := self.loop.last_complete_step) is not None:
+            self._save(number)
+            self._finalize(blocking=True)
 
     def _save(self, step: int) -> bool:
         """Returns whether it could be written. Collective."""
@@ -320,9 +317,9 @@ class Run:
     def _how_to_go_on(self) -> str:
         return f"Resume with the same command, or: dppo-megatron train {self._directory}/config.yaml --resume auto"
 
-    def _new_warnings(self, ledger: list[dict[str, Any]]) -> list[str]:
+    def _new_warnings(self, ledger: Sequence[LedgerRow]) -> list[str]:
         """One line for each selection that changes the expected gradient, the first time it does."""
-        rows = tuple(LedgerRow(**row) for row in ledger if row["name"] not in self._warned)
+        rows = tuple(row for row in ledger if row.name not in self._warned)
         self._warned.update(row.name for row in rows if row.label == "biased")
         return [f"warning: {line}" for line in biased_rows(rows)]
 

@@ -122,9 +122,10 @@ class TrainSample:
     num_prompt_tokens: int
     behaviour_logprobs: npt.NDArray[np.float32]
     """[n - num_prompt_tokens], log-probability of each completion token when it was sampled."""
-    advantage: float
-    weight: float
-    """What undoes every selection that this sample survived (W in docs/pruning.md)."""
+    advantage: float | FloatArray
+    """Of the whole completion, or of each of its tokens [n - num_prompt_tokens]."""
+    weight: float | FloatArray
+    """What undoes every selection that this sample survived (W in docs/pruning.md); or one for each token."""
     denominator: float
     """Frozen divisor of this sample's token sum, a count of the planned full batch (1 / omega in docs/pruning.md)."""
     old_logprobs: FloatArray | None = None

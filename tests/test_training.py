@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.job import job_config, nearly, read_metrics, write_job_files
 from support.launch import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dppo_megatron.distributed import gather_all
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
 from dppo_megatron.loop import Loop
@@ -131,7 +133,7 @@ def test_resume_continues_at_any_layout(
             assert mine[key] == nearly(theirs[key], rel=1e-4, abs=1e-5), key
 
 
-def _all_samples(groups: list[Group]) -> list[TrainSample]:
+def _all_samples(groups: Iterable[Group]) -> list[TrainSample]:
     """Every completion, pruned or not."""
     return [
         TrainSample(
@@ -153,25 +155,28 @@ def _steps(files: Path, run_dir: Path, world_size: int, extra: dict[str, Any]) -
     loop = Loop(prepare_job(job_config(files, run_dir, **extra), world_size))
     loop.warm_start()
     loop.start_rl()
-    loop.sync()
+    loop.load_engine()
     report = []
-    for step in range(1, 5):
-        selected = loop.select(step)
-        groups = loop.generate(selected, step)
-        everything = _all_samples(groups)
-        recomputed = loop.actor.logprobs(everything, loop.pack(everything))
-        [samples] = loop.prune(groups, step)
-        if recomputed is not None:
-            recorded = np.concatenate([sample.behaviour_logprobs for sample in everything])
-            report.append(
-                {
-                    "prompts": [(item.prompt.index, item.inclusion_prob) for item in selected],
-                    "completions": [(sample.id, sample.weight) for sample in samples],
-                    "mismatch": np.abs(np.concatenate(recomputed) - recorded),
-                }
-            )
-        loop.update(samples, loop.pack(samples))
-        loop.sync()
+    for number in range(1, 5):
+        with loop.step(number) as step:
+            loop.rollout(step)
+            everything = _all_samples(step.groups[k] for k in sorted(step.groups))
+            everything = sorted(gather_all(everything), key=lambda sample: sample.id)  # each rank holds some
+            recomputed = loop.actor.logprobs(everything, loop.pack(everything))
+            loop.prune(step)
+            [update] = step.updates
+            if recomputed is not None:
+                recorded = np.concatenate([sample.behaviour_logprobs for sample in everything])
+                report.append(
+                    {
+                        "prompts": [(item.prompt.index, item.inclusion_prob) for item in step.selected],
+                        "completions": list(zip(update.plan.rows.tolist(), update.plan.weights.tolist(), strict=True)),
+                        "mismatch": np.abs(np.concatenate(recomputed) - recorded),
+                    }
+                )
+            loop.update(step, update)
+            loop.sync(step)
+        loop.finish(step)
     return report
 
 

@@ -323,18 +323,23 @@ def test_reference_survives_a_resume(files: Path, tmp_path: Path) -> None:
 
 
 def _first_update(files: Path, run_dir: Path, extra: dict[str, Any]) -> list[Any]:
-    """The samples of a step after `recompute_logprobs`, and what the actor says about them."""
+    """The samples of a step that is ready to train, and what the actor says about them before each update."""
     loop = Loop(prepare_job(job_config(files, run_dir, **extra), 1))
     loop.warm_start()
     loop.start_rl()
-    loop.sync()
-    for step in (1, 2):
-        minibatches = loop.recompute_logprobs(loop.prune(loop.generate(loop.select(step), step), step))
-        report = []
-        for samples in minibatches:
-            report.append((samples, loop.actor.logprobs(samples, loop.pack(samples))))
-            loop.update(samples, loop.pack(samples))
-        loop.sync()
+    loop.load_engine()
+    for number in (1, 2):
+        with loop.step(number) as step:
+            loop.rollout(step)
+            loop.prune(step)
+            loop.to_training(step)
+            report = []
+            for update in step.updates:
+                samples = [update.samples[place] for place in sorted(update.samples)]
+                report.append((samples, loop.actor.logprobs(samples, update.plan.pack)))
+                loop.update(step, update)
+            loop.sync(step)
+        loop.finish(step)
     return report
 
 

@@ -26,8 +26,9 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from dppo_megatron.actor.batch import Microbatch, build_microbatch
+from dppo_megatron.actor.batch import Microbatch, Samples, build_microbatch
 from dppo_megatron.actor.layout import Layout
+from dppo_megatron.actor.logprobs import LogprobStore
 from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
 from dppo_megatron.actor.model import build_model, transformer_config
 from dppo_megatron.actor.optimizer import build_optimizer, build_schedule
@@ -92,9 +93,19 @@ class Actor:
         self._schedule = build_schedule(optimizer, self._optimizer, total_steps)
 
     def update(
-        self, samples: Sequence[TrainSample], plan: PackPlan, objective: Objective, *, temperature: float = 1.0
+        self,
+        samples: Samples,
+        plan: PackPlan,
+        objective: Objective,
+        *,
+        temperature: float = 1.0,
+        watch: LogprobStore | None = None,
     ) -> dict[str, float]:
         """One optimizer step on the weighted objective of `samples`.
+
+        Args:
+            samples: at least those of this rank's data-parallel replica.
+            watch: takes the log-probabilities before the step, on the last pipeline stage.
 
         Returns:
             `loss`, `grad_norm` (before clipping), `learning_rate`, and means over completion tokens of `entropy`,
@@ -102,7 +113,7 @@ class Actor:
             diagnostics. The same on every rank. `skipped_updates` is 1 if the loss or the gradient was not finite:
             then nothing has changed, the schedule included.
         """
-        sums = self.accumulate(samples, plan, objective, temperature=temperature)
+        sums = self.accumulate(samples, plan, objective, temperature=temperature, watch=watch)
         tokens = max(sums.pop("tokens", 0.0), 1.0)
         metrics = {"loss": sums.pop("loss", 0.0)} | {name: value / tokens for name, value in sums.items()}
         # asked before the step, because Megatron looks for infinities only where it scales an fp16 loss
@@ -117,7 +128,13 @@ class Actor:
         return metrics | own
 
     def accumulate(
-        self, samples: Sequence[TrainSample], plan: PackPlan, objective: Objective, *, temperature: float = 1.0
+        self,
+        samples: Samples,
+        plan: PackPlan,
+        objective: Objective,
+        *,
+        temperature: float = 1.0,
+        watch: LogprobStore | None = None,
     ) -> dict[str, float]:
         """Forward and backward over the whole plan, gradients reduced and left in the buffers; no optimizer step.
 
@@ -129,7 +146,7 @@ class Actor:
             model.train()
         if self._optimizer is not None:
             self._optimizer.zero_grad()
-        hook = LossHook(objective, self._scorer(temperature), self.layout, plan.num_microbatches)
+        hook = LossHook(objective, self._scorer(temperature), self.layout, plan.num_microbatches, watch)
         self._run_schedule(samples, plan, hook, forward_only=False)
         return reduce_sums(hook.sums, self.layout)
 
@@ -148,6 +165,22 @@ class Actor:
             for parameter, data in zip(parameters, saved, strict=True):
                 parameter.data = data
 
+    def own_logprobs(self, samples: Samples, plan: PackPlan, *, temperature: float = 1.0) -> LogprobStore:
+        """Log-probability of every completion token of this replica under the current weights; see `LogprobStore`."""
+        store, score = LogprobStore(), self._scorer(temperature)
+
+        def collect(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            """Megatron's hook on the last stage: nothing to differentiate."""
+            values, _ = score(microbatch, hidden)
+            store.add(microbatch, values)
+            return torch.zeros((), device=hidden.device), {}
+
+        for model in self._model:
+            model.eval()
+        with torch.no_grad():
+            self._run_schedule(samples, plan, collect, forward_only=True)
+        return store
+
     def logprobs(
         self, samples: Sequence[TrainSample], plan: PackPlan, *, temperature: float = 1.0
     ) -> list[npt.NDArray[np.float64]] | None:
@@ -156,20 +189,7 @@ class Actor:
         Returns:
             On rank 0 one array [num_completion_tokens] a sample, in the order of `samples`; None elsewhere.
         """
-        collected: dict[int, npt.NDArray[np.float64]] = {}
-        score = self._scorer(temperature)
-
-        def collect(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            values, _ = score(microbatch, hidden)
-            for position, sample in enumerate(microbatch.samples):
-                mine = (microbatch.sequence == position) & (microbatch.mask > 0)
-                collected[sample] = values[mine].double().cpu().numpy()
-            return torch.zeros((), device=hidden.device), {}
-
-        for model in self._model:
-            model.eval()
-        with torch.no_grad():
-            self._run_schedule(samples, plan, collect, forward_only=True)
+        collected = self.own_logprobs(samples, plan, temperature=temperature).values
         gathered: list[Any] | None = [None] * self.layout.world_size if self.layout.rank == 0 else None
         dist.gather_object(collected if self.layout.reports else {}, gathered)
         if gathered is None:
@@ -265,7 +285,7 @@ class Actor:
 
     def _run_schedule(
         self,
-        samples: Sequence[TrainSample],
+        samples: Samples,
         plan: PackPlan,
         hook: Callable[[Microbatch, Tensor], tuple[Tensor, dict[str, Tensor]]],
         *,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -55,8 +56,12 @@ class Microbatch:
         return self.position_ids[:, self.local]
 
 
+Samples: TypeAlias = Sequence[TrainSample] | Mapping[int, TrainSample]
+"""Place in the plan -> sample; a mapping holds those of this rank's data-parallel replica."""
+
+
 def build_microbatch(
-    samples: Sequence[TrainSample],
+    samples: Samples,
     packed: PackedMicrobatch,
     *,
     device: torch.device,

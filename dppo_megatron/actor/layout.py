@@ -56,7 +56,8 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
     """
     if dist.is_initialized():
         return
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    # gloo beside NCCL: plans, scalars and tokens travel on the host, and nobody waits in a kernel (distributed.py)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" not in os.environ:

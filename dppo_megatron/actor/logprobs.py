@@ -9,12 +9,46 @@ part of what the second multiplication costs. Peak memory beside the model: some
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from dppo_megatron.actor.batch import Microbatch
+from dppo_megatron.types import FloatArray, TrainSample
+
+
+@dataclass
+class LogprobStore:
+    """Log-probabilities of completion tokens by sample, from a pass over packed micro-batches.
+
+    They stay on the ranks that computed them, a replica's last pipeline stage: those whose loss reads them.
+    """
+
+    values: dict[int, FloatArray] = field(default_factory=dict)
+    """Place of the sample in the plan -> [completion tokens], float64; empty on other stages."""
+
+    def add(self, microbatch: Microbatch, logprobs: Tensor) -> None:
+        """Take those of one pack [T]."""
+        trained = microbatch.mask > 0
+        counts = torch.bincount(microbatch.sequence[trained], minlength=len(microbatch.samples))
+        flat = logprobs.detach()[trained].double().cpu()
+        # a closing dummy segment has no trained tokens, so the members' counts are all of them
+        edges = [0, *counts.cumsum(0)[: len(microbatch.samples)].tolist()]
+        for sample, (start, end) in zip(microbatch.samples, pairwise(edges), strict=True):
+            self.values[sample] = flat[start:end].numpy()
+
+    def as_old(self, samples: Mapping[int, TrainSample]) -> dict[int, TrainSample]:
+        """The samples with these as `old_logprobs`; unchanged where this rank has none."""
+        return {i: replace(s, old_logprobs=self.values[i]) if i in self.values else s for i, s in samples.items()}
+
+    def as_reference(self, samples: Mapping[int, TrainSample]) -> dict[int, TrainSample]:
+        """The samples with these as `reference_logprobs`; likewise."""
+        return {i: replace(s, reference_logprobs=self.values[i]) if i in self.values else s for i, s in samples.items()}
 
 
 class Projection(NamedTuple):

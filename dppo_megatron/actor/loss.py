@@ -24,7 +24,7 @@ from torch import Tensor
 from dppo_megatron.actor.batch import Microbatch
 from dppo_megatron.actor.context import gather_pack
 from dppo_megatron.actor.layout import Layout
-from dppo_megatron.actor.logprobs import Projection, chunked_logprobs
+from dppo_megatron.actor.logprobs import LogprobStore, Projection, chunked_logprobs
 from dppo_megatron.actor.model import output_weight
 from dppo_megatron.algorithms.objectives import Objective, TokenBatch
 
@@ -71,6 +71,8 @@ class LossHook:
     score: Scorer
     layout: Layout
     num_microbatches: int
+    watch: LogprobStore | None = None
+    """Takes the log-probabilities of every pack."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Sums over this rank's completion tokens so far, float64: `loss` (weighted), `tokens`, and each diagnostic."""
 
@@ -94,6 +96,8 @@ class LossHook:
         trained = microbatch.mask > 0
         # where, not a product: a user's loss may be infinite on a prompt position, and infinity times 0 is NaN
         loss = torch.where(trained, result.loss, 0.0) @ microbatch.coefficient.to(dtype)
+        if self.watch is not None:
+            self.watch.add(microbatch, logprobs)
         self._add("loss", loss.detach())
         self._add("tokens", trained.sum())
         self._add("entropy", entropy.detach()[trained].sum())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from dppo_megatron.config.data import eval_set_configs
-from dppo_megatron.distributed import collect, share
+from dppo_megatron.distributed import gather_all
 from dppo_megatron.evaluation.grading import SetGraders, unparsed, vote_of
 from dppo_megatron.evaluation.samples import EvalSample, problem_ids
 from dppo_megatron.evaluation.statistics import EvalScores, score
@@ -65,7 +65,8 @@ class Evaluator:
         Ranks exchange outcomes, not texts: 2,000 answers of 8,000 tokens are 60 MB.
         """
         samples, items = self._sample(engine, names, watch=None)
-        outcomes = collect([(item.set, sample.outcome) for item, sample in zip(items, samples, strict=True)])
+        mine = [(position, item.set, sample.outcome) for (position, item), sample in zip(items, samples, strict=True)]
+        outcomes = [(of, outcome) for _, of, outcome in sorted(gather_all(mine), key=lambda each: each[0])]
         return [
             score(one.name, len(one.prompts), one.samples, [outcome for of, outcome in outcomes if of == index])
             for index, one in enumerate(self.sets)
@@ -82,17 +83,16 @@ class Evaluator:
 
     def _sample(
         self, engine: Engine, names: Collection[str] | None, watch: Watch | None
-    ) -> tuple[list[EvalSample], list[_Item]]:
-        mine = share(
-            [
-                _Item(index, problem, sample)
-                for index, one in enumerate(self.sets)
-                if names is None or one.name in names
-                for problem in range(len(one.prompts))
-                for sample in range(one.samples)
-            ]
-        )
-        requests = [self.sets[item.set].request(item.problem, item.sample) for item in mine]
+    ) -> tuple[list[EvalSample], list[tuple[int, _Item]]]:
+        """This rank's samples, and which item of the evaluation each is of."""
+        items = [
+            _Item(index, problem, sample)
+            for index, one in enumerate(self.sets)
+            if names is None or one.name in names
+            for problem in range(len(one.prompts))
+            for sample in range(one.samples)
+        ]
+        requests = [self.sets[item.set].request(item.problem, item.sample) for item in items]
         completions: dict[int, Completion] = {}
         tokens = 0
         fallback = Sampling(1, 0.0, 0)  # every request says how it is sampled
@@ -101,9 +101,11 @@ class Evaluator:
             tokens += len(completion.token_ids)
             if watch is not None:
                 watch(len(completions), tokens)
-        done = [completions[position] for position in range(len(requests))]
-        grades = self._grade(mine, [completion.text for completion in done])
-        return [self._record(*each) for each in zip(mine, done, grades, strict=True)], mine
+        mine = [(position, items[position]) for position in sorted(completions)]
+        done = [completions[position] for position, _ in mine]
+        grades = self._grade([item for _, item in mine], [completion.text for completion in done])
+        each = zip(mine, done, grades, strict=True)
+        return [self._record(item, completion, grade) for (_, item), completion, grade in each], mine
 
     def _grade(self, items: Sequence[_Item], texts: Sequence[str]) -> list[Grade]:
         grades: dict[int, Grade] = {}

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,14 +30,32 @@ from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.balance import deal, exchange
 from dppo_megatron.packing.bins import Bins, best_fit, first_fit, level, split_to, window_greedy
 from dppo_megatron.packing.cost import TOKENS, CostModel
-from dppo_megatron.types import FloatArray, IntArray, PackedMicrobatch, PackPlan, TrainSample, UserError
+from dppo_megatron.types import FloatArray, IntArray, PackedMicrobatch, PackPlan, UserError
 
 _GREEDY_SHARES = (1.0, 0.5)
 """Shares of the samples that are levelled by cost before best fit places the rest; the second fits more tightly."""
 
 
+class Packable(Protocol):
+    """What is read of a sample: its length and, for ties, its name. A `TrainSample` is one."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+class SampleSize(NamedTuple):
+    """A sample that is somewhere else."""
+
+    id: str
+    num_tokens: int
+    """That the model reads."""
+
+
 def plan_microbatches(
-    samples: Sequence[TrainSample],
+    samples: Sequence[Packable],
     *,
     layout: PackingLayout,
     max_tokens_per_microbatch: int,
@@ -104,7 +123,7 @@ def quantised(count: int, quantum: int) -> int:
     return max(1, -(-count // quantum)) * quantum
 
 
-def _check_fit(samples: Sequence[TrainSample], slots: IntArray, layout: PackingLayout, max_tokens: int) -> None:
+def _check_fit(samples: Sequence[Packable], slots: IntArray, layout: PackingLayout, max_tokens: int) -> None:
     capacity = usable_capacity(layout, max_tokens)
     too_long = [(samples[i].id, i) for i in np.flatnonzero(slots > capacity).tolist()]
     if too_long:

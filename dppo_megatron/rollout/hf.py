@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.randomness import generator
-from dppo_megatron.rollout.engine import Request, Sampling, Weights
+from dppo_megatron.rollout.engine import Request, Sampling, Weights, own_requests
 from dppo_megatron.rollout.hf_names import by_checkpoint_name
 from dppo_megatron.rollout.kv_cache import growing_cache
 from dppo_megatron.types import BoolArray, Completion, FloatArray, IntArray
@@ -51,6 +51,7 @@ class HFEngine:
         with torch.no_grad():
             self._state = by_checkpoint_name(self._model)
         self._version = 0
+        self.has_servers = False
         self.description = "rollout: transformers, embedded in every rank"
 
     @property
@@ -72,14 +73,14 @@ class HFEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """See `Engine.generate`."""
-        completions = dict(self.stream(requests, sampling))
-        return [completions[i] for i in range(len(requests))]
+        self.start(requests, sampling)
+        return list(self.finish().values())
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """See `Engine.stream`. Prompts of similar length share a batch, so little is spent on padding."""
         alike: dict[Sampling, list[int]] = {}
-        for index, request in enumerate(requests):
-            alike.setdefault(request.sampling or sampling, []).append(index)
+        for index in own_requests(requests):
+            alike.setdefault(requests[index].sampling or sampling, []).append(index)
         for how, order in alike.items():
             order.sort(key=lambda i: len(requests[i].prompt.token_ids))
             for start in range(0, len(order), self._batch):
@@ -90,9 +91,9 @@ class HFEngine:
         """Nothing runs beside the actor here: the work is done in `finish`."""
         self._started = requests, sampling
 
-    def finish(self) -> list[Completion]:
+    def finish(self) -> dict[int, Completion]:
         """What `start` was asked for."""
-        return self.generate(*self._started)
+        return dict(sorted(self.stream(*self._started)))
 
     def abort(self) -> None:
         """Forget what `start` was asked for."""

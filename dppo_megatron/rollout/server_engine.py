@@ -9,21 +9,20 @@ from __future__ import annotations
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import Config
-from dppo_megatron.distributed import barrier, collect, from_rank_zero, share
+from dppo_megatron.distributed import barrier, from_rank_zero, gather_all
 from dppo_megatron.randomness import generator
-from dppo_megatron.rollout.engine import Request, Sampling, Weights
+from dppo_megatron.rollout.engine import Request, Sampling, Weights, own_requests
 from dppo_megatron.rollout.servers.connect import ChannelName, Connection, connect
 from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
 from dppo_megatron.rollout.servers.member import Member
@@ -63,18 +62,22 @@ class ServerEngine:
         self._stop_ids = (int(tokenizer.eos_token_id),)
         self._statistics: dict[str, float] = {}
         self._started: _Background | None = None
+        self._own: list[int] = []
+        """Positions of the requests whose completions this rank gets."""
         self._connection: Connection | None = None
-        devices = collect([this_device()])
+        self.has_servers = True
+        devices = gather_all([this_device()])
 
         def start() -> tuple[str, ChannelName, dict[str, int], Seats]:
             """On rank 0: find or start the servers."""
             self._connection = found = connect(config, architecture, say, _max_groups(config.rollout), devices)
             return found.description, found.channel, found.world_sizes, found.seats
 
-        self.description, *how = from_rank_zero(start)
-        """One line for the log."""
+        self.description, name, world_sizes, seats = from_rank_zero(start)
         fleet = self._connection.fleet if self._connection is not None else None
-        self._sync = WeightSync(config.rollout, self._make_channel(*how), fleet, self._settle_requests)
+        self._sync = WeightSync(
+            config.rollout, self._make_channel(name, world_sizes, seats), fleet, self._settle_requests
+        )
 
     @property
     def receivers(self) -> Sequence[int]:
@@ -92,12 +95,13 @@ class ServerEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """See `Engine.generate`."""
         self.start(requests, sampling)
-        return self.finish()
+        return list(self.finish().values())
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """See `Engine.stream`. With several ranks all of it comes at the end."""
         if dist.is_initialized() and dist.get_world_size() > 1:
-            yield from enumerate(self.generate(requests, sampling))
+            self.start(requests, sampling)
+            yield from self.finish().items()
             return
         work, places = self._plan(requests, sampling)
         while True:
@@ -111,13 +115,12 @@ class ServerEngine:
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Begin generating in the background; `finish` returns what `generate` would."""
-        everything = collect(requests)
-        self._started = _Background(len(everything))
+        self._started, self._own = _Background(len(requests)), own_requests(requests)
         if self._connection is not None:
-            work, places = self._plan(everything, sampling)
+            work, places = self._plan(requests, sampling)
             self._started.begin(self._fleet, work, places)
 
-    def finish(self) -> list[Completion]:
+    def finish(self) -> dict[int, Completion]:
         """Wait for what `start` began."""
         started = self._started
         assert started is not None, "start comes first"
@@ -137,7 +140,8 @@ class ServerEngine:
             self._count(started.work)
             return [one for one in found if one is not None]
 
-        return share(from_rank_zero(completions))
+        everything = from_rank_zero(completions)
+        return {position: everything[position] for position in self._own}
 
     def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
         """See `Engine.probe`. All servers at once. One that gives no whole answer in time is left out, which is said;

@@ -32,7 +32,6 @@ from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import check_finite
 from dppo_megatron.weights.mapping import PADDED_TO_VOCAB, Place, hf_names, join, split
 
-
 DEFAULT_BUCKET_BYTES = 256 << 20
 _EXCHANGES_AT_A_TIME = 2
 
@@ -190,10 +189,11 @@ class WeightStream:
                     source = nearest(self._holders[shard], receiver)
                     if source != receiver and me in (source, receiver):
                         routes.setdefault((source, receiver), []).append(shard)
-        operations, arriving = [], {}
+        operations: list[dist.P2POp] = []
+        arriving: dict[_Shard, Tensor] = {}
         for (source, receiver), shards in routes.items():
             flat = torch.empty(sum(shard.numel for shard in shards), dtype=self._dtype, device=self._device)
-            parts = dict(zip(shards, flat.split([shard.numel for shard in shards]), strict=True))
+            parts = dict(zip(shards, torch.split(flat, [shard.numel for shard in shards]), strict=True))
             if source == me:
                 for shard, part in parts.items():
                     part.view(shard.size).copy_(self._local[shard])
@@ -213,7 +213,7 @@ class WeightStream:
         named = [(name, shape) for item in exchange.keys for name, shape in self._hf_shapes(item)]
         sizes = [math.prod(shape) for _, shape in named]
         memory = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
-        views = [part.view(shape) for part, (_, shape) in zip(memory.split(sizes), named, strict=True)]
+        views = [part.view(shape) for part, (_, shape) in zip(torch.split(memory, sizes), named, strict=True)]
         waiting = iter(views)
         for item in exchange.keys:
             targets = [next(waiting) for _ in hf_names(*item, self._architecture)]

@@ -50,7 +50,13 @@ class Connection:
     description: str
 
 
-def connect(config: Config, architecture: Architecture, say: Callable[[str], None], max_groups: int, devices: Sequence[RankDevice]) -> Connection:
+def connect(
+    config: Config,
+    architecture: Architecture,
+    say: Callable[[str], None],
+    max_groups: int,
+    devices: Sequence[RankDevice],
+) -> Connection:
     """Reach or start every server and check it.
 
     Args:
@@ -107,7 +113,7 @@ def _seats(
     if not shared_memory.is_supported():
         return {server.url: None for server in launched}
     found = {}
-    for turn, (server, info) in enumerate(zip(launched, infos, strict=True)):
+    for turn, (server, info) in enumerate(zip(launched, infos, strict=False)):  # of others' servers none
         workers = info.devices
         if not workers and torch.cuda.is_available():
             visible = server.variables.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))

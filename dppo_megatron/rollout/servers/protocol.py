@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
 from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.transfer.groups import BroadcastGroup, Meeting

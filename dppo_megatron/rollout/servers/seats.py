@@ -1,7 +1,7 @@
-"""Which rank of the actor shares a device with which worker of a server: the pairs that weights cross in device memory.
+"""Which rank of the actor shares a device with which worker of a server: such a pair passes weights in device memory.
 
-A rank can hand weights to a worker on its own GPU without a copy over a wire. GPUs are known by UUID, because engine and
-trainer may number them differently; where an engine does not say its workers' UUIDs (SGLang), by the entry of
+No wire is needed between them, and no other GPU. GPUs are known by UUID, because engine and trainer may number them
+differently; where an engine does not say its workers' UUIDs (SGLang), by the entry of
 CUDA_VISIBLE_DEVICES with which the trainer has started it. On CPUs all ranks of a machine share its memory with all
 servers there, and take turns.
 """
@@ -69,4 +69,3 @@ def seats(ranks: Sequence[RankDevice], workers: Sequence[str], turn: int) -> tup
             return None
         found.append(near[turn % len(near)])
     return tuple(found) or None
-

@@ -2,8 +2,8 @@
 
 What a common group costs is that one server's death breaks it for all. The rules:
 
-- A group lives as long as its members: it is made at the first sync, and again when somebody is to be synced who is not
-  in it, or has been out since. A member that is out or already has the weights makes it anew too: a broadcast needs all.
+- A group is kept from sync to sync while those to be synced are the same and none has been out. Else it is made anew,
+  of exactly those: a broadcast needs all of its members.
 - A pass in which somebody fails is broken: the rest of it is not sent, its members stay stale, and `WeightSync` begins
   another without the one that failed. Nobody is left with a part of the weights: a pass starts with tensor one.
 - Who failed? A server whose connection breaks or times out. Those that answer "the weights stopped coming" are its
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
 from ipaddress import ip_address
+from typing import Any
 from urllib.parse import urlsplit
 
 from torch import Tensor
@@ -107,7 +108,8 @@ class BroadcastChannel(BucketChannel):
             members,
             lambda m: receiver(m).join_group(meeting, first_ranks[m.name], timeout_s=joining_s + _MARGIN_S),
         )
-        wait([own, *(answer for _, answer in answers)], return_when=FIRST_EXCEPTION)
+        begun: list[Future[Any]] = [own, *(answer for _, answer in answers)]
+        wait(begun, return_when=FIRST_EXCEPTION)
         if any(answer.done() and isinstance(answer.exception(), Unreachable) for _, answer in answers):
             answers = [(member, answer) for member, answer in answers if answer.done()]  # the others wait in vain
         if not self._blame(answers, "it did not join the broadcast: "):

@@ -123,7 +123,7 @@ class DiskChannel:
     """Safetensors on a path that trainer and servers share; works everywhere, at the speed of that file system."""
 
     name = "disk"
-    receivers = (0,)
+    receivers: Sequence[int] = (0,)
     not_to_blame: Collection[str] = ()
 
     def __init__(self, fleet: Fleet | None, directory: Path, hf_path: str, bucket_bytes: int, timeout_s: float) -> None:

@@ -116,9 +116,7 @@ class SharedMemoryChannel:
         dist.all_gather_object(found, mine, group=self._group)
         return found
 
-    def _hand_over(
-        self, members: Sequence[Member], notes: list[TensorNote], found: list[Offers | str]
-    ) -> list[Member]:
+    def _hand_over(self, members: Sequence[Member], notes: list[TensorNote], found: list[Offers | str]) -> list[Member]:
         """Have all `members` read a bucket; returns those that did."""
         assert self._fleet is not None
         offers: Offers = {}
@@ -141,10 +139,8 @@ class SharedMemoryChannel:
             self.close()
 
 
-def _outcome(
-    handed: Future[list[Member]] | None, before: list[Member]
-) -> tuple[list[Member], BaseException | None]:
-    """Who took the last bucket; nobody, and why, if handing it over went wrong in a way that no server is to blame for."""
+def _outcome(handed: Future[list[Member]] | None, before: list[Member]) -> tuple[list[Member], BaseException | None]:
+    """Who took the last bucket; nobody, and why, if handing it over went wrong through no fault of a server."""
     if handed is None:
         return before, None
     error = handed.exception()

@@ -62,15 +62,18 @@ class Receipt:
         self._missed += 1
         if self._missed >= MOST_MISSED:
             raise GuardStop(
-                f"no rollout server has answered for its {self._name} after {self._missed} weight syncs in a row: nothing"
-                " shows that they generate with the actor's weights"
+                f"no rollout server has answered for its {self._name} after {self._missed} weight syncs in a row:"
+                " nothing shows that they generate with the actor's weights"
             )
-        say(f"rollout: receipt not taken: none of {asked} servers answered for its {self._name}; the next sync asks again")
+        say(
+            f"rollout: receipt not taken: none of {asked} servers answered for its {self._name};"
+            " the next sync asks again"
+        )
 
 
 class Digests:
-    """SHA-256 of a stream of tensors, by the engine's joined names. Hashed in threads, which hold up the stream only when
-    more than `max_waiting_bytes` wait for them."""
+    """SHA-256 of a stream of tensors, by the engine's joined names. Hashed in threads, which hold up the stream only
+    when more than `max_waiting_bytes` wait for them."""
 
     def __init__(self, max_waiting_bytes: int = 1 << 30) -> None:
         self._parts: dict[str, list[Tensor]] = {}
@@ -142,8 +145,8 @@ def differing(sent: dict[str, tuple[str, ...]], held: dict[str, str]) -> tuple[l
 class Canary:
     """The canary of a run: a few short completions of one prompt from every server, scored by the actor.
 
-    Its sampling is its own: `CANARY_TOKENS` at most, whatever a step's completions may have, and uncut, since the actor's
-    log-probabilities are. Made on every rank; all ranks count alike, because they are told the same answers.
+    Its sampling is its own: `CANARY_TOKENS` at most, whatever a step's completions may have, and uncut, since the
+    actor's log-probabilities are. Made on every rank; all count alike, because all are told the same answers.
     """
 
     def __init__(self, rollout: RolloutConfig, seed: int, stop_token_ids: tuple[int, ...], say: Callable[[str], None]):

@@ -61,7 +61,7 @@ class WeightSync:
         self._weights: Weights | None = None
         self._checksums = Receipt("checksums")
         self._proves = False
-        """The present sync is proven: the first, every `verify_every`-th, and one after a proof that nobody answered."""
+        """The present sync is proven: the first, every `verify_every`-th, one after a proof that nobody answered."""
         self.version = 0
         """Number of the last sync that was begun; the one counter of syncs."""
         self.stage: Stage = "done"

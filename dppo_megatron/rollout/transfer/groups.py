@@ -1,4 +1,4 @@
-"""The trainer's end of a broadcast group with the workers of all servers: rank 0 of a group outside torch's default one.
+"""The trainer's end of a broadcast group with the workers of all servers: rank 0 of a group outside torch's own.
 
     trainer (rank 0) ── one copy ──▶ workers of server A (1 ... a), of server B (a + 1 ... a + b), ...
 
@@ -75,7 +75,7 @@ class Chain(BroadcastGroup):
         self._backend: Any = _backend(meeting, PrefixStore(_PREFIX, meeting.store))
 
     def send(self, memory: Tensor) -> None:
-        begun = [self._backend.send([part], 1, tag) for tag, part in enumerate(memory.split(CHUNK_BYTES))]
+        begun = [self._backend.send([part], 1, tag) for tag, part in enumerate(torch.split(memory, CHUNK_BYTES))]
         for work in begun:
             work.wait()
 

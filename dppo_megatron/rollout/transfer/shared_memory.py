@@ -55,7 +55,7 @@ class SharedBuffer:
         """Tensors of these shapes, end to end from the buffer's front."""
         kind = getattr(torch, dtype)
         sizes = [math.prod(shape) * kind.itemsize for shape in shapes]
-        parts = self.memory[: sum(sizes)].split(sizes)
+        parts = torch.split(self.memory[: sum(sizes)], sizes)
         return [part.view(kind).view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
     def handle(self) -> dict[str, Any]:

@@ -32,7 +32,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-
 _BUFFERS = 2
 """Of the trainer's, mapped at a time."""
 

@@ -82,8 +82,8 @@ class Chain:
 
 
 class _Passing(threading.Thread):
-    """Receives chunks and passes each on, while another thread loads what has come. Nobody waits for it to be passed on:
-    a neighbour that has died may leave that open until the group's timeout."""
+    """Receives chunks and passes each on, while another thread loads what has come. Nobody waits for them to be passed
+    on: a neighbour that has died may leave that open until the group's timeout."""
 
     def __init__(
         self,
@@ -139,9 +139,7 @@ class _Passing(threading.Thread):
 class Broadcast:
     """One worker's end of an NCCL group. Not run by us for want of GPUs."""
 
-    def __init__(
-        self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, device: torch.device
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
