@@ -35,13 +35,13 @@ import torch
 from dppo_megatron.actor.layout import start_process_group, stop_process_group
 from dppo_megatron.algorithms.advantages import group_advantages
 from dppo_megatron.config import Config, load_config
-from dppo_megatron.config.methods import with_method
 from dppo_megatron.data.arithmetic import write_task
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.data.tiny_model import write_tiny_qwen3
 from dppo_megatron.job import prepare_job
 from dppo_megatron.loop import Loop
-from dppo_megatron.pruning import surprisal
+from dppo_megatron.pruning import StepCost, surprisal
+from dppo_megatron.pruning.methods import with_method
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.step import Step
@@ -159,7 +159,7 @@ def replay(config: Config, recordings: list[Recording], num_prompts: int, seed: 
         gradients.append(coefficient @ recording.sketches[rows].reshape(len(coefficient), SKETCH))
         kept = full.lengths[rows].ravel()[decision.kept].sum()
         shares.append(kept / full.lengths.sum())
-        selector.feedback(step, rollout_s=1.0, update_s=1.0, other_s=0.0, grad_norm=1.0)
+        selector.feedback(StepCost(step, rollout_s=1.0, update_s=1.0, other_s=0.0, grad_norm=1.0))
     return np.stack(gradients), np.array(shares)
 
 

@@ -7,18 +7,19 @@ import json
 import os
 import select
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 
 from dppo_megatron import __version__
 from dppo_megatron.config import load_config
-from dppo_megatron.config.methods import parse_methods
 from dppo_megatron.config.paths import check_directory, check_writable
 from dppo_megatron.config.ranges import Range
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.command import add_data_command
 from dppo_megatron.distributed import launched_rank, launched_world_size
 from dppo_megatron.evaluation.options import add_eval
+from dppo_megatron.pruning.methods import METHODS, parse_methods
 from dppo_megatron.types import GuardStop, UserError
 
 _METHODS = "grpo,cppo,greso,dppo_paper,dppo,dppo_auto"
@@ -35,14 +36,13 @@ On several processes, with the same arguments:
 Every setting is described in dppo_megatron/config/schema.py. What a run leaves in its directory is described in
 docs/run_directory.md.
 """
-_COMPARE = """\
+_COMPARE = f"""\
 Train CONFIG's job under several pruning methods and report what each reached, how fast, and from how many tokens:
 
   dppo-megatron compare configs/quickstart.yaml --methods grpo,cppo,greso,dppo_paper,dppo,dppo_auto --seeds 3
 
 Same start, data order and evaluation; one run after another on this machine. Writes results.json and report.html.
-Methods: grpo, dppo, dppo_auto, dppo_paper, cppo, cppo_trl, cppo_verl, greso, greso_ht, infobatch, dynamic_sampling,
-max_variance.
+{textwrap.fill(f"Methods: {', '.join(METHODS)}, or module:Class for a policy of your own.", 119)}
 """
 _SIMULATE = """\
 Replay the selection of every method on a recorded run (trace.jsonl in its directory) and predict what a step costs:

@@ -19,9 +19,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.config.methods import method_overrides
 from dppo_megatron.config.schema import Config
 from dppo_megatron.observe.report import Line, Plot, write_report
+from dppo_megatron.pruning.methods import method_overrides
 from dppo_megatron.types import GuardStop, UserError
 
 BASELINE = "grpo"

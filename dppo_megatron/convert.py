@@ -58,7 +58,7 @@ def hf_to_megatron(
     for name, size in (("tp", tp), ("pp", pp), ("ep", ep)):
         if size < 1:
             raise UserError(f"--{name} {size}: must be at least 1")
-    architecture.check_layout(LayoutConfig(tensor_parallel=tp, pipeline_parallel=pp, expert_parallel=ep))
+    _check_layout(architecture, LayoutConfig(tensor_parallel=tp, pipeline_parallel=pp, expert_parallel=ep))
     _check_target(target)
     reader = CheckpointReader(source, architecture, "--hf")
     said = [f"{name}: equal to the tied embedding, stored once" for name in sorted(reader.redundant)]
@@ -132,6 +132,30 @@ def megatron_to_hf(
 
         said.append(_verify(written, stored_as_written, "the checkpoint it came from"))
     return [*said, f"{target}: {len(reader.names)} tensors of {architecture.name}"]
+
+
+_OPTIONS = (
+    ("actor.layout.tensor_parallel = ", "--tp "),
+    ("actor.layout: pipeline_parallel x virtual_pipeline = ", "--pp "),
+    ("actor.layout.expert_tensor_parallel = ", "--tp "),
+    (", expert_tensor_parallel = 0: ", ": "),
+    ("leave them at 1 and 0", "leave it at 1"),
+    ("actor.layout.expert_parallel = ", "--ep "),
+    ("below tensor_parallel = ", "below --tp "),
+    ("expert_parallel > 1", "--ep above 1"),
+)
+"""What a job calls a layout, and what it is called here."""
+
+
+def _check_layout(architecture: Architecture, layout: LayoutConfig) -> None:
+    """Raises UserError that names the options: there are no settings here."""
+    try:
+        architecture.check_layout(layout)
+    except UserError as error:
+        said = str(error)
+        for setting, option in _OPTIONS:
+            said = said.replace(setting, option)
+        raise UserError(said) from None
 
 
 def _check_target(target: Path) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,13 +13,16 @@ from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
 from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.data import eval_set_configs, example_set_config
 from dppo_megatron.config.evaluation import longest_sequence
+from dppo_megatron.config.plugins import load_function
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import planned_prompts
 from dppo_megatron.data.examples import load_examples
 from dppo_megatron.data.fingerprint import data_fingerprint
 from dppo_megatron.data.report import report_lines
 from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_train_sets, stop_token_ids
 from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.pruning.outcomes import LARGEST_REWARD
+from dppo_megatron.pruning.policies import check_methods, prompt_policy_class
 from dppo_megatron.rewards.grading import Grader, make_grader
 from dppo_megatron.rewards.start_checks import Bounds, check_grader, check_references
 from dppo_megatron.types import Prompt, TrainSample, UserError
@@ -82,6 +82,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True) -> Job:
     Raises:
         UserError: anything that would fail later, said now.
     """
+    unread = _check_pruning(config) if trains else []
     architecture = read_architecture(config.model.hf_path)
     if trains:
         _check_actor(config, architecture, world_size)
@@ -116,7 +117,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True) -> Job:
         warm_start_examples=examples,
         grade=grader,
         policy_loss=policy_loss,
-        notes=notes,
+        notes=[*unread, *notes],
     )
 
 
@@ -131,25 +132,11 @@ def _check_actor(config: Config, architecture: Architecture, world_size: int) ->
         machine.check_mixture()
 
 
-def load_function(key: str, path: str) -> Callable[..., Any]:
-    """Import `module:function`, named by the config key `key`; modules of the working directory are found too.
-
-    Raises UserError if there is no such function.
-    """
-    module_name, separator, name = path.partition(":")
-    if not separator:
-        raise UserError(f"{key} = '{path}': expected module:function")
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())  # an installed command does not look there by itself
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (Exception, SystemExit) as error:  # a module is code: whatever it does while it is imported
-        said = str(error).strip().partition("\n")[0]
-        raise UserError(f"{key} = '{path}' cannot be imported: {type(error).__name__}: {said}") from None
-    if not callable(function):
-        raise UserError(f"{key} = '{path}' is not callable")
-    loaded: Callable[..., Any] = function
-    return loaded
+def _check_pruning(config: Config) -> list[str]:
+    """A line for each level with settings that its method does not read. Raises UserError."""
+    size = config.rollout.completions_per_prompt
+    minibatch = planned_prompts(config) // config.objective.updates_per_step * size
+    return check_methods(config.pruning, group_size=size, minibatch_size=minibatch)
 
 
 def _check_grading(
@@ -187,7 +174,7 @@ def _check_grading(
 
 def _reward_bounds(config: Config) -> Bounds:
     prompt = config.pruning.prompt
-    if prompt.method in ("dppo", "dppo_auto") and prompt.score == "beta":
+    if prompt_policy_class(prompt.method).needs_unit_rewards(prompt):
         return Bounds(0.0, 1.0, "pruning.prompt.score = beta counts it as a success; score=rms takes any reward")
     return Bounds(-LARGEST_REWARD, LARGEST_REWARD, "it is squared")
 

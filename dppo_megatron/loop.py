@@ -41,7 +41,7 @@ from dppo_megatron.observe.metrics import Timers
 from dppo_megatron.outcomes import Outcomes
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import Packable, plan_microbatches
-from dppo_megatron.pruning.interface import PromptFeatures
+from dppo_megatron.pruning.interface import PromptFeatures, StepCost
 from dppo_megatron.rewards.grading import grade_groups
 from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
 from dppo_megatron.rollout.engine import Request
@@ -254,14 +254,11 @@ class Loop:
         step.reach("synced")
 
     def finish(self, step: Step) -> list[str]:
-        """Close the step's record and let the pruning policies learn what it cost; lines for the log if a rate moved.
-
-        They learn nothing from a step with a skipped update: its gradient norm is no number.
-        """
+        """Close the step and let the pruning policies learn what it cost; log lines if a rate moved."""
         record = step.record
         record.metrics |= self._receipts | self._engine.statistics() | record.timers.drain()
         self._receipts = {}
-        said = [] if record.metrics["train/skipped_updates"] else from_rank_zero(lambda: self._learn(step))
+        said = from_rank_zero(lambda: self._learn(step))
         step.reached = "finished"  # also from `updated`, where a failed sync ends the run
         self.current, self.last_complete_step = None, step.number
         return said
@@ -283,13 +280,11 @@ class Loop:
         self.job.grade.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the step after `last_complete_step` depends on beside the actor; a step that was begun is no part of it.
+        """What the step after `last_complete_step` depends on beside the actor; nothing of one that is not finished.
 
         Rank 0's is the one to save: the others have never selected.
         """
-        begun = self.current or self._ahead  # of two the earlier
-        selector = self._selector.state_dict() if begun is None else begun.selector_before
-        return {"selector": selector, "skipped_in_a_row": self.skipped_in_a_row}
+        return {"selector": self._selector.state_dict(), "skipped_in_a_row": self.skipped_in_a_row}
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Take over the `state_dict` of a checkpoint after `step`."""
@@ -300,15 +295,9 @@ class Loop:
     # ---------------------------------------------------------------------------------------- inside
 
     def _select(self, step: Step, timers: Timers) -> None:
-        """Give a new step its prompts."""
-
-        def choose() -> Chosen:
-            """On rank 0, which alone knows the selector's state."""
-            step.selector_before = self._selector.state_dict()
-            return self._selector.begin(step.number)
-
+        """Give a new step its prompts. Rank 0 alone knows the selector's state."""
         with timers.phase("select"):
-            step.selected = self._selected(from_rank_zero(choose))
+            step.selected = self._selected(from_rank_zero(lambda: self._selector.begin(step.number)))
         step.reach("selected")
 
     def _start(self, step: Step, selected: Sequence[SelectedPrompt]) -> None:
@@ -367,27 +356,12 @@ class Loop:
         )
 
     def _learn(self, step: Step) -> list[str]:
-        """On rank 0: the policies' feedback. A step that was begun ahead has chosen before this; the state that it
-        would be given up to learns the same, or a run that stops here would forget the step."""
-        seconds = step.record.metrics
-        rollout_s, update_s = seconds["time/rollout_s"] + seconds["time/reward_s"], seconds["time/update_s"]
-
-        def feedback() -> list[str]:
-            return self._selector.feedback(
-                step.number,
-                rollout_s=rollout_s,
-                update_s=update_s,
-                other_s=max(0.0, seconds["time/step_s"] - rollout_s - update_s),
-                grad_norm=seconds["train/grad_norm"],
-            )
-
-        if self._ahead is not None and self._ahead.selector_before is not None:
-            chosen = self._selector.state_dict()
-            self._selector.load_state_dict(self._ahead.selector_before)
-            feedback()
-            self._ahead.selector_before = self._selector.state_dict()
-            self._selector.load_state_dict(chosen)
-        return feedback()
+        """On rank 0. Of a step with a skipped update the seconds alone are learned: its gradient norm is no number."""
+        measured = step.record.metrics
+        rollout_s, update_s = measured["time/rollout_s"] + measured["time/reward_s"], measured["time/update_s"]
+        other_s = max(0.0, measured["time/step_s"] - rollout_s - update_s)
+        grad_norm = math.nan if measured["train/skipped_updates"] else measured["train/grad_norm"]
+        return self._selector.feedback(StepCost(step.number, rollout_s, update_s, other_s, grad_norm))
 
     def _measure_mismatch(self, step: Step, scored: Sequence[tuple[Update, LogprobStore]]) -> None:
         """How far the engine's log-probabilities are from the actor's, with a warning where that is far. Collective."""

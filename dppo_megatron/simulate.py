@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from dppo_megatron.config.methods import with_method
+from dppo_megatron.pruning.interface import StepCost
+from dppo_megatron.pruning.methods import with_method
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Decision, Rollouts, Selector
 from dppo_megatron.trace import Trace
-from dppo_megatron.types import FloatArray, IntArray
+from dppo_megatron.types import FloatArray, IntArray, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,9 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
 
     Generation and update are taken proportional to their tokens. A line with an intercept was worse: an unpruned
     trace's steps have nearly equal token counts, so noise flattens the slope and the intercept takes up the rest.
+
+    Raises:
+        UserError: a cost is not given, and the trace has no tokens to measure it by.
     """
     generated = np.array([step.rollouts.lengths.sum() for step in trace.steps]) / 1000
     trained = np.array([step.rollouts.lengths.ravel()[step.kept].sum() for step in trace.steps]) / 1000
@@ -73,8 +77,14 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
         if given is not None:
             costs.append(given)
             continue
+        if not tokens.any():
+            what = {"rollout": "generated", "update": "trained"}[name]
+            raise UserError(
+                f"nothing was {what} in this trace, so it does not say what a token costs; give --{name}-cost, seconds"
+                " for 1,000 tokens on your machine"
+            )
         seconds = sum(step.seconds[name] for step in trace.steps)
-        costs.append(seconds / max(float(tokens.sum()), 1e-9))
+        costs.append(seconds / float(tokens.sum()))
     return CostModel(costs[0], costs[1], fixed)
 
 
@@ -109,9 +119,7 @@ def simulate(trace: Trace, method: str, costs: CostModel) -> Prediction:
         kept_scale += float(np.sum(decision.weight * np.square(scores)))
         everything = outcomes.of(decision.offered[: selector.prompts_per_step], step)
         full_variance += float(np.sum(np.square(selector.full_scores(everything))))
-        selector.feedback(
-            step, rollout_s=rollout_s, update_s=update_s, other_s=costs.fixed_s, grad_norm=step_variance**0.5
-        )
+        selector.feedback(StepCost(step, rollout_s, update_s, costs.fixed_s, step_variance**0.5))
     count = len(trace.steps)
     scale = kept_scale / full_variance if full_variance else 1.0
     worst = max(labels, key=("exact", "unbiased", "ratio", "biased").index)
@@ -133,8 +141,8 @@ def simulate(trace: Trace, method: str, costs: CostModel) -> Prediction:
 def table(predictions: list[Prediction], costs: CostModel) -> str:
     """For people; speed-up is in seconds a step against the first method."""
     header = (
-        f"{'method':<18}{'label':<10}{'prompts':>9}{'generated':>11}{'trained':>9}{'gen. tok':>10}{'train. tok':>11}"
-        f"{'s/step':>8}{'speed-up':>10}{'scale':>7}{'variance':>10}{'imputed':>9}"
+        f"{'method':<18}{'label':<10} {'prompts':>8} {'generated':>10} {'trained':>8} {'gen. tok':>9}"
+        f" {'train. tok':>10} {'s/step':>7} {'speed-up':>9} {'scale':>6} {'variance':>9} {'imputed':>8}"
     )
     lines = [
         f"cost model: {costs.rollout_s_per_1k_tokens:.3g} s for 1,000 generated tokens,"
@@ -143,9 +151,10 @@ def table(predictions: list[Prediction], costs: CostModel) -> str:
     ]
     for p in predictions:
         lines.append(
-            f"{p.method:<18}{p.label:<10}{p.prompts_generated:>9.1f}{p.completions_generated:>11.1f}"
-            f"{p.completions_trained:>9.1f}{p.tokens_generated:>10.0f}{p.tokens_trained:>11.0f}{p.step_s:>8.3f}"
-            f"{predictions[0].step_s / p.step_s:>9.2f}x{p.scale:>7.2f}{p.variance_ratio:>10.2f}{p.imputed_share:>8.0%}"
+            f"{p.method:<18}{p.label:<10} {p.prompts_generated:>8.1f} {p.completions_generated:>10.1f}"
+            f" {p.completions_trained:>8.1f} {p.tokens_generated:>9.0f} {p.tokens_trained:>10.0f} {p.step_s:>7.3f}"
+            f" {predictions[0].step_s / p.step_s:>8.2f}x {p.scale:>6.2f} {p.variance_ratio:>9.2f}"
+            f" {p.imputed_share:>7.0%}"
         )
     return "\n".join(lines)
 

@@ -4,7 +4,7 @@ Time is modelled here and nowhere else. A phase of `loop.py` takes a step, does 
 may be saved, undone or repeated follows from `reached` and not from counters in several objects:
 
     new -> selected -> generating -> rolled_out -> pruned -> exchanged -> updating -> updated -> synced -> finished
-    '------ a save goes back to `selector_before` ------------------'   nothing     '- the step counts, once finished -'
+    '------ a save goes back to before the step --------------------'   nothing     '- the step counts, once finished -'
 
 While it is `updating` the weights are between two steps: nothing is saved then.
 """
@@ -83,8 +83,6 @@ class Step:
     """From 1."""
     selected: list[SelectedPrompt] = field(default_factory=list)
     """The prompts that are rolled out, the same on every rank; a refill adds to them. Group k is of selected[k]."""
-    selector_before: dict[str, Any] | None = None
-    """On rank 0, the selector before this step: where a step that is given up goes back to."""
     groups: dict[int, Group] = field(default_factory=dict)
     """k -> group, those whose completions this rank holds."""
     updates: list[Update] = field(default_factory=list)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.config.load import config_from_values, config_values
-from dppo_megatron.config.paths import check_file
+from dppo_megatron.config.paths import check_file, json_reason
 from dppo_megatron.config.schema import Config
 from dppo_megatron.selection import Decision, Rollouts
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError
@@ -91,11 +91,13 @@ def read_trace(path: str) -> Trace:
             try:
                 rows.append(json.loads(line))
             except (ValueError, RecursionError) as error:  # also what is no UTF-8
-                raise UserError(f"{path}:{number}: not valid JSON: {error}") from None
+                raise UserError(f"{path}:{number}: not valid JSON: {json_reason(error)}") from None
             if not isinstance(rows[-1], dict):
                 raise UserError(f"{path}:{number}: not a JSON object")
     if not rows or rows[0].get("format") != _FORMAT:
-        raise UserError(f"trace '{path}': does not begin with a line of format '{_FORMAT}'")
+        raise UserError(
+            f"trace '{path}': does not begin with a line of format '{_FORMAT}'; name the trace.jsonl of a run"
+        )
     if len(rows) == 1:
         raise UserError(f"trace '{path}': holds no steps")
     try:

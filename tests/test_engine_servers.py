@@ -6,6 +6,7 @@ Tests run engine by engine, in the order of this file; the last ones end servers
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -39,8 +40,10 @@ from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import sglang, vllm
 from dppo_megatron.rollout.servers.connect import make_server
 from dppo_megatron.rollout.servers.http import Refused
+from dppo_megatron.rollout.servers.intake import Ask
 from dppo_megatron.rollout.servers.launch import LaunchedServer
-from dppo_megatron.rollout.servers.protocol import GenerateRequest, TensorNote
+from dppo_megatron.rollout.servers.protocol import TensorNote, generate
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 from dppo_megatron.rollout.sync.colocated import OFFERS
 from dppo_megatron.rollout.sync.receipts import canary_difference
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
@@ -159,16 +162,7 @@ def test_evaluation_through_servers(served: Served, tmp_path: Path) -> None:
         engine.load_weights(reference.weights)
         evaluator = Evaluator(job)
         asked: list[int] = []
-        for member in engine._fleet.members:
-            generate = member.server.generate
-
-            def counted(
-                group: GenerateRequest, *rest: Any, ask: Any = generate, counts: list[int] = asked, **more: Any
-            ) -> Any:
-                counts.append(group.count)
-                return ask(group, *rest, **more)
-
-            member.server.generate = counted  # type: ignore[method-assign]
+        _note_asks(engine, lambda ask, counts=asked: counts.append(ask.group.count))  # type: ignore[misc]
         found.append(evaluator.sample(engine))
         assert sorted(asked) == [1] * 6 + [4] * 3 + [5] * 4 + [8] * 3
         assert len(found[-1]) == 12 * 3 + 5 * 4 + 6
@@ -187,21 +181,29 @@ def test_evaluation_through_servers(served: Served, tmp_path: Path) -> None:
         assert [one.text for one in found[0]] == [one.text for one in found[1]]
 
 
+def _note_asks(engine: ServerEngine, note: Callable[[Ask], None]) -> None:
+    """Have `note` see every group that is sent to a server."""
+    clients: Any = engine._clients
+    ask = clients.ask
+
+    def noted(asked: Ask) -> None:
+        note(asked)
+        ask(asked)
+
+    clients.ask = noted
+
+
 def test_both_servers_share_the_load(served: Served, tmp_path: Path) -> None:
     """Balanced by outstanding tokens: of equal groups each server gets half, give or take one a server."""
     config = served.config(tmp_path)
     engine, asked = served.engine(config), dict.fromkeys((server.url for server in served.servers), 0)
     engine.load_weights(Reference(served.files / "model", 1).weights)
-    for member in engine._fleet.members:
-        generate = member.server.generate
+    names = list(asked)
 
-        def counted(
-            group: GenerateRequest, *rest: Any, name: str = member.name, ask: Any = generate, **more: Any
-        ) -> Any:
-            asked[name] += 1
-            return ask(group, *rest, **more)
+    def note(ask: Ask) -> None:
+        asked[names[ask.server]] += 1
 
-        member.server.generate = counted  # type: ignore[method-assign]
+    _note_asks(engine, note)
     engine.generate(_requests(_prompts(config)[:24]), Sampling(1, 1.0, 0))
     assert sum(asked.values()) == 24 and min(asked.values()) >= 8
     assert engine.health() == dict.fromkeys(asked, "live")
@@ -255,17 +257,18 @@ def test_a_group_has_one_prefill(served: Served, tmp_path: Path) -> None:
         pytest.skip("n = G is one request, whose prompt vLLM prefills once; its cache counts whole blocks only")
     server = make_server(served.name, served.servers[0].url, API_KEY, vocab_size=19)
     server.describe(timeout_s=30)
-    answers: list[Any] = []
-    post = server.http.post
+    answers: list[bytes] = []
+    exchange = server.http.exchange
 
-    def recorded(*arguments: Any, **more: Any) -> Any:
-        answers.append(post(*arguments, **more))
+    def recorded(*arguments: Any, **more: Any) -> bytes:
+        answers.append(exchange(*arguments, **more))
         return answers[-1]
 
-    server.http.post = recorded  # type: ignore[method-assign]
+    server.http.exchange = recorded  # type: ignore[method-assign]
     prompt = tuple(np.random.default_rng(5).integers(3, 19, 40).tolist())
-    server.generate(GenerateRequest("1-0-0", prompt, 8, 0), Sampling(4, 1.0, 0), timeout_s=60)
-    assert [one["meta_info"]["cached_tokens"] for one in answers[-1]] == [39] * 8
+    request = GenerateRequest("1-0-0", prompt, 8, 0, max_tokens=4)
+    generate(server, request, Expected(19, 0, 10**6), timeout_s=60)
+    assert [one["meta_info"]["cached_tokens"] for one in json.loads(answers[-1])] == [39] * 8
 
 
 def test_a_tensor_that_differs_is_named(served: Served, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from dppo_megatron.algorithms.objectives import Objective, PolicyLoss, make_objective, supervised
 from dppo_megatron.config.objective import CorrectionConfig, DivergenceConfig, KLConfig, ObjectiveConfig
-from dppo_megatron.job import load_function
+from dppo_megatron.config.plugins import load_function
 from dppo_megatron.types import TrainSample
 
 TEMPERATURE = 0.9

@@ -200,8 +200,11 @@ def test_changed_settings(files: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
         check_changes(job_config(files, tmp_path / "run", **forbidden), before, "x")
     said = str(refused.value)
-    assert "seed: 0 -> 7" in said and "checkpoint.may_change=[actor.optimizer.learning_rate, seed]" in said
+    assert "seed: 0 -> 7" in said and "checkpoint.may_change=[actor.optimizer.learning_rate,seed]" in said
     assert fingerprint(job_config(files, tmp_path / "run", **forbidden)) != fingerprint(config)
+    added = job_config(files, tmp_path / "run", **{"data__eval_sets.new.path": files / "heldout.jsonl"})
+    assert check_changes(added, before, "x") == ["data.eval_sets.new: added"]
+    assert check_changes(config, config_values(added), "x") == ["data.eval_sets.new: removed"]
     permitted = job_config(files, tmp_path / "run", checkpoint__may_change="[seed,actor.optimizer]", **forbidden)
     assert len(check_changes(permitted, before, "x")) == 2
 

@@ -14,13 +14,14 @@ from support.job import job_config, write_job_files
 from support.settings import rollout_config
 
 from dppo_megatron.algorithms.advantages import group_advantages
-from dppo_megatron.config.pruning import COMPLETION_METHODS, PROMPT_METHODS, CompletionPruningConfig
+from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import check_selection, planned_prompts
 from dppo_megatron.job import prepare_job
 from dppo_megatron.ledger import straggler_row
-from dppo_megatron.pruning import CompletionBatch, make_completion_policy
+from dppo_megatron.pruning import CompletionBatch, StepCost, make_completion_policy
 from dppo_megatron.pruning.designs import count_kept, floor_kept
+from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES, check_methods
 from dppo_megatron.selection import Decision, Rollouts, Selector
 from dppo_megatron.types import GuardStop, UserError
 
@@ -46,7 +47,7 @@ def _step(selector: Selector, step: int) -> Decision:
 
 
 def _feedback(selector: Selector, step: int, grad_norm: float) -> list[str]:
-    return selector.feedback(step, rollout_s=1.0, update_s=1.0, other_s=0.1, grad_norm=grad_norm)
+    return selector.feedback(StepCost(step, rollout_s=1.0, update_s=1.0, other_s=0.1, grad_norm=grad_norm))
 
 
 # --------------------------------------------------------------------------------------------- gradient noise
@@ -79,7 +80,9 @@ def test_noise_acts_at_the_defaults(level: str) -> None:
     assert decisions[69].metrics[f"prune/{other}_design_effect"] > 1.05, "a level without a bound does not move"
 
 
-COMBINATIONS = [(p, "dppo", "completion") for p in PROMPT_METHODS] + [("dppo", c, "prompt") for c in COMPLETION_METHODS]
+COMBINATIONS = [(p, "dppo", "completion") for p in PROMPT_POLICIES] + [
+    ("dppo", c, "prompt") for c in COMPLETION_POLICIES
+]
 
 
 @pytest.mark.parametrize(("prompt", "completion", "level"), COMBINATIONS)
@@ -119,6 +122,7 @@ def _finish(rewards: np.ndarray, lengths: np.ndarray, surprisal: np.ndarray, **s
         if step > 1:
             rows = selector.begin(step).prompt_index
         decision = selector.finish(Rollouts(rewards[rows], lengths[rows], surprisal[rows]), step)
+        _feedback(selector, step, 1.0)
     return decision
 
 
@@ -267,9 +271,11 @@ def test_contradictions_across_sections(method: str, rate: float, updates: int, 
     config = _config("none", method)
     config.pruning.completion.rate, config.objective.updates_per_step = rate, updates
     config.pruning.completion.allocation = updates > 1
-    for refuse in (check_selection, lambda config: Selector(config, 64)):
-        with pytest.raises(UserError, match=message):
-            refuse(config)
+    with pytest.raises(UserError, match=message):
+        Selector(config, 64)
+    with pytest.raises(UserError, match=message):
+        check_selection(config)
+        check_methods(config.pruning, group_size=G, minibatch_size=N * G)
 
 
 @pytest.mark.parametrize("method", ["cppo", "cppo_trl", "cppo_verl", "dppo_paper", "max_variance"])

@@ -19,6 +19,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.job import prepare_job
 from dppo_megatron.loop import Loop
+from dppo_megatron.pruning import StepCost
 from dppo_megatron.run import Run
 from dppo_megatron.selection import Decision, Rollouts, Selector
 from dppo_megatron.train import train
@@ -55,6 +56,7 @@ def _steps(config: Config, count: int = 1, outcome: np.ndarray = EACH_ITS_OWN) -
     selector = Selector(config, N, order=PromptOrder(N, seed=0))
     for step in range(1, count + 1):
         decision = selector.finish(_rollouts(selector.begin(step).prompt_index, outcome), step)
+        selector.feedback(StepCost(step, 1.0, 1.0, 0.0))
     return decision
 
 
@@ -171,6 +173,7 @@ def test_state_goes_on_where_it_was() -> None:
     config = _config(2, "dppo", "dppo", normalization="token_mean", advantage="reinforce_baseline")
     first, second = (Selector(config, N, order=PromptOrder(N, seed=0)) for _ in range(2))
     first.finish(_rollouts(first.begin(1).prompt_index), 1)
+    first.feedback(StepCost(1, 1.0, 1.0, 0.0))
     second.load_state_dict(first.state_dict())
     one, two = (s.finish(_rollouts(s.begin(2).prompt_index), 2) for s in (first, second))
     for name in ("kept", "weight", "advantages", "denominator", "minibatch"):

@@ -62,6 +62,7 @@ def from_flash_attn(function: Callable[..., Tensor]) -> VarlenKernel:
     """flash-attn's `flash_attn_varlen_func` as a `VarlenKernel`."""
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float) -> Tensor:
+        """The same offsets and longest length for queries and keys."""
         return function(query, key, value, offsets, offsets, longest, longest, softmax_scale=scale, causal=True)
 
     return kernel
@@ -72,6 +73,7 @@ def from_torch(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Varle
     takes = set(inspect.signature(function).parameters)
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float) -> Tensor:
+        """By the names that this version of torch has for its options."""
         options: dict[str, object] = {}
         if "window_size" in takes:
             options["window_size"] = (-1, 0)  # everything before, nothing behind: causal

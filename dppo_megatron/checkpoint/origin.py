@@ -75,6 +75,7 @@ def changes_since(config: Config, mine: Path) -> list[str]:
 
 def _accept(directory: Path, config: Config, check_data: DataCheck, *, own: bool) -> Origin:
     def read() -> Origin:
+        """On rank 0 alone: its files are looked at once, and the others are told."""
         manifest = read_manifest(directory)
         if isinstance(manifest, str):  # it was good a moment ago
             raise UserError(f"checkpoint '{directory}' has changed while it was read: {manifest}")

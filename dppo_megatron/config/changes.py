@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +76,12 @@ def check_changes(config: Config, before: dict[str, Any], where: str) -> list[st
     now = config_values(config)
     if before == now:  # and building a Config of `before`, which takes 0.1 s, would say nothing else
         return []
-    old, new = _flat(config_values(config_from_values(before, where))), _flat(now)
     allowed: list[tuple[str, str]] = []
     refused: list[tuple[str, str]] = []
-    for key in sorted(old.keys() | new.keys()):
-        if old.get(key) == new.get(key):
-            continue
-        line = f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
+    for key, line in sorted(_differences(config_values(config_from_values(before, where)), now)):
         (allowed if _under(key, (*FREE, *config.checkpoint.may_change)) else refused).append((key, line))
     if refused:
-        keys = ", ".join(key for key, _ in refused)
+        keys = ",".join(key for key, _ in refused)
         raise UserError(
             f"the run of {where} cannot be resumed with other settings: {'; '.join(line for _, line in refused)}."
             f" Set them back, choose another run_dir, or permit it with checkpoint.may_change=[{keys}]"
@@ -103,6 +99,25 @@ def saved_values(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no settings, so the run cannot be resumed")
     return values
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(key, line) for each setting that differs; a whole section that only one side has is one line.
+
+    Example:
+        >>> list(_differences({"sets": {}}, {"sets": {"a": {"path": "x", "limit": 0}}}))
+        [('sets.a', 'sets.a: added')]
+    """
+    for key in old.keys() | new.keys():
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _differences(before, after, f"{prefix}{key}.")
+        elif isinstance(after, dict) and key not in old:
+            yield prefix + key, f"{prefix}{key}: added"
+        elif isinstance(before, dict) and key not in new:
+            yield prefix + key, f"{prefix}{key}: removed"
+        elif before != after:
+            yield prefix + key, f"{prefix}{key}: {before!r} -> {after!r}"
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

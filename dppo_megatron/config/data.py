@@ -248,8 +248,12 @@ def check_data(config: Config, *, trains: bool = True) -> None:
     """
     data = config.data
     _check_layer("data", data)
-    for name in data.train_sets.keys() & ({"train"} if data.train_path else set()):
-        raise UserError(f"data.train_path and data.train_sets.{name} are both the set '{name}'; rename or drop one")
+    if data.train_path and data.train_sets and trains:
+        raise UserError(
+            f"data.train_path and data.train_sets ({', '.join(data.train_sets)}) are both set: train_path is short for"
+            " a single training set. To train on all of them, name it too (data.train_sets.NAME.path); else drop one"
+            " (data.train_path='' or data.train_sets={})"
+        )
     for name in data.eval_paths.keys() & data.eval_sets.keys():
         raise UserError(f"data.eval_paths.{name} and data.eval_sets.{name} are both the set '{name}'; drop one")
     for section, entries in (("train_sets", data.train_sets), ("eval_sets", data.eval_sets)):

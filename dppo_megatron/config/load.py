@@ -172,6 +172,7 @@ def _resolve(values: Values) -> None:
     defaults = Config()
 
     def look_up(key: str) -> Any:
+        """What the setting is now: in the file, else its default."""
         found: Any = values
         default: Any = defaults
         for part in split_key(key) or [key]:
@@ -184,6 +185,7 @@ def _resolve(values: Values) -> None:
         return default if found is None else found
 
     def decode(value: Any, hint: Any, key: str, where: str) -> Any:
+        """A reference's value as the setting that it stands in wants it."""
         text = value if isinstance(value, str) else yaml.safe_dump(value).partition("\n")[0]
         if hint is str:
             return text
@@ -196,6 +198,7 @@ def _resolve(values: Values) -> None:
     resolver = Resolver(look_up, decode)
 
     def walk(inside: Any, prefix: str) -> None:
+        """Resolve what stands in this section, at any depth."""
         for key, value in inside.items() if isinstance(inside, dict) else enumerate(inside):
             name = f"{prefix}[{key}]" if isinstance(inside, list) else f"{prefix}.{key}" if prefix else str(key)
             if isinstance(value, Reference):

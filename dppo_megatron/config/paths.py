@@ -60,6 +60,16 @@ def check_writable(key: str, path: str | Path, *, directory: bool) -> None:
         raise UserError(f"{key} = '{shown(path)}': cannot be written in {existing}: {_reason(error)}") from None
 
 
+def json_reason(error: Exception) -> str:
+    """Why a text is no usable JSON, for the person who has the file; `error` is what `json.loads` raised."""
+    said = str(error).partition("\n")[0]
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if "integer string conversion" in said:
+        return "a number has more than 4,300 digits; write it as text, in quotes"
+    return said[:300]
+
+
 def shown(path: str | Path) -> str:
     """For messages: not what the environment held, and not pages of it."""
     text = escaped(path) if isinstance(path, str) else str(path)

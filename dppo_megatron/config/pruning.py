@@ -1,14 +1,14 @@
 """Settings of pruning: which prompts are skipped before rollout, which completions are dropped before the update.
 
 Every method of the field reads the same two sections, so that comparing methods changes one word of a config.
-The price is that some fields mean nothing to some methods; each docstring names the methods that read it.
-Method names are plain strings and not enums: `check_pruning` then says which names exist and which one was meant.
+The price is that some fields mean nothing to some methods: each policy's class says which it reads, docs/pruning.md has
+the table, and a run says which of the settings that were changed its methods do not read. A method's name stands in its
+class, so it is not checked here but by `pruning.policies.check_methods`.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -16,29 +16,6 @@ from fractions import Fraction
 from dppo_megatron.config.ranges import COUNT, check_ranges, ranged
 from dppo_megatron.types import UserError
 
-PROMPT_METHODS = (
-    "none",
-    "dppo",
-    "dppo_auto",
-    "dppo_paper",
-    "greso",
-    "greso_ht",
-    "infobatch",
-    "dynamic_sampling",
-)
-COMPLETION_METHODS = (
-    "none",
-    "dppo",
-    "dppo_auto",
-    "dppo_paper",
-    "cppo",
-    "cppo_trl",
-    "cppo_verl",
-    "greso",
-    "greso_ht",
-    "infobatch",
-    "max_variance",
-)
 PROMPT_SCORES = ("beta", "mean_abs", "rms")
 COMPLETION_SCORES = ("free_norm", "abs_advantage")
 RANDOM_DESIGNS = ("systematic", "poisson")
@@ -48,12 +25,12 @@ AUTO_RULES = ("cost", "design_effect")
 
 @dataclass
 class GresoConfig:
-    """GRESO (arXiv 2506.02177). Read by the prompt methods `greso` and `greso_ht`."""
+    """GRESO (arXiv 2506.02177)."""
 
     initial_keep_probability: float = ranged(0.5, "(0, 1]")
     """Start value of both exploration probabilities: the chance to roll out a prompt after one zero-variance visit."""
     keep_floor: float = ranged(0.01, "(0, 1]")
-    """Smallest inclusion probability of `greso`, however long the run of zero-variance visits. `greso_ht` uses
+    """Smallest inclusion probability, however long the run of zero-variance visits. The weighted form uses
     `pruning.prompt.p_min` instead, because 1/0.01 is too large a weight."""
     target_zero_variance: float = ranged(0.25, "(0, 1)")
     """Wanted share of zero-variance groups; a third of it for easy prompts, two thirds for hard ones."""
@@ -75,14 +52,14 @@ class GresoConfig:
 
 @dataclass
 class RefillConfig:
-    """Resampling until enough groups have reward variance. Read by `dynamic_sampling`, `greso` and `greso_ht`."""
+    """Resampling until enough groups have reward variance."""
 
     enabled: bool = True
-    """false: never ask for more prompts. `greso_ht` never refills: inverse sampling has no exact weights."""
+    """false: never ask for more prompts."""
     max_rounds: int = ranged(10, "[1, 1000000]")
     """Rollout rounds of one step, the first included; then the step trains on a short batch, and says so."""
     prompts_per_round: int = ranged(0, "[0, 1000000]")
-    """Prompts of a refill round of `dynamic_sampling`; 0: as many as the step's nominal prompts."""
+    """Prompts of a refill round whose size follows from nothing else; 0: as many as the step's nominal prompts."""
 
 
 @dataclass
@@ -90,12 +67,12 @@ class PromptPruningConfig:
     """Selection before rollout."""
 
     method: str = "dppo"
-    """none, dppo, dppo_auto, dppo_paper, greso, greso_ht, infobatch or dynamic_sampling."""
+    """A name of docs/pruning.md, or `module:Class` for a policy of your own."""
     rate: float = ranged(0.3, "[0, 1)", why="1 would drop everything; 0 or method=none keeps all")
-    """Share of the already visited prompts of a step that is skipped, in [0, 1). dppo, dppo_paper; for infobatch the
-    chance to skip a prompt below the mean score; an upper limit for dppo_auto with auto_rule=design_effect."""
+    """Share of the already visited prompts of a step that is skipped, in [0, 1). An upper limit under
+    auto_rule=design_effect; under a rule of two classes the chance to skip a prompt of the lower one."""
     p_min: float = ranged(0.2, "(0, 1]", why="0 would leave prompts that can never be drawn")
-    """Smallest inclusion probability; bounds the weights by 1 / p_min. dppo, dppo_auto, greso_ht."""
+    """Smallest inclusion probability; bounds the weights by 1 / p_min."""
     score: str = "beta"
     """What ranks prompts. beta: posterior chance that a group has reward variance (rewards in [0, 1]); mean_abs: mean
     |advantage| of the last visit; rms: root of a discounted mean of squared rewards about the group's mean."""
@@ -111,27 +88,26 @@ class PromptPruningConfig:
     """Cap of the weights, 0 for none. It trades bias for variance: biased wherever a draw from the step's
     probabilities can give a larger weight."""
     warmup_epochs: float = ranged(1.0, "[0, 1e9]")
-    """Epochs at the start without any pruning. Not read by greso, greso_ht and dynamic_sampling."""
+    """Epochs at the start without any pruning."""
     anneal_fraction: float = ranged(0.875, "[0, 1]")
-    """Nothing is pruned after this fraction of the run: 0.875 leaves the last 12.5 % full. Not read
-    by greso, greso_ht and dynamic_sampling."""
+    """Nothing is pruned after this fraction of the run: 0.875 leaves the last 12.5 % full."""
     cost_aware: bool = False
-    """Divide the score by the root of the prompt's mean completion length. dppo, dppo_auto."""
+    """Divide the score by the root of the prompt's mean completion length."""
     max_design_effect: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of sum(s^2/pi)/sum(s^2), the variance inflation the score predicts; 0 for none. The rate backs off to hold
-    it. dppo, dppo_auto."""
+    it."""
     max_noise_ratio: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of the measured gradient noise (squared gradient norm) relative to an unpruned step; 0 for none. The rate
     backs off while the loop reports more. To have unpruned steps to compare with, the first 4 steps of the run are
-    then left unpruned at both levels. dppo, dppo_auto."""
+    then left unpruned at both levels."""
     auto_rule: str = "cost"
-    """dppo_auto: cost (keep probability = root of variance share over cost share) or design_effect (the highest rate
+    """cost (keep probability = root of variance share over cost share) or design_effect (the highest rate
     inside max_design_effect)."""
     fixed_cost_ratio: float = ranged(0.0, "[0, 1e9]")
-    """dppo_auto: seconds of a step that skipping prompts does not save, over those it does at full batch. 0: measured,
-    which makes the draws depend on the clock and a resumed run differ from an uninterrupted one."""
+    """Under auto_rule=cost: seconds of a step that skipping prompts does not save, over those it does at full batch.
+    0: measured, which makes the draws depend on the clock and a resumed run differ from an uninterrupted one."""
     revisit_epochs: float = ranged(0.0, "[0, 1e9]")
-    """dppo_paper: a prompt unvisited for this many epochs is kept as if unseen; 0: a skipped prompt stays out."""
+    """A prompt unvisited for this many epochs is kept as if unseen; 0: a skipped prompt stays out."""
     greso: GresoConfig = field(default_factory=GresoConfig)
     """Settings of GRESO."""
     refill: RefillConfig = field(default_factory=RefillConfig)
@@ -143,48 +119,47 @@ class CompletionPruningConfig:
     """Selection after rewards and before the update."""
 
     method: str = "dppo"
-    """none, dppo, dppo_auto, dppo_paper, cppo, cppo_trl, cppo_verl, greso, greso_ht, infobatch or max_variance."""
+    """A name of docs/pruning.md, or `module:Class` for a policy of your own."""
     rate: float = ranged(0.5, "[0, 1)", why="1 would drop everything; 0 or method=none keeps all")
-    """Share of completions that is dropped, in [0, 1); with cost_aware, share of the tokens. dppo, dppo_paper, cppo,
-    cppo_trl, cppo_verl, max_variance; for infobatch the chance to drop a completion below the mean |advantage|; for
-    dppo_auto with auto_rule=design_effect an upper limit."""
+    """Share of completions that is dropped, in [0, 1); with cost_aware, share of the tokens. An upper limit under
+    auto_rule=design_effect; under a rule of two classes the chance to drop a completion of the lower one."""
     p_min: float = ranged(0.05, "[0, 1]")
-    """Smallest inclusion probability of a completion that can carry gradient. dppo, dppo_auto."""
+    """Smallest inclusion probability of a completion that can carry gradient."""
     score: str = "free_norm"
     """free_norm: |A| times the root of the squared surprisals, a gradient-norm proxy from rollout log-probabilities;
-    abs_advantage: |A|. Both times the frozen per-sample coefficient and the prompt's weight. dppo, dppo_auto."""
+    abs_advantage: |A|. Both times the frozen per-sample coefficient and the prompt's weight."""
     design: str = "systematic"
-    """systematic (fixed size) or poisson (independent coins). dppo, dppo_auto, infobatch."""
+    """systematic (fixed size) or poisson (independent coins)."""
     estimator: str = "ht"
-    """ht (1/pi, unbiased), c_form or hajek. dppo, dppo_auto, infobatch."""
+    """ht (1/pi, unbiased), c_form or hajek."""
     max_weight: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Cap of the weights, 0 for none. Biased where the settings admit a larger weight: 1 / p_min with ht, about any
-    with hajek or a c_form of random size. dppo, dppo_auto, infobatch."""
+    with hajek or a c_form of random size."""
     warmup_steps: int = ranged(0, COUNT)
     """Steps at the start without any pruning."""
     anneal_fraction: float = ranged(1.0, "[0, 1]")
     """Nothing is pruned after this fraction of the run; 1: pruned to the end."""
     cost_aware: bool = False
-    """Spend a token budget instead of a count, with probabilities proportional to score / sqrt(cost). dppo."""
+    """Spend a token budget instead of a count, with probabilities proportional to score / sqrt(cost)."""
     quadratic_cost_per_token: float = ranged(0.0, "[0, 1e9]")
     """Update cost of a completion is len * (1 + this * len); 1/24576 is about right for a 7B model."""
     kl_slope: float = ranged(1.0, "[0, 1e9]")
     """Typical slope of a token's KL term in its log-probability; read only with a KL term in the loss."""
     max_design_effect: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
-    """Bound of sum(s^2/pi)/sum(s^2); 0 for none. The rate backs off to hold it. dppo, dppo_auto."""
+    """Bound of sum(s^2/pi)/sum(s^2); 0 for none. The rate backs off to hold it."""
     max_noise_ratio: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of the measured gradient noise relative to an unpruned step; 0 for none. As at prompt level, with 4
-    unpruned steps at the start. dppo, dppo_auto."""
+    unpruned steps at the start."""
     fill_slack: bool = True
     """Keep more than the rate asks for where a step's last round of micro-batches has room: less variance for no
-    further micro-batch, but for the time of the tokens added. dppo, dppo_auto."""
+    further micro-batch, but for the time of the tokens added."""
     auto_rule: str = "cost"
-    """dppo_auto: cost or design_effect, as at prompt level."""
+    """cost or design_effect, as at prompt level."""
     rollout_cost_ratio: float = ranged(0.0, "[0, 1e9]")
-    """dppo_auto: seconds of a step outside the update, over those of a full-batch update. 0: measured, which makes
-    the draws depend on the clock and a resumed run differ from an uninterrupted one."""
+    """Under auto_rule=cost: seconds of a step outside the update, over those of a full-batch update. 0: measured, which
+    makes the draws depend on the clock and a resumed run differ from an uninterrupted one."""
     allocation: bool = False
-    """cppo, cppo_trl, cppo_verl: plan 1/(1-rate) times as many prompts: the kept completions then fill the update."""
+    """Plan 1/(1-rate) times as many prompts: the kept completions then fill the update."""
 
 
 @dataclass
@@ -203,9 +178,8 @@ def exact_rate(rate: float) -> Fraction:
 
 
 def prompts_multiplier(config: CompletionPruningConfig) -> Fraction:
-    """Planned prompts of a step relative to the configured number: 1 / (1 - rate) with CPPO's allocation, else 1."""
-    allocates = config.allocation and config.method in ("cppo", "cppo_trl", "cppo_verl")
-    return 1 / (1 - exact_rate(config.rate)) if allocates else Fraction(1)
+    """Planned prompts of a step relative to the configured number: 1 / (1 - rate) with `allocation`, else 1."""
+    return 1 / (1 - exact_rate(config.rate)) if config.allocation else Fraction(1)
 
 
 def check_pruning(config: PruningConfig, prefix: str = "pruning") -> None:
@@ -219,61 +193,36 @@ def check_pruning(config: PruningConfig, prefix: str = "pruning") -> None:
 
 
 def check_prompt(config: PromptPruningConfig, prefix: str = "pruning.prompt") -> None:
-    """Check the prompt section; raises `UserError`."""
+    """Check the prompt section but for its method, which the room of pruning knows; raises `UserError`."""
     check_ranges(config, f"{prefix}.")
-    _one_of(f"{prefix}.method", config.method, PROMPT_METHODS)
-    _one_of(f"{prefix}.score", config.score, PROMPT_SCORES)
+    check_choice(f"{prefix}.score", config.score, PROMPT_SCORES)
     _check_shared(config, prefix)
-    if config.method == "dppo":
-        _floor_below_rate(prefix, config.p_min, config.rate)
-    greso = config.greso
-    _in_range(
-        f"{prefix}.greso.largest_probability", greso.largest_probability, least=greso.smallest_probability, most=1.0
-    )
-    _in_range(
-        f"{prefix}.greso.initial_keep_probability",
-        greso.initial_keep_probability,
-        least=greso.smallest_probability,
-        most=greso.largest_probability,
-    )
-    _in_range(f"{prefix}.greso.easy_reward", greso.easy_reward, above=greso.hard_reward)
-    _in_range(
-        f"{prefix}.greso.largest_refill_prompts", greso.largest_refill_prompts, least=greso.smallest_refill_prompts
-    )
 
 
 def check_completion(config: CompletionPruningConfig, prefix: str = "pruning.completion") -> None:
-    """Check the completion section; raises `UserError`."""
+    """Check the completion section but for its method; raises `UserError`."""
     check_ranges(config, f"{prefix}.")
-    _one_of(f"{prefix}.method", config.method, COMPLETION_METHODS)
-    _one_of(f"{prefix}.score", config.score, COMPLETION_SCORES)
+    check_choice(f"{prefix}.score", config.score, COMPLETION_SCORES)
     _check_shared(config, prefix)
-    if config.p_min == 0 and config.method in ("dppo", "dppo_auto"):
-        raise UserError(
-            f"{prefix}.p_min = 0: must be in (0, 1]; a completion with an advantage but a score of zero would never"
-            " be drawn, which is biased. 0.05 bounds the weights by 20"
-        )
-    if config.method == "dppo":
-        _floor_below_rate(prefix, config.p_min, config.rate)
-    if config.cost_aware and config.estimator == "c_form":
-        raise UserError(
-            f"{prefix}.estimator = c_form with cost_aware = true: a token budget has no fixed count for C/(1-P) to"
-            " cancel; use estimator=ht"
-        )
 
 
 def _check_shared(config: PromptPruningConfig | CompletionPruningConfig, prefix: str) -> None:
-    _one_of(f"{prefix}.design", config.design, RANDOM_DESIGNS)
-    _one_of(f"{prefix}.estimator", config.estimator, ESTIMATORS)
-    _one_of(f"{prefix}.auto_rule", config.auto_rule, AUTO_RULES)
-    if config.method == "dppo_auto" and config.auto_rule == "design_effect" and config.max_design_effect == 0:
+    check_choice(f"{prefix}.design", config.design, RANDOM_DESIGNS)
+    check_choice(f"{prefix}.estimator", config.estimator, ESTIMATORS)
+    check_choice(f"{prefix}.auto_rule", config.auto_rule, AUTO_RULES)
+
+
+def check_auto_rule(prefix: str, config: PromptPruningConfig | CompletionPruningConfig) -> None:
+    """Raise `UserError` for a rule that works towards a bound without one."""
+    if config.auto_rule == "design_effect" and config.max_design_effect == 0:
         raise UserError(
-            f"{prefix}.max_design_effect = 0: method=dppo_auto with auto_rule=design_effect needs a bound to work"
-            " towards; 1.1 is a good start for completions, 1.3 for prompts"
+            f"{prefix}.max_design_effect = 0: auto_rule=design_effect needs a bound to work towards; 1.1 is a good"
+            " start for completions, 1.3 for prompts"
         )
 
 
-def _floor_below_rate(prefix: str, p_min: float, rate: float) -> None:
+def check_floor(prefix: str, p_min: float, rate: float) -> None:
+    """Raise `UserError` for a floor that keeps more than the rate allows."""
     if p_min > 1 - rate + 1e-12:
         raise UserError(
             f"{prefix}.p_min = {p_min}: must be at most 1 - rate = {1 - rate:g}, or the floor alone keeps more than"
@@ -281,23 +230,15 @@ def _floor_below_rate(prefix: str, p_min: float, rate: float) -> None:
         )
 
 
-def _one_of(key: str, value: str, known: Sequence[str]) -> None:
+def check_between(key: str, value: float, least: float, most: float) -> None:
+    """Raise `UserError` unless least <= value <= most."""
+    if not least <= value <= most:
+        raise UserError(f"{key} = {value}: must be in [{least:g}, {most:g}]")
+
+
+def check_choice(key: str, value: str, known: Sequence[str], more: str = "") -> None:
+    """Raise `UserError` for a name that is not known; `more` says what else would be one."""
     if value not in known:
         near = difflib.get_close_matches(value, known, n=1)
         hint = f"did you mean '{near[0]}'? " if near else ""
-        raise UserError(f"{key} = '{value[:80]}': no such choice; {hint}known: {', '.join(known)}")
-
-
-def _in_range(
-    key: str,
-    value: float,
-    *,
-    least: float = -math.inf,
-    above: float = -math.inf,
-    most: float = math.inf,
-) -> None:
-    if least <= value <= most and (above == -math.inf or value > above):
-        return
-    low = f"({above:g}" if above > -math.inf else f"[{least:g}" if least > -math.inf else "(-inf"
-    high = f"{most:g}]" if most < math.inf else "inf)"
-    raise UserError(f"{key} = {value}: must be in {low}, {high}")
+        raise UserError(f"{key} = '{value[:80]}': no such choice; {hint}known: {', '.join(known)}{more}")

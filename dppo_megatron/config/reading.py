@@ -170,7 +170,7 @@ class Reader:
         choices = get_args(hint)
         if node.value in choices and _kind(node):  # also one that YAML takes for a boolean, as in `fp8: off`
             return node.value
-        if _kind(node) == "int" and _INTEGER.fullmatch(node.value) and int(node.value) in choices:
+        if _kind(node) == "int" and node.value in map(str, choices):
             return int(node.value)
         raise self._refuse(node, key, f"must be one of {', '.join(map(str, choices))}")
 

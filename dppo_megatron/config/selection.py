@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from dppo_megatron.config.pruning import exact_rate, prompts_multiplier
+from dppo_megatron.config.pruning import prompts_multiplier
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 
@@ -33,14 +33,6 @@ def check_selection(config: Config) -> None:
         raise UserError(
             f"objective.updates_per_step = {updates}: the {planned} nominal prompts of a step{by_allocation} do not"
             " divide by it, and mini-batches hold whole groups"
-        )
-    completion, size = config.pruning.completion, config.rollout.completions_per_prompt
-    per_minibatch = planned // updates * size
-    offered = {"cppo": size, "cppo_verl": per_minibatch}.get(completion.method)
-    if offered and (1 - exact_rate(completion.rate)) * offered < 1:
-        raise UserError(
-            f"pruning.completion.rate = {completion.rate}: method={completion.method} would keep none of {offered}"
-            f" completions; must be at most {1 - 1 / offered:.4g}, or method=cppo_trl, which keeps one"
         )
 
 

@@ -181,11 +181,18 @@ def _find(values: Any, name: str) -> Any:
     return _ABSENT
 
 
+def section_of(settings: ResolvedSet) -> str:
+    """The section whose settings this set reads first: its own, where it has one."""
+    return settings.key if "_sets." in settings.key else "data"
+
+
 def _layout_hint(row: Row, settings: ResolvedSet) -> str:
-    section = settings.key if "_sets." in settings.key else "data"
+    section = section_of(settings)
     for fields, name, (problem, answer, source) in _LAYOUTS:
         if fields <= row.values.keys() and get_field(row.values, problem) is not None:
             wanted = {"problem_field": problem, "answer_field": answer, "source_field": source}
+            if isinstance(get_field(row.values, problem), (list, tuple)) and not settings.template.apply_chat_template:
+                wanted["apply_chat_template"] = "true"  # messages have no other text
             given = " ".join(f"{section}.{key}={value}" for key, value in wanted.items() if value)
             return f". This looks like {name}'s layout: {given}"
     return ""

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from dppo_megatron.config.paths import json_reason
 from dppo_megatron.types import UserError
 
 _LONGEST_LINE = 64 * 2**20
@@ -233,7 +234,7 @@ def _parse(text: str, origin: str, *, exact: bool = False) -> Any:
     except RecursionError:
         raise UserError(f"{origin}: nested too deep; at most {_DEEPEST} levels") from None
     except ValueError as error:  # an integer of more than 4,300 digits, or a key that stands twice
-        raise UserError(f"{origin}: not usable JSON: {_first_line(error)}") from None
+        raise UserError(f"{origin}: not usable JSON: {json_reason(error)}") from None
     # counting brackets is cheap; walking every row is not
     if text.count("[") + text.count("{") > _DEEPEST and _depth(value) > _DEEPEST + 2:
         raise UserError(f"{origin}: nested too deep; at most {_DEEPEST} levels")

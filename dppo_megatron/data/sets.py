@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -207,8 +207,12 @@ class _Repeats:
 
 
 def overlap_notes(train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> list[str]:
-    """A line for each evaluation set some of whose problems are trained on."""
+    """A line for each evaluation set some of whose problems are trained on, and for each pair of training sets that
+    share some: those are trained on twice an epoch."""
     notes = []
+    for (name, one), (other, another) in combinations(train.items(), 2):
+        if shared := len(one.problems.keys() & another.problems.keys()):
+            notes.append(f"warning: {shared} problems stand in both training sets '{name}' and '{other}'")
     for name, held_out in evaluated.items():
         for other, trained in train.items():
             shared = len(held_out.problems.keys() & trained.problems.keys())

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.data import ResolvedSet
 from dppo_megatron.config.templates import Template
-from dppo_megatron.data.fields import Messages
+from dppo_megatron.data.fields import Messages, section_of
 from dppo_megatron.types import UserError
 
 _MARK = "Xq7turn"
@@ -65,8 +65,9 @@ def render(
     for problem, origin in zip(problems, origins, strict=True):
         if not isinstance(problem, str):
             raise UserError(
-                f"{origin}: the problem is a list of messages, which needs the chat template; set"
-                f" apply_chat_template=true, or a template that has it ({settings.key})"
+                f"{origin}: the problem is a list of messages, which needs the tokenizer's chat template; set"
+                f" {section_of(settings)}.apply_chat_template=true, or {section_of(settings)}.template to one that has"
+                " it (chat_boxed)"
             )
         texts.append(problem if as_it_is else template.prompt_template.replace("{problem}", problem))
     return texts

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from dppo_megatron.config.paths import json_reason
 from dppo_megatron.evaluation.statistics import EvalScores, Outcome, score
 from dppo_megatron.types import Prompt, UserError
 
@@ -132,10 +133,13 @@ def read_samples(path: Path) -> list[EvalSample]:
     """
     if path.is_dir():
         path = path / SAMPLES
+    elif path.suffix == ".json":
+        raise UserError(f"'{path}' is no {SAMPLES}: name the one beside it, or the directory of the evaluation")
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"'{path}' cannot be read: {error}; expected the {SAMPLES} of an evaluation") from None
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"'{path}' cannot be read: {reason}; expected the {SAMPLES} of an evaluation") from None
     samples = [_sample(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
     if not samples:
         raise UserError(f"'{path}' holds no samples")
@@ -164,7 +168,7 @@ def _sample(line: str, where: str) -> EvalSample:
     try:
         raw = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON: {error}") from None
+        raise UserError(f"{where}: not valid JSON: {json_reason(error)}") from None
     if not isinstance(raw, dict):
         raise UserError(f"{where}: expected a JSON object, got {type(raw).__name__}")
     known = {item.name: item for item in fields(EvalSample)}

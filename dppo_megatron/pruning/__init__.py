@@ -1,15 +1,19 @@
 """Skipping prompts and dropping completions without changing the expected gradient, or saying so where it changes.
 
 Pure: numpy, `dppo_megatron.types` and `dppo_megatron.config.pruning` only. Read `designs` and `weights` for the
-mathematics, `prompt_*` and `completion_*` for the methods, `interface` for what the loop sees.
+mathematics, `prompt_*` and `completion_*` for the methods, `custom` for one of your own, `interface` for what the loop
+sees.
 """
 
+from dppo_megatron.pruning.custom import CustomCompletionPolicy, CustomPromptPolicy
+from dppo_megatron.pruning.designs import Draw
 from dppo_megatron.pruning.interface import (
     CompletionBatch,
     CompletionPolicy,
     LedgerRow,
     PromptPolicy,
     Selection,
+    StepCost,
 )
 from dppo_megatron.pruning.monitors import biased_rows, step_metrics
 from dppo_megatron.pruning.policies import make_completion_policy, make_prompt_policy
@@ -18,9 +22,13 @@ from dppo_megatron.pruning.scores import group_second_moment, surprisal
 __all__ = [
     "CompletionBatch",
     "CompletionPolicy",
+    "CustomCompletionPolicy",
+    "CustomPromptPolicy",
+    "Draw",
     "LedgerRow",
     "PromptPolicy",
     "Selection",
+    "StepCost",
     "biased_rows",
     "group_second_moment",
     "make_completion_policy",

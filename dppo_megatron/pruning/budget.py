@@ -11,23 +11,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dppo_megatron.config.pruning import PruningConfig
-from dppo_megatron.pruning.interface import check_state
+from dppo_megatron.pruning.interface import StepCost, check_state
 
 NOISE_REFERENCE_STEPS = 4
 """Steps at the start that stay unpruned while a `max_noise_ratio` is set, or there would be nothing to compare with."""
 _FALL, _RISE, _SMALLEST = 0.7, 0.02, 0.01
 _COST_DECAY = _NOISE_DECAY = 0.9
-
-
-def reference_steps(config: PruningConfig) -> int:
-    """Steps at the start that neither level prunes, so that `max_noise_ratio` has something to compare with.
-
-    0 where no method reads a bound. Both levels rest: the norm of one estimate has the noise of both.
-    """
-    levels = (config.prompt, config.completion)
-    bounded = any(level.max_noise_ratio > 0 and level.method in ("dppo", "dppo_auto") for level in levels)
-    return NOISE_REFERENCE_STEPS if bounded else 0
 
 
 @dataclass(slots=True)
@@ -45,6 +34,8 @@ class NoiseReference:
 
         Example: unpruned steps of 1.0 and 2.0 make a mean of 1.1; a pruned step of 3.3 then has a ratio of 3.
         """
+        if math.isnan(squared_norm):
+            return None
         if not math.isfinite(squared_norm):
             return math.inf if pruned and self.mean else None
         if pruned:
@@ -61,11 +52,15 @@ class RateControl:
     """Factor on the configured rate, in [0, 1]."""
     cost_ratio: float = 0.0
     """Running mean of fixed over variable seconds at full batch; 0 before the first measurement."""
-    kept_cost: float = 1.0
-    """Expected share of the variable cost that the last selection kept."""
 
-    def observe_noise(self, noise_ratio: float | None, max_noise_ratio: float, key: str) -> str | None:
+    @property
+    def note(self) -> str:
+        """For the ledger, where the rate was backed off."""
+        return f"rate scaled by {self.rate_scale:.2f}: gradient noise" if self.rate_scale < 1 else ""
+
+    def observe_noise(self, cost: StepCost, max_noise_ratio: float, key: str) -> str | None:
         """Lower the scale above the bound, raise it slowly within; a line for the log when it is lowered."""
+        noise_ratio = cost.noise_ratio
         if max_noise_ratio == 0 or noise_ratio is None or not noise_ratio > 0:
             return None
         before = self.rate_scale
@@ -81,11 +76,11 @@ class RateControl:
             f" max_noise_ratio = {max_noise_ratio:g}; rate scaled by {self.rate_scale:.2f} (was {before:.2f})"
         )
 
-    def observe_cost(self, fixed_s: float, variable_s: float) -> None:
-        """Seconds of a step that pruning saves nothing of, and those that the last selection left of the rest."""
-        if variable_s <= 0 or fixed_s < 0 or self.kept_cost <= 0:
+    def observe_cost(self, fixed_s: float, variable_s: float, kept_cost: float) -> None:
+        """Seconds of a step that pruning saves nothing of, and those of the rest, of which it had kept `kept_cost`."""
+        if variable_s <= 0 or fixed_s < 0 or kept_cost <= 0:
             return
-        ratio = fixed_s / (variable_s / self.kept_cost)
+        ratio = fixed_s / (variable_s / kept_cost)
         self.cost_ratio = ratio if self.cost_ratio == 0 else _COST_DECAY * self.cost_ratio + (1 - _COST_DECAY) * ratio
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,4 +92,3 @@ class RateControl:
         check_state(dict(state), set(asdict(self)), "the rate control")
         self.rate_scale = float(state["rate_scale"])
         self.cost_ratio = float(state["cost_ratio"])
-        self.kept_cost = float(state["kept_cost"])

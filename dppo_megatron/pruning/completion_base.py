@@ -9,30 +9,43 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from dppo_megatron.config.pruning import CompletionPruningConfig, prompts_multiplier
+from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.pruning.designs import Draw, draw
-from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, check_state, keep_all
-from dppo_megatron.pruning.prompt_base import check_method, scatter
+from dppo_megatron.pruning.interface import (
+    CompletionBatch,
+    Selection,
+    StepCapacity,
+    StepCost,
+    check_method,
+    check_state,
+    keep_all,
+    scatter,
+)
 from dppo_megatron.randomness import generator, uniforms
 from dppo_megatron.types import FloatArray, IntArray, Label
 
 
 class CompletionPolicyBase:
-    """Keeps everything; subclasses override `_prune_sorted`.
+    """Method `none`: keeps everything. Subclasses override `_prune_sorted`.
 
     Args:
         config: the completion section, already checked.
         seed: the run's seed.
         total_steps: length of the run, for annealing.
-        kl_coef: coefficient of a KL (or entropy) term in the loss; above 0, completions without advantage still carry
-            gradient and keep a positive probability.
+        zero_advantage_slope: coefficient of a KL (or entropy) term in the loss; above 0, completions without advantage
+            still carry gradient and keep a positive probability.
         group_size: completions of a whole group, G; 0: not known.
         rest_steps: steps at the start without pruning even if `warmup_steps` is smaller; see `budget.NoiseReference`.
     """
+
+    methods: ClassVar[tuple[str, ...]] = ("none",)
+    """Its names in `pruning.completion.method`."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """The settings of `pruning.completion` that mean something to it."""
 
     def __init__(
         self,
@@ -40,26 +53,35 @@ class CompletionPolicyBase:
         *,
         seed: int,
         total_steps: int,
-        kl_coef: float = 0.0,
+        zero_advantage_slope: float = 0.0,
         group_size: int = 0,
         rest_steps: int = 0,
     ) -> None:
         self.config = config
         self.seed = seed
-        self.kl_coef = kl_coef
+        self.zero_advantage_slope = zero_advantage_slope
         self.group_size = group_size
         self.warmup_steps = max(config.warmup_steps, rest_steps)
         self.last_active_step = math.ceil(config.anneal_fraction * total_steps - 1e-9) - 1
+
+    @classmethod
+    def unread(cls, config: CompletionPruningConfig) -> tuple[str, ...]:
+        """Those of `reads` that these settings leave without effect."""
+        return ()
+
+    @classmethod
+    def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
+        """Raise `UserError` for settings, each in its range, that contradict each other under this method.
+
+        Args:
+            group_size: completions of a prompt; 0: not known.
+            minibatch_size: nominal completions of an optimizer mini-batch; 0: not known.
+        """
 
     @property
     def name(self) -> str:
         """Name of this selection in the ledger."""
         return f"completion/{self.config.method}"
-
-    @property
-    def prompts_multiplier(self) -> float:
-        """See `CompletionPolicy.prompts_multiplier`."""
-        return float(prompts_multiplier(self.config))
 
     @property
     def label(self) -> Label:
@@ -71,7 +93,6 @@ class CompletionPolicyBase:
         batch: CompletionBatch,
         *,
         step: int,
-        epoch: int = 0,
         minibatch: int = 0,
         capacity: StepCapacity | None = None,
     ) -> Selection:
@@ -84,48 +105,44 @@ class CompletionPolicyBase:
         if step < self.warmup_steps or step > self.last_active_step:
             return keep_all(len(batch), self.name, "annealed" if step > self.last_active_step else "warm-up")
         if len(batch) == 0:  # which prompts were drawn decides that, so the label must be that of any other batch
-            return keep_all(0, self.name, "empty batch", self.label)
+            return keep_all(0, self.name, "empty batch", self._label_of_nothing(batch, (step, minibatch)))
         order = np.lexsort((batch.completion_index, batch.group, batch.prompt_index))
-        return scatter(self._prune_sorted(take_rows(batch, order), (step, epoch, minibatch), capacity), order)
+        return scatter(self._prune_sorted(take_rows(batch, order), (step, minibatch), capacity), order)
 
-    def feedback(
-        self,
-        *,
-        step: int,
-        rollout_s: float,
-        update_s: float,
-        other_s: float = 0.0,
-        noise_ratio: float | None = None,
-    ) -> str | None:
+    def feedback(self, cost: StepCost) -> str | None:
         """Ignored: this method has no rate to adapt."""
         return None
 
+    def own_state(self) -> dict[str, Any]:
+        """What this method keeps, copied: numbers, texts, numpy arrays, lists and dicts of them."""
+        return {}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved `own_state`."""
+
     def state_dict(self) -> dict[str, Any]:
         """See `CompletionPolicy.state_dict`."""
-        return {"method": self.config.method, **self._extra_state()}
+        return {"method": self.config.method, **self.own_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `CompletionPolicy.load_state_dict`."""
-        check_state(state, {"method", *self._extra_state()}, self.name)
+        check_state(state, {"method", *self.own_state()}, self.name)
         check_method(state, self.config.method)
-        self._load_extra_state({key: state[key] for key in self._extra_state()})
+        self.load_own_state({key: state[key] for key in self.own_state()})
 
     def _prune_sorted(
-        self, batch: CompletionBatch, counters: tuple[int, int, int], capacity: StepCapacity | None
+        self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
     ) -> Selection:
         return keep_all(len(batch), self.name)
 
-    def _extra_state(self) -> dict[str, Any]:
-        return {}
+    def _label_of_nothing(self, batch: CompletionBatch, counters: tuple[int, int]) -> Label:
+        return self.label
 
-    def _load_extra_state(self, state: Mapping[str, Any]) -> None:
-        pass
-
-    def _ties(self, batch: CompletionBatch, counters: tuple[int, int, int]) -> FloatArray:
+    def _ties(self, batch: CompletionBatch, counters: tuple[int, int]) -> FloatArray:
         ids = np.stack([batch.prompt_index, batch.completion_index], axis=1)
         return uniforms(self.seed, "completion tie", ids, *counters)
 
-    def _draw(self, batch: CompletionBatch, pi: FloatArray, counters: tuple[int, int, int]) -> Draw:
+    def _draw(self, batch: CompletionBatch, pi: FloatArray, counters: tuple[int, int]) -> Draw:
         """Draw along (prompt, sign of A, random): a group's kept completions then balance right and wrong answers."""
         ids = np.stack([batch.prompt_index, batch.completion_index], axis=1)
         ties = self._ties(batch, counters)

@@ -9,35 +9,69 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from dppo_megatron.config.pruning import CompletionPruningConfig, check_auto_rule, check_floor
 from dppo_megatron.pruning.budget import RateControl
 from dppo_megatron.pruning.completion_base import CompletionPolicyBase
 from dppo_megatron.pruning.completion_slack import fill_slack
 from dppo_megatron.pruning.designs import WaterFiller, count_kept, design_effect
-from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, keep_all
+from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, StepCost, keep_all, with_metrics
 from dppo_megatron.pruning.labels import label_of_settings
-from dppo_megatron.pruning.prompt_base import with_metrics
 from dppo_megatron.pruning.scores import budgeted_probabilities, completion_score, efficient_probabilities
 from dppo_megatron.pruning.weights import weigh
-from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
+
+_READS = (
+    "p_min",
+    "score",
+    "design",
+    "estimator",
+    "max_weight",
+    "warmup_steps",
+    "anneal_fraction",
+    "quadratic_cost_per_token",
+    "kl_slope",
+    "max_design_effect",
+    "max_noise_ratio",
+    "fill_slack",
+)
 
 
 class DppoCompletionPolicy(CompletionPolicyBase):
-    """Methods `dppo` and `dppo_auto`."""
+    """Method `dppo`: a rate of completions, or of tokens, is dropped."""
+
+    methods: ClassVar[tuple[str, ...]] = ("dppo",)
+    reads: ClassVar[tuple[str, ...]] = ("rate", "cost_aware", *_READS)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.control = RateControl()
 
+    @classmethod
+    def unread(cls, config: CompletionPruningConfig) -> tuple[str, ...]:
+        """See `CompletionPolicyBase.unread`; the length of a completion counts where tokens are spent."""
+        return () if config.cost_aware else ("quadratic_cost_per_token",)
+
+    @classmethod
+    def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
+        """See `CompletionPolicyBase.check`."""
+        _check_support(key, config.p_min)
+        check_floor(key, config.p_min, config.rate)
+        if config.cost_aware and config.estimator == "c_form":
+            raise UserError(
+                f"{key}.estimator = c_form with cost_aware = true: a token budget has no fixed count for C/(1-P) to"
+                " cancel; use estimator=ht"
+            )
+
     @property
     def label(self) -> Label:
-        """Of the estimator, the design and the cap against 1 / p_min; exact where the rate or an unknown cost keeps
-        everything that has gradient."""
-        config, by_rule = self.config, self._follows_costs
-        if self._cost_ratio == 0 if by_rule else config.rate == 0:
+        """Of the estimator, the design and the cap against 1 / p_min; exact where nothing that has gradient is
+        dropped."""
+        config = self.config
+        if self._keeps_all:
             return "exact"
         return label_of_settings(
             config.estimator,
@@ -48,19 +82,19 @@ class DppoCompletionPolicy(CompletionPolicyBase):
         )
 
     @property
-    def _follows_costs(self) -> bool:
-        return self.config.method == "dppo_auto" and self.config.auto_rule == "cost"
+    def _keeps_all(self) -> bool:
+        return self.config.rate == 0
 
     @property
     def _spends_tokens(self) -> bool:
-        return self.config.cost_aware and self.config.method == "dppo"
+        return self.config.cost_aware
 
     @property
-    def _cost_ratio(self) -> float:
-        return self.config.rollout_cost_ratio or self.control.cost_ratio
+    def _divides_by_cost(self) -> bool:
+        return self._spends_tokens
 
     def _prune_sorted(
-        self, batch: CompletionBatch, counters: tuple[int, int, int], capacity: StepCapacity | None
+        self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
     ) -> Selection:
         config = self.config
         live = self._can_carry_gradient(batch)
@@ -68,10 +102,9 @@ class DppoCompletionPolicy(CompletionPolicyBase):
         cost = self._cost(batch)
         lower = np.where(live, config.p_min, 0.0)
         by_cost = self._spends_tokens
-        size = score / np.sqrt(cost) if by_cost or config.method == "dppo_auto" else score
+        size = score / np.sqrt(cost) if self._divides_by_cost else score
         target, note = self._target(score, cost, lower)
         if target is None:
-            self.control.kept_cost = 1.0
             return keep_all(len(batch), self.name, note)
         filler = WaterFiller(size, lower, cost if by_cost else None)
         pi = budgeted_probabilities(
@@ -95,7 +128,6 @@ class DppoCompletionPolicy(CompletionPolicyBase):
             note=note,
             label=self.label,
         )
-        self.control.kept_cost = float(np.sum(pi * cost) / np.sum(cost))
         return with_metrics(
             selection,
             {
@@ -103,24 +135,17 @@ class DppoCompletionPolicy(CompletionPolicyBase):
                 "rate_before_slack": 1.0 - float(before.mean()),
                 "slack_filled_tokens": float(np.sum(tokens * (pi - before))),
                 "design_effect": design_effect(score, pi),
+                "kept_cost": float(np.sum(pi * cost) / np.sum(cost)),
                 "share_at_floor": float(np.mean(live & (pi <= lower + 1e-12))),
                 "share_at_one": float(np.mean(pi >= 1)),
                 "share_without_gradient": float(np.mean(~live)),
             },
         )
 
-    def feedback(
-        self,
-        *,
-        step: int,
-        rollout_s: float,
-        update_s: float,
-        other_s: float = 0.0,
-        noise_ratio: float | None = None,
-    ) -> str | None:
+    def feedback(self, cost: StepCost) -> str | None:
         """Dropping a completion saves its update only; rollout and the rest of a step are its fixed cost."""
-        self.control.observe_cost(rollout_s + other_s, update_s)
-        return self.control.observe_noise(noise_ratio, self.config.max_noise_ratio, "pruning.completion")
+        self.control.observe_cost(cost.rollout_s + cost.other_s, cost.update_s, cost.kept_cost)
+        return self.control.observe_noise(cost, self.config.max_noise_ratio, "pruning.completion")
 
     def _filled(
         self, filler: WaterFiller, pi: FloatArray, tokens: IntArray, capacity: StepCapacity, *, whole: bool
@@ -135,7 +160,7 @@ class DppoCompletionPolicy(CompletionPolicyBase):
 
     def _can_carry_gradient(self, batch: CompletionBatch) -> BoolArray:
         carries = (batch.lengths > 0) & (batch.prompt_weight > 0)
-        return carries if self.kl_coef > 0 else carries & (batch.advantages != 0)
+        return carries if self.zero_advantage_slope > 0 else carries & (batch.advantages != 0)
 
     def _score(self, batch: CompletionBatch) -> FloatArray:
         length = batch.surprisal if self.config.score == "free_norm" else np.ones(len(batch))
@@ -144,7 +169,7 @@ class DppoCompletionPolicy(CompletionPolicyBase):
             length,
             batch.denominator,
             batch.prompt_weight,
-            kl_coef=self.kl_coef,
+            zero_advantage_slope=self.zero_advantage_slope,
             kl_slope=self.config.kl_slope,
         )
 
@@ -155,22 +180,67 @@ class DppoCompletionPolicy(CompletionPolicyBase):
     def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> tuple[float | None, str]:
         """Budget (a whole count, or cost with cost_aware) and why it is not what the rate says; None keeps all."""
         config, scale = self.config, self.control.rate_scale
-        note = f"rate scaled by {scale:.2f}: gradient noise" if scale < 1 else ""
-        if self._follows_costs:
-            ratio = self._cost_ratio
-            if ratio == 0:
-                return None, "no cost measured yet"
-            pi = efficient_probabilities(score, cost, lower, ratio * float(cost.sum()))
-            # The scale moves the count between the rule's and that of no pruning.
-            wanted = float(pi.sum()) * scale + float(np.sum(lower > 0)) * (1.0 - scale)
-            return float(math.ceil(wanted - 1e-9)), note
+        note = self.control.note
         if self._spends_tokens:
             return (1.0 - config.rate * scale) * float(cost.sum()), note
         least = math.ceil(float(lower.sum()) - 1e-9)
         return float(max(count_kept(len(score), config.rate * scale), least)), note
 
-    def _extra_state(self) -> dict[str, Any]:
+    def own_state(self) -> dict[str, Any]:
         return {"control": self.control.state_dict()}
 
-    def _load_extra_state(self, state: Mapping[str, Any]) -> None:
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
         self.control.load_state_dict(state["control"])
+
+
+class AutoCompletionPolicy(DppoCompletionPolicy):
+    """Method `dppo_auto`: the number to keep follows from what the update costs, or from a bound on the variance."""
+
+    methods: ClassVar[tuple[str, ...]] = ("dppo_auto",)
+    reads: ClassVar[tuple[str, ...]] = ("rate", "auto_rule", "rollout_cost_ratio", *_READS)
+
+    @classmethod
+    def unread(cls, config: CompletionPruningConfig) -> tuple[str, ...]:
+        """See `CompletionPolicyBase.unread`: by cost there is no rate, by a bound on the variance no cost."""
+        return ("rate",) if config.auto_rule == "cost" else ("rollout_cost_ratio",)
+
+    @classmethod
+    def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
+        """See `CompletionPolicyBase.check`."""
+        _check_support(key, config.p_min)
+        check_auto_rule(key, config)
+
+    @property
+    def _keeps_all(self) -> bool:
+        return self._cost_ratio == 0 if self.config.auto_rule == "cost" else super()._keeps_all
+
+    @property
+    def _spends_tokens(self) -> bool:
+        return False
+
+    @property
+    def _divides_by_cost(self) -> bool:
+        return True
+
+    @property
+    def _cost_ratio(self) -> float:
+        return self.config.rollout_cost_ratio or self.control.cost_ratio
+
+    def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> tuple[float | None, str]:
+        """The count of the rule; gradient noise moves it towards that of no pruning. None: no cost is known yet."""
+        if self.config.auto_rule != "cost":
+            return super()._target(score, cost, lower)
+        if self._cost_ratio == 0:
+            return None, "no cost measured yet"
+        scale = self.control.rate_scale
+        pi = efficient_probabilities(score, cost, lower, self._cost_ratio * float(cost.sum()))
+        wanted = float(pi.sum()) * scale + float(np.sum(lower > 0)) * (1.0 - scale)
+        return float(math.ceil(wanted - 1e-9)), self.control.note
+
+
+def _check_support(key: str, p_min: float) -> None:
+    if p_min == 0:
+        raise UserError(
+            f"{key}.p_min = 0: must be in (0, 1]; a completion with an advantage but a score of zero would never"
+            " be drawn, which is biased. 0.05 bounds the weights by 20"
+        )

@@ -120,20 +120,6 @@ class WaterFiller:
         return pi
 
 
-def waterfill(
-    size: FloatArray, target: float, lower: FloatArray | float = 0.0, cost: FloatArray | None = None
-) -> FloatArray:
-    """Inclusion probabilities proportional to size within [lower, 1] that spend `target`; see `WaterFiller`.
-
-    Returns:
-        [n] float64; sum(cost * pi) = target unless the floors exceed it or the support is smaller.
-
-    Raises:
-        ValueError: sizes negative or not finite, floors outside [0, 1], costs not positive.
-    """
-    return WaterFiller(size, lower, cost).solve(target)
-
-
 def systematic(inclusion_prob: FloatArray, *, order: IntArray, start: float) -> Draw:
     """Systematic sampling with unequal probabilities: equally spaced points on the cumulated probabilities.
 

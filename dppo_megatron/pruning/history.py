@@ -43,11 +43,6 @@ class PromptHistory:
     def __len__(self) -> int:
         return len(self.arrays["visits"])
 
-    @property
-    def bytes_per_prompt(self) -> float:
-        """Memory of the arrays over the number of prompts."""
-        return sum(array.nbytes for array in self.arrays.values()) / max(len(self), 1)
-
     def seen(self, ids: IntArray) -> npt.NDArray[np.bool_]:
         """[n], visited at least once."""
         return np.asarray(self.arrays["visits"][ids] > 0)

@@ -7,7 +7,8 @@ is known to the ledger only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,6 +79,30 @@ class CompletionBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class StepCost:
+    """What a finished step cost, and what its own selection had kept.
+
+    Example: a step rolled out for 6 s and updated for 2 s, its completion policy having kept a quarter of the cost. A
+    full update would have taken 2 / 0.25 = 8 s: what pruning completions cannot save is 6 / 8 of what it can.
+    """
+
+    step: int
+    """Counts from 1."""
+    rollout_s: float
+    """Generating and grading."""
+    update_s: float
+    other_s: float
+    """The rest of the step: selecting, packing, syncing."""
+    grad_norm: float = math.nan
+    """Norm of the step's gradient; NaN where it has none, because an update was skipped."""
+    kept_cost: float = 1.0
+    """Expected share of the variable cost that this level's selection kept in this very step, in (0, 1]. Known to
+    `Selector`."""
+    noise_ratio: float | None = None
+    """Squared gradient norm over that of steps without pruning; None: not known. Known to `Selector`."""
+
+
+@dataclass(frozen=True, slots=True)
 class PromptFeatures:
     """What is known of every prompt of the training sets before it is tried: arrays [num_prompts] by prompt index."""
 
@@ -125,7 +150,7 @@ class PromptPolicy(Protocol):
     def select(self, prompt_index: IntArray, *, step: int, minibatch: int = 0) -> Selection:
         """Decide about the nominal prompts [n] of one optimizer mini-batch. Same arguments and history, same answer.
 
-        Steps count from 0.
+        Steps count from 0. Changes no state: a step that is given up after it leaves nothing behind.
         """
         ...
 
@@ -160,23 +185,19 @@ class PromptPolicy(Protocol):
         """`prune/history_*`: coverage of the prompt set and staleness of what is known, in epochs."""
         ...
 
-    def feedback(
-        self,
-        *,
-        step: int,
-        rollout_s: float,
-        update_s: float,
-        other_s: float = 0.0,
-        noise_ratio: float | None = None,
-    ) -> str | None:
-        """Seconds of a finished step and, if known, its gradient noise relative to an unpruned step.
-
-        Returns a line for the log when a rate changed.
-        """
+    def feedback(self, cost: StepCost) -> str | None:
+        """What a finished step cost; returns a line for the log when a rate changed."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything `select` depends on, copied: plain scalars and numpy arrays."""
+    def about_to_visit(self, prompt_index: IntArray) -> dict[str, Any]:
+        """What `observe` of these prompts will overwrite, copied, for `state_dict`."""
+        ...
+
+    def state_dict(self, undo: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Everything `select` depends on, copied: plain scalars and numpy arrays.
+
+        undo: of `about_to_visit`, before the last `observe`: the state is then the one before it.
+        """
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -188,11 +209,6 @@ class CompletionPolicy(Protocol):
     """Decides after the rewards which completions are trained on."""
 
     @property
-    def prompts_multiplier(self) -> float:
-        """Planned prompts per step relative to the config's number; above 1 only for CPPO's allocation."""
-        ...
-
-    @property
     def label(self) -> Label:
         """What its active steps do to the expected gradient, whatever they are offered: a function of the settings."""
         ...
@@ -202,25 +218,16 @@ class CompletionPolicy(Protocol):
         batch: CompletionBatch,
         *,
         step: int,
-        epoch: int = 0,
         minibatch: int = 0,
         capacity: StepCapacity | None = None,
     ) -> Selection:
-        """Decide about one mini-batch. Call it anew for every epoch: a draw reused after an update is biased.
+        """Decide about one mini-batch, once: a draw reused after an update is biased. Changes no state.
 
         Steps count from 0. With a capacity, the methods that read `fill_slack` keep more where micro-batches have room.
         """
         ...
 
-    def feedback(
-        self,
-        *,
-        step: int,
-        rollout_s: float,
-        update_s: float,
-        other_s: float = 0.0,
-        noise_ratio: float | None = None,
-    ) -> str | None:
+    def feedback(self, cost: StepCost) -> str | None:
         """As for prompts."""
         ...
 
@@ -243,6 +250,30 @@ def keep_all(count: int, name: str, note: str = "", label: Label = "exact") -> S
         ledger=(LedgerRow(name, 1.0, label, note),),
         metrics={"rate_effective": 0.0, "design_effect": 1.0, "share_at_floor": 0.0, "share_at_one": 1.0},
     )
+
+
+def scatter(selection: Selection, order: IntArray) -> Selection:
+    """A selection of sorted rows, put back into the caller's order."""
+    back = np.empty(len(order), dtype=np.int64)
+    back[order] = np.arange(len(order))
+    return Selection(
+        kept=selection.kept[back],
+        inclusion_prob=selection.inclusion_prob[back],
+        weight=selection.weight[back],
+        ledger=selection.ledger,
+        metrics=selection.metrics,
+    )
+
+
+def with_metrics(selection: Selection, metrics: dict[str, float]) -> Selection:
+    """The selection with its figures."""
+    return Selection(selection.kept, selection.inclusion_prob, selection.weight, selection.ledger, metrics)
+
+
+def check_method(state: Mapping[str, Any], method: str) -> None:
+    """Raise ValueError if a state was saved by another method."""
+    if state["method"] != method:
+        raise ValueError(f"the saved pruning state is of method '{state['method']}', this run uses '{method}'")
 
 
 def check_state(state: dict[str, Any], expected: set[str], owner: str) -> None:

@@ -1,45 +1,124 @@
-"""From a method's name in the config to a policy object."""
+"""From a method's name in the config to a policy object; the names themselves stand in the policies' classes."""
 
 from __future__ import annotations
 
-from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig, check_completion, check_prompt
-from dppo_megatron.pruning.completion_base import CompletionPolicyBase
-from dppo_megatron.pruning.completion_dppo import DppoCompletionPolicy
-from dppo_megatron.pruning.completion_field import (
-    CppoPolicy,
-    InfoBatchCompletionPolicy,
-    MaxVariancePolicy,
-    ZeroVariancePolicy,
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, TypeVar, cast
+
+from dppo_megatron.config.plugins import is_plugin, load_function
+from dppo_megatron.config.pruning import (
+    CompletionPruningConfig,
+    PromptPruningConfig,
+    PruningConfig,
+    check_choice,
+    check_completion,
+    check_prompt,
 )
+from dppo_megatron.pruning import completion_baselines as baselines
+from dppo_megatron.pruning.budget import NOISE_REFERENCE_STEPS
+from dppo_megatron.pruning.completion_base import CompletionPolicyBase
+from dppo_megatron.pruning.completion_dppo import AutoCompletionPolicy, DppoCompletionPolicy
+from dppo_megatron.pruning.custom import check_custom
 from dppo_megatron.pruning.interface import CompletionPolicy, PromptFeatures, PromptPolicy
 from dppo_megatron.pruning.prompt_base import PromptPolicyBase
-from dppo_megatron.pruning.prompt_dppo import DppoPromptPolicy, PaperPromptPolicy
+from dppo_megatron.pruning.prompt_dppo import AutoPromptPolicy, DppoPromptPolicy, PaperPromptPolicy
 from dppo_megatron.pruning.prompt_infobatch import InfoBatchPolicy
-from dppo_megatron.pruning.prompt_resampling import DynamicSamplingPolicy, GresoPolicy
+from dppo_megatron.pruning.prompt_resampling import DynamicSamplingPolicy, GresoPolicy, WeightedGresoPolicy
+from dppo_megatron.types import UserError
 
-_PROMPT: dict[str, type[PromptPolicyBase]] = {
-    "none": PromptPolicyBase,
-    "dppo": DppoPromptPolicy,
-    "dppo_auto": DppoPromptPolicy,
-    "dppo_paper": PaperPromptPolicy,
-    "greso": GresoPolicy,
-    "greso_ht": GresoPolicy,
-    "infobatch": InfoBatchPolicy,
-    "dynamic_sampling": DynamicSamplingPolicy,
-}
-_COMPLETION: dict[str, type[CompletionPolicyBase]] = {
-    "none": CompletionPolicyBase,
-    "dppo": DppoCompletionPolicy,
-    "dppo_auto": DppoCompletionPolicy,
-    "dppo_paper": CppoPolicy,
-    "cppo": CppoPolicy,
-    "cppo_trl": CppoPolicy,
-    "cppo_verl": CppoPolicy,
-    "greso": ZeroVariancePolicy,
-    "greso_ht": ZeroVariancePolicy,
-    "infobatch": InfoBatchCompletionPolicy,
-    "max_variance": MaxVariancePolicy,
-}
+P = TypeVar("P", PromptPolicyBase, CompletionPolicyBase)
+
+
+def _by_name(classes: Sequence[type[P]]) -> dict[str, type[P]]:
+    return {name: cls for cls in classes for name in cls.methods}
+
+
+PROMPT_POLICIES: dict[str, type[PromptPolicyBase]] = _by_name(
+    [
+        PromptPolicyBase,
+        DppoPromptPolicy,
+        AutoPromptPolicy,
+        PaperPromptPolicy,
+        GresoPolicy,
+        WeightedGresoPolicy,
+        InfoBatchPolicy,
+        DynamicSamplingPolicy,
+    ]
+)
+"""Method name to class, in the order in which messages list them."""
+COMPLETION_POLICIES: dict[str, type[CompletionPolicyBase]] = _by_name(
+    [
+        CompletionPolicyBase,
+        DppoCompletionPolicy,
+        AutoCompletionPolicy,
+        baselines.PaperCompletionPolicy,
+        baselines.CppoPolicy,
+        baselines.CppoTrlPolicy,
+        baselines.CppoVerlPolicy,
+        baselines.ZeroVariancePolicy,
+        baselines.ZeroAdvantagePolicy,
+        baselines.InfoBatchCompletionPolicy,
+        baselines.MaxVariancePolicy,
+    ]
+)
+"""As `PROMPT_POLICIES`."""
+
+
+def prompt_policy_class(method: str, key: str = "pruning.prompt.method") -> type[PromptPolicyBase]:
+    """The class of a name, or of `module:Class`. Raises UserError."""
+    return _resolve(method, key, PROMPT_POLICIES, PromptPolicyBase)
+
+
+def completion_policy_class(method: str, key: str = "pruning.completion.method") -> type[CompletionPolicyBase]:
+    """The class of a name, or of `module:Class`. Raises UserError."""
+    return _resolve(method, key, COMPLETION_POLICIES, CompletionPolicyBase)
+
+
+def check_methods(config: PruningConfig, *, group_size: int = 0, minibatch_size: int = 0) -> list[str]:
+    """Check both levels' methods against their settings.
+
+    Args:
+        group_size: completions of a prompt; 0: not known.
+        minibatch_size: nominal completions of an optimizer mini-batch; 0: not known.
+
+    Returns:
+        A line for each level with settings, other than the defaults, that its method does not read.
+
+    Raises:
+        UserError: no such method, a plugged policy that is none, settings that contradict each other under it.
+    """
+    prompt, completion = prompt_policy_class(config.prompt.method), completion_policy_class(config.completion.method)
+    prompt.check(config.prompt, "pruning.prompt")
+    completion.check(config.completion, "pruning.completion", group_size=group_size, minibatch_size=minibatch_size)
+    if config.completion.allocation and "allocation" not in completion.reads:
+        raise UserError(
+            f"pruning.completion.allocation = true: method={config.completion.method} has no rate that more prompts"
+            " could fill; set it to false"
+        )
+    if is_plugin(config.prompt.method):  # a trial, because its __init__ may be wrong too
+        make_prompt_policy(
+            config.prompt, num_prompts=1, completions_per_prompt=1, prompts_per_step=1, total_steps=1, seed=0
+        )
+    if is_plugin(config.completion.method):
+        make_completion_policy(config.completion, seed=0, total_steps=1)
+    return [
+        *_unread("pruning.prompt", config.prompt, prompt.reads, prompt.unread(config.prompt)),
+        *_unread("pruning.completion", config.completion, completion.reads, completion.unread(config.completion)),
+    ]
+
+
+def reference_steps(config: PruningConfig) -> int:
+    """Steps at the start that neither level prunes, so that `max_noise_ratio` has something to compare with.
+
+    0 where no method reads a bound. Both levels rest: the norm of one estimate has the noise of both.
+    """
+    reads = (
+        config.prompt.max_noise_ratio > 0 and "max_noise_ratio" in prompt_policy_class(config.prompt.method).reads,
+        config.completion.max_noise_ratio > 0
+        and "max_noise_ratio" in completion_policy_class(config.completion.method).reads,
+    )
+    return NOISE_REFERENCE_STEPS if any(reads) else 0
 
 
 def make_prompt_policy(
@@ -74,7 +153,11 @@ def make_prompt_policy(
     if prompts_per_step < 1 or total_steps < 0:
         raise ValueError(f"prompts_per_step = {prompts_per_step}, total_steps = {total_steps}: must be positive")
     check_prompt(config)
-    return _PROMPT[config.method](
+    cls = prompt_policy_class(config.method)
+    cls.check(config, "pruning.prompt")
+    return _built(
+        cls,
+        f"pruning.prompt.method = '{config.method}'",
         config,
         num_prompts=num_prompts,
         completions_per_prompt=completions_per_prompt,
@@ -91,7 +174,7 @@ def make_completion_policy(
     *,
     seed: int,
     total_steps: int,
-    kl_coef: float = 0.0,
+    zero_advantage_slope: float = 0.0,
     group_size: int = 0,
     rest_steps: int = 0,
 ) -> CompletionPolicy:
@@ -101,7 +184,8 @@ def make_completion_policy(
         config: checked here.
         seed: the run's seed.
         total_steps: length of the run, for annealing.
-        kl_coef: coefficient of the KL (or entropy) term in the loss; must be the loss's, or the floor is wrong.
+        zero_advantage_slope: coefficient of the KL (or entropy) term in the loss; must be the loss's, or the floor is
+            wrong.
         group_size: completions of a whole group, for the methods that keep a count of each; 0: not known, and a rate
             that keeps none of a group is found out when it comes.
         rest_steps: steps at the start that are not pruned whatever `warmup_steps` says.
@@ -110,6 +194,69 @@ def make_completion_policy(
         UserError: a setting is out of range; the message names its key.
     """
     check_completion(config)
-    return _COMPLETION[config.method](
-        config, seed=seed, total_steps=total_steps, kl_coef=kl_coef, group_size=group_size, rest_steps=rest_steps
+    cls = completion_policy_class(config.method)
+    cls.check(config, "pruning.completion", group_size=group_size, minibatch_size=0)
+    return _built(
+        cls,
+        f"pruning.completion.method = '{config.method}'",
+        config,
+        seed=seed,
+        total_steps=total_steps,
+        zero_advantage_slope=zero_advantage_slope,
+        group_size=group_size,
+        rest_steps=rest_steps,
     )
+
+
+def _resolve(method: str, key: str, known: dict[str, type[P]], base: type[P]) -> type[P]:
+    if not is_plugin(method):
+        check_choice(key, method, list(known), ", or module:Class for a policy of your own")
+        return known[method]
+    loaded = load_function(key, method)
+    check_custom(loaded, base, key, method)
+    return cast(type[P], loaded)
+
+
+def _built(cls: type[P], what: str, *args: Any, **settings: Any) -> P:
+    """The policy; a user's own may take other arguments than it gets, or keep what cannot be saved."""
+    if cls.__module__.startswith("dppo_megatron.pruning"):
+        return cls(*args, **settings)
+    try:
+        policy = cls(*args, **settings)
+    except TypeError as error:
+        raise UserError(f"{what}: {error}; an __init__ takes (*args, **kwargs) and hands them to super()") from None
+    _check_storable(policy.own_state(), f"{what}: own_state()")
+    return policy
+
+
+def _check_storable(state: object, where: str) -> None:
+    """Raise `UserError` for what a checkpoint does not hold, before the first one is written."""
+    if isinstance(state, dict):
+        for name, value in state.items():
+            _check_storable(value, f"{where}[{name!r}]")
+    elif isinstance(state, list | tuple):
+        for place, value in enumerate(state):
+            _check_storable(value, f"{where}[{place}]")
+    elif not (state is None or isinstance(state, bool | int | float | str) or _is_plain_array(state)):
+        raise UserError(
+            f"{where} holds a {type(state).__name__}: a checkpoint keeps numbers, texts, numpy arrays of numbers, and"
+            " lists and dicts of these"
+        )
+
+
+def _is_plain_array(value: object) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and getattr(dtype, "kind", "O") in "biuf"
+
+
+def _unread(
+    key: str,
+    config: PromptPruningConfig | CompletionPruningConfig,
+    reads: tuple[str, ...],
+    unread: tuple[str, ...],
+) -> list[str]:
+    """One line with the settings that were changed and mean nothing."""
+    default = type(config)()
+    idle = [item.name for item in fields(config) if item.name not in {"method", *reads} or item.name in unread]
+    changed = [name for name in idle if getattr(config, name) != getattr(default, name)]
+    return [f"{key}.method = {config.method} does not read {', '.join(changed)}"] if changed else []

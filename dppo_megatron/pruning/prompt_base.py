@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from dppo_megatron.config.pruning import PromptPruningConfig
 from dppo_megatron.pruning.designs import draw
 from dppo_megatron.pruning.history import PromptHistory, check_ids, check_visits
-from dppo_megatron.pruning.interface import PromptFeatures, Selection, check_state, keep_all
+from dppo_megatron.pruning.interface import (
+    PromptFeatures,
+    Selection,
+    StepCost,
+    check_method,
+    check_state,
+    keep_all,
+    scatter,
+)
 from dppo_megatron.pruning.weights import weigh
 from dppo_megatron.randomness import generator, uniforms
 from dppo_megatron.types import FloatArray, IntArray
 
 
 class PromptPolicyBase:
-    """Keeps everything; subclasses override `_select_sorted` and what they learn.
+    """Method `none`: keeps everything. Subclasses override `_select_sorted` and what they learn.
 
     Args:
         config: the prompt section, already checked.
@@ -35,6 +43,11 @@ class PromptPolicyBase:
             `max_noise_ratio` compares with.
         features: what is known of each prompt before it is tried; None: nothing. No method reads it so far.
     """
+
+    methods: ClassVar[tuple[str, ...]] = ("none",)
+    """Its names in `pruning.prompt.method`."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """The settings of `pruning.prompt` that mean something to it."""
 
     def __init__(
         self,
@@ -59,6 +72,20 @@ class PromptPolicyBase:
         self.history = PromptHistory(
             num_prompts, prior=config.prior, discount=config.discount, steps_per_epoch=steps_per_epoch
         )
+
+    @classmethod
+    def unread(cls, config: PromptPruningConfig) -> tuple[str, ...]:
+        """Those of `reads` that these settings leave without effect."""
+        return ()
+
+    @classmethod
+    def check(cls, config: PromptPruningConfig, key: str) -> None:
+        """Raise `UserError` for settings, each in its range, that contradict each other under this method."""
+
+    @classmethod
+    def needs_unit_rewards(cls, config: PromptPruningConfig) -> bool:
+        """Whether rewards must be in [0, 1]."""
+        return False
 
     @property
     def name(self) -> str:
@@ -90,7 +117,7 @@ class PromptPolicyBase:
     ) -> None:
         """See `PromptPolicy.observe`."""
         ids = check_ids(prompt_index, len(self.history))
-        rewards = check_visits(ids, rewards, lengths, binary_score=self._needs_binary_rewards())
+        rewards = check_visits(ids, rewards, lengths, binary_score=self.needs_unit_rewards(self.config))
         order = np.argsort(ids, kind="stable")
         moment = None if second_moment is None else np.asarray(second_moment, dtype=np.float64)[order]
         self._learn(ids[order], rewards[order], np.asarray(lengths)[order], step, moment)
@@ -107,28 +134,36 @@ class PromptPolicyBase:
         """See `PromptPolicy.history_metrics`."""
         return self.history.metrics(step)
 
-    def feedback(
-        self,
-        *,
-        step: int,
-        rollout_s: float,
-        update_s: float,
-        other_s: float = 0.0,
-        noise_ratio: float | None = None,
-    ) -> str | None:
+    def feedback(self, cost: StepCost) -> str | None:
         """Ignored: this method has no rate to adapt."""
         return None
 
-    def state_dict(self) -> dict[str, Any]:
+    def own_state(self) -> dict[str, Any]:
+        """What this method keeps beside the history, copied: numbers, texts, numpy arrays, lists and dicts of them."""
+        return {}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved `own_state`."""
+
+    def about_to_visit(self, prompt_index: IntArray) -> dict[str, Any]:
+        """See `PromptPolicy.about_to_visit`."""
+        rows = {name: array[prompt_index] for name, array in self.history.arrays.items()}
+        return {"prompt_index": prompt_index, "rows": rows, "own": self.own_state()}
+
+    def state_dict(self, undo: dict[str, Any] | None = None) -> dict[str, Any]:
         """See `PromptPolicy.state_dict`."""
-        return {"method": self.config.method, "history": self.history.state_dict(), **self._extra_state()}
+        history, own = self.history.state_dict(), undo["own"] if undo else self.own_state()
+        if undo:
+            for name, rows in undo["rows"].items():
+                history[name][undo["prompt_index"]] = rows
+        return {"method": self.config.method, "history": history, **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `PromptPolicy.load_state_dict`."""
-        check_state(state, {"method", "history", *self._extra_state()}, self.name)
+        check_state(state, {"method", "history", *self.own_state()}, self.name)
         check_method(state, self.config.method)
         self.history.load_state_dict(state["history"])
-        self._load_extra_state({key: state[key] for key in self._extra_state()})
+        self.load_own_state({key: state[key] for key in self.own_state()})
 
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
         return keep_all(len(ids), self.name)
@@ -137,15 +172,6 @@ class PromptPolicyBase:
         self, ids: IntArray, rewards: FloatArray, lengths: IntArray, step: int, second_moment: FloatArray | None
     ) -> None:
         self.history.update(ids, rewards, lengths, step=step, second_moment=second_moment)
-
-    def _needs_binary_rewards(self) -> bool:
-        return False
-
-    def _extra_state(self) -> dict[str, Any]:
-        return {}
-
-    def _load_extra_state(self, state: Mapping[str, Any]) -> None:
-        pass
 
     def _resting(self, step: int) -> str:
         if step < self.warmup_steps:
@@ -168,27 +194,3 @@ class PromptPolicyBase:
 
     def _ties(self, ids: IntArray, step: int, minibatch: int) -> FloatArray:
         return uniforms(self.seed, "prompt tie", ids, step, minibatch)
-
-
-def scatter(selection: Selection, order: IntArray) -> Selection:
-    """A selection of sorted rows, put back into the caller's order."""
-    back = np.empty(len(order), dtype=np.int64)
-    back[order] = np.arange(len(order))
-    return Selection(
-        kept=selection.kept[back],
-        inclusion_prob=selection.inclusion_prob[back],
-        weight=selection.weight[back],
-        ledger=selection.ledger,
-        metrics=selection.metrics,
-    )
-
-
-def with_metrics(selection: Selection, metrics: dict[str, float]) -> Selection:
-    """The selection with its figures."""
-    return Selection(selection.kept, selection.inclusion_prob, selection.weight, selection.ledger, metrics)
-
-
-def check_method(state: Mapping[str, Any], method: str) -> None:
-    """Raise ValueError if a state was saved by another method."""
-    if state["method"] != method:
-        raise ValueError(f"the saved pruning state is of method '{state['method']}', this run uses '{method}'")

@@ -7,11 +7,13 @@ pruning whatever the number of epochs, and the probability used is the one drawn
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from dppo_megatron.pruning.designs import design_effect
-from dppo_megatron.pruning.interface import Selection
-from dppo_megatron.pruning.prompt_base import PromptPolicyBase, with_metrics
+from dppo_megatron.pruning.interface import Selection, with_metrics
+from dppo_megatron.pruning.prompt_base import PromptPolicyBase
 from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
 _SMALLEST_KEEP = 0.1
@@ -23,6 +25,16 @@ class InfoBatchPolicy(PromptPolicyBase):
 
     The score is the mean |advantage| of the last visit, in the place of the authors' last loss.
     """
+
+    methods: ClassVar[tuple[str, ...]] = ("infobatch",)
+    reads: ClassVar[tuple[str, ...]] = (
+        "rate",
+        "design",
+        "estimator",
+        "max_weight",
+        "warmup_epochs",
+        "anneal_fraction",
+    )
 
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
         arrays = self.history.arrays

@@ -8,22 +8,25 @@ probabilities, raises their floor, weights by 1/pi and never refills: that one i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from dppo_megatron.config.pruning import GresoConfig, PromptPruningConfig, check_between
 from dppo_megatron.pruning.designs import Draw
-from dppo_megatron.pruning.history import load_arrays
-from dppo_megatron.pruning.interface import Selection, check_state, keep_all
-from dppo_megatron.pruning.prompt_base import PromptPolicyBase, with_metrics
+from dppo_megatron.pruning.interface import Selection, check_state, keep_all, with_metrics
+from dppo_megatron.pruning.prompt_base import PromptPolicyBase
 from dppo_megatron.pruning.scores import spread
 from dppo_megatron.pruning.weights import weigh, weigh_biased
 from dppo_megatron.randomness import uniforms
-from dppo_megatron.types import BoolArray, FloatArray, IntArray
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError
 
 _SURPLUS = 1.25
 """GRESO asks for a quarter more prompts than its estimate."""
+_KINDS = ("easy_run", "hard_run")
+"""Columns of the history: visits in a row that were all right, or all wrong."""
+_NOTHING_COUNTED = {"step": -1, "easy": 0, "hard": 0, "total": 0}
 
 
 class DynamicSamplingPolicy(PromptPolicyBase):
@@ -33,6 +36,9 @@ class DynamicSamplingPolicy(PromptPolicyBase):
     first of those. Groups of one answer count as having variance, as in verl. verl raises when `max_rounds` are not
     enough; here the step trains on what there is, as a mean over it, and the ledger says so.
     """
+
+    methods: ClassVar[tuple[str, ...]] = ("dynamic_sampling",)
+    reads: ClassVar[tuple[str, ...]] = ("refill",)
 
     @property
     def resamples(self) -> bool:
@@ -58,7 +64,7 @@ class DynamicSamplingPolicy(PromptPolicyBase):
 
 
 class GresoPolicy(PromptPolicyBase):
-    """Methods `greso` and `greso_ht` (arXiv 2506.02177).
+    """Method `greso` (arXiv 2506.02177).
 
     A prompt whose last z visits were all easy (or all hard) is skipped with probability 1 - max(p^z, floor), with one
     self-adjusting p for easy and one for hard prompts. Given the same uniform numbers the decisions are those of the
@@ -67,30 +73,32 @@ class GresoPolicy(PromptPolicyBase):
     without any variance asks for the largest refill, where theirs divides by zero; draws are counter-based.
     """
 
+    methods: ClassVar[tuple[str, ...]] = ("greso",)
+    reads: ClassVar[tuple[str, ...]] = ("greso", "refill")
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         start = self.config.greso.initial_keep_probability
         self.p_easy, self.p_hard = start, start
-        self.runs: dict[str, npt.NDArray[Any]] = {
-            "easy": np.zeros(len(self.history), dtype=np.int32),
-            "hard": np.zeros(len(self.history), dtype=np.int32),
-        }
-        self._counted = {"step": -1, "easy": 0, "hard": 0, "total": 0}
+        for kind in _KINDS:
+            self.history.arrays[kind] = np.zeros(len(self.history), dtype=np.int32)
+        self._counted = dict(_NOTHING_COUNTED)
         self._round = {"step": -1, "groups": 0, "last": 0}
+
+    @classmethod
+    def check(cls, config: PromptPruningConfig, key: str) -> None:
+        """See `PromptPolicyBase.check`."""
+        check_greso(config.greso, f"{key}.greso")
 
     @property
     def resamples(self) -> bool:
-        """True for `greso`."""
-        return not self._weighted
-
-    @property
-    def _weighted(self) -> bool:
-        return self.config.method == "greso_ht"
+        """True."""
+        return True
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
         """See `PromptPolicy.missing_prompts`; the estimate of a round within the largest refill makes it the last."""
         refill, greso = self.config.refill, self.config.greso
-        if self._weighted or not refill.enabled or rounds >= refill.max_rounds:
+        if not refill.enabled or rounds >= refill.max_rounds:
             return 0
         before = dict(self._round) if self._round["step"] == step and rounds > 1 else {"groups": 0, "last": 0}
         missing = self.prompts_per_step - int(has_variance(rewards).sum())
@@ -105,50 +113,65 @@ class GresoPolicy(PromptPolicyBase):
         return prompts
 
     def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
-        """See `PromptPolicy.keep_groups`; `greso_ht` keeps all."""
-        if self._weighted:
-            return keep_all(len(rewards), f"{self.name}/groups")
+        """See `PromptPolicy.keep_groups`."""
         return keep_informative(has_variance(rewards), self.prompts_per_step, f"{self.name}/groups")
 
+    def own_state(self) -> dict[str, Any]:
+        """See `PromptPolicyBase.own_state`."""
+        return {"p_easy": self.p_easy, "p_hard": self.p_hard, "counted": dict(self._counted)}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """See `PromptPolicyBase.load_own_state`."""
+        check_state(state["counted"], set(self._counted), f"{self.name} counts")
+        self.p_easy, self.p_hard = float(state["p_easy"]), float(state["p_hard"])
+        self._counted = {key: int(value) for key, value in state["counted"].items()}
+
+    @property
+    def _floor(self) -> float:
+        return self.config.greso.keep_floor
+
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
-        self._adapt_before(step)
-        floor = self.config.p_min if self._weighted else self.config.greso.keep_floor
-        pi = keep_probability(self.runs["easy"][ids], self.runs["hard"][ids], self.p_easy, self.p_hard, floor)
+        p_easy, p_hard = self._adapted(step)
+        arrays, floor = self.history.arrays, self._floor
+        pi = keep_probability(arrays["easy_run"][ids], arrays["hard_run"][ids], p_easy, p_hard, floor)
         uniform = uniforms(self.seed, "prompt coin", ids, step, minibatch)
         # Their comparison, not `uniform < pi`: the same numbers then give the same decisions.
         drawn = Draw(~(uniform < 1.0 - pi), pi, fixed_size=bool(np.all(pi == 1.0)))
-        if self._weighted:
-            config = self.config
-            selection = weigh(drawn, name=self.name, estimator=config.estimator, max_weight=config.max_weight)
-        else:
-            note = f"skips without weights; the expected share of prompts is {float(pi.mean()):.2f}"
-            selection = weigh_biased(drawn, name=self.name, scale=1.0, note=note)
         return with_metrics(
-            selection,
+            self._weighed(drawn),
             {
                 "rate_effective": 1.0 - float(pi.mean()),
-                "design_effect": float(np.mean(1.0 / pi)) if self._weighted else 1.0,
+                "design_effect": self._design_effect(pi),
                 "share_at_floor": float(np.mean(pi <= floor)),
                 "share_at_one": float(np.mean(pi >= 1)),
-                "p_easy": self.p_easy,
-                "p_hard": self.p_hard,
+                "p_easy": p_easy,
+                "p_hard": p_hard,
             },
         )
+
+    def _weighed(self, drawn: Draw) -> Selection:
+        note = f"skips without weights; the expected share of prompts is {float(drawn.inclusion_prob.mean()):.2f}"
+        return weigh_biased(drawn, name=self.name, scale=1.0, note=note)
+
+    def _design_effect(self, pi: FloatArray) -> float:
+        return 1.0
 
     def _learn(
         self, ids: IntArray, rewards: FloatArray, lengths: IntArray, step: int, second_moment: FloatArray | None
     ) -> None:
         super()._learn(ids, rewards, lengths, step, second_moment)
-        self._adapt_before(step)
-        greso = self.config.greso
+        if self._is_over(step):
+            self.p_easy, self.p_hard = self._adapted(step)
+            self._counted = dict(_NOTHING_COUNTED)
+        greso, arrays = self.config.greso, self.history.arrays
         graded = ~np.isnan(rewards)
         visited = graded.any(axis=1)
         ids, rewards, graded = ids[visited], rewards[visited], graded[visited]
         mean = np.where(graded, rewards, 0.0).sum(axis=1) / graded.sum(axis=1)
         easy, hard = mean >= greso.easy_reward, mean <= greso.hard_reward
         for row, prompt in enumerate(ids):
-            self.runs["easy"][prompt] = self.runs["easy"][prompt] + 1 if easy[row] else 0
-            self.runs["hard"][prompt] = self.runs["hard"][prompt] + 1 if hard[row] else 0
+            arrays["easy_run"][prompt] = arrays["easy_run"][prompt] + 1 if easy[row] else 0
+            arrays["hard_run"][prompt] = arrays["hard_run"][prompt] + 1 if hard[row] else 0
         flat = ~has_variance(rewards)
         counted = self._counted
         counted["step"] = step
@@ -156,17 +179,19 @@ class GresoPolicy(PromptPolicyBase):
         counted["hard"] += int((flat & hard).sum())
         counted["total"] += len(ids)
 
-    def _adapt_before(self, step: int) -> None:
-        """Once per trained step after the first epoch: fewer prompts of a kind that is too frequent, and vice versa."""
-        counted, greso = self._counted, self.config.greso
-        if counted["total"] == 0 or counted["step"] >= step:
-            return
-        if counted["step"] >= self.history.steps_per_epoch:
-            target = greso.target_zero_variance
-            too_easy = counted["easy"] / counted["total"] >= target / 3
-            too_hard = counted["hard"] / counted["total"] >= target * 2 / 3
-            self.p_easy, self.p_hard = self._moved(self.p_easy, too_easy), self._moved(self.p_hard, too_hard)
-        self._counted = {"step": -1, "easy": 0, "hard": 0, "total": 0}
+    def _is_over(self, step: int) -> bool:
+        """Whether the step that was counted last is over: its counts are then complete."""
+        return self._counted["total"] > 0 and self._counted["step"] < step
+
+    def _adapted(self, step: int) -> tuple[float, float]:
+        """p_easy and p_hard of `step`: after the first epoch, fewer prompts of a kind that was too frequent."""
+        counted = self._counted
+        if not self._is_over(step) or counted["step"] < self.history.steps_per_epoch:
+            return self.p_easy, self.p_hard
+        target = self.config.greso.target_zero_variance
+        too_easy = counted["easy"] / counted["total"] >= target / 3
+        too_hard = counted["hard"] / counted["total"] >= target * 2 / 3
+        return self._moved(self.p_easy, too_easy), self._moved(self.p_hard, too_hard)
 
     def _moved(self, probability: float, too_many: bool) -> float:
         greso = self.config.greso
@@ -178,19 +203,53 @@ class GresoPolicy(PromptPolicyBase):
         # GRESO has neither warm-up nor annealing: prompts without a flat run are never skipped.
         return ""
 
-    def _extra_state(self) -> dict[str, Any]:
-        return {
-            "runs": {name: array.copy() for name, array in self.runs.items()},
-            "p_easy": self.p_easy,
-            "p_hard": self.p_hard,
-            "counted": dict(self._counted),
-        }
 
-    def _load_extra_state(self, state: Mapping[str, Any]) -> None:
-        load_arrays(self.runs, state["runs"], f"{self.name} runs")
-        check_state(state["counted"], set(self._counted), f"{self.name} counts")
-        self.p_easy, self.p_hard = float(state["p_easy"]), float(state["p_hard"])
-        self._counted = {key: int(value) for key, value in state["counted"].items()}
+class WeightedGresoPolicy(GresoPolicy):
+    """Method `greso_ht`: GRESO's probabilities above `p_min`, weighted by 1/pi, all groups, no refills: unbiased."""
+
+    methods: ClassVar[tuple[str, ...]] = ("greso_ht",)
+    reads: ClassVar[tuple[str, ...]] = ("greso", "p_min", "estimator", "max_weight")
+
+    @property
+    def resamples(self) -> bool:
+        """False."""
+        return False
+
+    def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
+        """0: sampling until enough are found has no exact weights."""
+        return 0
+
+    def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
+        """All."""
+        return keep_all(len(rewards), f"{self.name}/groups")
+
+    @property
+    def _floor(self) -> float:
+        return self.config.p_min
+
+    def _weighed(self, drawn: Draw) -> Selection:
+        return weigh(drawn, name=self.name, estimator=self.config.estimator, max_weight=self.config.max_weight)
+
+    def _design_effect(self, pi: FloatArray) -> float:
+        return float(np.mean(1.0 / pi))
+
+
+def check_greso(config: GresoConfig, key: str) -> None:
+    """Raise `UserError` for limits that contradict each other."""
+    check_between(f"{key}.largest_probability", config.largest_probability, config.smallest_probability, 1.0)
+    check_between(
+        f"{key}.initial_keep_probability",
+        config.initial_keep_probability,
+        config.smallest_probability,
+        config.largest_probability,
+    )
+    if config.easy_reward <= config.hard_reward:
+        raise UserError(f"{key}.easy_reward = {config.easy_reward}: must be above hard_reward = {config.hard_reward}")
+    if config.largest_refill_prompts < config.smallest_refill_prompts:
+        raise UserError(
+            f"{key}.largest_refill_prompts = {config.largest_refill_prompts}: must be at least"
+            f" smallest_refill_prompts = {config.smallest_refill_prompts}"
+        )
 
 
 def keep_probability(

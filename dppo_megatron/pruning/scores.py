@@ -28,15 +28,15 @@ def completion_score(
     denominator: FloatArray,
     prompt_weight: FloatArray,
     *,
-    kl_coef: float = 0.0,
+    zero_advantage_slope: float = 0.0,
     kl_slope: float = 1.0,
 ) -> FloatArray:
     """Proxy of the norm of each completion's weighted gradient, [n].
 
-    prompt weight x omega x sqrt(A^2 + (kl_coef kl_slope)^2) x surprisal. The prompt's weight belongs to it: rarely
-    drawn prompts carry more, so more of their completions are worth keeping.
+    prompt weight x omega x sqrt(A^2 + (zero_advantage_slope kl_slope)^2) x surprisal. The prompt's weight belongs to
+    it: rarely drawn prompts carry more, so more of their completions are worth keeping.
     """
-    slope = np.sqrt(np.square(advantages) + (kl_coef * kl_slope) ** 2)
+    slope = np.sqrt(np.square(advantages) + (zero_advantage_slope * kl_slope) ** 2)
     return prompt_weight / denominator * slope * surprisals
 
 

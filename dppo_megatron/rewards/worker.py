@@ -62,7 +62,7 @@ def _grade_chunk(rewards: Rewards, samples: list[bytes], board: Board, answers: 
     """Answer a chunk; whether this process can go on: not after it has run out of memory."""
     ready: list[Any] = []
     process = os.getpid()
-    now = flushed = time.monotonic_ns()
+    began = now = flushed = time.monotonic_ns()
     position = 0
     while position < board.limit:
         board.begin(position, now)
@@ -84,7 +84,7 @@ def _grade_chunk(rewards: Rewards, samples: list[bytes], board: Board, answers: 
         if spent:
             return False
     board.pause()
-    _send(answers, {"answers": ready, "done": True})
+    _send(answers, {"answers": ready, "took_s": (time.monotonic_ns() - began) / 1e9})
     return True
 
 

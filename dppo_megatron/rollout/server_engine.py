@@ -6,38 +6,52 @@ the weights version are facts in one place instead of agreements between many.
 
 from __future__ import annotations
 
-import resource
+import os
+import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import barrier, from_rank_zero, gather_all
-from dppo_megatron.randomness import generator
-from dppo_megatron.rollout.engine import Request, Sampling, Weights, own_requests
-from dppo_megatron.rollout.servers.connect import ChannelName, Connection, connect
+from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory, grades_of
+from dppo_megatron.rollout.client.holding import spans_of
+from dppo_megatron.rollout.client.messages import Address
+from dppo_megatron.rollout.client.process import Setup
+from dppo_megatron.rollout.client.remote import (
+    Clients,
+    Listener,
+    Meeting,
+    NodeClient,
+    Nodes,
+    owners,
+    take,
+    this_node,
+)
+from dppo_megatron.rollout.engine import Request, Sampling, Weights
+from dppo_megatron.rollout.grouping import completion_of, grouped
+from dppo_megatron.rollout.servers.connect import ChannelName, Connection, configured_key, connect
 from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
 from dppo_megatron.rollout.servers.member import Member
-from dppo_megatron.rollout.servers.protocol import GenerateRequest, Sampled
-from dppo_megatron.rollout.servers.seats import Seats, this_device
+from dppo_megatron.rollout.servers.protocol import generate
+from dppo_megatron.rollout.servers.seats import RankDevice, Seats, this_device
+from dppo_megatron.rollout.servers.wire import Expected, Sampled
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import FAILURES, Channel, DiskChannel, at_once
 from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from dppo_megatron.types import Completion
+from dppo_megatron.types import Completion, Grade
 from dppo_megatron.weights.architecture import Architecture
 
-_OWN_FILES = 256
-"""Open files that the trainer itself may need, beside a socket for each group in flight."""
 _PROBE_S = 120.0
+_Way: TypeAlias = tuple[ChannelName, dict[str, int], Seats]
+"""How weights get to the servers: the channel, each server's number of workers, who hands to them in memory."""
 
 
 class ServerEngine:
@@ -45,6 +59,7 @@ class ServerEngine:
 
     Args:
         say: takes lines for the person who watches; used on rank 0.
+        client_hook: makes what grades completions in the rollout clients; picklable.
 
     Raises:
         UserError: a server cannot be reached, serves another model, is too old, or was started without what is needed.
@@ -56,28 +71,37 @@ class ServerEngine:
         architecture: Architecture,
         tokenizer: PreTrainedTokenizerBase,
         say: Callable[[str], None] = print,
+        client_hook: HookFactory | None = None,
     ) -> None:
         self._config = config
-        self._tokenizer = tokenizer
+        self._detokenizer, self._vocab_size = Detokenizer.of(tokenizer), architecture.vocab_size
         self._stop_ids = (int(tokenizer.eos_token_id),)
+        self._nodes = _nodes()
+        self._grades: dict[int, Grade] = {}
+        self._grades_in_client = client_hook is not None
         self._statistics: dict[str, float] = {}
         self._started: _Background | None = None
-        self._own: list[int] = []
-        """Positions of the requests whose completions this rank gets."""
         self._connection: Connection | None = None
         self.has_servers = True
-        devices = gather_all([this_device()])
-
-        def start() -> tuple[str, ChannelName, dict[str, int], Seats]:
-            """On rank 0: find or start the servers."""
-            self._connection = found = connect(config, architecture, say, _max_groups(config.rollout), devices)
-            return found.description, found.channel, found.world_sizes, found.seats
-
-        self.description, name, world_sizes, seats = from_rank_zero(start)
-        fleet = self._connection.fleet if self._connection is not None else None
-        self._sync = WeightSync(
-            config.rollout, self._make_channel(name, world_sizes, seats), fleet, self._settle_requests
-        )
+        self._clients: Clients | None = None
+        self._client: NodeClient | None = None
+        self._channel: Channel | None = None
+        self._owners: set[int] = set()
+        """Nodes whose client asks servers."""
+        try:
+            devices = gather_all([this_device()])
+            self.description, meeting, how = from_rank_zero(lambda: self._connect(config, architecture, say, devices))
+            self._secret, self._owners = meeting.secret, from_rank_zero(lambda: self._owners)
+            self._take_path = meeting.take_path(self._nodes.node)
+            if self._nodes.is_first and self._nodes.node in self._owners:
+                self._start_client(meeting, self._detokenizer, client_hook)
+            from_rank_zero(lambda: self._await_clients(say))
+            fleet = self._connection.fleet if self._connection is not None else None
+            self._channel = self._make_channel(*how)
+        except BaseException:
+            self.close()
+            raise
+        self._sync = WeightSync(config.rollout, self._channel, fleet, self._settle_requests)
 
     @property
     def receivers(self) -> Sequence[int]:
@@ -99,83 +123,87 @@ class ServerEngine:
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """See `Engine.stream`. With several ranks all of it comes at the end."""
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if len(self._nodes.of_rank) > 1:
             self.start(requests, sampling)
             yield from self.finish().items()
             return
         work, places = self._plan(requests, sampling)
         while True:
             try:
-                for index, sampled in self._fleet.run(work):
-                    yield from zip(places[index], map(self._completion, sampled), strict=True)
+                for _ in self._fleet.run(work):
+                    yield from self._take(places).items()
                 break
             except NeedsWeights:
                 self._sync.again()
+        yield from self._take(places).items()
         self._count(work)
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Begin generating in the background; `finish` returns what `generate` would."""
-        self._started, self._own = _Background(len(requests)), own_requests(requests)
+        work, places = self._plan(requests, sampling)
+        self._started = _Background(work, places)
         if self._connection is not None:
-            work, places = self._plan(requests, sampling)
-            self._started.begin(self._fleet, work, places)
+            self._started.begin(self._fleet)
 
     def finish(self) -> dict[int, Completion]:
-        """Wait for what `start` began."""
+        """Wait for what `start` began. The completions are those that this node's client has taken in, shared evenly
+        by its ranks; a training prompt's stay together."""
         started = self._started
         assert started is not None, "start comes first"
         self._started = None
         while from_rank_zero(started.wait):
             self._sync.again()
             if self._connection is not None:
-                started.again(self._fleet)
-
-        def completions() -> list[Completion]:
-            """On rank 0, which has the answers."""
-            assert started.work is not None
-            found: list[Completion | None] = [None] * started.count
-            for index, sampled in started.work.done.items():
-                for place, one in zip(started.places[index], sampled, strict=True):
-                    found[place] = self._completion(one)
+                started.begin(self._fleet)
+        if self._connection is not None:
             self._count(started.work)
-            return [one for one in found if one is not None]
+        return self._take(started.places)
 
-        everything = from_rank_zero(completions)
-        return {position: everything[position] for position in self._own}
+    def take_grades(self) -> dict[int, Grade]:
+        """What the client's hook says of the completions of the last `finish`, by position in its requests; empty
+        without a hook, and for requests of a stream."""
+        taken, self._grades = self._grades, {}
+        return taken
 
     def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
         """See `Engine.probe`. All servers at once. One that gives no whole answer in time is left out, which is said;
         whether it is out is for its health probe to find."""
+        return from_rank_zero(lambda: self._probe(self._plan(requests, sampling)[0]))
 
-        def ask() -> list[tuple[str, Completion]]:
-            """On rank 0."""
-            work, _ = self._plan(requests, sampling)
+    def _probe(self, work: Work) -> list[tuple[str, Completion]]:
+        """On rank 0."""
 
-            def ask_one(member: Member) -> list[Sampled]:
-                """All groups; an unfinished one is none."""
-                deadline = time.monotonic() + _PROBE_S
-                found: list[Sampled] = []
-                for group, how in zip(work.groups, work.samplings, strict=True):
-                    found += member.server.generate(group, how, timeout_s=max(1.0, deadline - time.monotonic()))
-                return found
+        def ask(member: Member) -> list[Sampled]:
+            return [
+                one
+                for group in work.groups
+                for one in generate(member.server, group, work.expected, timeout_s=_PROBE_S)
+                if len(one.token_ids)
+            ]
 
-            answers = []
-            for member, answer in at_once(self._fleet.live, ask_one):
-                error = answer.exception()
-                if isinstance(error, FAILURES):
-                    self._fleet.say(f"rollout: {member.name} has not answered the canary: {error}")
-                else:
-                    answers += [(member.name, self._completion(one)) for one in answer.result() if len(one.token_ids)]
-            return answers
-
-        return from_rank_zero(ask)
+        answers: list[tuple[str, Completion]] = []
+        for member, answer in at_once(self._fleet.live, ask):
+            if (error := answer.exception()) is not None:
+                if not isinstance(error, FAILURES):
+                    raise error
+                self._fleet.say(f"rollout: no answer to a canary request from {member.name}: {error}")
+                continue
+            sampled = answer.result()
+            texts = self._detokenizer.decode([one.token_ids for one in sampled])
+            answers += [
+                (member.name, completion_of(one.token_ids, one.logprobs, one.finish_reason, spans_of(one), text))
+                for one, text in zip(sampled, texts, strict=True)
+            ]
+        return answers
 
     def abort(self) -> None:
         """Also at the servers, so that they do not go on for nobody."""
         started, self._started = self._started, None
-        if started is not None and started.work is not None:
+        if started is not None and self._clients is not None:
             started.work.given_up = True
             started.join()
+            self._clients.cancel(list(started.work.landed))
+            self._clients.forget()
 
     def pause(self) -> None:
         """Every live server; one that fails is marked out."""
@@ -203,16 +231,59 @@ class ServerEngine:
         return taken
 
     def close(self) -> None:
-        """End launched servers; leave the others to their owner, without requests of ours."""
+        """End launched servers and this node's client; leave other servers to their owner, without requests of ours."""
         self.abort()
+        if self._clients is not None:
+            self._clients.close()
+        if self._client is not None:
+            self._client.close()
         if self._connection is not None:
             self._fleet.close()
-        self._sync.close()
+        if self._channel is not None:
+            self._channel.close()
 
     @property
     def _fleet(self) -> Fleet:
         assert self._connection is not None
         return self._connection.fleet
+
+    def _connect(
+        self,
+        config: Config,
+        architecture: Architecture,
+        say: Callable[[str], None],
+        devices: Sequence[RankDevice],
+    ) -> tuple[str, Meeting, _Way]:
+        """On rank 0: reach or start every server, and wait for the clients from now on."""
+        self._connection = connection = connect(config, architecture, say, devices)
+        members, listener = connection.fleet.members, Listener(self._nodes.count)
+        launched = any(member.process is not None for member in members)
+        owned_by = owners([member.name for member in members], self._nodes.count, only_first=launched)
+        addresses = [Address(i, member.name, member.server.dialect) for i, member in enumerate(members)]
+        self._clients = Clients(listener, addresses, owned_by)
+        connection.fleet.intake = self._clients
+        self._owners = set(owned_by)
+        way = connection.channel, connection.world_sizes, connection.seats
+        return connection.description, listener.meeting, way
+
+    def _await_clients(self, say: Callable[[str], None]) -> None:
+        assert self._clients is not None
+        self._clients.start(say, self._config.rollout.limits.max_concurrent_sequences)
+
+    def _start_client(self, meeting: Meeting, detokenizer: Detokenizer, hook: HookFactory | None) -> None:
+        """On the first rank of each node whose client has servers to ask."""
+        setup = Setup(
+            node=self._nodes.node,
+            rank_zero=meeting.address,
+            secret=meeting.secret,
+            take_path=self._take_path,
+            keys=self._connection.keys if self._connection is not None else {},
+            key=configured_key(self._config.rollout),
+            detokenizer=detokenizer,
+            hook=hook,
+            parent=os.getpid(),
+        )
+        self._client = NodeClient(setup)
 
     def _make_channel(self, name: ChannelName, world_sizes: dict[str, int], seats: Seats) -> Channel:
         """On every rank: some take part in a sync though only rank 0 talks to servers."""
@@ -231,107 +302,60 @@ class ServerEngine:
             self._started.join()
 
     def _plan(self, requests: Sequence[Request], sampling: Sampling) -> tuple[Work, list[list[int]]]:
-        """The requests in groups, and where each group's completions go."""
-        groups, samplings, places = grouped(requests, sampling, self._config.rollout.completions_per_prompt)
-        with_stop = [replace(how, stop_token_ids=(*self._stop_ids, *how.stop_token_ids)) for how in samplings]
-        versions = frozenset(str(v) for v in range(1, self._sync.version + 2))
+        """The requests in groups, and where each group's completions go. The same on every rank."""
+        groups, places = grouped(requests, sampling, self._config.rollout.completions_per_prompt, self._stop_ids)
+        expected = Expected(self._vocab_size, self._sync.version, self._sync.version + 1)
         trains = not any(request.stream for request in requests)
-        return Work(groups, with_stop, versions, may_be_cut=trains), places
+        prompts = []
+        if trains and self._grades_in_client and self._connection is not None:
+            prompts = [pickle.dumps(replace(requests[place[0]].prompt, token_ids=())) for place in places]
+        return Work(groups, expected, prompts, may_be_cut=trains), places
 
-    def _completion(self, sampled: Sampled) -> Completion:
-        versions = np.full(len(sampled.token_ids), self._sync.version, dtype=np.int64)
-        for version, start, end in sampled.weights_versions:
-            versions[start:end] = int(version)
-        ids = sampled.token_ids
-        return Completion(
-            token_ids=ids,
-            logprobs=sampled.logprobs,
-            finish_reason="stop" if sampled.finish_reason == "stop" else "length",
-            text=self._tokenizer.decode(ids, skip_special_tokens=True),
-            weights_versions=versions,
-        )
+    def _take(self, places: list[list[int]]) -> dict[int, Completion]:
+        """What this node's client holds for this rank, by position in the requests, in their order."""
+        if self._nodes.node not in self._owners:
+            return {}
+        shares = self._nodes.neighbours
+        found = {}
+        for arrived in take(self._take_path, self._secret, shares.index(self._nodes.rank), len(shares)):
+            place = places[arrived.index][arrived.position]
+            found[place] = completion_of(
+                arrived.token_ids, arrived.logprobs, arrived.reason, arrived.spans, arrived.text
+            )
+            if arrived.grades and not arrived.position:
+                self._grades |= zip(places[arrived.index], grades_of(arrived.grades), strict=True)
+        if self._clients is not None:
+            self._clients.forget()
+        return dict(sorted(found.items()))
 
     def _count(self, work: Work) -> None:
-        if work.done:
-            spans = [span for group in work.done.values() for one in group for span in one.weights_versions]
-            tokens = sum(end - start for _, start, end in spans)
-            stale = sum((self._sync.version - int(version)) * (end - start) for version, start, end in spans)
-            self._statistics["rollout/staleness_mean"] = stale / max(tokens, 1)
+        """On rank 0."""
+        spans = [span for landed in work.done.values() for span in landed.spans]
+        if spans:
+            stale = sum((self._sync.version - version) * tokens for version, tokens in spans)
+            self._statistics["rollout/staleness_mean"] = stale / max(1, sum(tokens for _, tokens in spans))
         counts = {"rollout/retries": work.retries, "rollout/cut_completions": work.cut_completions}
         for name, count in counts.items():
             self._statistics[name] = self._statistics.get(name, 0.0) + count
         self._statistics["rollout/servers_live"] = len(self._fleet.live)
 
 
-def grouped(
-    requests: Sequence[Request], sampling: Sampling, size: int
-) -> tuple[list[GenerateRequest], list[Sampling], list[list[int]]]:
-    """Consecutive completions of one prompt as one group of at most `size`, so that they share a prefill.
-
-    With several ranks the requests of a prompt are not next to each other: ranks take turns. How requests are grouped
-    changes no completion: completion i of a prompt has the prompt's seed + i.
-
-    Returns:
-        The groups, how each is sampled, and the positions in `requests` of each one's completions.
-
-    Example:
-        completions (prompt 7: 0, 1, 2), (prompt 9: 0), size 2  ->  groups of 2, 1 and 1; places [0, 1], [2], [3]
-    """
-    places: list[list[int]] = []
-    latest: dict[tuple[str, int, int], list[int]] = {}
-    for place, request in enumerate(requests):
-        prompt = request.stream, request.step, request.prompt.index
-        group = latest.get(prompt)
-        follows = group is not None and requests[group[-1]].completion_index + 1 == request.completion_index
-        if group is not None and follows and len(group) < size:
-            group.append(place)
-        else:
-            latest[prompt] = [place]
-            places.append(latest[prompt])
-    groups, samplings = [], []
-    for members in places:
-        first = requests[members[0]]
-        how = first.sampling or sampling
-        draw = generator(how.seed, first.purpose, first.step, first.prompt.index, 0).integers(1 << 30)
-        groups.append(
-            GenerateRequest(first.id, first.prompt.token_ids, len(members), seed=int(draw) + first.completion_index)
-        )
-        samplings.append(how)
-    return groups, samplings, places
-
-
-def _max_groups(rollout: RolloutConfig) -> int:
-    """Groups in flight on one server: as many as it runs sequences, for a group may be of one; but no more than this
-    process can open sockets for, all servers together."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    servers = len(rollout.servers.endpoints) or rollout.servers.count
-    sockets = (
-        rollout.limits.max_concurrent_sequences if limit == resource.RLIM_INFINITY else (limit - _OWN_FILES) // servers
-    )
-    return max(1, min(rollout.limits.max_concurrent_sequences, sockets))
-
-
 class _Background:
-    """One rollout in a thread of rank 0; on other ranks an empty shell."""
+    """One rollout; on rank 0 in a thread of its own, on other ranks only what every rank knows of it."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.work: Work | None = None
-        self.places: list[list[int]] = []
+    def __init__(self, work: Work, places: list[list[int]]) -> None:
+        self.work, self.places = work, places
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def begin(self, fleet: Fleet, work: Work, places: list[list[int]]) -> None:
-        self.work, self.places = work, places
-        self.again(fleet)
-
-    def again(self, fleet: Fleet) -> None:
+    def begin(self, fleet: Fleet) -> None:
         """Start, or go on after a sync, with what is not done."""
         self._error = None
         self._thread = threading.Thread(target=self._run, args=(fleet,), name="rollout", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
+        """Return when its thread has ended."""
         if self._thread is not None:
             self._thread.join()
 
@@ -343,9 +367,17 @@ class _Background:
         return self._error is not None
 
     def _run(self, fleet: Fleet) -> None:
-        assert self.work is not None
         try:
             for _ in fleet.run(self.work):
                 pass
         except BaseException as error:
             self._error = error
+
+
+def _nodes() -> Nodes:
+    """How the ranks lie on machines. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Nodes.of([""], 0)
+    names = [""] * dist.get_world_size()
+    dist.all_gather_object(names, this_node())
+    return Nodes.of(names, dist.get_rank())

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dppo_megatron.config.paths import json_reason
 from dppo_megatron.types import UserError
 
 _MAX_BYTES = 256 * 2**20  # the index of a 1,000-expert model has about 60 MB; a tokenizer.json has 20
@@ -35,7 +36,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise UserError(f"{path} is not valid JSON: nested too deeply") from None
     except ValueError as error:  # not JSON, not UTF-8, or a number of more than 4,300 digits
-        raise UserError(f"{path} is not valid JSON: {error}") from None
+        raise UserError(f"{path} is not valid JSON: {json_reason(error)}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds {shown(value)}, expected an object of keys and values")
     return value

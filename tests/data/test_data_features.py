@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from support.job import job_config, write_job_files
 
+from dppo_megatron.pruning import StepCost
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.types import Prompt
@@ -34,3 +35,4 @@ def test_features_reach_the_policy(tmp_path: Path) -> None:
         rollouts = Rollouts(rng.integers(0, 2, shape).astype(float), rng.integers(1, 9, shape), rng.random(shape))
         for selector in (told, untold):
             selector.finish(rollouts, step)
+            selector.feedback(StepCost(step, 1.0, 1.0, 0.0))

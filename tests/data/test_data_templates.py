@@ -128,7 +128,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "split": ({"data.train_sets.a.split": "train"}, "data.train_sets.a.split = 'train' has no effect on a file"),
     "limit": ({"data.train_sets.a.limit": -1}, "data.train_sets.a.limit = -1"),
     "field": ({"data.answer_field": ""}, "data.answer_field is empty"),
-    "twice": ({"data.train_path": __file__, "data.train_sets.train.path": __file__}, "are both the set 'train'"),
+    "twice": (
+        {"data.train_path": __file__, "data.train_sets.train.path": __file__},
+        "are both set: train_path is short for a single training set",
+    ),
     "eval twice": ({"data.eval_paths.e": __file__, "data.eval_sets.e.path": __file__}, "are both the set 'e'"),
 }
 

@@ -21,11 +21,11 @@ import numpy as np
 
 from dppo_megatron import randomness
 from dppo_megatron.config.objective import KLConfig, ObjectiveConfig, OverlongConfig
-from dppo_megatron.config.pruning import COMPLETION_METHODS, PROMPT_METHODS
 from dppo_megatron.config.schema import Config
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.slack import TokenCapacity
-from dppo_megatron.pruning import completion_base, prompt_base, prompt_resampling
+from dppo_megatron.pruning import StepCost, completion_base, prompt_base, prompt_resampling
+from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES
 from dppo_megatron.selection import Decision, Rollouts, Selector
 from dppo_megatron.types import UserError
 
@@ -66,8 +66,8 @@ def make_config(rng: np.random.Generator) -> Config:
     config = Config(steps=int(one(8, 400, 400)), seed=int(rng.integers(2**31)))
     pruning = config.pruning
     weighted = ("none", "dppo", "dppo", "dppo_auto", "infobatch", "greso_ht")  # half of the cases can be unbiased
-    pruning.prompt.method = one(*(weighted if rng.random() < 0.7 else PROMPT_METHODS))
-    pruning.completion.method = one(*(weighted if rng.random() < 0.7 else COMPLETION_METHODS))
+    pruning.prompt.method = one(*(weighted if rng.random() < 0.7 else PROMPT_POLICIES))
+    pruning.completion.method = one(*(weighted if rng.random() < 0.7 else COMPLETION_POLICIES))
     for level in (pruning.prompt, pruning.completion):
         level.rate = one(0.0, 0.25, 0.3, 0.5, 0.5, 0.6, 0.7, 0.9, float(rng.uniform(0, 0.95)))
         level.p_min = float(one(0.02, 0.05, 1 - level.rate, rng.uniform(0.01, 1 - level.rate)))
@@ -161,7 +161,7 @@ def make_case(index: int) -> Case:
         case.outcomes = make_outcomes(rng, num_prompts, size, binary=binary)
         case.run()
         norm = float(rng.uniform(0.5, 2.0))
-        selector.feedback(step, rollout_s=2.0, update_s=float(rng.uniform(0.1, 5)), other_s=0.5, grad_norm=norm)
+        selector.feedback(StepCost(step, 2.0, float(rng.uniform(0.1, 5)), 0.5, grad_norm=norm))
         case.step, case.state = step + 1, selector.state_dict()
     case.outcomes = make_outcomes(rng, num_prompts, size, binary=binary)
     return case

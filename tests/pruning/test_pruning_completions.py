@@ -9,14 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dppo_megatron.config.pruning import COMPLETION_METHODS, CompletionPruningConfig
-from dppo_megatron.pruning import CompletionBatch, biased_rows, make_completion_policy, step_metrics, surprisal
+from dppo_megatron.config.pruning import CompletionPruningConfig, prompts_multiplier
+from dppo_megatron.pruning import (
+    CompletionBatch,
+    StepCost,
+    biased_rows,
+    make_completion_policy,
+    step_metrics,
+    surprisal,
+)
 from dppo_megatron.pruning.completion_base import take_rows
 from dppo_megatron.pruning.interface import keep_all
+from dppo_megatron.pruning.policies import COMPLETION_POLICIES
 from dppo_megatron.types import UserError
 
 GROUPS, G = 30, 8
-METHODS = sorted(COMPLETION_METHODS)
+METHODS = sorted(COMPLETION_POLICIES)
 
 
 def make_batch(seed=0, *, groups=GROUPS, size=G, failed=0, pass_rate=None):
@@ -47,7 +55,7 @@ def make_batch(seed=0, *, groups=GROUPS, size=G, failed=0, pass_rate=None):
 
 def make(method="dppo", *, kl_coef=0.0, **changes):
     config = CompletionPruningConfig(**{"method": method, "rollout_cost_ratio": 1.0, **changes})
-    return make_completion_policy(config, seed=3, total_steps=100, kl_coef=kl_coef)
+    return make_completion_policy(config, seed=3, total_steps=100, zero_advantage_slope=kl_coef)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -64,7 +72,7 @@ def test_decisions_do_not_depend_on_the_order_of_rows(method):
 def test_a_restored_policy_decides_the_same(method):
     policy, other = make(method, max_noise_ratio=1.2), make(method, max_noise_ratio=1.2)
     policy.prune(make_batch(), step=0)
-    policy.feedback(step=0, rollout_s=3.0, update_s=1.0, noise_ratio=2.0)
+    policy.feedback(StepCost(1, rollout_s=3.0, update_s=1.0, other_s=0.0, noise_ratio=2.0))
     other.load_state_dict(policy.state_dict())
     for step in (1, 2):
         one, two = policy.prune(make_batch(step), step=step), other.prune(make_batch(step), step=step)
@@ -147,7 +155,7 @@ def test_draws_follow_the_probabilities():
         assert total == pytest.approx((pi > 0).sum(), rel=0.01)
 
 
-def test_the_start_of_a_systematic_draw_is_new_for_every_step_epoch_and_minibatch():
+def test_the_start_of_a_systematic_draw_is_new_for_every_step_and_minibatch():
     """Groups of one right and one wrong answer leave the random key nothing to order: only the start can differ."""
     n = 2 * GROUPS
     batch = dataclasses.replace(
@@ -157,7 +165,7 @@ def test_the_start_of_a_systematic_draw_is_new_for_every_step_epoch_and_minibatc
         advantages=np.tile([1.0, -1.0], GROUPS),
     )
     policy = make(rate=0.7)
-    for counter in ("step", "epoch", "minibatch"):
+    for counter in ("step", "minibatch"):
         draws = {policy.prune(batch, **{"step": 0, counter: k}).kept.tobytes() for k in range(20)}
         assert len(draws) > 5, counter
 
@@ -195,7 +203,7 @@ def test_auto_follows_the_cost_of_rollouts():
     for ratio in (0.1, 1.0, 10.0):
         kept.append(make("dppo_auto", rollout_cost_ratio=ratio).prune(batch, step=0).kept.sum())
     assert kept[0] < kept[1] < kept[2]
-    policy.feedback(step=0, rollout_s=10.0, update_s=1.0)
+    policy.feedback(StepCost(1, rollout_s=10.0, update_s=1.0, other_s=0.0))
     assert policy.prune(batch, step=1).kept.sum() == kept[2]
     bounded = make("dppo_auto", auto_rule="design_effect", max_design_effect=1.1, rate=0.95).prune(batch, step=0)
     assert 1.0 < bounded.metrics["design_effect"] <= 1.1
@@ -206,7 +214,7 @@ def test_noise_backs_the_rate_off():
     batch = make_batch(pass_rate=0.5)
     policy = make(rate=0.8, max_noise_ratio=1.3)
     before = policy.prune(batch, step=0).kept.sum()
-    line = policy.feedback(step=0, rollout_s=1, update_s=1, noise_ratio=1.31)
+    line = policy.feedback(StepCost(1, rollout_s=1.0, update_s=1.0, other_s=0.0, noise_ratio=1.31))
     assert line is not None and line.startswith("pruning.completion: gradient noise is 1.31 times")
     assert policy.prune(batch, step=1).kept.sum() > before
 
@@ -271,9 +279,8 @@ def test_a_rate_that_keeps_nothing_is_an_error_that_says_what_fits():
 
 
 def test_allocation_plans_more_prompts():
-    assert make("cppo", rate=0.75, allocation=True).prompts_multiplier == 4.0
-    assert make("cppo", rate=0.75).prompts_multiplier == 1.0
-    assert make("dppo", rate=0.75, allocation=True).prompts_multiplier == 1.0
+    assert prompts_multiplier(CompletionPruningConfig(method="cppo", rate=0.75, allocation=True)) == 4
+    assert prompts_multiplier(CompletionPruningConfig(method="cppo", rate=0.75)) == 1
 
 
 @pytest.mark.parametrize(

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 from omegaconf import OmegaConf
 
 from dppo_megatron.config.pruning import (
-    COMPLETION_METHODS,
-    PROMPT_METHODS,
     CompletionPruningConfig,
     PromptPruningConfig,
     PruningConfig,
     check_pruning,
 )
 from dppo_megatron.pruning import make_completion_policy, make_prompt_policy
+from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES, check_methods
 from dppo_megatron.types import UserError
 
 
 def load(*overrides):
     merged = OmegaConf.merge(OmegaConf.structured(PruningConfig), OmegaConf.from_dotlist(list(overrides)))
     return OmegaConf.to_object(merged)
+
+
+def check(config):
+    """As a job does: the settings, then the methods."""
+    check_pruning(config)
+    return check_methods(config)
 
 
 def test_the_defaults_are_valid_and_survive_omegaconf():
@@ -30,7 +38,7 @@ def test_the_defaults_are_valid_and_survive_omegaconf():
     assert (config.prompt.rate, config.prompt.p_min, config.completion.rate) == (0.3, 0.2, 0.5)
 
 
-@pytest.mark.parametrize("method", PROMPT_METHODS)
+@pytest.mark.parametrize("method", PROMPT_POLICIES)
 def test_every_prompt_method_is_constructible(method):
     config = load(f"prompt.method={method}")
     check_pruning(config)
@@ -40,7 +48,7 @@ def test_every_prompt_method_is_constructible(method):
     assert policy.state_dict()["method"] == method
 
 
-@pytest.mark.parametrize("method", COMPLETION_METHODS)
+@pytest.mark.parametrize("method", COMPLETION_POLICIES)
 def test_every_completion_method_is_constructible(method):
     config = load(f"completion.method={method}")
     check_pruning(config)
@@ -68,21 +76,28 @@ def test_every_completion_method_is_constructible(method):
         ("completion.estimator=hayek", r"did you mean 'hajek'"),
         ("completion.max_weight=0.5", r"pruning.completion.max_weight = 0.5: must be at least 1"),
         ("prompt.score=betta", r"did you mean 'beta'"),
-        ("prompt.greso.hard_reward=0.99", r"pruning.prompt.greso.easy_reward = 0.98: must be in \(0.99"),
-        ("prompt.greso.initial_keep_probability=0.99", r"pruning.prompt.greso.initial_keep_probability = 0.99"),
+        (
+            "prompt.method=greso prompt.greso.hard_reward=0.99",
+            r"greso.easy_reward = 0.98: must be above hard_reward",
+        ),
+        (
+            "prompt.method=greso prompt.greso.initial_keep_probability=0.99",
+            r"greso.initial_keep_probability = 0.99",
+        ),
+        ("completion.allocation=true", r"pruning.completion.allocation = true: method=dppo has no rate"),
         ("prompt.refill.max_rounds=0", r"pruning.prompt.refill.max_rounds = 0: must be at least 1"),
     ],
 )
 def test_wrong_values_are_explained(override, message):
     with pytest.raises(UserError, match=message):
-        check_pruning(load(override))
+        check(load(*override.split()))
 
 
 def test_settings_that_contradict_each_other_are_explained():
     with pytest.raises(UserError, match="needs a bound to work"):
-        check_pruning(load("completion.method=dppo_auto", "completion.auto_rule=design_effect"))
+        check(load("completion.method=dppo_auto", "completion.auto_rule=design_effect"))
     with pytest.raises(UserError, match="use estimator=ht"):
-        check_pruning(load("completion.cost_aware=true", "completion.estimator=c_form"))
+        check(load("completion.cost_aware=true", "completion.estimator=c_form"))
 
 
 def test_the_factories_check_too():
@@ -101,3 +116,44 @@ def test_the_factories_check_too():
         make_prompt_policy(
             PromptPruningConfig(), num_prompts=0, completions_per_prompt=2, prompts_per_step=2, total_steps=1, seed=0
         )
+
+
+def test_settings_that_a_method_does_not_read_are_named():
+    """Only those that were changed: methods are compared by changing one word of a config."""
+    assert check(load()) == []
+    assert check(load("prompt.method=none", "completion.method=none")) == []
+    said = check(load("prompt.method=greso", "prompt.rate=0.4", "prompt.p_min=0.1", "completion.method=none"))
+    assert said == ["pruning.prompt.method = greso does not read rate, p_min"]
+    said = check(load("prompt.method=dppo_auto", "prompt.rate=0.1", "completion.quadratic_cost_per_token=0.1"))
+    assert said == [
+        "pruning.prompt.method = dppo_auto does not read rate",
+        "pruning.completion.method = dppo does not read quadratic_cost_per_token",
+    ]
+
+
+@pytest.mark.parametrize("level", ["prompt", "completion"])
+def test_what_a_class_says_it_reads_are_settings(level):
+    """And each is read where it is said to be: a setting in nobody's list would be reported for every method."""
+    policies = {"prompt": PROMPT_POLICIES, "completion": COMPLETION_POLICIES}[level]
+    settings = {item.name for item in dataclasses.fields(getattr(PruningConfig(), level))} - {"method"}
+    read = {name for policy in policies.values() for name in policy.reads}
+    assert read == settings
+
+
+def _settings_table(level):
+    """Setting by setting, which methods read it."""
+    policies = {"prompt": PROMPT_POLICIES, "completion": COMPLETION_POLICIES}[level]
+    lines = [f"| `pruning.{level}.` | read by |", "|---|---|"]
+    for item in dataclasses.fields(getattr(PruningConfig(), level)):
+        readers = [f"`{name}`" for name, policy in policies.items() if item.name in policy.reads]
+        if item.name != "method":
+            lines.append(f"| `{item.name}` | {', '.join(readers)} |")
+    return lines
+
+
+@pytest.mark.parametrize("level", ["prompt", "completion"])
+def test_the_table_of_settings_is_what_the_classes_say(level):
+    """docs/pruning.md; on a difference the message is the table to paste."""
+    lines = "\n".join(_settings_table(level))
+    page = Path(__file__).parent.parent.parent / "docs" / "pruning.md"
+    assert lines in page.read_text(encoding="utf-8"), "\n" + lines

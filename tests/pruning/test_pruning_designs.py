@@ -18,13 +18,17 @@ from dppo_megatron.pruning.designs import (
     draw,
     poisson,
     systematic,
-    waterfill,
 )
 from dppo_megatron.pruning.scores import budgeted_probabilities, efficient_probabilities
 from dppo_megatron.pruning.subsets import max_variance_draw
 from dppo_megatron.randomness import generator, philox4x32, uniforms
 
 sizes = hnp.arrays(np.float64, st.integers(1, 30), elements=st.floats(0.0, 1e6) | st.sampled_from([0.0, 1.0, 2.0]))
+
+
+def waterfill(size, target, lower=0.0, cost=None):
+    """Probabilities of one target."""
+    return WaterFiller(size, lower, cost).solve(target)
 
 
 @given(sizes, st.floats(0.0, 1.0), st.floats(0.0, 0.9), st.integers(0, 10**6))

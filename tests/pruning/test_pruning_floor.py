@@ -12,9 +12,10 @@ ALLOWED = (
     "dppo_megatron.types",
     "dppo_megatron.randomness",
     "dppo_megatron.config.pruning",
+    "dppo_megatron.config.plugins",
     "dppo_megatron.pruning",
 )
-STANDARD = ("__future__", "collections", "dataclasses", "hashlib", "math", "typing")
+STANDARD = ("__future__", "collections", "dataclasses", "copy", "hashlib", "math", "typing")
 
 
 def test_the_room_imports_numpy_and_the_ground_only():

@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from label_cases import Case, drawn_coefficients, expectation, full_coefficients, make_case, make_outcomes
 
 from dppo_megatron.config.objective import KLConfig, ObjectiveConfig, OverlongConfig
-from dppo_megatron.config.pruning import COMPLETION_METHODS, PROMPT_METHODS
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.order import PromptOrder
+from dppo_megatron.pruning import StepCost
 from dppo_megatron.pruning.designs import poisson, systematic
 from dppo_megatron.pruning.labels import largest_weight
+from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES
 from dppo_megatron.pruning.weights import ESTIMATOR_WEIGHTS
 from dppo_megatron.selection import Decision, Rollouts, Selector
 
@@ -111,6 +112,7 @@ def test_expectation_of_a_larger_step(design: str) -> None:
         for step in (1, 2):  # the first visits every prompt
             rows = selector.begin(step).prompt_index
             decision = selector.finish(_taken(table, rows), step)
+            selector.feedback(StepCost(step, 1.0, 1.0, 0.0))
         for which, values in enumerate(drawn_coefficients(decision)):
             for (prompt, completion), value in values.items():
                 drawn[seed, which, prompt, completion] = value
@@ -178,6 +180,7 @@ def _decide(config: Config, steps: int = 8) -> Decision:
         while (more := selector.refill(rewards[rows], step)) is not None:
             rows = np.concatenate([rows, more.prompt_index])
         decision = selector.finish(_taken(table, rows), step)
+        selector.feedback(StepCost(step, 1.0, 1.0, 0.0))
     return decision
 
 
@@ -201,7 +204,7 @@ def _completion_table() -> list[str]:
     kl = {"objective": {"kl": KLConfig(coef=0.01)}}
     header = [*SETTINGS, "`ht`, KL or entropy"]
     lines = [f"| completions | {' | '.join(header)} |", "|---" * (len(header) + 1) + "|"]
-    for method in COMPLETION_METHODS:
+    for method in COMPLETION_POLICIES:
         labels = [_label(_config("none", method, **changes), "completion/") for changes in [*SETTINGS.values(), kl]]
         lines.append(f"| `{method}` | {' | '.join(labels)} |")
     return lines
@@ -209,7 +212,7 @@ def _completion_table() -> list[str]:
 
 def _prompt_table() -> list[str]:
     lines = [f"| prompts | {' | '.join(SETTINGS)} | every π is 1 |", "|---" * (len(SETTINGS) + 2) + "|"]
-    for method in PROMPT_METHODS:
+    for method in PROMPT_POLICIES:
         labels = [_label(_config(method, **changes), "prompt/") for changes in SETTINGS.values()]
         unseen = [row for row in _decide(_config(method), steps=1).ledger if row.name.startswith("prompt/")]
         first = max((row.label for row in unseen), key=ORDER.index)

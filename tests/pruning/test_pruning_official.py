@@ -232,7 +232,7 @@ def test_greso_group_size_is_free(group_size):
     assert has_variance(np.eye(group_size)[:2]).tolist() == [True] * 2
     policy = make_greso()
     policy.observe(np.array([1]), np.ones((1, group_size)), np.ones((1, group_size), int), step=0)
-    assert policy.runs["easy"][1] == 1
+    assert policy.history.arrays["easy_run"][1] == 1
 
 
 def test_greso_probabilities_and_their_floor():

@@ -8,9 +8,10 @@ import itertools
 import numpy as np
 import pytest
 
-from dppo_megatron.config.pruning import PROMPT_METHODS, PromptPruningConfig, RefillConfig
-from dppo_megatron.pruning import make_prompt_policy
+from dppo_megatron.config.pruning import PromptPruningConfig, RefillConfig
+from dppo_megatron.pruning import StepCost, make_prompt_policy
 from dppo_megatron.pruning.history import PromptHistory
+from dppo_megatron.pruning.policies import PROMPT_POLICIES
 from dppo_megatron.pruning.scores import nondegenerate_probability
 from dppo_megatron.types import UserError
 
@@ -51,7 +52,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("design", ["systematic", "poisson"])
-@pytest.mark.parametrize("method", PROMPT_METHODS)
+@pytest.mark.parametrize("method", PROMPT_POLICIES)
 def test_a_restored_run_continues_bit_for_bit(method, design):
     straight = make(method, design=design)
     before = play(straight, 0, 12)
@@ -62,7 +63,7 @@ def test_a_restored_run_continues_bit_for_bit(method, design):
         same(one, other)
 
 
-@pytest.mark.parametrize("method", PROMPT_METHODS)
+@pytest.mark.parametrize("method", PROMPT_POLICIES)
 def test_decisions_do_not_depend_on_the_order_of_prompts(method):
     policy, shuffled = make(method), make(method)
     rng = np.random.default_rng(0)
@@ -223,7 +224,7 @@ def test_bad_arrays_are_refused():
     assert len(policy.select(np.zeros(0, int), step=50).kept) == 0
 
 
-@pytest.mark.parametrize("method", PROMPT_METHODS)
+@pytest.mark.parametrize("method", PROMPT_POLICIES)
 def test_rewards_all_equal_and_groups_of_one_keep_every_policy_going(method):
     for size in (1, 4):
         policy = make(method, warmup_epochs=0.0)
@@ -268,20 +269,24 @@ def test_the_design_effect_bound_backs_off():
     assert bound.kept.sum() > free.kept.sum() and "max_design_effect 1.15 keeps" in bound.ledger[0].note
 
 
+def noisy(ratio):
+    return StepCost(21, rollout_s=1.0, update_s=1.0, other_s=0.0, noise_ratio=ratio)
+
+
 def test_measured_noise_backs_the_rate_off_and_lets_it_return():
     policy = make("dppo", rate=0.5, max_noise_ratio=1.5)
     play(policy, 0, 20)
     ids = np.arange(PER_STEP)
     full = policy.select(ids, step=20).kept.sum()
-    line = policy.feedback(step=20, rollout_s=1.0, update_s=1.0, noise_ratio=2.0)
+    line = policy.feedback(noisy(2.0))
     assert line is not None and "above max_noise_ratio = 1.5; rate scaled by 0.70" in line
     less = policy.select(ids, step=20)
     assert less.kept.sum() > full and "gradient noise" in less.ledger[0].note
     for _ in range(20):
-        assert policy.feedback(step=20, rollout_s=1.0, update_s=1.0, noise_ratio=1.0) is None
+        assert policy.feedback(noisy(1.0)) is None
     assert policy.select(ids, step=20).kept.sum() == full
     for _ in range(40):
-        policy.feedback(step=20, rollout_s=1.0, update_s=1.0, noise_ratio=9.0)
+        policy.feedback(noisy(9.0))
     assert policy.select(ids, step=20).kept.all()
 
 
@@ -291,7 +296,7 @@ def test_auto_waits_for_a_measurement_and_prunes_more_when_less_is_fixed():
     ids = np.arange(PER_STEP)
     waiting = policy.select(ids, step=20)
     assert waiting.kept.all() and waiting.ledger[0].note == "no cost measured yet"
-    policy.feedback(step=20, rollout_s=8.0, update_s=2.0, other_s=40.0)
+    policy.feedback(StepCost(21, rollout_s=8.0, update_s=2.0, other_s=40.0))
     dear = policy.select(ids, step=20).inclusion_prob.sum()
     assert dear == pytest.approx(round(dear)) and dear < PER_STEP
     cheap = make("dppo_auto", fixed_cost_ratio=0.05, rate=0.9)
@@ -363,7 +368,7 @@ def test_dynamic_sampling_refills_until_enough_groups_vary_and_stops_at_its_boun
     assert policy.missing_prompts(np.zeros((60, 1)), step=0, rounds=1) == 0  # groups of one count, as in verl
 
 
-@pytest.mark.parametrize("method", sorted(set(PROMPT_METHODS) - {"dynamic_sampling", "greso"}))
+@pytest.mark.parametrize("method", sorted(set(PROMPT_POLICIES) - {"dynamic_sampling", "greso"}))
 def test_other_methods_never_refill(method):
     policy = make(method)
     assert policy.missing_prompts(np.zeros((3, 4)), step=0, rounds=1) == 0
@@ -385,7 +390,7 @@ def test_history_figures_and_memory():
         "prune/history_staleness_mean_epochs": 1.5,
         "prune/history_staleness_max_epochs": 2.0,
     }
-    assert policy.history.bytes_per_prompt <= 100
+    assert sum(array.nbytes for array in policy.history.arrays.values()) <= 100 * 240
 
 
 def test_a_selection_is_plain_data():

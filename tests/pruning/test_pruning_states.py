@@ -1,52 +1,105 @@
-"""A saved state is a copy: steps that come after it do not move it, whatever the method."""
+"""A step without feedback leaves nothing behind, whatever the method, and a state is a copy."""
 
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import Any
 
 import numpy as np
 import pytest
 
-from dppo_megatron.config.pruning import COMPLETION_METHODS, PROMPT_METHODS
 from dppo_megatron.config.schema import Config
-from dppo_megatron.selection import Rollouts, Selector
+from dppo_megatron.pruning import StepCost
+from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES
+from dppo_megatron.selection import Chosen, Decision, Rollouts, Selector
 
-NUM_PROMPTS, G = 64, 4
+NUM_PROMPTS, G, STEPS = 64, 4, 9
 
 
-def make(prompt="none", completion="none"):
+def make(prompt: str = "none", completion: str = "none", *, ahead: int = 0) -> Selector:
     config = Config(steps=12)
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 8, G
+    config.rollout.async_steps = ahead
+    config.objective.normalization = "token_mean"
     config.pruning.prompt.method, config.pruning.completion.method = prompt, completion
     config.pruning.prompt.warmup_epochs = 0.0
+    config.pruning.prompt.max_noise_ratio = config.pruning.completion.max_noise_ratio = 1.5
     return Selector(config, NUM_PROMPTS)
 
 
-def step(selector, number):
-    """One step with random outcomes, most groups of which are easy or hard."""
+def finish(selector: Selector, chosen: Chosen, number: int) -> Decision:
+    """A step's end with random outcomes, most groups of which are easy or hard."""
     rng = np.random.default_rng(number)
 
-    def outcomes(count):
+    def outcomes(count: int) -> np.ndarray:
         return ((rng.random((count, G)) < 0.3) & (rng.random((count, 1)) < 0.7)).astype(np.float64)
 
-    rewards = outcomes(len(selector.begin(number).prompt_index))
+    rewards = outcomes(len(chosen.prompt_index))
     while (more := selector.refill(rewards, number)) is not None:
         rewards = np.concatenate([rewards, outcomes(len(more.prompt_index))])
-    rollouts = Rollouts(rewards, rng.integers(1, 20, rewards.shape), rng.random(rewards.shape))
-    selector.finish(rollouts, number)
-    selector.feedback(number, rollout_s=1.0, update_s=1.0, other_s=0.1, grad_norm=float(9 * rng.random()))
+    return selector.finish(Rollouts(rewards, rng.integers(1, 20, rewards.shape), rng.random(rewards.shape)), number)
 
 
-@pytest.mark.parametrize(
-    "methods", [*({"prompt": m} for m in PROMPT_METHODS), *({"completion": m} for m in COMPLETION_METHODS)], ids=str
-)
-def test_a_state_stays_as_it_was_taken(methods):
-    """The loop keeps the state of before a step while the step runs, for a checkpoint that may be wanted then."""
-    selector = make(**methods)
-    taken = []
-    for number in range(1, 9):
+def cost(number: int) -> StepCost:
+    """Some steps are noisy, and one had a skipped update."""
+    norm = np.nan if number == 6 else float(np.random.default_rng(number).choice([1.0, 9.0]))
+    return StepCost(number, rollout_s=1.0, update_s=1.0, other_s=0.1 * number, grad_norm=norm)
+
+
+def decisions_equal(one: Decision, other: Decision) -> None:
+    for name in ("kept", "weight", "advantages", "denominator", "minibatch", "offered"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    assert one.ledger == other.ledger and one.metrics == other.metrics
+
+
+LEVELS = [*({"prompt": m} for m in PROMPT_POLICIES), *({"completion": m} for m in COMPLETION_POLICIES)]
+
+
+@pytest.mark.parametrize("methods", LEVELS, ids=str)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_step_without_feedback_leaves_nothing_behind(methods: dict[str, str], ahead: int) -> None:
+    """At every moment of a step, and while the next one has begun ahead, the state is the one before it; a selector
+    that takes it over decides as the one that was never interrupted, with and without beginning ahead again."""
+    selector = make(**methods, ahead=ahead)
+    states: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    decisions = []
+    chosen = selector.begin(1)
+    for number in range(1, STEPS):
         state = selector.state_dict()
-        taken.append((state, deepcopy(state)))
-        step(selector, number)
-    for state, as_it_was in taken:
+        states.append((state, deepcopy(state)))
+        decisions.append(finish(selector, chosen, number))
+        np.testing.assert_equal(selector.state_dict(), state)
+        if ahead:
+            chosen = selector.begin(number + 1)
+            np.testing.assert_equal(selector.state_dict(), state)
+        selector.feedback(cost(number))
+        if not ahead:
+            chosen = selector.begin(number + 1)
+    for state, as_it_was in states:
         np.testing.assert_equal(state, as_it_was)
+    for first in (3, 7):
+        resumed = make(**methods, ahead=ahead)
+        resumed.load_state_dict(states[first - 1][0])
+        for number in range(first, STEPS):
+            decisions_equal(finish(resumed, resumed.begin(number), number), decisions[number - 1])
+            resumed.feedback(cost(number))
+
+
+def test_the_order_of_the_calls_is_checked() -> None:
+    selector = make("dppo")
+    chosen = selector.begin(1)
+    with pytest.raises(ValueError, match="feedback of step 1, which is not the oldest step that is finished"):
+        selector.feedback(cost(1))
+    with pytest.raises(ValueError, match="step 2 begins, but step 1 is not finished"):
+        selector.begin(2)
+    finish(selector, chosen, 1)
+    ahead = selector.begin(2)
+    finish(selector, ahead, 2)
+    with pytest.raises(ValueError, match="step 3 begins, but step 1 has had no feedback"):
+        selector.begin(3)
+    with pytest.raises(ValueError, match="feedback of step 2, which is not the oldest"):
+        selector.feedback(cost(2))
+    selector.feedback(cost(1))
+    selector.feedback(cost(2))
+    with pytest.raises(ValueError, match="step 2 has not begun, or is done"):
+        selector.finish(Rollouts(np.zeros((1, G)), np.ones((1, G), int), np.ones((1, G))), 2)

@@ -28,7 +28,7 @@ from numpy_policy import (
 
 from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.pruning import CompletionBatch, make_completion_policy
-from dppo_megatron.pruning.designs import Draw, poisson, systematic, waterfill
+from dppo_megatron.pruning.designs import Draw, WaterFiller, poisson, systematic
 from dppo_megatron.pruning.scores import completion_score
 from dppo_megatron.pruning.weights import c_form, hajek, horvitz_thompson
 
@@ -40,10 +40,10 @@ def scored_probabilities(problem, normalisation, *, kl_coef, rate=0.5, floor=0.1
     advantages = problem.advantages
     weight = np.ones(len(advantages)) if prompt_weight is None else prompt_weight
     score = completion_score(
-        advantages, surprisals(problem), denominators(problem, normalisation), weight, kl_coef=kl_coef
+        advantages, surprisals(problem), denominators(problem, normalisation), weight, zero_advantage_slope=kl_coef
     )
     lower = np.where((advantages != 0) | (kl_coef > 0), floor, 0.0)
-    return waterfill(np.where(lower > 0, score, 0.0), (1 - rate) * len(advantages), lower)
+    return WaterFiller(np.where(lower > 0, score, 0.0), lower).solve((1 - rate) * len(advantages))
 
 
 def poisson_outcomes(pi):
@@ -139,9 +139,9 @@ def test_two_levels_are_unbiased_together():
             surprisals(problem)[rows],
             denominators(problem, "sequence_mean")[rows],
             prompt_weight,
-            kl_coef=problem.kl_coef,
+            zero_advantage_slope=problem.kl_coef,
         )
-        pi = waterfill(score, 0.5 * len(rows), 0.1)
+        pi = WaterFiller(score, 0.1).solve(0.5 * len(rows))
         for p_rows, drawn in poisson_outcomes(pi):
             expected += p_prompts * p_rows * ((prompt_weight * horvitz_thompson(drawn)) @ terms[rows])
     assert np.abs(expected - terms.sum(0)).max() < TOLERANCE
@@ -186,8 +186,12 @@ def test_break_no_support_without_advantage_under_kl():
     assert np.abs(exact - without_kl.sum(0)).max() < TOLERANCE
 
     config = CompletionPruningConfig(method="dppo", rate=0.5)
-    floored = make_completion_policy(config, seed=0, total_steps=10, kl_coef=0.04).prune(as_batch(problem), step=0)
-    free = make_completion_policy(config, seed=0, total_steps=10, kl_coef=0.0).prune(as_batch(problem), step=0)
+    floored = make_completion_policy(config, seed=0, total_steps=10, zero_advantage_slope=0.04).prune(
+        as_batch(problem), step=0
+    )
+    free = make_completion_policy(config, seed=0, total_steps=10, zero_advantage_slope=0.0).prune(
+        as_batch(problem), step=0
+    )
     assert (floored.inclusion_prob >= config.p_min).all()
     assert (free.inclusion_prob[:4] == 0).all() and (free.inclusion_prob[4:] > 0).all()
 
@@ -223,12 +227,11 @@ def test_break_the_same_draw_in_a_second_epoch():
     assert np.linalg.norm(reused - full) / np.linalg.norm(size) > 0.03
 
 
-def test_the_policy_draws_anew_for_every_epoch_and_minibatch():
+def test_the_policy_draws_anew_for_every_step_and_minibatch():
     batch = as_batch(make_problem(), copies=40)
     policy = make_completion_policy(CompletionPruningConfig(method="dppo"), seed=0, total_steps=10)
     draws = [
-        policy.prune(batch, step=step, epoch=epoch, minibatch=minibatch).kept
-        for step, epoch, minibatch in [(0, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 0)]
+        policy.prune(batch, step=step, minibatch=minibatch).kept for step, minibatch in [(0, 0), (0, 1), (1, 0), (1, 1)]
     ]
     for i, one in enumerate(draws):
         assert all((one != other).any() for other in draws[i + 1 :])
@@ -274,7 +277,7 @@ def test_hajek_bias_is_its_covariance_with_the_estimated_count():
 def test_c_form_is_biased_with_a_random_size_and_exact_with_a_fixed_one():
     problem = make_problem()
     terms = sequence_gradients(problem, "clip") / denominators(problem, "sequence_mean")[:, None]
-    pi = waterfill(surprisals(problem), 4.0, 0.1)
+    pi = WaterFiller(surprisals(problem), 0.1).solve(4.0)
     random_size = sum(p * (c_form(drawn) @ terms) for p, drawn in poisson_outcomes(pi))
     assert relative_error(random_size, terms.sum(0)) > 1e-3
     for _, drawn in systematic_outcomes(pi, np.arange(8)):
@@ -289,7 +292,7 @@ def test_probability_one_is_bitwise_the_unpruned_run():
     batch = as_batch(make_problem())
     for method in ("dppo", "cppo", "cppo_verl", "dppo_paper", "infobatch", "max_variance"):
         policy = make_completion_policy(
-            CompletionPruningConfig(method=method, rate=0.0), seed=0, total_steps=10, kl_coef=0.1
+            CompletionPruningConfig(method=method, rate=0.0), seed=0, total_steps=10, zero_advantage_slope=0.1
         )
         selection = policy.prune(batch, step=0)
         assert selection.kept.all() and (selection.weight == 1.0).all(), method

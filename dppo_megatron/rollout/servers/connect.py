@@ -45,17 +45,15 @@ class Connection:
     channel: ChannelName
     world_sizes: dict[str, int]
     """Workers of each server, by address."""
+    description: str
     seats: Seats
     """Under the channel ipc, the rank that hands weights to each worker; else empty."""
-    description: str
+    keys: dict[str, str]
+    """API key of each launched server, by address; what is configured goes to all others."""
 
 
 def connect(
-    config: Config,
-    architecture: Architecture,
-    say: Callable[[str], None],
-    max_groups: int,
-    devices: Sequence[RankDevice],
+    config: Config, architecture: Architecture, say: Callable[[str], None], devices: Sequence[RankDevice]
 ) -> Connection:
     """Reach or start every server and check it.
 
@@ -95,8 +93,9 @@ def connect(
             own.stop()
         raise
     return Connection(
-        fleet=Fleet(servers, rollout, say, max_groups, launched),
+        fleet=Fleet(servers, rollout, say, processes=launched),
         channel=channel,
+        keys={server.url: server.api_key for server in launched},
         seats={url: ranks for url, ranks in found.items() if ranks} if channel == "ipc" else {},
         world_sizes={server.http.url: info.world_size for server, info in zip(servers, infos, strict=True)},
         description=(
@@ -108,12 +107,12 @@ def connect(
 def _seats(
     launched: Sequence[LaunchedServer], infos: Sequence[ServerInfo], devices: Sequence[RankDevice]
 ) -> dict[str, tuple[int, ...] | None]:
-    """For each server by address the ranks that share its workers' devices; None for a server that is not ours, or has
-    a worker on a device without a rank."""
+    """For each server of ours by address the ranks that share its workers' devices; None for one with a worker on a
+    device without a rank."""
     if not shared_memory.is_supported():
-        return {server.url: None for server in launched}
+        return {}
     found = {}
-    for turn, (server, info) in enumerate(zip(launched, infos, strict=False)):  # of others' servers none
+    for turn, (server, info) in enumerate(zip(launched, infos, strict=False)):  # others' servers have none
         workers = info.devices
         if not workers and torch.cuda.is_available():
             visible = server.variables.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))

@@ -6,18 +6,16 @@ A dialect only translates. Who is asked, how often, and what a failure means is 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
-from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.servers.http import Http
+from dppo_megatron.rollout.servers.wire import AnyDialect, Expected, GenerateRequest, Sampled, checked
 from dppo_megatron.rollout.transfer.groups import BroadcastGroup, Meeting
-from dppo_megatron.types import IntArray, UserError
+from dppo_megatron.types import UserError
 
 InFlight = Literal["finish", "abort", "continue"]
 DeviceMemory = Literal["weights", "kv_cache"]
@@ -51,28 +49,6 @@ class ServerInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """Completions of one prompt, asked for in one request so that they share its prefill."""
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    count: int
-    seed: int
-    """Completion i samples with seed + i where the engine honours seeds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """One completion as it came over the wire."""
-
-    token_ids: IntArray
-    logprobs: npt.NDArray[np.float32]
-    finish_reason: Literal["stop", "length", "abort"]
-    weights_versions: tuple[tuple[str, int, int], ...]
-    """(version, start, end): tokens [start, end) were sampled under `version`."""
-
-
-@dataclass(frozen=True, slots=True)
 class TensorNote:
     """What a receiver must know of a tensor before its bytes arrive."""
 
@@ -87,15 +63,14 @@ class Server(Protocol):
 
     http: Http
 
+    @property
+    def dialect(self) -> AnyDialect:
+        """How it is asked for completions; final once it has described itself."""
+
     def describe(self, *, timeout_s: float) -> ServerInfo: ...
 
     def healthy(self, *, timeout_s: float) -> None:
         """Raise unless the server answers and could generate."""
-
-    def generate(self, group: GenerateRequest, sampling: Sampling, *, timeout_s: float) -> list[Sampled]: ...
-
-    def abort(self, groups: Sequence[GenerateRequest], *, timeout_s: float) -> None:
-        """End these requests now; their `generate` returns what they have, as `abort`."""
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
         """Stop generating; `finish` waits for running requests, `continue` freezes them."""
@@ -170,6 +145,14 @@ def is_older(version: str, minimum: str) -> bool:
     return numbers(version) < numbers(minimum)
 
 
-def array_of(values: Sequence[Any], kind: type) -> Any:
-    """A one-dimensional array that is never of dtype object or float by accident when it is empty."""
-    return np.array(list(values), dtype=kind).reshape(-1)
+def generate(server: Server, group: GenerateRequest, expected: Expected, *, timeout_s: float) -> list[Sampled]:
+    """The completions of one group, from this thread: for probes. Rollouts go through the clients.
+
+    Raises:
+        Unreachable, Refused, BadAnswer: see `http.py`.
+    """
+    deadline, content = time.monotonic() + timeout_s, b""
+    for path, body in server.dialect.calls(group):
+        left_s = max(0.001, deadline - time.monotonic())
+        content = server.http.exchange(path, body, timeout_s=left_s, max_bytes=group.answer_bytes)
+    return checked(server.dialect.read(content, group), group, expected)

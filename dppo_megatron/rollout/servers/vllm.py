@@ -12,27 +12,22 @@ import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 
-import numpy as np
-
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.servers.http import Http, Refused
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
-    GenerateRequest,
     InFlight,
     Offer,
-    Sampled,
     ServerInfo,
     TensorNote,
     architecture_of,
-    array_of,
     is_older,
     too_old,
 )
+from dppo_megatron.rollout.servers.wire import VLLMDialect
 from dppo_megatron.rollout.transfer.groups import CHUNK_BYTES, Broadcast, BroadcastGroup, Chain, Meeting
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 from dppo_megatron.types import UserError
@@ -100,18 +95,10 @@ class VLLMServer:
         """/health asks the engine process, not only the front end."""
         self.http.get("/health", timeout_s=timeout_s)
 
-    def generate(self, group: GenerateRequest, sampling: Sampling, *, timeout_s: float) -> list[Sampled]:
-        """One request with n = group.count."""
-        answer = self.http.post(
-            "/inference/v1/generate", generate_body(group, sampling, self._seeded), timeout_s=timeout_s
-        )
-        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-        return [_sampled(choice) for choice in choices]
-
-    def abort(self, groups: Sequence[GenerateRequest], *, timeout_s: float) -> None:
-        """The server prefixes ids, so both forms are named; unknown ones are ignored."""
-        ids = [f"{prefix}{group.request_id}" for group in groups for prefix in ("", "generate-tokens-")]
-        self.http.post("/abort_requests", {"request_ids": ids}, timeout_s=timeout_s)
+    @property
+    def dialect(self) -> VLLMDialect:
+        """See `wire.py`."""
+        return VLLMDialect(self._seeded)
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
         """vLLM's wait / abort / keep."""
@@ -218,50 +205,12 @@ def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
     return buffer.handle()
 
 
-def generate_body(group: GenerateRequest, sampling: Sampling, seeded: bool) -> dict[str, Any]:
-    """Every parameter is given: what is left out would come from the served model's generation_config.json."""
-    return {
-        "request_id": group.request_id,
-        "token_ids": list(group.prompt_ids),
-        "sampling_params": {
-            "n": group.count,
-            "max_tokens": sampling.max_completion_tokens,
-            "min_tokens": 0,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "seed": group.seed if seeded else None,
-            "logprobs": 0,
-            "detokenize": False,
-        },
-    }
-
-
 def _update_info(tensors: Sequence[TensorNote]) -> dict[str, Any]:
     return {
         "names": [note.name for note in tensors],
         "shapes": [list(note.shape) for note in tensors],
         "dtype": tensors[0].dtype,
     }
-
-
-def _sampled(choice: dict[str, Any]) -> Sampled:
-    tokens = choice.get("token_ids") or []
-    content = (choice.get("logprobs") or {}).get("content") or []
-    reason = choice["finish_reason"]
-    return Sampled(
-        token_ids=array_of(tokens, np.int64),
-        logprobs=array_of([entry["logprob"] for entry in content], np.float32),
-        finish_reason=cast(Any, reason if reason in ("stop", "length") else "abort"),
-        weights_versions=tuple(
-            (str(span["version"]), int(span["start"]), int(span["end"])) for span in choice.get("weight_versions") or []
-        ),
-    )
 
 
 def vllm_command(

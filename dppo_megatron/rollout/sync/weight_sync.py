@@ -140,10 +140,6 @@ class WeightSync:
         """On rank 0: after `pause`, without a sync."""
         on_each(self._fleet, members, lambda m: m.server.resume(timeout_s=self._timeout_s), doing="resuming")
 
-    def close(self) -> None:
-        """Give back what the channel holds."""
-        self._channel.close()
-
     def _pass_to_the_end(self, tensors: Tensors) -> Exception | None:
         """One pass, and what went wrong in it: every rank walks the stream to its end first."""
         stream = iter(tensors)

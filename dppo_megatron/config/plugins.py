@@ -1,0 +1,40 @@
+"""Names of a user's own code in a setting: `module:name`.
+
+Imported late and once, where the job is prepared, so that a misspelt module is a sentence before any model is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from dppo_megatron.types import UserError
+
+
+def is_plugin(text: str) -> bool:
+    """Whether a setting names code and not one of the built-in choices."""
+    return ":" in text
+
+
+def load_function(key: str, path: str) -> Callable[..., Any]:
+    """Import `module:function`, named by the config key `key`; modules of the working directory are found too.
+
+    Raises UserError if there is no such function.
+    """
+    module_name, separator, name = path.partition(":")
+    if not separator:
+        raise UserError(f"{key} = '{path}': expected module:function")
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())  # an installed command does not look there by itself
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (Exception, SystemExit) as error:  # a module is code: whatever it does while it is imported
+        said = str(error).strip().partition("\n")[0]
+        raise UserError(f"{key} = '{path}' cannot be imported: {type(error).__name__}: {said}") from None
+    if not callable(function):
+        raise UserError(f"{key} = '{path}' is not callable")
+    loaded: Callable[..., Any] = function
+    return loaded

@@ -1,0 +1,256 @@
+"""Completion methods of other papers, for comparison under the same loop: CPPO, DPPO's Algorithm 1, GRESO's filter,
+InfoBatch's rule and PODS' subset.
+
+Most keep the completions that look best, with certainty. On-policy, with binary rewards and constant weighting that
+only re-weights prompts; with 1/length, KL terms or graded rewards it turns the gradient. Each says so in the ledger,
+with the share of the score mass that it never trains on.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from dppo_megatron.config.pruning import CompletionPruningConfig
+from dppo_megatron.pruning.completion_base import CompletionPolicyBase
+from dppo_megatron.pruning.designs import Draw, count_kept, design_effect, deterministic, floor_kept
+from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, keep_all, with_metrics
+from dppo_megatron.pruning.labels import label_of_settings
+from dppo_megatron.pruning.prompt_infobatch import keep_share, two_class
+from dppo_megatron.pruning.subsets import max_variance_draw
+from dppo_megatron.pruning.weights import weigh, weigh_biased
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
+
+
+class CppoPolicy(CompletionPolicyBase):
+    """Method `cppo`: the largest |advantage| of each group, as a mean over the kept (arXiv 2503.22342).
+
+    The top floor(G (1 - rate)) of each group, the paper's formula; its two implementations differ, see the subclasses.
+    Ties are broken by a counter-based key, where torch.topk leaves them undefined. Counts are exact, where
+    int(160 * (1 - 0.9)) of the authors' code is 15.
+
+    Example: G = 5, rate = 0.5. `cppo` keeps 2 of each group, `cppo_trl` and `dppo_paper` 3, `cppo_verl` 40 of 16
+    groups' 80.
+    """
+
+    methods: ClassVar[tuple[str, ...]] = ("cppo",)
+    reads: ClassVar[tuple[str, ...]] = ("rate", "allocation", "warmup_steps", "anneal_fraction")
+
+    @classmethod
+    def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
+        """See `CompletionPolicyBase.check`."""
+        offered = cls._offered(group_size, minibatch_size)
+        if offered and cls._count(offered, config.rate) == 0:
+            raise UserError(
+                f"{key}.rate = {config.rate}: method={config.method} would keep none of {offered} completions; must be"
+                f" at most {1 - 1 / offered:.4g}, or method=cppo_trl, which keeps one"
+            )
+
+    @property
+    def label(self) -> Label:
+        """biased, unless the rate is 0."""
+        return "exact" if self.config.rate == 0 else "biased"
+
+    def _prune_sorted(
+        self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
+    ) -> Selection:
+        score, rate, group = np.abs(batch.advantages), self.config.rate, self._groups(batch)
+        sizes = np.bincount(group)
+        if not self.group_size:
+            self.check(self.config, "pruning.completion", group_size=int(sizes.max()), minibatch_size=len(batch))
+        # At least one: a group, or a mini-batch, may be shorter than planned (objective.overlong.filter, few prompts).
+        kept = np.array([max(self._count(int(size), rate), min(int(size), 1)) for size in sizes], dtype=np.int64)
+        drawn = deterministic(score, kept, uniform=self._ties(batch, counters), group=group)
+        scale = self._scale(sizes[group] / kept[group])
+        note = f"the lowest |advantages| are never trained on: {_lost(score, drawn):.1%} of their sum"
+        selection = weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label)
+        return _with_figures(selection, drawn, score)
+
+    @staticmethod
+    def _offered(group_size: int, minibatch_size: int) -> int:
+        return group_size
+
+    @staticmethod
+    def _count(size: int, rate: float) -> int:
+        return floor_kept(size, rate)
+
+    def _groups(self, batch: CompletionBatch) -> IntArray:
+        return batch.group
+
+    def _scale(self, mean_over_kept: FloatArray) -> FloatArray | float:
+        return mean_over_kept
+
+
+class CppoTrlPolicy(CppoPolicy):
+    """Method `cppo_trl`: all but the floor(G rate) lowest of each group, as in the authors' TRL trainer."""
+
+    methods: ClassVar[tuple[str, ...]] = ("cppo_trl",)
+
+    @staticmethod
+    def _count(size: int, rate: float) -> int:
+        return count_kept(size, rate)
+
+
+class CppoVerlPolicy(CppoPolicy):
+    """Method `cppo_verl`: the top floor(n (1 - rate)) of the whole mini-batch, as in the authors' verl port."""
+
+    methods: ClassVar[tuple[str, ...]] = ("cppo_verl",)
+
+    @staticmethod
+    def _offered(group_size: int, minibatch_size: int) -> int:
+        return minibatch_size
+
+    def _groups(self, batch: CompletionBatch) -> IntArray:
+        return np.zeros(len(batch), dtype=np.int64)
+
+
+class PaperCompletionPolicy(CppoTrlPolicy):
+    """Method `dppo_paper`: those of `cppo_trl`, times 1 / (1 - rate) whatever was kept."""
+
+    methods: ClassVar[tuple[str, ...]] = ("dppo_paper",)
+    reads: ClassVar[tuple[str, ...]] = ("rate", "warmup_steps", "anneal_fraction")
+
+    def _scale(self, mean_over_kept: FloatArray) -> FloatArray | float:
+        return 1.0 / (1.0 - self.config.rate)
+
+
+class ZeroVariancePolicy(CompletionPolicyBase):
+    """Method `greso`: groups without reward variance are dropped, and the others averaged over: dynamic sampling's
+    target."""
+
+    methods: ClassVar[tuple[str, ...]] = ("greso",)
+    reads: ClassVar[tuple[str, ...]] = ("warmup_steps", "anneal_fraction")
+
+    @property
+    def label(self) -> Label:
+        """biased; whether a batch has any such group is an outcome."""
+        return "biased"
+
+    def _prune_sorted(
+        self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
+    ) -> Selection:
+        score = np.abs(batch.advantages)
+        kept = _groups_with_variance(batch.rewards, batch.group)
+        drawn = Draw(kept, kept.astype(np.float64), fixed_size=True)
+        scale = len(batch) / int(kept.sum()) if kept.any() else 0.0
+        note = "target is the mean over groups with reward variance"
+        selection = weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label)
+        return _with_figures(selection, drawn, score)
+
+
+class ZeroAdvantagePolicy(CompletionPolicyBase):
+    """Method `greso_ht`: groups whose advantages are all 0 are dropped, with nominal denominators.
+
+    Unbiased without a KL or entropy term, biased with one.
+    """
+
+    methods: ClassVar[tuple[str, ...]] = ("greso_ht",)
+    reads: ClassVar[tuple[str, ...]] = ("warmup_steps", "anneal_fraction")
+
+    @property
+    def label(self) -> Label:
+        """biased, unless only groups without gradient are dropped; whether a batch has any such group is an outcome."""
+        return "unbiased" if self.zero_advantage_slope == 0 else "biased"
+
+    def _prune_sorted(
+        self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
+    ) -> Selection:
+        score = np.abs(batch.advantages)
+        kept = np.bincount(batch.group, weights=score)[batch.group] > 0
+        drawn = Draw(kept, kept.astype(np.float64), fixed_size=True)
+        if self.zero_advantage_slope > 0:
+            note = f"the KL gradient (or entropy's) of {1 - float(kept.mean()):.1%} of the completions is lost"
+            selection = weigh_biased(drawn, name=self.name, scale=1.0, note=note, label=self.label)
+        else:
+            selection = weigh(drawn, name=self.name, note="dropped groups have no gradient", label=self.label)
+        return _with_figures(selection, drawn, score)
+
+
+class InfoBatchCompletionPolicy(CompletionPolicyBase):
+    """Method `infobatch`: completions below the mean |advantage| are dropped with probability `rate`, weighted 1/pi."""
+
+    methods: ClassVar[tuple[str, ...]] = ("infobatch",)
+    reads: ClassVar[tuple[str, ...]] = (
+        "rate",
+        "design",
+        "estimator",
+        "max_weight",
+        "warmup_steps",
+        "anneal_fraction",
+    )
+
+    @property
+    def label(self) -> Label:
+        """Of the estimator and the cap; how many are below the mean is an outcome, so no design has a fixed size."""
+        config = self.config
+        least = keep_share(config.rate)
+        if least == 1.0:
+            return "exact"
+        return label_of_settings(config.estimator, fixed_size=False, least_prob=least, max_weight=config.max_weight)
+
+    def _prune_sorted(
+        self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
+    ) -> Selection:
+        config, score = self.config, np.abs(batch.advantages)
+        drawn = self._draw(batch, two_class(score < score.mean(), config.rate), counters)
+        selection = weigh(
+            drawn, name=self.name, estimator=config.estimator, max_weight=config.max_weight, label=self.label
+        )
+        return _with_figures(selection, drawn, score)
+
+
+class MaxVariancePolicy(CompletionPolicyBase):
+    """Method `max_variance`: of each group the subset with the largest reward variance (PODS, arXiv 2504.13818).
+
+    As a mean over the kept. Advantages stay those of the full group. Failed gradings are never kept, but at rate 0.
+    """
+
+    methods: ClassVar[tuple[str, ...]] = ("max_variance",)
+    reads: ClassVar[tuple[str, ...]] = ("rate", "warmup_steps", "anneal_fraction")
+
+    @property
+    def label(self) -> Label:
+        """biased, unless the rate is 0."""
+        return "exact" if self.config.rate == 0 else "biased"
+
+    def _prune_sorted(
+        self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
+    ) -> Selection:
+        if self.config.rate == 0:
+            return keep_all(len(batch), self.name)
+        drawn = max_variance_draw(batch.rewards, batch.group, self.config.rate, self._ties(batch, counters))
+        sizes = np.bincount(batch.group)
+        kept = np.maximum(np.bincount(batch.group, weights=drawn.kept), 1)
+        score = np.abs(batch.advantages)
+        note = f"rewards in the middle are never trained on: {_lost(score, drawn):.1%} of the sum of |advantages|"
+        scale = (sizes / kept)[batch.group]
+        selection = weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label)
+        return _with_figures(selection, drawn, score)
+
+
+def _groups_with_variance(rewards: FloatArray, group: IntArray) -> BoolArray:
+    """[n]: the row's group has two different rewards; failed gradings are left out."""
+    high, low = np.full(int(group.max()) + 1, -np.inf), np.full(int(group.max()) + 1, np.inf)
+    graded = ~np.isnan(rewards)
+    np.maximum.at(high, group[graded], rewards[graded])
+    np.minimum.at(low, group[graded], rewards[graded])
+    return np.asarray((high > low)[group])
+
+
+def _lost(score: FloatArray, drawn: Draw) -> float:
+    total = float(score.sum())
+    return float(np.sum(score * (1.0 - drawn.inclusion_prob))) / total if total > 0 else 0.0
+
+
+def _with_figures(selection: Selection, drawn: Draw, score: FloatArray) -> Selection:
+    pi = drawn.inclusion_prob
+    return with_metrics(
+        selection,
+        {
+            "rate_effective": 1.0 - float(pi.mean()),
+            "design_effect": design_effect(score, pi),
+            "share_at_floor": float(np.mean(pi == pi.min())) if pi.min() < 1 else 0.0,
+            "share_at_one": float(np.mean(pi >= 1)),
+        },
+    )

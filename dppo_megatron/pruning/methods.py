@@ -1,0 +1,76 @@
+"""The methods that `compare` and `simulate` know: a policy of prompts, one of completions, or both under one name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Protocol, TypeVar
+
+from dppo_megatron.config.plugins import is_plugin, load_function
+from dppo_megatron.config.pruning import PruningConfig
+from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES, completion_policy_class
+from dppo_megatron.pruning.prompt_base import PromptPolicyBase
+from dppo_megatron.types import UserError
+
+
+class HasPruning(Protocol):
+    """A whole configuration, as far as this room sees it."""
+
+    pruning: PruningConfig
+
+
+C = TypeVar("C", bound=HasPruning)
+
+METHODS: dict[str, tuple[str, str]] = {
+    "grpo": ("none", "none"),
+    **{
+        name: (name if name in PROMPT_POLICIES else "none", name if name in COMPLETION_POLICIES else "none")
+        for name in [*PROMPT_POLICIES, *COMPLETION_POLICIES]
+        if name != "none"
+    },
+}
+"""Method to (`pruning.prompt.method`, `pruning.completion.method`); every other setting stays the config's."""
+
+
+def parse_methods(names: str) -> list[str]:
+    """A comma-separated list of methods. Raises UserError for an unknown or repeated one."""
+    methods = [name.strip() for name in names.split(",") if name.strip()]
+    for name in methods:
+        levels(name)
+    if not methods or len(set(methods)) < len(methods):
+        raise UserError(f"--methods '{names}': expected different names, separated by commas")
+    return methods
+
+
+def levels(name: str) -> tuple[str, str]:
+    """The methods of both levels; a user's own `module:Class` is of the level that its class is. Raises UserError."""
+    if name in METHODS:
+        return METHODS[name]
+    if not is_plugin(name):
+        raise UserError(
+            f"--methods: no method '{name}'; known: {', '.join(METHODS)}, or module:Class for a policy of your own"
+        )
+    loaded = load_function("--methods", name)
+    if isinstance(loaded, type) and issubclass(loaded, PromptPolicyBase):
+        return name, "none"
+    completion_policy_class(name, "--methods")
+    return "none", name
+
+
+def method_overrides(name: str) -> list[str]:
+    """The settings that make a job use this method."""
+    prompt, completion = levels(name)
+    allocates = "allocation" in completion_policy_class(completion).reads
+    return [
+        f"pruning.prompt.method={prompt}",
+        f"pruning.completion.method={completion}",
+        *([] if allocates else ["pruning.completion.allocation=false"]),  # meant for the methods that know it
+    ]
+
+
+def with_method(config: C, name: str) -> C:
+    """A copy of `config` that uses this method."""
+    changed = copy.deepcopy(config)
+    changed.pruning.prompt.method, changed.pruning.completion.method = levels(name)
+    if "allocation" not in completion_policy_class(changed.pruning.completion.method).reads:
+        changed.pruning.completion.allocation = False
+    return changed

@@ -1,0 +1,119 @@
+"""What goes into a step's selection and what comes out of it: arrays, and nothing else.
+
+Rank 0 selects on [K, G] arrays of rewards and lengths; tokens and texts stay where they were made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dppo_megatron.pruning import CompletionBatch, LedgerRow, Selection
+from dppo_megatron.types import BoolArray, FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Prompts to roll out."""
+
+    prompt_index: IntArray
+    """[K]."""
+    inclusion_prob: FloatArray
+    """[K]."""
+    weight: FloatArray
+    """[K]."""
+    minibatch: IntArray
+    """[K] optimizer mini-batch that each was assigned to; 0 in a refill round, whose groups are assigned at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """What came back, as arrays; groups in the order in which their prompts were chosen."""
+
+    rewards: FloatArray
+    """[K, G], NaN where the grader failed."""
+    lengths: IntArray
+    """[K, G] completion tokens."""
+    surprisal: FloatArray
+    """[K, G] root of the sum of squared (1 - p) of the sampled tokens."""
+    prompt_tokens: IntArray | None = None
+    """[K] tokens of each prompt; None where it was not recorded: completions then count alone in a micro-batch."""
+    truncated: BoolArray | None = None
+    """[K, G] generation ran into max_completion_tokens. None where it was not recorded: completions of that length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to train on: flat arrays [K * G]."""
+
+    kept: BoolArray
+    weight: FloatArray
+    """Product of the weights of every selection a completion survived; 0 where not kept."""
+    advantages: FloatArray
+    denominator: FloatArray
+    minibatch: IntArray
+    """Optimizer mini-batch, 0 to updates_per_step - 1; groups are whole."""
+    ledger: tuple[LedgerRow, ...]
+    metrics: dict[str, float]
+    offered: IntArray
+    """Nominal prompts of the step, refills included; those not rolled out too."""
+    prompts: Chosen
+    """Those that were rolled out."""
+
+
+def join(chosen: list[Chosen]) -> Chosen:
+    """One selection of prompts from those of mini-batches and rounds, in their order."""
+    columns = [(c.prompt_index, c.inclusion_prob, c.weight, c.minibatch) for c in chosen]
+    return Chosen(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+
+
+def completion_batch(
+    prompts: Chosen,
+    rollouts: Rollouts,
+    advantages: FloatArray,
+    denominator: FloatArray,
+    groups: Selection,
+    trainable: BoolArray,
+    num_nominal: int,
+) -> CompletionBatch:
+    """The trainable completions [n] of the whole step."""
+    count, size = rollouts.rewards.shape
+    return CompletionBatch(
+        prompt_index=np.repeat(prompts.prompt_index, size)[trainable],
+        completion_index=np.tile(np.arange(size), count)[trainable],
+        group=_labels(np.repeat(np.arange(count), size)[trainable]),
+        rewards=rollouts.rewards.ravel()[trainable],
+        advantages=advantages.ravel()[trainable],
+        lengths=rollouts.lengths.ravel()[trainable],
+        surprisal=rollouts.surprisal.ravel()[trainable],
+        denominator=denominator.ravel()[trainable],
+        prompt_weight=np.repeat(prompts.weight * groups.weight, size)[trainable],
+        tokens=None
+        if rollouts.prompt_tokens is None
+        else (rollouts.lengths + rollouts.prompt_tokens[:, None] - 1).ravel()[trainable],
+        num_nominal=num_nominal,
+    )
+
+
+def part(batch: CompletionBatch, rows: IntArray, parts: int) -> CompletionBatch:
+    """The rows of one of `parts` equal mini-batches."""
+    return CompletionBatch(
+        prompt_index=batch.prompt_index[rows],
+        completion_index=batch.completion_index[rows],
+        group=_labels(batch.group[rows]),
+        rewards=batch.rewards[rows],
+        advantages=batch.advantages[rows],
+        lengths=batch.lengths[rows],
+        surprisal=batch.surprisal[rows],
+        denominator=batch.denominator[rows],
+        prompt_weight=batch.prompt_weight[rows],
+        tokens=None if batch.tokens is None else batch.tokens[rows],
+        num_nominal=batch.num_nominal // parts,
+    )
+
+
+def _labels(group: IntArray) -> IntArray:
+    """The same groups, numbered from 0 without gaps."""
+    labels: IntArray = np.unique(group, return_inverse=True)[1].astype(np.int64)
+    return labels

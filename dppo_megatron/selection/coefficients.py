@@ -1,0 +1,118 @@
+"""Advantages, frozen divisors and the rows that they put into the ledger: what a step's completions count before any of
+them is dropped.
+
+Apart from the selector because it holds nothing of the policies: the same numbers for every method, and the full
+batch's for `simulate`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dppo_megatron.algorithms.advantages import make_advantages, overlong_penalty
+from dppo_megatron.algorithms.denominators import denominators, token_sums
+from dppo_megatron.config.schema import Config
+from dppo_megatron.pruning import LedgerRow, Selection
+from dppo_megatron.selection.arrays import Rollouts
+from dppo_megatron.types import BoolArray, FloatArray, IntArray
+
+_LENGTH_DECAY = 0.9
+
+
+class Coefficients:
+    """A and D of a step's completions.
+
+    Args:
+        prompts_per_step: nominal prompts of a step.
+    """
+
+    def __init__(self, config: Config, prompts_per_step: int) -> None:
+        self._config, self._prompts_per_step = config, prompts_per_step
+        self._updates = config.objective.updates_per_step
+        self.mean_length = 0.0
+        """Running mean of completion tokens, which stands for those of skipped prompts; 0 before the first step."""
+
+    def advantages(self, rollouts: Rollouts, group_weight: FloatArray) -> FloatArray:
+        """[K, G], from the full groups' rewards less the penalty of overlong ones; weights [K] of the groups."""
+        objective, limit = self._config.objective, self._config.rollout.sampling.max_completion_tokens
+        shaped = rollouts.rewards + overlong_penalty(rollouts.lengths, objective.overlong, limit)
+        return make_advantages(shaped, objective, group_weight)
+
+    def denominator(
+        self, lengths: IntArray, minibatch: IntArray, groups: Selection, skips: BoolArray
+    ) -> tuple[FloatArray, tuple[LedgerRow, ...]]:
+        """[K, G] frozen divisor of each completion's token sum, and the ledger row of a predicted token count.
+
+        Args:
+            minibatch: [K], of each group.
+            groups: which groups go on, and their weights.
+            skips: [mini-batches]: some of its prompts could have been skipped. By the probabilities and not by the
+                draw: a divisor that depends on who was drawn would bias the estimate.
+        """
+        if self._config.objective.normalization != "token_mean":
+            return self._divisor(lengths, np.zeros(len(lengths))), ()
+        tokens = token_sums(lengths * groups.weight[:, None], minibatch, self._updates)
+        if not skips.any():
+            return self._divisor(lengths, tokens[minibatch]), ()
+        expected = self._nominal(lengths) * (
+            self.mean_length or float(self._config.rollout.sampling.max_completion_tokens)
+        )
+        note = (
+            "skipped prompts have no token count: N G mean length of earlier steps stands for it, which changes the"
+            " length of the expected gradient and not its direction"
+        )
+        row = LedgerRow("denominator/token_mean", 1.0, "ratio", note)
+        return self._divisor(lengths, np.where(skips, expected, tokens)[minibatch]), (row,)
+
+    def _divisor(self, lengths: IntArray, tokens: FloatArray) -> FloatArray:
+        """[K, G], given the token count [K] of each group's mini-batch (read by token_mean only)."""
+        return denominators(
+            self._config.objective.normalization,
+            lengths,
+            tokens,
+            nominal=self._nominal(lengths),
+            max_completion_tokens=self._config.rollout.sampling.max_completion_tokens,
+        )
+
+    def _nominal(self, lengths: IntArray) -> int:
+        """Completions of one planned mini-batch."""
+        return self._prompts_per_step // self._updates * int(lengths.shape[1])
+
+    def trainable(self, rollouts: Rollouts, groups: Selection) -> tuple[BoolArray, tuple[LedgerRow, ...]]:
+        """[K * G] completions of the groups that go on, less the truncated ones with `overlong.filter`."""
+        trainable = np.repeat(groups.kept, rollouts.rewards.shape[1])
+        if not self._config.objective.overlong.filter:
+            return trainable, ()
+        truncated = rollouts.truncated
+        if truncated is None:
+            truncated = rollouts.lengths >= self._config.rollout.sampling.max_completion_tokens
+        dropped = trainable & truncated.ravel()
+        share = 1.0 - float(dropped.sum()) / max(int(trainable.sum()), 1)
+        # biased also in a step without any: whether one was truncated is an outcome
+        row = LedgerRow("completion/overlong_filter", share, "biased", "truncated completions are never trained on")
+        return trainable & ~dropped, (row,)
+
+    def whitening_row(self, planned: Selection) -> tuple[LedgerRow, ...]:
+        """By the probabilities: a draw that skipped nothing had the full batch's deviation by chance."""
+        whitens = self._config.objective.advantage == "reinforce_baseline"
+        if not whitens or bool(np.all(planned.inclusion_prob == 1.0)):
+            return ()
+        note = "the step's standard deviation is estimated from the prompts that were rolled out"
+        return (LedgerRow("advantage/reinforce_baseline", 1.0, "ratio", note),)
+
+    def learn_length(self, lengths: IntArray, weight: FloatArray) -> None:
+        """From lengths [K, G] of prompts with weights [K]."""
+        total = float(weight.sum()) * lengths.shape[1]
+        if total > 0:
+            mean, old = float((weight[:, None] * lengths).sum()) / total, self.mean_length
+            self.mean_length = _LENGTH_DECAY * old + (1 - _LENGTH_DECAY) * mean if old else mean
+
+    def full_scores(self, everything: Rollouts) -> FloatArray:
+        """[N, G] gradient-norm proxy |A| surprisal / denominator of all nominal prompts of a step, none skipped."""
+        count = len(everything.rewards)
+        minibatch = np.arange(count) * self._updates // max(count, 1)
+        advantages = self.advantages(everything, np.ones(count))
+        tokens = token_sums(everything.lengths, minibatch, self._updates)
+        divisor = self._divisor(everything.lengths, tokens[minibatch])
+        scores: FloatArray = np.abs(advantages) * everything.surprisal / divisor
+        return scores

@@ -1,0 +1,395 @@
+"""All the choosing of a step, in one place: order, prompt policy, advantages, completion policy, weights, ledger.
+
+No model, no process group and no text, only arrays: the training loop runs it on rank 0 with what the engine made,
+and `dppo-megatron simulate` runs the same code on a recorded trace.
+
+With several optimizer updates a step, nominal prompts are assigned to mini-batches by their position before anything is
+selected. Each mini-batch has its own draws, made independently, and its own denominators: a later update then moves a
+policy that knows nothing of the draws that it is about to use, which is what keeps it unbiased (docs/objectives.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from dppo_megatron.config.data import train_set_weights
+from dppo_megatron.config.objective import zero_advantage_slope
+from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import check_selection, planned_prompts, too_few_prompts
+from dppo_megatron.data.order import Order, make_order
+from dppo_megatron.pruning import (
+    CompletionBatch,
+    LedgerRow,
+    Selection,
+    group_second_moment,
+    make_completion_policy,
+    make_prompt_policy,
+)
+from dppo_megatron.pruning.budget import NoiseReference
+from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCost
+from dppo_megatron.pruning.merging import is_reweighted, merge, with_refills
+from dppo_megatron.pruning.monitors import step_metrics
+from dppo_megatron.pruning.outcomes import check_outcomes
+from dppo_megatron.pruning.policies import check_methods, reference_steps
+from dppo_megatron.selection.arrays import Chosen, Decision, Rollouts, completion_batch, join, part
+from dppo_megatron.selection.coefficients import Coefficients
+from dppo_megatron.types import FloatArray, IntArray, UserError
+
+
+@dataclass
+class _Step:
+    """A step that has begun and has had no feedback yet."""
+
+    number: int
+    position: int
+    """Of the order, before its first prompt."""
+    rounds: int = 0
+    offered: list[IntArray] = field(default_factory=list)
+    selections: list[Selection] = field(default_factory=list)
+    """Those of the first round's mini-batches, then one for each refill."""
+    chosen: list[Chosen] = field(default_factory=list)
+    kept_costs: tuple[float, float] = (1.0, 1.0)
+    """Of prompts and completions; see `StepCost.kept_cost`."""
+    reweighted: bool = False
+    """Whether chance had a part in its gradient."""
+    outcome: _Outcome | None = None
+    """What was finished and not learned yet."""
+    before: _Before | None = None
+    """What is overwritten when its outcome is learned before its feedback comes, for the step that begins ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """The rows and numbers that learning one step overwrites: kilobytes, where the whole state has megabytes."""
+
+    visits: dict[str, Any]
+    mean_length: float
+    costs: list[StepCost]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a step teaches: [K], [K, G] and [K]."""
+
+    prompts: Chosen
+    rollouts: Rollouts
+    second_moment: FloatArray
+
+
+class Selector:
+    """The pruning policies of a job and the state they need.
+
+        chosen = selector.begin(step)                  # before rollout; may begin while the step before trains
+        while more := selector.refill(rewards, step):  # of all groups so far
+            ...                                        # roll those out too
+        decision = selector.finish(rollouts, step)     # after grading
+        lines = selector.feedback(cost)                # the step is done: `state_dict` then holds it
+
+    A step counts once it has had its feedback: until then `state_dict` is the state before it, whatever has begun
+    since, and a run that is killed or gives the step up begins it again. Nothing is copied for that: choosing changes
+    no policy, and what `finish` saw is learned when the next step begins or the feedback comes.
+
+    Args:
+        order: another order of prompts than the config's seed gives; for experiments that vary the draws alone.
+        set_sizes: problems of each training set by name, in the order of their indices; None: they are one set.
+        features: what is known of each prompt before it is tried; handed to the prompt policy.
+        capacity: what a step's micro-batches hold, for the completion policies that fill them; None: not known.
+
+    Example: 64 prompts of 8 completions, after an epoch of warm-up, at the default rates (0.3 of the prompts, 0.5 of
+    the completions). `begin` keeps 64 - floor(0.3 x 64) = 45 prompts with weights up to 1 / 0.2; the engine's answer is
+    graded to rewards [45, 8]. `finish` keeps 180 of these 360 completions, or fewer if fewer have an advantage, each
+    with the product of both weights and with a divisor that counts all 64 x 8.
+
+    Raises:
+        UserError: the step's nominal prompts do not divide into its mini-batches, or are more than there are.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        num_prompts: int,
+        order: Order | None = None,
+        capacity: StepCapacity | None = None,
+        set_sizes: Mapping[str, int] | None = None,
+        features: PromptFeatures | None = None,
+    ) -> None:
+        check_selection(config)
+        self._config = config
+        self._capacity = capacity
+        self._updates = config.objective.updates_per_step
+        self.prompts_per_step = planned_prompts(config)
+        """Nominal prompts of a step; above the config's number only with CPPO's allocation."""
+        group = config.rollout.completions_per_prompt
+        per_minibatch = self.prompts_per_step // self._updates * group
+        check_methods(config.pruning, group_size=group, minibatch_size=per_minibatch)
+        rest_steps = reference_steps(config.pruning)
+        self._completion_policy = make_completion_policy(
+            config.pruning.completion,
+            seed=config.seed,
+            total_steps=config.steps,
+            zero_advantage_slope=zero_advantage_slope(config.objective),
+            group_size=group,
+            rest_steps=rest_steps,
+        )
+        self._coefficients = Coefficients(config, self.prompts_per_step)
+        if num_prompts < self.prompts_per_step:
+            raise UserError(too_few_prompts(config, num_prompts))
+        self._prompt_policy = make_prompt_policy(
+            config.pruning.prompt,
+            num_prompts=num_prompts,
+            completions_per_prompt=group,
+            prompts_per_step=self.prompts_per_step,
+            total_steps=config.steps,
+            seed=config.seed,
+            rest_steps=rest_steps,
+            features=features,
+        )
+        sizes = {"": num_prompts} if set_sizes is None else set_sizes
+        self._order = order or make_order(sizes, train_set_weights(config), config.seed, self.prompts_per_step)
+        self._position = 0
+        self._noise = NoiseReference()
+        self._delay = min(config.rollout.async_steps, 1)
+        """Steps that a prompt policy's feedback comes late: a step that begins ahead cannot know what the one before it
+        cost, and one that does not, because a checkpoint is due, must choose the same."""
+        self._costs: list[StepCost] = []
+        """Feedback that the prompt policy has still to hear."""
+        self._said: list[str] = []
+        self._open: list[_Step] = []
+        """Steps that have begun and have had no feedback, oldest first; at most two."""
+
+    def begin(self, step: int) -> Chosen:
+        """The prompts of step `step` (from 1) that are worth a rollout.
+
+        Raises:
+            ValueError: a step two before this one has had no feedback.
+        """
+        if len(self._open) > 1:
+            raise ValueError(f"step {step} begins, but step {self._open[0].number} has had no feedback")
+        if self._open:
+            self._open[0].before = self._before(self._open[0])
+        self._learn()
+        while self._costs and self._costs[0].step < step - self._delay:
+            self._said += _lines(self._prompt_policy.feedback(self._costs.pop(0)))
+        self._open.append(_Step(step, self._position))
+        return self._choose(self.prompts_per_step, self._open[-1], self._updates)
+
+    def refill(self, rewards: FloatArray, step: int) -> Chosen | None:
+        """More prompts, for the methods that sample until enough groups have variance; None when it is enough.
+
+        Args:
+            rewards: [groups, G] of all groups of the step so far.
+        """
+        of = self._of(step)
+        missing = self._prompt_policy.missing_prompts(rewards, step=step - 1, rounds=of.rounds)
+        return self._choose(min(missing, self._order.num_prompts), of, 1) if missing else None
+
+    def finish(self, rollouts: Rollouts, step: int) -> Decision:
+        """Advantages on full groups, then the completions worth training on.
+
+        Raises:
+            GuardStop, UserError: an outcome that nothing can be chosen by; see `check_outcomes`.
+        """
+        of, zero_based, size = self._of(step), step - 1, rollouts.rewards.shape[1]
+        prompts = join(of.chosen)
+        check_outcomes(prompts.prompt_index, rollouts.rewards, rollouts.lengths, rollouts.surprisal)
+        groups = self._prompt_policy.keep_groups(rollouts.rewards, step=zero_based)
+        minibatch = self._assign(prompts, groups)
+        advantages = self._coefficients.advantages(rollouts, prompts.weight * groups.weight)
+        denominator, denominator_row = self._denominator(rollouts.lengths, minibatch, groups, of)
+        # without the prompt's weight, or the weight would feed back into the score that makes the next weight
+        moment = group_second_moment(advantages * rollouts.surprisal / denominator)
+        of.outcome = _Outcome(prompts, rollouts, moment)
+        trainable, filter_row = self._coefficients.trainable(rollouts, groups)
+        nominal = self.prompts_per_step * size
+        batch = completion_batch(prompts, rollouts, advantages, denominator, groups, trainable, nominal)
+        rows = np.flatnonzero(trainable)
+        completions = self._prune_minibatches(batch, minibatch[rows // size], zero_based)
+        kept = np.zeros(rollouts.rewards.size, dtype=np.bool_)
+        weight = np.zeros(rollouts.rewards.size)
+        kept[rows] = completions.kept
+        weight[rows] = batch.prompt_weight * completions.weight
+        first, later = of.selections[: self._updates], of.selections[self._updates :]
+        planned = merge(first, np.arange(sum(len(selection.kept) for selection in first)))
+        offered = with_refills(planned, later)
+        ledger = (
+            *planned.ledger,
+            *(groups.ledger if self._prompt_policy.resamples else ()),
+            *self._coefficients.whitening_row(planned),
+            *denominator_row,
+            *filter_row,
+            *completions.ledger,
+        )
+        of.reweighted = is_reweighted(planned) or is_reweighted(completions)
+        of.kept_costs = planned.metrics.get("kept_cost", 1.0), completions.metrics.get("kept_cost", 1.0)
+        return Decision(
+            kept=kept,
+            weight=weight,
+            advantages=advantages.ravel(),
+            denominator=denominator.ravel(),
+            minibatch=np.repeat(minibatch, size),
+            ledger=ledger,
+            metrics=self._metrics(offered, batch, completions, rollouts, prompts, zero_based),
+            offered=np.concatenate(of.offered),
+            prompts=prompts,
+        )
+
+    def feedback(self, cost: StepCost) -> list[str]:
+        """What the step cost and how noisy its gradient was; lines for the log if a rate moved.
+
+        Called once each step, also where an update was skipped: its gradient norm is then NaN, and only the seconds are
+        learned. The noise ratio is the squared gradient norm over its running mean on steps where every weight was 1.
+        """
+        of = self._of(cost.step)
+        if of is not self._open[0] or (of.outcome is None and of.before is None):
+            raise ValueError(f"feedback of step {cost.step}, which is not the oldest step that is finished")
+        if of.before is None:  # else the next step, which has begun, has made it learn
+            self._learn()
+        self._open.pop(0)
+        ratio = self._noise.ratio(cost.grad_norm * cost.grad_norm, pruned=of.reweighted)
+        of_prompts, of_completions = (replace(cost, noise_ratio=ratio, kept_cost=kept) for kept in of.kept_costs)
+        self._costs.append(of_prompts)
+        if not self._delay:
+            self._said += _lines(self._prompt_policy.feedback(self._costs.pop(0)))
+        said, self._said = [*self._said, *_lines(self._completion_policy.feedback(of_completions))], []
+        return said
+
+    def full_scores(self, everything: Rollouts) -> FloatArray:
+        """[N, G] gradient-norm proxy |A| surprisal / denominator of all nominal prompts of a step, none skipped."""
+        return self._coefficients.full_scores(everything)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the step after the last one with feedback depends on."""
+        return self._state(self._open[0]) if self._open else self._state(None)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved `state_dict`; steps that had begun are forgotten."""
+        self._prompt_policy.load_state_dict(state["prompt"])
+        self._completion_policy.load_state_dict(state["completion"])
+        self._position = state["position"]
+        self._noise = NoiseReference(state["unpruned_noise"])
+        self._coefficients.mean_length = state["mean_length"]
+        self._costs = [StepCost(**cost) for cost in state["costs"]]
+        self._open, self._said = [], []
+
+    def _state(self, given_up: _Step | None) -> dict[str, Any]:
+        """The state now, but for what `given_up` (the oldest open step) has changed."""
+        before = None if given_up is None else given_up.before
+        return {
+            "prompt": self._prompt_policy.state_dict(undo=before.visits if before else None),
+            "completion": self._completion_policy.state_dict(),
+            "position": self._position if given_up is None else given_up.position,
+            "unpruned_noise": self._noise.mean,
+            "mean_length": before.mean_length if before else self._coefficients.mean_length,
+            "costs": [asdict(cost) for cost in (before.costs if before else self._costs)],
+        }
+
+    def _before(self, finished: _Step) -> _Before:
+        """What the next step, which begins ahead, is about to overwrite."""
+        if finished.outcome is None:
+            raise ValueError(f"step {finished.number + 1} begins, but step {finished.number} is not finished")
+        visits = self._prompt_policy.about_to_visit(finished.outcome.prompts.prompt_index)
+        return _Before(visits, self._coefficients.mean_length, list(self._costs))
+
+    def _of(self, step: int) -> _Step:
+        for one in self._open:
+            if one.number == step:
+                return one
+        raise ValueError(f"step {step} has not begun, or is done")
+
+    def _learn(self) -> None:
+        """Let the prompt policy see the outcome of the step that was finished last, once."""
+        finished = self._open[-1] if self._open else None
+        if finished is None or finished.outcome is None:
+            return
+        outcome, finished.outcome = finished.outcome, None
+        rollouts = outcome.rollouts
+        self._prompt_policy.observe(
+            outcome.prompts.prompt_index,
+            rollouts.rewards,
+            rollouts.lengths,
+            step=finished.number - 1,
+            second_moment=outcome.second_moment,
+        )
+        self._coefficients.learn_length(rollouts.lengths, outcome.prompts.weight)
+
+    def _choose(self, count: int, of: _Step, parts: int) -> Chosen:
+        nominal, self._position = self._order.take(self._position, count)
+        seen = np.concatenate([*of.offered, np.empty(0, np.int64)])
+        nominal = nominal[~np.isin(nominal, seen)]  # a refill may run into the next epoch, where they come again
+        of.offered.append(nominal)
+        of.rounds += 1
+        chosen = []
+        for index, mine in enumerate(np.array_split(nominal, parts)):
+            selection = self._prompt_policy.select(mine, step=of.number - 1, minibatch=len(of.selections))
+            kept = selection.kept
+            minibatch = np.full(int(kept.sum()), index, dtype=np.int64)
+            chosen.append(Chosen(mine[kept], selection.inclusion_prob[kept], selection.weight[kept], minibatch))
+            of.selections.append(selection)
+        of.chosen += chosen
+        return join(chosen)
+
+    def _assign(self, prompts: Chosen, groups: Selection) -> IntArray:
+        """[K] mini-batch of each group.
+
+        Where the rewards decide which groups go on (dynamic sampling, GRESO), the nominal positions mean nothing any
+        more: those that go on are shared out evenly, in their order.
+        """
+        if not self._prompt_policy.resamples:
+            return prompts.minibatch
+        position = np.maximum(np.cumsum(groups.kept) - 1, 0)
+        shared: IntArray = position * self._updates // max(int(groups.kept.sum()), 1)
+        return shared
+
+    def _denominator(
+        self, lengths: IntArray, minibatch: IntArray, groups: Selection, of: _Step
+    ) -> tuple[FloatArray, tuple[LedgerRow, ...]]:
+        by_draw = [bool((selection.inclusion_prob < 1).any()) for selection in of.selections]
+        # resampled: the mean over the groups that go on, which are all known
+        skips = np.array([False] if self._prompt_policy.resamples else by_draw)
+        return self._coefficients.denominator(lengths, minibatch, groups, skips)
+
+    def _prune_minibatches(self, batch: CompletionBatch, minibatch: IntArray, step: int) -> Selection:
+        """The completion policy on each mini-batch [n], put together in the order of `batch`."""
+        rows = [np.flatnonzero(minibatch == index) for index in range(self._updates)]
+        parts = [
+            self._completion_policy.prune(
+                part(batch, mine, self._updates), step=step, minibatch=index, capacity=self._capacity
+            )
+            for index, mine in enumerate(rows)
+        ]
+        return merge(parts, np.argsort(np.concatenate(rows), kind="stable"))
+
+    def _metrics(
+        self,
+        offered: Selection,
+        batch: CompletionBatch,
+        completions: Selection,
+        rollouts: Rollouts,
+        prompts: Chosen,
+        step: int,
+    ) -> dict[str, float]:
+        graded = ~np.isnan(rollouts.rewards)
+        weight = np.where(graded, prompts.weight[:, None], 0.0)
+        rewards = np.where(graded, rollouts.rewards, 0.0)
+        return {
+            # weighted, because the generated prompts are a sample of the considered ones
+            "reward/mean": float((weight * rewards).sum() / weight.sum()) if weight.sum() else math.nan,
+            "reward/failed": float((~graded).sum()),
+            "prune/prompts_considered": float(len(offered.kept)),
+            "prune/prompts_generated": float(offered.kept.sum()),
+            "prune/completions_generated": float(rollouts.rewards.size),
+            "prune/completions_trained": float(completions.kept.sum()),
+            "tokens/generated": float(rollouts.lengths.sum()),
+            "tokens/trained": float(batch.lengths[completions.kept].sum()),
+            **step_metrics(offered, batch, completions),
+            **self._prompt_policy.history_metrics(step=step),
+        }
+
+
+def _lines(said: str | None) -> list[str]:
+    return [said] if said else []

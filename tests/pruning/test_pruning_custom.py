@@ -1,0 +1,214 @@
+"""A user's own policy: its ledger is true in every draw, it resumes, and what is wrong is said before the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from label_cases import Case, make_outcomes
+from support import policies
+from support.job import job_config, read_metrics, settings, write_job_files
+from support.launch import run_ranks
+from test_pruning_labels import check
+
+from dppo_megatron.cli import main
+from dppo_megatron.config.schema import Config
+from dppo_megatron.job import prepare_job
+from dppo_megatron.pruning import Draw, StepCost
+from dppo_megatron.pruning.methods import METHODS, method_overrides, parse_methods
+from dppo_megatron.run import Run, Stopped
+from dppo_megatron.selection import Selector
+from dppo_megatron.train import train
+from dppo_megatron.types import UserError
+
+OWN = "support.policies:"
+
+
+def _config(prompt: str = "none", completion: str = "none") -> Config:
+    config = Config(steps=400)
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 4, 3
+    config.rollout.sampling.max_completion_tokens = 12
+    config.pruning.prompt.method, config.pruning.completion.method = prompt, completion
+    config.pruning.prompt.warmup_epochs = 0.0
+    return config
+
+
+def _case(config: Config, seed: int) -> Case:
+    """Somewhere in a run: three steps were played."""
+    rng = np.random.default_rng(seed)
+    config.seed = seed
+    selector = Selector(config, 8)
+    case = Case(config, selector, 1, selector.state_dict(), make_outcomes(rng, 8, 3, binary=True))
+    for step in (1, 2, 3):
+        case.outcomes = make_outcomes(rng, 8, 3, binary=True)
+        case.run()
+        selector.feedback(StepCost(step, 1.0, 1.0, 0.1))
+        case.step, case.state = step + 1, selector.state_dict()
+    return case
+
+
+# ------------------------------------------------------------------------------------------------- the ledger
+
+
+@pytest.mark.parametrize("design", ["systematic", "poisson"])
+@pytest.mark.parametrize(
+    ("prompt", "completion", "label"),
+    [
+        (OWN + "Curious", "none", "unbiased"),
+        (OWN + "FlatScore", "none", "unbiased"),
+        ("none", OWN + "Longer", "unbiased"),
+        (OWN + "Curious", OWN + "Longer", "unbiased"),
+        (OWN + "FirstHalf", "none", "biased"),
+        ("none", OWN + "Shortest", "biased"),
+    ],
+)
+def test_the_ledger_of_a_plugged_policy_is_true(prompt: str, completion: str, label: str, design: str) -> None:
+    """`check` enumerates every draw: an unbiased label is the full batch's expectation, and no draw changes a label."""
+    found = set()
+    for seed in range(6):
+        config = _config(prompt, completion)
+        config.pruning.prompt.design = config.pruning.completion.design = design
+        found.add(check(_case(config, seed)))
+    assert found - {"exact"} == {label}  # every prompt of a step may have had variance: nothing is left to chance
+
+
+@pytest.mark.parametrize(
+    ("changes", "label"), [({"max_weight": 1.1}, "biased"), ({"estimator": "hajek"}, "ratio"), ({}, "unbiased")]
+)
+def test_settings_that_bend_the_weights_are_labelled(changes: dict[str, Any], label: str) -> None:
+    """As for the built-in methods: the house weighs."""
+    config = _config("none", OWN + "Longer")
+    for name, value in changes.items():
+        setattr(config.pruning.completion, name, value)
+    assert check(_case(config, 1)) == label
+
+
+def test_a_design_of_ones_own_is_unbiased_on_average() -> None:
+    """Its coins are its own, so they cannot be enumerated: over 4,000 steps the mean weight of each prompt is 1, within
+    5 standard errors of sqrt((1 / 0.7 - 1) / 4000) = 0.0104."""
+    selector = Selector(_config(OWN + "Coins"), 4)
+    total = np.zeros(4)
+    policy = selector._prompt_policy
+    for step in range(4000):
+        drawn = policy.select(np.arange(4), step=step % 300, minibatch=step // 300)
+        assert drawn.ledger[0].label == "unbiased"
+        total += drawn.weight
+    np.testing.assert_allclose(total / 4000, 1.0, atol=5 * 0.0104)
+
+
+def test_a_completion_with_an_advantage_keeps_a_floor() -> None:
+    """Whatever `choose` says, nothing with gradient has less than p_min, and nothing without any has a chance."""
+    config = _config("none", OWN + "Longer")
+    config.pruning.completion.p_min = 0.5
+    case = _case(config, 2)
+    decision = case.run()
+    assert decision.weight.max() <= 2.0
+    assert not decision.kept[decision.advantages == 0].any()
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda n: [True] * n, r"choose returned list; expected a numpy array \[4\]"),
+        (lambda n: np.ones(n + 1), r"returned float64\[5\]; expected a numpy array \[4\]"),
+        (lambda n: np.ones(n, dtype=int), r"returned int64\[4\]; expected .* floats \(probabilities\)"),
+        (lambda n: np.full(n, 1.5), r"returned 1.5 in row 0: probabilities are in \[0, 1\]"),
+        (lambda n: np.full(n, np.nan), "returned nan in row 0"),
+        (lambda n: Draw(np.ones(n, bool), np.zeros(n), True), "kept a row of probability 0"),
+        (lambda n: Draw(np.zeros(n, bool), np.ones(n), True), "left out a row of probability 1"),
+        (lambda n: Draw(np.zeros(n, bool), np.zeros(n), True), "gives probability 0 to a row that can carry gradient"),
+    ],
+)
+def test_answers_that_are_none_are_named(answer: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies.Answers, "answer", staticmethod(answer))
+    with pytest.raises(UserError, match=message):
+        Selector(_config(OWN + "Answers"), 4).begin(1)
+
+
+@pytest.mark.parametrize(
+    ("level", "path", "message"),
+    [
+        ("prompt", "no_such_module:Policy", "cannot be imported: ModuleNotFoundError"),
+        ("prompt", OWN + "NoSuch", "cannot be imported: AttributeError"),
+        ("prompt", OWN + "NUMBER", "is not callable"),
+        ("prompt", "support.job:job_config", "is no prompt policy: expected a class derived from"),
+        ("prompt", OWN + "Longer", "is no prompt policy: .*; it is one of completions"),
+        ("completion", OWN + "Curious", "is no completion policy: .*; it is one of prompts"),
+        ("prompt", OWN + "Nothing", "has no method choose"),
+        ("prompt", OWN + "Replaced", "replaces select, where draws are weighed and labelled"),
+        ("prompt", OWN + "NoArguments", r"an __init__ takes \(\*args, \*\*kwargs\)"),
+        ("prompt", OWN + "Unsaved", r"own_state\(\)\['seen'\] holds a set: a checkpoint keeps numbers"),
+        ("prompt", "dpo", "did you mean 'dppo'.*or module:Class for a policy of your own"),
+    ],
+)
+def test_a_plugged_policy_that_is_none_ends_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], level: str, path: str, message: str
+) -> None:
+    """Exit code 2, one line, and no run directory."""
+    files = write_job_files(tmp_path)
+    arguments = ["train", "configs/quickstart.yaml", *settings(files, tmp_path / "run")]
+    assert main([*arguments, f"pruning.{level}.method={path}"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: ") and not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match=message):
+        raise UserError(said)
+
+
+def test_compare_and_simulate_know_it() -> None:
+    """The level is the class's."""
+    assert parse_methods(f"grpo,{OWN}Curious,{OWN}Longer") == ["grpo", OWN + "Curious", OWN + "Longer"]
+    assert method_overrides(OWN + "Longer")[:2] == [
+        "pruning.prompt.method=none",
+        f"pruning.completion.method={OWN}Longer",
+    ]
+    assert set(METHODS) >= {"grpo", "dppo", "cppo_verl", "max_variance"} and METHODS["cppo"] == ("none", "cppo")
+    with pytest.raises(UserError, match="no method 'gpro'"):
+        parse_methods("gpro")
+
+
+# ------------------------------------------------------------------------------------------------- real runs
+
+
+def _run(config: Config, *, stop_after: int = 0) -> None:
+    def job() -> None:
+        try:
+            with Run(prepare_job(config, 1)) as run:
+                if stop_after:
+                    save = run.save_if_due
+
+                    def then_stop(step: int) -> None:
+                        if step == stop_after:
+                            run._stop_requests.received = "SIGTERM"
+                        save(step)
+
+                    run.save_if_due = then_stop  # type: ignore[method-assign]
+                train(run)
+        except Stopped:
+            pass
+
+    run_ranks(job, 1)
+
+
+@pytest.mark.parametrize("prompt", ["Curious", "FirstHalf"])
+def test_a_plugged_policy_trains_and_resumes(tmp_path: Path, prompt: str) -> None:
+    """Stopped after step 3 and resumed: every line of metrics.jsonl as in the run that was not, the ledger included."""
+    files = write_job_files(tmp_path)
+    methods = {
+        "pruning__prompt__method": OWN + prompt,
+        "pruning__completion__method": OWN + ("Longer" if prompt == "Curious" else "Shortest"),
+        "steps": 6,
+    }
+    _run(job_config(files, tmp_path / "whole", **methods))
+    _run(job_config(files, tmp_path / "torn", **methods), stop_after=3)
+    assert len(read_metrics(tmp_path / "torn")) == 4
+    _run(job_config(files, tmp_path / "torn", **methods))
+    whole, torn = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "torn")
+    assert whole == torn
+    rows = {row["name"]: row["label"] for row in whole[-1]["prune/ledger"]}
+    label, completion = "unbiased" if prompt == "Curious" else "biased", methods["pruning__completion__method"]
+    assert rows[f"prompt/{OWN}{prompt}"] in {label, "exact"} and rows[f"completion/{completion}"] == label

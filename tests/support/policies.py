@@ -1,0 +1,116 @@
+"""Policies as a user might write them: `pruning.prompt.method=support.policies:Name`, the same for completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dppo_megatron.pruning import CompletionBatch, CustomCompletionPolicy, CustomPromptPolicy, Draw
+from dppo_megatron.pruning.custom import Choice
+from dppo_megatron.pruning.prompt_dppo import DppoPromptPolicy
+from dppo_megatron.randomness import uniforms
+from dppo_megatron.types import FloatArray, IntArray
+
+
+class Curious(CustomPromptPolicy):
+    """Probabilities: prompts whose groups had variance always, the others the less the more often they were tried."""
+
+    reads = ("p_min", "design", "estimator", "max_weight", "anneal_fraction", "warmup_epochs", "discount")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tries: dict[str, int] = {}
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        tries = np.array([self.tries.get(str(prompt), 0) for prompt in prompt_index.tolist()])
+        varied = self.history.arrays["variance"][prompt_index] > 0
+        return np.where(varied, 1.0, 0.9 ** (1.0 + tries))
+
+    def learn(self, prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int) -> None:
+        for prompt in prompt_index.tolist():
+            self.tries[str(prompt)] = self.tries.get(str(prompt), 0) + 1
+
+    def own_state(self) -> dict[str, Any]:
+        return {"tries": dict(self.tries)}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        self.tries = dict(state["tries"])
+
+
+class Coins(CustomPromptPolicy):
+    """A design of its own: every prompt by an independent coin of 0.7."""
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        pi = np.full(len(prompt_index), 0.7)
+        return Draw(uniforms(self.seed, "coins", prompt_index, step, minibatch) < pi, pi, fixed_size=False)
+
+
+class FirstHalf(CustomPromptPolicy):
+    """A pick."""
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        return np.arange(len(prompt_index)) < max(len(prompt_index) // 2, 1)
+
+
+class FlatScore(DppoPromptPolicy):
+    """A built-in with one part replaced."""
+
+    def _score(self, ids: IntArray, step: int) -> FloatArray:
+        return np.ones(len(ids))
+
+
+class Longer(CustomCompletionPolicy):
+    """Probabilities: long completions more often."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        return batch.lengths / batch.lengths.max(initial=1)
+
+
+class Shortest(CustomCompletionPolicy):
+    """A pick."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        return batch.lengths <= np.median(batch.lengths) if len(batch) else np.zeros(0, dtype=np.bool_)
+
+
+class Nothing(CustomPromptPolicy):
+    """Lacks `choose`."""
+
+
+class Replaced(CustomPromptPolicy):
+    """Would weigh and label by itself."""
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        return np.ones(len(prompt_index))
+
+    def select(self, prompt_index: IntArray, *, step: int, minibatch: int = 0) -> Any:
+        return None
+
+
+class NoArguments(FirstHalf):
+    """Takes another signature."""
+
+    def __init__(self) -> None:
+        pass
+
+
+class Unsaved(FirstHalf):
+    """Keeps what a checkpoint cannot hold."""
+
+    def own_state(self) -> dict[str, Any]:
+        return {"seen": {1, 2}}
+
+
+class Answers(CustomPromptPolicy):
+    """Answers what `answer` is."""
+
+    answer: Any = None
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        given: Choice = self.answer(len(prompt_index))
+        return given
+
+
+NUMBER = 3
