@@ -157,6 +157,9 @@ def _own_address(urls: Sequence[str]) -> str:
     for url in urls:
         parts = urlsplit(url)
         assert parts.hostname is not None
-        with socket.create_connection((parts.hostname, parts.port or 80), timeout=10) as probe:
+        # a datagram socket only asks the routing table: the server need not answer, nor even live
+        family, kind, *_, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
             found.append(str(probe.getsockname()[0]))
     return next((address for address in found if not ip_address(address).is_loopback), found[0])

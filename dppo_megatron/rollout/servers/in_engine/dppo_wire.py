@@ -100,18 +100,24 @@ class _Passing(threading.Thread):
         self._chunks = self.memory.split(chunk_bytes)
         self._arriving = [group.recv([chunk], previous, tag) for tag, chunk in enumerate(self._chunks)]
         self._there = 0
-        self._error: Exception | None = None
+        self._error = ""
         self._changed = threading.Condition()
         self.start()
 
     def run(self) -> None:
+        try:
+            self._pass_on()
+        finally:
+            self._group, self._arriving = None, []  # the group's sockets close with the last who knows it
+
+    def _pass_on(self) -> None:
         leaving = []
         for tag, (chunk, work) in enumerate(zip(self._chunks, self._arriving, strict=True)):
             try:
                 work.wait()
             except Exception as error:
                 with self._changed:
-                    self._error = error
+                    self._error = str(error) or type(error).__name__  # not itself: its traceback knows the group
                     self._changed.notify_all()
                 return
             if self._following is not None:
@@ -128,9 +134,9 @@ class _Passing(threading.Thread):
 
     def wait_for(self, num_bytes: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._there >= num_bytes or self._error is not None)
+            self._changed.wait_for(lambda: self._there >= num_bytes or bool(self._error))
             if self._there < num_bytes:
-                raise RuntimeError(f"the weights stopped coming: {self._error}") from self._error
+                raise RuntimeError(f"the weights stopped coming: {self._error}")
 
     def finish(self) -> None:
         self.wait_for(self.memory.nbytes)

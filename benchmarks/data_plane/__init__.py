@@ -1,0 +1,1 @@
+"""The parts of `benchmarks/data_plane.py`, a module each."""
