@@ -285,7 +285,7 @@ def test_the_canary_is_short_and_silence_does_not_pass() -> None:
     said: list[str] = []
     values = {"sampling.max_completion_tokens": 32768, "sampling.top_p": 0.9, "completions_per_prompt": 16}
     canary, engine = Canary(_config(**values), 0, (), said.append), Answering()
-    prompt = Prompt(0, "q", "a", (1, 2))
+    prompt = Prompt(0, "q", (1, 2), "a", "")
 
     def score(_: Prompt, completions: Sequence[Completion]) -> list[Any]:
         return [np.full(len(one.token_ids), -1.0) for one in completions]
