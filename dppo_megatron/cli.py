@@ -30,7 +30,7 @@ Train a model as CONFIG says. Settings can be changed on the command line by the
 
 On several processes, with the same arguments:
 
-  torchrun --nproc-per-node 4 -m dppo_megatron.train CONFIG \\
+  torchrun --nproc-per-node 4 -m dppo_megatron train CONFIG \\
       actor.layout.tensor_parallel=2 actor.layout.pipeline_parallel=2
 
 Every setting is described in dppo_megatron/config/schema.py. What a run leaves in its directory is described in

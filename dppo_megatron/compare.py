@@ -169,7 +169,7 @@ def _train(config_path: str, settings: list[str], run_dir: Path) -> None:
     if world != 1:
         raise UserError("compare starts its own processes: run it without torchrun")
     print(f"compare: {run_dir}", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "dppo_megatron.train", config_path, *settings, f"run_dir={run_dir}"]
+    command = [sys.executable, "-m", "dppo_megatron", "train", config_path, *settings, f"run_dir={run_dir}"]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode == 2:
         raise UserError(done.stderr.strip().removeprefix("error: "))

@@ -195,7 +195,8 @@ class Loop:
         """The engine rests. Then the log-probabilities that the objective compares with: the actor's before the first
         update of the step, and the reference's. Without a need for either (docs/objectives.md) nothing is run."""
         objective, timers = self.job.config.objective, step.record.timers
-        self._engine.rest()
+        if self._ahead is None:  # else it is generating
+            self._engine.rest()
         needs_old, needs_reference = needs_old_logprobs(objective), objective.kl.coef > 0
         if not (needs_old or needs_reference):
             return

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 from dppo_megatron.config.data import check_data, longest_prompt_tokens
-from dppo_megatron.config.evaluation import check_evaluation
 from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.paths import check_directory, check_writable, shown
 from dppo_megatron.config.pruning import check_pruning
@@ -32,7 +31,6 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
     _check_text(config)
     _check_optimizer(config.actor.optimizer)
     _check_actor(config)
-    check_evaluation(config)
     if purpose != "grade":
         _check_required(config, trains=purpose == "train")
         _check_files(config, trains=purpose == "train")
@@ -53,7 +51,7 @@ def check_world_size(config: Config, world_size: int) -> None:
         raise UserError(
             f"actor.layout: tensor_parallel={tp} x pipeline_parallel={pp} x context_parallel={cp} needs a multiple of"
             f" {attention} processes, but the world size is {world_size};"
-            f" launch with torchrun --nproc-per-node {attention} -m dppo_megatron.train ..."
+            f" launch with torchrun --nproc-per-node {attention} -m dppo_megatron train ..."
         )
     if world_size % experts:
         raise UserError(

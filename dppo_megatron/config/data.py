@@ -7,7 +7,6 @@ job on one file needs one line, and a job on nine sets says only what differs fr
 from __future__ import annotations
 
 import difflib
-import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -62,7 +61,7 @@ class SetConfig:
 class TrainSetConfig(SetConfig):
     """One set to train on."""
 
-    weight: float = ranged(1.0, "(0, 1e9]")
+    weight: float = ranged(1.0, "(0, 1e9]", why="leave the set out to train without it")
     """Its share of a step under data.mixing = weighted, relative to the other sets."""
 
 
@@ -332,8 +331,6 @@ def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
         raise UserError(f"{key}.template = '{layer.template}': no such template; {hint}")
     if layer.prompt_template is not None and "{problem}" not in layer.prompt_template:
         raise UserError(f"{key}.prompt_template = {layer.prompt_template!r}: must contain {{problem}}")
-    if layer.max_prompt_tokens is not None and layer.max_prompt_tokens < 1:
-        raise UserError(f"{key}.max_prompt_tokens = {layer.max_prompt_tokens}: must be at least 1")
     if layer.overlong not in (None, "error", "filter"):
         raise UserError(f"{key}.overlong = '{layer.overlong}': must be error or filter")
     for name in ("problem_field", "answer_field"):
@@ -344,8 +341,6 @@ def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
 
 
 def _check_weight(key: str, weight: float, mixing: str) -> None:
-    if not (weight > 0 and math.isfinite(weight)):
-        raise UserError(f"{key} = {weight}: must be a finite number above 0; leave the set out to train without it")
     if mixing != "weighted" and weight != 1.0:
         raise UserError(f"{key} = {weight} has no effect while data.mixing = {mixing}; set data.mixing=weighted")
 
@@ -353,8 +348,6 @@ def _check_weight(key: str, weight: float, mixing: str) -> None:
 def _check_resolved(one: ResolvedSet) -> None:
     if not one.path:
         raise UserError(f"{one.path_key} is not set: a file, a directory or hub:owner/name")
-    if one.limit < 0:
-        raise UserError(f"{one.key}.limit = {one.limit}: must not be negative; 0 takes all")
     template = one.template
     if not template.apply_chat_template:
         for name, value in (("system_prompt", template.system_prompt), ("kwargs", template.chat_template_kwargs)):
