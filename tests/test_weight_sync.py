@@ -20,7 +20,7 @@ from support.launch import run_ranks
 from support.settings import rollout_config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from data_plane.receivers import PipeServer
+from receivers import PipeServer
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers import vllm

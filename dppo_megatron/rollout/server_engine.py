@@ -38,13 +38,12 @@ from dppo_megatron.rollout.engine import Request, Sampling, Weights
 from dppo_megatron.rollout.grouping import completion_of, grouped
 from dppo_megatron.rollout.servers.connect import ChannelName, Connection, configured_key, connect
 from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
-from dppo_megatron.rollout.servers.member import Member
-from dppo_megatron.rollout.servers.protocol import generate
 from dppo_megatron.rollout.servers.seats import RankDevice, Seats, this_device
-from dppo_megatron.rollout.servers.wire import Expected, Sampled
+from dppo_megatron.rollout.servers.wire import Expected
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
-from dppo_megatron.rollout.sync.channels import FAILURES, Channel, DiskChannel, at_once
+from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
 from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
+from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
 from dppo_megatron.types import Completion, Grade
 from dppo_megatron.weights.architecture import Architecture
@@ -172,26 +171,11 @@ class ServerEngine:
 
     def _probe(self, work: Work) -> list[tuple[str, Completion]]:
         """On rank 0."""
-
-        def ask(member: Member) -> list[Sampled]:
-            return [
-                one
-                for group in work.groups
-                for one in generate(member.server, group, work.expected, timeout_s=_PROBE_S)
-                if len(one.token_ids)
-            ]
-
         answers: list[tuple[str, Completion]] = []
-        for member, answer in at_once(self._fleet.live, ask):
-            if (error := answer.exception()) is not None:
-                if not isinstance(error, FAILURES):
-                    raise error
-                self._fleet.say(f"rollout: no answer to a canary request from {member.name}: {error}")
-                continue
-            sampled = answer.result()
+        for name, sampled in ask_for_canary(self._fleet, work.groups, work.expected, _PROBE_S):
             texts = self._detokenizer.decode([one.token_ids for one in sampled])
             answers += [
-                (member.name, completion_of(one.token_ids, one.logprobs, one.finish_reason, spans_of(one), text))
+                (name, completion_of(one.token_ids, one.logprobs, one.finish_reason, spans_of(one), text))
                 for one, text in zip(sampled, texts, strict=True)
             ]
         return answers

@@ -26,6 +26,11 @@ from torch import Tensor
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.engine import Engine, Request, Sampling
+from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.member import Member
+from dppo_megatron.rollout.servers.protocol import generate
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Sampled
+from dppo_megatron.rollout.sync.channels import FAILURES, at_once
 from dppo_megatron.types import Completion, GuardStop, Prompt
 
 MOST_MISSED = 3
@@ -180,6 +185,27 @@ class Canary:
         scored = score(prompt, [completion for _, completion in answers])
         worst = canary_difference(servers, [completion.logprobs for _, completion in answers], scored, self._bound)
         return {"rollout/canary_servers": float(answered), "rollout/canary_logprob_diff": worst}
+
+
+def ask_for_canary(
+    fleet: Fleet, groups: Sequence[GenerateRequest], expected: Expected, timeout_s: float
+) -> list[tuple[str, list[Sampled]]]:
+    """(server, completions) of the same requests from all live servers, which are asked at once; on rank 0. One that
+    gives no whole answer in time is left out and named in the log, and is as live as before."""
+
+    def ask(member: Member) -> list[Sampled]:
+        """One server."""
+        answers = [generate(member.server, group, expected, timeout_s=timeout_s) for group in groups]
+        return [one for sampled in answers for one in sampled if len(one.token_ids)]
+
+    found = []
+    for member, answer in at_once(fleet.live, ask):
+        error = answer.exception()
+        if isinstance(error, FAILURES):
+            fleet.say(f"rollout: no answer to a canary request from {member.name}: {error}")
+        else:
+            found.append((member.name, answer.result()))
+    return found
 
 
 def canary_difference(

@@ -31,7 +31,7 @@ from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.protocol import DeviceMemory, InFlight, Offer, TensorNote
 from dppo_megatron.rollout.transfer.groups import CHUNK_BYTES, BroadcastGroup, Chain, Meeting
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[1]
 _IN_ENGINE = _ROOT / "dppo_megatron" / "rollout" / "servers" / "in_engine"
 
 

@@ -1,1 +1,0 @@
-"""The parts of `benchmarks/data_plane.py`, a module each."""
