@@ -1,38 +1,41 @@
 """Servers that take weights and generate nothing, each in a process of its own: for sync benchmarks and tests.
 
 The process runs the receiving end that vLLM's workers run (`in_engine/dppo_wire.py`, or a mapping of the trainer's
-memory) and digests what comes. Calls go over a pipe, a line of JSON each way, instead of HTTP; what can go wrong with a
-connection is the same: the process is killed, hangs, or answers with an error.
+memory) and digests what comes. Calls go over a pipe instead of HTTP; what can go wrong with a connection is the same:
+the process is killed, hangs, or answers with an error.
 
     trainer                                   receiver process
-    PipeServer.receive ── {"call": "receive"} ──▶ Chain.receive ... digest
-                       ◀── {"answer": ...} ────
+    PipeServer.receive ── ("receive", bytes) ──▶ Chain.receive ... digest
+                       ◀── ("answer", ...) ────
+
+Processes are forked from a server process that has imported torch, so that one costs milliseconds.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import math
+import multiprocessing
 import os
-import select
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence, Set
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.protocol import DeviceMemory, InFlight, Offer, TensorNote
 from dppo_megatron.rollout.transfer.groups import CHUNK_BYTES, BroadcastGroup, Chain, Meeting
 
-_ROOT = Path(__file__).resolve().parents[1]
-_IN_ENGINE = _ROOT / "dppo_megatron" / "rollout" / "servers" / "in_engine"
+_IN_ENGINE = Path(__file__).resolve().parents[1] / "dppo_megatron" / "rollout" / "servers" / "in_engine"
+_FORK = multiprocessing.get_context("forkserver")
+_FORK.set_forkserver_preload(["torch", "torch.distributed", "receivers"])
 
 
 class _Address:
@@ -63,15 +66,15 @@ class PipeServer:
     def start(self, **arguments: Any) -> None:
         """Its process; again after it has ended."""
         self._arguments |= arguments
-        environment = os.environ | {"PYTHONPATH": f"{_IN_ENGINE}{os.pathsep}{_ROOT}", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(Path(__file__)), json.dumps(self._arguments)]
-        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._pipe, theirs = _FORK.Pipe()
+        self.process: Any = _FORK.Process(target=_serve, args=(theirs, self._arguments), daemon=True)
+        self.process.start()
+        theirs.close()
 
     def stop(self) -> None:
         """End its process."""
-        self.process.send_signal(signal.SIGCONT)
-        self.process.kill()
-        self.process.wait()
+        self.process.kill()  # SIGKILL ends a stopped process too
+        self.process.join()
 
     def healthy(self, *, timeout_s: float) -> None:
         """A process that hangs gives no answer."""
@@ -133,42 +136,22 @@ class PipeServer:
         if not self._lock.acquire(timeout=timeout_s):
             raise Unreachable(f"{self.http.url}: busy for {timeout_s:g} s")
         try:
-            with contextlib.suppress(ValueError, OSError):  # what an earlier call did not wait for
-                while select.select([self.process.stdout], [], [], 0)[0] and self._line():
-                    pass
-            stdin = self.process.stdin
-            assert stdin is not None
-            stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
-            stdin.flush()
-            if not select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            while self._pipe.poll(0):  # what an earlier call did not wait for
+                self._pipe.recv()
+            self._pipe.send((name, arguments))
+            if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
                 raise Unreachable(f"{self.http.url}: no answer in {timeout_s:g} s")
-            line = self._line()
-            if not line:
-                raise Unreachable(f"{self.http.url}: connection closed")
-        except OSError as error:
-            raise Unreachable(f"{self.http.url}: {error}") from None
+            kind, answer = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise Unreachable(f"{self.http.url}: connection closed ({type(error).__name__})") from None
         finally:
             self._lock.release()
-        answer = json.loads(line)
-        if "error" in answer:
-            raise Refused(500, answer["error"])
-        return answer["answer"]
-
-    def _line(self) -> bytes:
-        """Read without a buffer, which `select` would not see."""
-        assert self.process.stdout is not None
-        line = b""
-        while not line.endswith(b"\n"):
-            part = os.read(self.process.stdout.fileno(), 1)
-            if not part:
-                return b""
-            line += part
-        return line
+        if kind == "error":
+            raise Refused(500, answer)
+        return answer
 
 
 def _num_bytes(tensors: Sequence[TensorNote]) -> int:
-    import torch
-
     return sum(math.prod(note.shape) * getattr(torch, note.dtype).itemsize for note in tensors)
 
 
@@ -204,8 +187,6 @@ class _Receiver:
         self._digest.update(arrival.memory.numpy().data)
 
     def map(self, num_bytes: int, offer: dict[str, Any]) -> None:
-        import torch
-
         self._maybe_fail()
         memory = torch.from_file(offer["path"], shared=True, size=offer["bytes"], dtype=torch.uint8)
         self._digest.update(memory[:num_bytes].numpy().data)
@@ -232,19 +213,17 @@ class _Receiver:
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _serve() -> None:
-    import torch
-
-    torch.set_num_threads(1)  # and imported before the first answer: an update has a time limit
-    receiver = _Receiver(**json.loads(sys.argv[1]))
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
+def _serve(pipe: Connection, arguments: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(_IN_ENGINE))
+    receiver = _Receiver(**arguments)
+    while True:
         try:
-            answer = {"answer": getattr(receiver, name)(*arguments)}
+            name, called_with = pipe.recv()
+        except EOFError:  # the trainer has gone
+            return
+        try:
+            answer = "answer", getattr(receiver, name)(*called_with)
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    _serve()
+            answer = "error", f"{type(error).__name__}: {error}"
+        pipe.send(answer)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,9 +26,10 @@ from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers import vllm
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
+from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.seats import RankDevice, seats, visible_devices
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
-from dppo_megatron.rollout.sync.channels import Bucket, buckets
+from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, buckets
 from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import MOST_MISSED, Canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
@@ -161,6 +162,44 @@ def test_servers_wake_in_two_steps_around_the_weights(running: Running) -> None:
     assert fleet.live and sync.stage == "done"
 
 
+class _Nameless:
+    """A server that is not asked for anything."""
+
+    http = type("Address", (), {"url": "pipe://nobody"})
+
+
+class OneBehind(BucketChannel):
+    """Takes a bucket only when the stream has been asked for the next one."""
+
+    def __init__(self, fleet: Fleet, asked: list[threading.Event]) -> None:
+        super().__init__(fleet, 4, 10.0)
+        self.asked, self.in_time = asked, []
+
+    def _prepare(self, members: Sequence[Member]) -> list[Member]:
+        return list(members)
+
+    def _hand_over(self, members: Sequence[Member], bucket: Bucket) -> list[Member]:
+        following = len(self.in_time) + 1
+        self.in_time.append(following == len(self.asked) or self.asked[following].wait(10))
+        return list(members)
+
+    def close(self) -> None: ...
+
+
+def test_the_next_bucket_is_gathered_while_one_is_handed_over() -> None:
+    """And no more than the next: what has been asked for when bucket k is taken is k + 1."""
+    asked = [threading.Event() for _ in range(5)]
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, event in enumerate(asked):
+            event.set()
+            assert number < 3 or len(channel.in_time) >= number - 2, "the stream runs away"
+            yield str(number), torch.ones(1)
+
+    channel = OneBehind(Fleet([cast(Any, _Nameless())], _config(), print), asked)
+    assert channel.push(stream(), [], "1") == [] and channel.in_time == [True] * 5
+
+
 def test_a_bucket_is_sent_as_it_lies() -> None:
     """Tensors that the stream has laid end to end are not copied; loose ones are. No bucket spans two such pieces."""
     memory = torch.arange(24, dtype=torch.float32)
@@ -176,24 +215,17 @@ def test_a_bucket_is_sent_as_it_lies() -> None:
     assert found == [["a", "b"], ["c"]]
 
 
-def _through_memory(config: RolloutConfig) -> Any:
-    """Two ranks, a server beside each."""
-    rank = torch.distributed.get_rank()
-    servers = [PipeServer(i) for i in range(2)] if rank == 0 else []
-    try:
-        fleet = Fleet(servers, config, print) if rank == 0 else None  # type: ignore[arg-type]
-        channel = SharedMemoryChannel(
-            fleet, {"pipe://127.0.0.1:0": (0,), "pipe://127.0.0.1:1": (1,)}, _noted(vllm.offer), BUCKET, 60
-        )
-        sync = WeightSync(config, channel, fleet)
-        right = []
-        for version, seed in enumerate((1, 2), start=1):
-            sync.to(lambda s=seed: _weights(s))
-            right += [_holds(server, _weights(seed), str(version)) for server in servers]
-        return list(channel.receivers), len(OFFERED), right
-    finally:
-        for server in servers:
-            server.stop()
+def _through_memory(config: RolloutConfig, servers: list[PipeServer]) -> Any:
+    """Two ranks, a server beside each; rank 0 speaks to both over the pipes that it has inherited."""
+    fleet = Fleet(servers, config, print) if torch.distributed.get_rank() == 0 else None  # type: ignore[arg-type]
+    beside = {server.http.url: (rank,) for rank, server in enumerate(servers)}
+    channel = SharedMemoryChannel(fleet, beside, _noted(vllm.offer), BUCKET, 60)
+    sync = WeightSync(config, channel, fleet)
+    right = []
+    for version, seed in enumerate((1, 2), start=1):
+        sync.to(lambda s=seed: _weights(s))
+        right += [_holds(server, _weights(seed), str(version)) for server in servers if fleet is not None]
+    return list(channel.receivers), len(OFFERED), right
 
 
 OFFERED: list[str] = []
@@ -209,9 +241,11 @@ def _noted(offer: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-def test_each_rank_hands_its_buffer_to_the_server_beside_it() -> None:
+def test_each_rank_hands_its_buffer_to_the_server_beside_it(running: Running) -> None:
     """Both ranks take part in every bucket, each for its own server; rank 0 alone speaks to both."""
-    (receivers, offers, right), (_, offers_of_other, _) = run_ranks(_through_memory, 2, _config())
+    running.servers += [PipeServer(0), PipeServer(1)]
+    results = run_ranks(_through_memory, 2, _config(), running.servers)
+    (receivers, offers, right), (_, offers_of_other, _) = results
     num_buckets = len(list(buckets(_weights(1), BUCKET)))
     assert receivers == [0, 1] and right == [True] * 4
     assert offers == offers_of_other == 2 * num_buckets

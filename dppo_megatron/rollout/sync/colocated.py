@@ -60,20 +60,25 @@ class SharedMemoryChannel:
         """On rank 0. The others are in `take_part` meanwhile, so nothing is raised before the stream's end."""
         assert self._fleet is not None
         fleet, timeout_s = self._fleet, self._timeout_s
-        taking_part = on_each(fleet, members, lambda m: receiver(m).begin_update(timeout_s=timeout_s))
-        handed: Future[list[Member]] | None = None
+        problem: BaseException | None = None
+        try:
+            taking_part = on_each(fleet, members, lambda m: receiver(m).begin_update(timeout_s=timeout_s))
+        except Exception as error:
+            taking_part, problem = [], error
+        handed: Future[list[Member]] = _done(taking_part)
         with ThreadPoolExecutor(1, thread_name_prefix="sender") as sender:
             for turn, bucket in enumerate(buckets(tensors, self._bucket_bytes)):
                 mine = self._offers(bucket, turn)
-                taking_part, problem = _outcome(handed, taking_part)
+                problem = handed.exception() or problem
                 offers = self._exchange(mine)
+                taking_part = [] if problem is not None else handed.result()
                 handed = sender.submit(self._hand_over, taking_part, bucket.notes, offers)
-            taking_part, problem = _outcome(handed, taking_part)
+            problem = handed.exception() or problem
         self._exchange({})  # all have been read: the buffers are their owners' again
         self._give_back()
         if problem is not None:
             raise problem
-        return on_each(fleet, taking_part, lambda m: receiver(m).end_update(version, timeout_s=timeout_s))
+        return on_each(fleet, handed.result(), lambda m: receiver(m).end_update(version, timeout_s=timeout_s))
 
     def take_part(self, tensors: Tensors) -> None:
         """On the other ranks: offer each bucket in its turn, if a server's worker reads from here."""
@@ -139,9 +144,8 @@ class SharedMemoryChannel:
             self.close()
 
 
-def _outcome(handed: Future[list[Member]] | None, before: list[Member]) -> tuple[list[Member], BaseException | None]:
-    """Who took the last bucket; nobody, and why, if handing it over went wrong through no fault of a server."""
-    if handed is None:
-        return before, None
-    error = handed.exception()
-    return ([], error) if error is not None else (handed.result(), None)
+def _done(members: list[Member]) -> Future[list[Member]]:
+    """As if a bucket before the first had been handed to `members`."""
+    future: Future[list[Member]] = Future()
+    future.set_result(members)
+    return future

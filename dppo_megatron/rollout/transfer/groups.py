@@ -75,7 +75,8 @@ class Chain(BroadcastGroup):
         self._backend: Any = _backend(meeting, PrefixStore(_PREFIX, meeting.store))
 
     def send(self, memory: Tensor) -> None:
-        begun = [self._backend.send([part], 1, tag) for tag, part in enumerate(torch.split(memory, CHUNK_BYTES))]
+        parts = torch.split(memory.cpu(), CHUNK_BYTES)  # gloo sends from the host
+        begun = [self._backend.send([part], 1, tag) for tag, part in enumerate(parts)]
         for work in begun:
             work.wait()
 
