@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 from dppo_megatron.distributed import share
-from dppo_megatron.types import Completion, Prompt
+from dppo_megatron.types import Completion, Grade, Prompt
 
 Weights: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
 """Starts a pass over all weights: every (Hugging Face name, full tensor) once, given to the ranks in
@@ -113,6 +113,9 @@ class Engine(Protocol):
 
         Every request is held by exactly one rank, and a prompt's completions by the same one.
         """
+
+    def take_grades(self) -> dict[int, Grade]:
+        """Position in the requests of the last `finish` -> grade, of what was graded where it arrived; else nothing."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """`start` and `finish`: this rank's completions, in the order of their requests."""

@@ -22,7 +22,7 @@ from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.engine import Request, Sampling, Weights, own_requests
 from dppo_megatron.rollout.hf_names import by_checkpoint_name
 from dppo_megatron.rollout.kv_cache import growing_cache
-from dppo_megatron.types import BoolArray, Completion, FloatArray, IntArray
+from dppo_megatron.types import BoolArray, Completion, FloatArray, Grade, IntArray
 from dppo_megatron.weights.hf_files import WeightReader, check_finite
 
 _COMPACT_BELOW = 0.75
@@ -94,6 +94,10 @@ class HFEngine:
     def finish(self) -> dict[int, Completion]:
         """What `start` was asked for."""
         return dict(sorted(self.stream(*self._started)))
+
+    def take_grades(self) -> dict[int, Grade]:
+        """Nothing: the ranks grade."""
+        return {}
 
     def abort(self) -> None:
         """Forget what `start` was asked for."""

@@ -225,8 +225,8 @@ def _check_cuts(url: str, info: ServerInfo, rollout: RolloutConfig, vocab_size: 
 def launch_servers(config: Config) -> list[LaunchedServer]:
     """Start `rollout.servers.count` processes, without waiting for them.
 
-    vLLM servers get a key through their environment, and ask for it at every endpoint (`in_engine/dppo_vllm_guard.py`):
-    other users of this machine can reach the port too. SGLang takes a key on its command line only, and logs it.
+    Each gets a key of its own through its environment, and asks for it at every endpoint (`in_engine`): other users of
+    this machine can reach the port too.
     """
     rollout = config.rollout
     key = configured_key(rollout)
@@ -244,8 +244,8 @@ def launch_servers(config: Config) -> list[LaunchedServer]:
         for index in range(rollout.servers.count):
             gpus = {"CUDA_VISIBLE_DEVICES": rollout.servers.gpus[index]} if rollout.servers.gpus else {}
             log = Path(config.run_dir) / "servers" / f"server_{index}.log"
-            own_key = (key or secrets.token_urlsafe(32)) if vllm else key
-            guard = {"VLLM_API_KEY": own_key} if vllm else {}
+            own_key = key or secrets.token_urlsafe(32)
+            guard = {"VLLM_API_KEY" if vllm else "DPPO_SERVER_KEY": own_key}
             servers.append(LaunchedServer(command, variables | gpus | guard, log, own_key))
             servers[-1].start()
     except UserError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dppo_megatron.config.rollout import RolloutConfig
@@ -29,6 +30,7 @@ from dppo_megatron.rollout.transfer.groups import Broadcast, BroadcastGroup, Mee
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer, pickled
 from dppo_megatron.types import UserError
 
+_IN_ENGINE = Path(__file__).parent / "in_engine"
 MINIMUM_VERSION = "0.5.23"
 _PAUSE_MODE: dict[InFlight, str] = {"finish": "retract", "abort": "abort", "continue": "retract"}
 """`retract` frees the cache of running requests, which are then prefilled again under the new weights; the trainer
@@ -204,7 +206,7 @@ def sglang_command(
     """The command line of a launched server."""
     on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
     return [
-        *(python, "-m", "sglang.launch_server", "--model-path", model, "--served-model-name", "policy"),
+        *(python, str(_IN_ENGINE / "dppo_sglang_server.py"), "--model-path", model, "--served-model-name", "policy"),
         *("--host", "127.0.0.1", "--port", "{port}", "--dtype", dtype, "--context-length", str(max_tokens)),
         *("--max-running-requests", str(config.limits.max_concurrent_sequences), "--skip-server-warmup"),
         *(["--enable-memory-saver"] if config.servers.colocate and not cpu else []),
