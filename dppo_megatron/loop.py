@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ from dppo_megatron.pruning.interface import PromptFeatures, StepCost
 from dppo_megatron.rewards.grading import grade_groups
 from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
 from dppo_megatron.rollout.engine import Request
-from dppo_megatron.rollout.sync.receipts import canary_difference
+from dppo_megatron.rollout.sync.receipts import Canary
 from dppo_megatron.selection import Chosen, Decision, Selector
 from dppo_megatron.step import Step, Update, UpdatePlan, sizes_of
 from dppo_megatron.trace import trace_row
@@ -83,7 +84,7 @@ class Loop:
         )
         self._outcomes: list[Outcomes] = []
         """Outcomes of the current step's rollout rounds so far, on rank 0."""
-        self._num_syncs = 0
+        self._canary = Canary(config.rollout, config.seed, job.stop_token_ids, say)
         self._receipts: dict[str, float] = {}
         """Figures from the weight syncs since the last finished step."""
         self.current: Step | None = None
@@ -125,11 +126,10 @@ class Loop:
 
     def load_engine(self) -> None:
         """Give the engine the actor's weights. Raises GuardStop if they do not arrive."""
-        self._engine.load_weights(self.actor.weights)
-        every = self.job.config.rollout.sync.verify_every
-        if self._engine.has_servers and every and self._num_syncs % every == 0:
-            self._receipts["rollout/canary_logprob_diff"] = self._check_canary()
-        self._num_syncs += 1
+        bucket_bytes = self.job.config.rollout.sync.bucket_mb << 20
+        weights = partial(self.actor.weights, self._engine.receivers, bucket_bytes)
+        if self._engine.load_weights(weights) or self._canary.is_overdue:
+            self._receipts |= self._canary.take(self._engine, self.job.train_prompts[0], self._score)
 
     # ---------------------------------------------------------------------------------------- the phases of a step
 
@@ -385,19 +385,12 @@ class Loop:
         if self._engine.has_servers and difference > alarm:
             self.say(f"warning: mean |log-probability difference| to the engine {difference:.3g} > {alarm:g}")
 
-    def _check_canary(self) -> float:
-        """One prompt's completions from every server, scored by the actor. Raises GuardStop if they differ."""
-        prompt = self.job.train_prompts[0]
-        answers = self._engine.probe([Request(prompt, i, 0) for i in range(self._group_size)], self._sampling)
-        samples = [_unweighted_sample(prompt, completion) for _, completion in answers]
+    def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[FloatArray]:
+        """Log-probabilities of `completions` under the actor's present weights, on every rank. Collective."""
+        samples = [_unweighted_sample(prompt, completion) for completion in completions]
         temperature = self.job.config.rollout.sampling.temperature
-        scored: list[FloatArray] = []
-        if samples:
-            own = self.actor.logprobs(samples, self.pack(samples), temperature=temperature)
-            scored = from_rank_zero(lambda: own or [])
-        bound = self.job.config.rollout.sync.max_canary_logprob_diff
-        behaviour = [sample.behaviour_logprobs for sample in samples]
-        return canary_difference([server for server, _ in answers], behaviour, scored, bound)
+        own = self.actor.logprobs(samples, self.pack(samples), temperature=temperature)
+        return from_rank_zero(lambda: own or [])
 
     def _selected(self, chosen: Chosen | None) -> list[SelectedPrompt]:
         if chosen is None:

@@ -14,8 +14,8 @@ from dppo_megatron.distributed import share
 from dppo_megatron.types import Completion, Grade, Prompt
 
 Weights: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Starts a pass over all weights: every (Hugging Face name, full tensor) once. Called again for a retry; collective
-where the actor is sharded."""
+"""Starts a pass over all weights: every (Hugging Face name, full tensor) once, given to the ranks in
+`Engine.receivers`. Called again for a retry; collective where the actor is sharded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,13 @@ class Engine(Protocol):
     description: str
     """One line for the log: what generates, where, and how weights reach it."""
 
-    def load_weights(self, weights: Weights) -> None:
-        """Replace all weights and count the weights version up by one."""
+    @property
+    def receivers(self) -> Sequence[int] | None:
+        """Ranks that must be given the weights; None: all. The same on every rank."""
+
+    def load_weights(self, weights: Weights) -> bool:
+        """Replace all weights and count the weights version up by one. Returns whether the canary is due: engines
+        without servers never ask for one."""
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Begin to sample a completion for each request; the caller may do something else before `finish`.

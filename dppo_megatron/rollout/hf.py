@@ -54,8 +54,13 @@ class HFEngine:
         self.has_servers = False
         self.description = "rollout: transformers, embedded in every rank"
 
+    @property
+    def receivers(self) -> None:
+        """See `Engine.receivers`: every rank has its own model."""
+        return None
+
     @torch.no_grad()
-    def load_weights(self, weights: Weights) -> None:
+    def load_weights(self, weights: Weights) -> bool:
         """Copy every tensor into the model. Raises ValueError if a parameter was not given."""
         self._version += 1
         missing = set(self._state)
@@ -64,6 +69,7 @@ class HFEngine:
             missing.discard(name)
         if missing:
             raise ValueError(f"the weight stream lacks {sorted(missing)}")
+        return False
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """See `Engine.generate`."""
