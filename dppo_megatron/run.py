@@ -37,6 +37,7 @@ from dppo_megatron.observe.signals import StopRequests
 from dppo_megatron.observe.summary import Summary
 from dppo_megatron.observe.watchdog import Watchdog
 from dppo_megatron.pruning import LedgerRow, biased_rows
+from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.trace import trace_header, trace_seconds
 from dppo_megatron.types import GuardStop, UserError
 from dppo_megatron.weights.hf_files import write_checkpoint
@@ -241,7 +242,7 @@ class Run:
         assert self._files is not None
         self._files.open_record(
             self._config,
-            trace_header(job.config, set_sizes(job.train_sets)),
+            trace_header(job.config, set_sizes(job.train_sets), PromptFeatures.of(job.train_prompts)),
             own.step if own is not None else None,
             own.record_sums if own is not None else {},
         )

@@ -82,7 +82,7 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
 def simulate(trace: Trace, method: str, costs: CostModel) -> Prediction:
     """Replay `method` over the trace."""
     config = with_method(trace.config, method)
-    selector = Selector(config, trace.num_prompts, set_sizes=trace.set_sizes)
+    selector = Selector(config, trace.num_prompts, set_sizes=trace.set_sizes, features=trace.features)
     outcomes = _Outcomes(trace)
     totals: dict[str, float] = dict.fromkeys(("prompts", "completions", "trained", "generated_t", "trained_t"), 0.0)
     labels, kept_variance, kept_scale, full_variance, seconds = {"exact"}, 0.0, 0.0, 0.0, 0.0

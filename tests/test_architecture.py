@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "trace",
         "weights",
     },
-    "trace": {"selection"},
+    "trace": {"pruning", "selection"},
     "compare": {"observe", "pruning"},
     "simulate": {"algorithms", "pruning", "selection", "trace"},
     "run": {

@@ -109,9 +109,9 @@ class CompletionPolicyBase:
         order = np.lexsort((batch.completion_index, batch.group, batch.prompt_index))
         return scatter(self._prune_sorted(take_rows(batch, order), (step, minibatch), capacity), order)
 
-    def feedback(self, cost: StepCost) -> str | None:
+    def feedback(self, cost: StepCost) -> list[str]:
         """Ignored: this method has no rate to adapt."""
-        return None
+        return []
 
     def own_state(self) -> dict[str, Any]:
         """What this method keeps, copied: numbers, texts, numpy arrays, lists and dicts of them."""

@@ -142,10 +142,11 @@ class DppoCompletionPolicy(CompletionPolicyBase):
             },
         )
 
-    def feedback(self, cost: StepCost) -> str | None:
+    def feedback(self, cost: StepCost) -> list[str]:
         """Dropping a completion saves its update only; rollout and the rest of a step are its fixed cost."""
         self.control.observe_cost(cost.rollout_s + cost.other_s, cost.update_s, cost.kept_cost)
-        return self.control.observe_noise(cost, self.config.max_noise_ratio, "pruning.completion")
+        said = self.control.observe_noise(cost, self.config.max_noise_ratio, "pruning.completion")
+        return [said] if said else []
 
     def _filled(
         self, filler: WaterFiller, pi: FloatArray, tokens: IntArray, capacity: StepCapacity, *, whole: bool
