@@ -210,6 +210,8 @@ class DppoPromptPolicy(PromptPolicyBase):
         return np.where(known, tokens / mean, 1.0)
 
     def _learn(self, visits: Visits, step: int) -> None:
+        if not len(visits.ids):
+            return
         graded = ~np.isnan(visits.rewards).all(axis=1)
         moment = visits.second_moment
         if moment is None:

@@ -51,16 +51,16 @@ class Effect:
 
     @property
     def inflation(self) -> float:
-        """Realised growth over predicted growth, drawn to 1 by as much as it is uncertain; in [0.5, 4].
+        """Realised growth over predicted growth, drawn to 1 by as much as it may be chance; in [0.5, 100].
 
-        Example: predicted 1.2, realised 1.4 with an error of 0.1: growth is 0.4 for 0.2, twice as much; weight
-        0.2^2 / (0.2^2 + 0.1^2) = 0.8, so 1.8.
+        Example: predicted 1.2, realised 1.4 with an error of 0.1: growth is 0.4 for 0.2, twice as much. The difference
+        is 2 errors, so 1 - 1 / 2^2 = 0.75 of it is believed: 1.75.
         """
-        expected = self.predicted - 1.0
-        if not expected > 1e-6:
+        expected, difference = self.predicted - 1.0, self.realised - self.predicted
+        if self.groups < _LEAST_GROUPS or not expected > 1e-6 or abs(difference) <= self.error:
             return 1.0
-        trust = expected**2 / (expected**2 + self.error**2) if self.groups >= _LEAST_GROUPS else 0.0
-        return float(np.clip(1.0 + trust * ((self.realised - 1.0) / expected - 1.0), 0.5, 4.0))
+        trust = 1.0 - (self.error / difference) ** 2
+        return float(np.clip(1.0 + trust * difference / expected, 0.5, 100.0))
 
 
 class EffectMonitor:
@@ -91,7 +91,8 @@ class EffectMonitor:
     ) -> None:
         """Visited prompts [K]: outcomes, squared scores, tokens, and the probabilities of the draw and of the plan."""
         share = float(moment.sum())
-        if not (len(moment) and float(planned.min()) < 1.0 and share > np.finfo(np.float64).tiny):
+        tiny = np.finfo(np.float64).tiny
+        if not (len(moment) and float(planned.min()) < 1.0 and share > tiny and float(score.sum()) > tiny):
             return
         # each step counts alike, whatever the size of its gradients
         m, s, w = moment / (share / len(moment)), score / score.mean(), 1.0 / inclusion
