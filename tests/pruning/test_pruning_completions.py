@@ -54,7 +54,9 @@ def make_batch(seed=0, *, groups=GROUPS, size=G, failed=0, pass_rate=None):
 
 
 def make(method="dppo", *, kl_coef=0.0, **changes):
-    config = CompletionPruningConfig(**{"method": method, "rollout_cost_ratio": 1.0, **changes})
+    config = CompletionPruningConfig(
+        **{"method": method, "rate": 0.5, "max_design_effect": 0.0, "rollout_cost_ratio": 1.0, **changes}
+    )
     return make_completion_policy(config, seed=3, total_steps=100, zero_advantage_slope=kl_coef)
 
 
