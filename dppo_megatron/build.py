@@ -5,6 +5,7 @@ Apart from `loop.py`, so that a new engine is one branch here and no phase of th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,7 @@ from dppo_megatron.job import Job
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.cost import CostModel
 from dppo_megatron.packing.slack import TokenCapacity
+from dppo_megatron.rewards.lanes import GradeInClient
 from dppo_megatron.rollout.engine import Engine, Sampling
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.rollout.server_engine import ServerEngine
@@ -31,7 +33,8 @@ def make_engine(job: Job, dtype: torch.dtype, device: torch.device, say: Callabl
             device=device,
             max_concurrent_sequences=config.rollout.limits.max_concurrent_sequences,
         )
-    engine = ServerEngine(config, job.architecture, job.tokenizer, say)
+    grades = GradeInClient(config.reward, tuple(sys.path))
+    engine = ServerEngine(config, job.architecture, job.tokenizer, say, client_hook=grades)
     say(engine.description)
     return engine
 

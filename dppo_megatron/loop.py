@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from dppo_megatron.exchange import Replicas, exchange
 from dppo_megatron.job import Job
 from dppo_megatron.ledger import overlong_row, straggler_row
 from dppo_megatron.observe.metrics import Timers
+from dppo_megatron.observe.samples import add_actor_logprobs
 from dppo_megatron.outcomes import Outcomes
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import Packable, plan_microbatches
@@ -45,11 +47,12 @@ from dppo_megatron.pruning.interface import PromptFeatures, StepCost
 from dppo_megatron.rewards.grading import grade_groups
 from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
 from dppo_megatron.rollout.engine import Request
-from dppo_megatron.rollout.sync.receipts import canary_difference
+from dppo_megatron.rollout.sync.receipts import Canary
 from dppo_megatron.selection import Chosen, Decision, Selector
 from dppo_megatron.step import Step, Update, UpdatePlan, sizes_of
 from dppo_megatron.trace import trace_row
 from dppo_megatron.types import Completion, FloatArray, IntArray, PackPlan, Prompt, SelectedPrompt, TrainSample
+from dppo_megatron.verdicts import Verdicts
 
 
 class Loop:
@@ -83,7 +86,7 @@ class Loop:
         )
         self._outcomes: list[Outcomes] = []
         """Outcomes of the current step's rollout rounds so far, on rank 0."""
-        self._num_syncs = 0
+        self._canary = Canary(config.rollout, config.seed, job.stop_token_ids, say)
         self._receipts: dict[str, float] = {}
         """Figures from the weight syncs since the last finished step."""
         self.current: Step | None = None
@@ -125,11 +128,10 @@ class Loop:
 
     def load_engine(self) -> None:
         """Give the engine the actor's weights. Raises GuardStop if they do not arrive."""
-        self._engine.load_weights(self.actor.weights)
-        every = self.job.config.rollout.sync.verify_every
-        if self._engine.has_servers and every and self._num_syncs % every == 0:
-            self._receipts["rollout/canary_logprob_diff"] = self._check_canary()
-        self._num_syncs += 1
+        bucket_bytes = self.job.config.rollout.sync.bucket_mb << 20
+        weights = partial(self.actor.weights, self._engine.receivers, bucket_bytes)
+        if self._engine.load_weights(weights) or self._canary.is_overdue:
+            self._receipts |= self._canary.take(self._engine, self.job.train_prompts[0], self._score)
 
     # ---------------------------------------------------------------------------------------- the phases of a step
 
@@ -163,11 +165,13 @@ class Loop:
         with timers.phase("rollout"):
             if step.reached != "generating":
                 self._start(step, selected)
-            completions = self._engine.finish()
+            completions, grades = self._engine.finish(), self._engine.take_grades()
         mine = sorted({position // size for position in completions})
         with timers.phase("reward"):
-            flat = [completions[position] for group in mine for position in range(group * size, (group + 1) * size)]
-            graded = grade_groups(self.job.grade, [selected[group] for group in mine], flat, size)
+            positions = [position for group in mine for position in range(group * size, (group + 1) * size)]
+            flat = [completions[position] for position in positions]
+            known = {place: grades[position] for place, position in enumerate(positions) if position in grades}
+            graded = grade_groups(self.job.grade, [selected[group] for group in mine], flat, size, known)
             groups = {first + group: one for group, one in zip(mine, graded, strict=True)}
         with timers.phase("rollout"):
             outcomes = to_rank_zero(Outcomes.of(groups, size, self._replicas.rank))
@@ -178,10 +182,11 @@ class Loop:
     def prune(self, step: Step) -> None:
         """Advantages on full groups, then the completions worth training on, each with its weight."""
         with step.record.timers.phase("prune"):
-            plans, holders = from_rank_zero(lambda: self._decide(step))
+            plans, holders, verdicts = from_rank_zero(lambda: self._decide(step))
         with step.record.timers.phase("exchange"):
             step.reach("pruned")
             step.updates = exchange(plans, step.groups, holders, step.selected, self._group_size, self._replicas)
+            step.samples = verdicts.join(step.groups)
             step.groups.clear()  # frees the pruned completions
             step.reach("exchanged")
 
@@ -320,8 +325,8 @@ class Loop:
         """On rank 0."""
         return self._selector.refill(Outcomes.join(self._outcomes).rewards, step.number)
 
-    def _decide(self, step: Step) -> tuple[list[UpdatePlan], IntArray]:
-        """What to train on, in which micro-batches, and which rank holds each group. On rank 0."""
+    def _decide(self, step: Step) -> tuple[list[UpdatePlan], IntArray, Verdicts]:
+        """What to train on, in which micro-batches; which rank holds each group; what is recorded. On rank 0."""
         size, config = self._group_size, self.job.config
         outcomes = Outcomes.join([*self._outcomes, Outcomes.of({}, size, 0)])
         self._outcomes = []
@@ -339,7 +344,8 @@ class Loop:
         record.trace = trace_row(step.number, decision, rollouts)
         with record.timers.phase("pack"):
             updates = range(config.objective.updates_per_step)
-            return [self._plan_update(step, decision, rollouts.lengths, index) for index in updates], outcomes.holder
+            plans = [self._plan_update(step, decision, rollouts.lengths, index) for index in updates]
+        return plans, outcomes.holder, Verdicts.of(config, step.number, decision, rollouts)
 
     def _plan_update(self, step: Step, decision: Decision, lengths: IntArray, index: int) -> UpdatePlan:
         rows = np.flatnonzero(decision.kept & (decision.minibatch == index))
@@ -370,6 +376,8 @@ class Loop:
 
     def _measure_mismatch(self, step: Step, scored: Sequence[tuple[Update, LogprobStore]]) -> None:
         """Compare the engine's log-probabilities with the actor's; warn if they are far apart. Collective."""
+        for update, store in scored:
+            add_actor_logprobs(step.samples, update.plan.rows, store.values)
         mine = Mismatch()
         if self.actor.layout.reports:  # one rank of each replica: others of its last stage have the same values
             for update, store in scored:
@@ -383,19 +391,12 @@ class Loop:
         if self._engine.has_servers and difference > alarm:
             self.say(f"warning: mean |log-probability difference| to the engine {difference:.3g} > {alarm:g}")
 
-    def _check_canary(self) -> float:
-        """One prompt's completions from every server, scored by the actor. Raises GuardStop if they differ."""
-        prompt = self.job.train_prompts[0]
-        answers = self._engine.probe([Request(prompt, i, 0) for i in range(self._group_size)], self._sampling)
-        samples = [_unweighted_sample(prompt, completion) for _, completion in answers]
+    def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[FloatArray]:
+        """Log-probabilities of `completions` under the actor's present weights, on every rank. Collective."""
+        samples = [_unweighted_sample(prompt, completion) for completion in completions]
         temperature = self.job.config.rollout.sampling.temperature
-        scored: list[FloatArray] = []
-        if samples:
-            own = self.actor.logprobs(samples, self.pack(samples), temperature=temperature)
-            scored = from_rank_zero(lambda: own or [])
-        bound = self.job.config.rollout.sync.max_canary_logprob_diff
-        behaviour = [sample.behaviour_logprobs for sample in samples]
-        return canary_difference([server for server, _ in answers], behaviour, scored, bound)
+        own = self.actor.logprobs(samples, self.pack(samples), temperature=temperature)
+        return from_rank_zero(lambda: own or [])
 
     def _selected(self, chosen: Chosen | None) -> list[SelectedPrompt]:
         if chosen is None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.engine import Request, Sampling, Weights, own_requests
-from dppo_megatron.types import Completion
+from dppo_megatron.types import Completion, Grade
 
 
 class UniformEngine:
@@ -39,6 +39,9 @@ class UniformEngine:
     def finish(self) -> dict[int, Completion]:
         assert self._started is not None
         return dict(self.stream(*self._started))
+
+    def take_grades(self) -> dict[int, Grade]:
+        return {}  # the ranks grade; an engine that grades what it takes in says so here
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         return [completion for _, completion in self.stream(requests, sampling)]

@@ -7,7 +7,7 @@ parameters under their Hugging Face names. All three are collective: every rank 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,7 @@ from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConf
 from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.types import PackPlan, TrainSample
 from dppo_megatron.weights.architecture import Architecture
-from dppo_megatron.weights.sharded import WeightStream, load_hf_weights
+from dppo_megatron.weights.sharded import DEFAULT_BUCKET_BYTES, WeightStream, load_hf_weights
 
 
 class Actor:
@@ -159,7 +159,7 @@ class Actor:
         try:
             for parameter in parameters:
                 parameter.data = parameter.main_grad.to(parameter.dtype).view_as(parameter)  # type: ignore[attr-defined]
-            yield from WeightStream(self._chunks, self._architecture)
+            yield from WeightStream(self._chunks, self._architecture).tensors()
         finally:
             for parameter, data in zip(parameters, saved, strict=True):
                 parameter.data = data
@@ -210,9 +210,16 @@ class Actor:
         finally:
             self._swap_with_reference()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All parameters under their Hugging Face names, one full tensor at a time, on every rank. Collective."""
-        return iter(self._stream)
+    def weights(
+        self, to: Collection[int] | None = None, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    ) -> Iterator[tuple[str, Tensor]]:
+        """All parameters as full tensors under their Hugging Face names, on the ranks in `to` (None: all); the other
+        ranks iterate too and are given nothing. Collective; see `WeightStream.tensors`."""
+        return self._stream.tensors(to, bucket_bytes)
+
+    def num_weight_buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> int:
+        """Exchanges of one pass of `weights`."""
+        return self._stream.num_buckets(bucket_bytes)
 
     def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
         """Megatron's sharded state dict of model, optimizer and schedule, for saving or as a template to load into."""
