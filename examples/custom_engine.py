@@ -83,9 +83,6 @@ class UniformEngine:
 
     def close(self) -> None: ...
 
-    def take_grades(self) -> dict[int, Grade]:
-        return {}
-
     def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
         return []
 
