@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.choices["train"].add_argument(
         "--resume",
         metavar="auto|never|DIR",
-        help="checkpoint.resume: go on with the run in run_dir if there is one (default), never, or from a checkpoint",
+        help="checkpoint.resume: resume the run in run_dir if there is one (default), never, or from a checkpoint",
     )
     compare = commands.choices["compare"]
     compare.add_argument("--methods", default=_METHODS, metavar="A,B,...", help=f"default: {_METHODS}")

@@ -22,7 +22,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.data.tiny_model import make_tokenizer
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import StepCost
-from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.engine import Engine, Request, Sampling
 from dppo_megatron.run import Run
 from dppo_megatron.selection import Selector
 from dppo_megatron.train import train
@@ -64,7 +64,7 @@ def test_paths_on_the_page_exist() -> None:
     assert named and not missing
 
 
-def test_lines_that_the_page_replaces_exist() -> None:
+def test_lines_that_the_diffs_build_on_exist() -> None:
     """The page's diffs still fit the package."""
     replaced = 0
     for block in re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL):
@@ -72,7 +72,7 @@ def test_lines_that_the_page_replaces_exist() -> None:
         for line in block.splitlines():
             if line.startswith("--- "):
                 source = (REPOSITORY / line.split()[1]).read_text(encoding="utf-8")
-            elif line.startswith("-"):
+            elif line[:1] in "- ":
                 assert f"\n{line[1:]}\n" in source, line
                 replaced += 1
     assert replaced
@@ -172,6 +172,11 @@ def _tokens(rank_requests: list[Request], sampling: Sampling) -> dict[int, Compl
     engine = UniformEngine(make_tokenizer())
     engine.start(rank_requests, sampling)
     return engine.finish()
+
+
+def test_the_engine_has_all_that_the_loop_may_call() -> None:
+    asked = {name for name in {**vars(Engine), **Engine.__annotations__} if not name.startswith("_")}
+    assert asked and not {name for name in asked if not hasattr(UniformEngine, name)}
 
 
 def test_the_engine_keeps_the_contract() -> None:
