@@ -30,10 +30,10 @@ from dppo_megatron.types import Grade
 
 _REASONING = "Let x be the number of apples. Then 3x + 5 = 26, so 3x = 21 and x = 7. Checking: 3 * 7 + 5 = 26. " * 8
 _FULL = (
-    ("\\sin^2(x)+\\cos^2(x)+y", "y+1"),
-    ("\\sqrt{12}", "2\\sqrt{3}"),
-    ("(x+1)^2", "x^2+2x+1"),
-    ("2\\pi/4", "\\pi/2"),
+    ("\\sin^2(x)+\\cos^2(x)+{i}y", "{i}y+1"),
+    ("\\sqrt{{12}}+{i}", "2\\sqrt{{3}}+{i}"),
+    ("(x+1)^2+{i}", "x^2+2x+1+{i}"),
+    ("2\\pi/4+{i}\\pi", "\\pi/2+{i}\\pi"),
 )
 Figures = dict[str, Any]
 
@@ -81,7 +81,8 @@ def _cheap(count: int) -> list[GradeTask]:
 
 
 def _full(count: int) -> list[GradeTask]:
-    chosen = [_FULL[i % len(_FULL)] for i in range(count)]
+    # each with a number of its own: what has been graded once is remembered
+    chosen = [tuple(side.format(i=i) for side in _FULL[i % len(_FULL)]) for i in range(2, count + 2)]
     return [GradeTask(f"{_REASONING}The answer is $\\boxed{{{text}}}$.", answer) for text, answer in chosen]
 
 

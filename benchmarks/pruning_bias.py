@@ -44,6 +44,7 @@ from dppo_megatron.pruning import StepCost, surprisal
 from dppo_megatron.pruning.methods import with_method
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts, Selector
+from dppo_megatron.step import Step
 from dppo_megatron.types import FloatArray, Group, IntArray, SelectedPrompt, TrainSample
 
 REPOSITORY = Path(__file__).parent.parent
@@ -84,7 +85,7 @@ def make_loop(work: Path, warm_start_steps: int, prompts_per_step: int) -> Loop:
     config = load_config(str(REPOSITORY / "configs/quickstart.yaml"), [f"{k}={v}" for k, v in settings.items()])
     loop = Loop(prepare_job(config, 1))
     loop.warm_start()
-    loop.sync()
+    loop.load_engine()
     return loop
 
 
@@ -93,9 +94,11 @@ def record(loop: Loop, steps: int) -> list[Recording]:
     config = loop.job.config
     order, position = PromptOrder(len(loop.job.train_prompts), config.seed), 0
     recordings = []
-    for step in range(1, steps + 1):
+    for number in range(1, steps + 1):
         nominal, position = order.take(position, config.rollout.prompts_per_step)
-        groups = loop.generate([SelectedPrompt(loop.job.train_prompts[i], 1.0, 1.0) for i in nominal], step)
+        step = Step(number, [SelectedPrompt(loop.job.train_prompts[i], 1.0, 1.0) for i in nominal], reached="selected")
+        loop.generate(step, step.selected, 0)
+        groups = [step.groups[place] for place in range(len(nominal))]
         rollouts = Rollouts(
             np.stack([group.rewards for group in groups]),
             np.array([[len(c.token_ids) for c in group.completions] for group in groups]),

@@ -1,7 +1,8 @@
-"""A run: where it begins, and when to record, evaluate, save and stop.
+"""A run from start to end: when to record, evaluate, save and stop.
 
-The loop itself is in `train.py`. What is in the run directory, and what a killed run leaves there, is
-`observe/run_directory.py`'s; which checkpoint a run resumes from is decided in `checkpoint/origin.py`.
+It exists so that the loop (`loop.py`) knows nothing of files, signals or checkpoints, and `train.py` stays one screen.
+The run directory belongs to `observe/run_directory.py`; `checkpoint/origin.py` decides which checkpoint a run resumes
+from. On resume the logs are truncated to the step of that checkpoint.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,11 +34,13 @@ from dppo_megatron.loop import Loop
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.metrics import Progress
 from dppo_megatron.observe.run_directory import RunDirectory
+from dppo_megatron.observe.samples import SAMPLES, SampleWriter
 from dppo_megatron.observe.signals import StopRequests
 from dppo_megatron.observe.summary import Summary
 from dppo_megatron.observe.watchdog import Watchdog
 from dppo_megatron.pruning import LedgerRow, biased_rows
 from dppo_megatron.pruning.interface import PromptFeatures
+from dppo_megatron.step import Step
 from dppo_megatron.trace import trace_header, trace_seconds
 from dppo_megatron.types import GuardStop, UserError
 from dppo_megatron.weights.hf_files import write_checkpoint
@@ -61,7 +64,7 @@ class Run:
         self._stop_requests, self._watchdog = StopRequests(), _watchdog(job.config.guard.watchdog_s)
         self._files: RunDirectory | None = None
         """The run directory, on rank 0."""
-        with ExitStack() as undo:  # what has begun, should something be wrong with what follows
+        with ExitStack() as undo:  # undone in reverse order if a later line raises
             if self._watchdog:
                 self._watchdog.start()
                 undo.callback(self._watchdog.stop)
@@ -81,15 +84,22 @@ class Run:
                 job.config, self._store, lambda saved, where: check_data(saved, now, allowed, where)
             )
             self.resumes = self._origin is not None
-            self._recorded: int | None = None
-            """The last step with a line in metrics.jsonl."""
             from_rank_zero(lambda: self._open_record(job))
-            self.say(job.data_report)  # before servers are waited for: a wrong template is seen in time to stop
+            self._samples = SampleWriter(
+                self._directory / SAMPLES,
+                dist.get_rank(),
+                dist.get_world_size(),
+                job.config.observe.samples,
+                self.progress.say if self._writes else print,
+            )
+            self.say(job.data_report)  # before waiting for servers, so that a wrong template is seen early
             self.loop = Loop(job, self.progress.say)
             undo.pop_all()
         self.summary = Summary()
         self._warned: set[str] = set()
         self._first_step, self._last_step = 1, job.config.steps
+        self._begun = False
+        """Whether there is a state to save: the RL steps have begun, or a checkpoint was loaded."""
         changes += self._origin.data_changes if self._origin else ()
         self.say(job.notes)
         self.say(f"changed since the run began: {line}" for line in changes)
@@ -100,14 +110,15 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is GuardStop and self._recorded is not None:
-            self._keep_what_is_done(self._recorded)
+        if kind is GuardStop:
+            self._keep_what_is_done()
         self.loop.close()
         self._stop_requests.restore()
+        self._samples.close()
         self._close_files()
         self.progress.close()
-        if kind in (None, Stopped, GuardStop):  # after a failure the other ranks may never arrive
-            dist.barrier()  # so that nobody misses a rank that has only finished earlier
+        if kind in (None, Stopped, GuardStop):  # after a failure the other ranks may never reach the barrier
+            dist.barrier()  # or a watchdog would report a rank that merely finished first
             if self._watchdog:
                 self._watchdog.stop()
             stop_process_group()
@@ -126,19 +137,18 @@ class Run:
         if warm:
             self.progress.say(f"warm start: done in {self.summary.warm_start_s:.1f} s")
         self.loop.start_rl()
-        self.loop.sync()
+        self.loop.load_engine()
 
     def resume(self) -> None:
         """Take over the state of the checkpoint that this run resumes or begins from. Collective."""
         assert self._origin is not None
         self.loop.start_rl()
         state = load_checkpoint(self._origin.directory, self.loop.actor)
-        self.loop.load_state_dict(state["loop"])
-        self.loop.sync()
+        self.loop.load_state_dict(state["loop"], state["step"])
+        self.loop.load_engine()
         self.summary = Summary(**state["summary"])
         self._started -= self.summary.wall_s
-        self._first_step = state["step"] + 1
-        self._recorded = self.loop.rests_after = state["step"]
+        self._first_step, self._begun = state["step"] + 1, True
         self.progress.say(f"resumed from {self._origin.directory}: going on at step {self._first_step}")
         self._begin_new_sets(state["step"])
 
@@ -148,32 +158,32 @@ class Run:
             self._stop_if_asked(0)
         yield from range(self._first_step, self._last_step + 1)
 
-    @contextmanager
-    def step_timer(self) -> Iterator[None]:
-        """Times a whole RL step."""
-        with self.loop.timers.phase("step"):
-            yield
+    def record_start(self, scores: Sequence[EvalScores]) -> None:
+        """The line of step 0 in metrics.jsonl: the evaluation before training."""
+        self.summary.eval_before = {one.name: one.avg.value for one in scores}
+        self._write_metrics(0, {}, scores)
+        self._begun = True
 
-    def record(self, step: int, metrics: dict[str, Any], scores: Sequence[EvalScores] = ()) -> None:
-        """One line of metrics.jsonl. Step 0 holds the evaluation before training."""
-        pass_at_1 = {one.name: one.avg.value for one in scores}
-        if step == 0:
-            self.summary.eval_before = pass_at_1
-        else:
-            self.summary.eval_after = pass_at_1 or self.summary.eval_after
-            if self._files:
-                self.summary.add(metrics)
-                self._files.write("trace.jsonl", self.loop.trace_row | {"seconds": trace_seconds(metrics)})
-                self.say(self._new_warnings(metrics["prune/ledger"]))
-                self.progress.step(step, metrics)
+    def record(self, step: Step, scores: Sequence[EvalScores] = ()) -> None:
+        """A finished step's lines in metrics.jsonl and trace.jsonl, and on the terminal."""
+        record = step.record
+        self._samples.write(step.number, step.samples)
+        self.summary.eval_after = {one.name: one.avg.value for one in scores} or self.summary.eval_after
         if self._files:
-            metrics = metrics | {key: value for one in scores for key, value in one.metrics().items()}
-            self._files.write("metrics.jsonl", {"step": step} | metrics)
-        self._recorded = step
+            self.summary.add(record.metrics)
+            self._files.write("trace.jsonl", record.trace | {"seconds": trace_seconds(record.metrics)})
+            self.say(self._new_warnings(record.ledger))
+            self.progress.step(step.number, record.metrics)
+        self._write_metrics(step.number, record.line(), scores)
+
+    def _write_metrics(self, step: int, line: dict[str, Any], scores: Sequence[EvalScores]) -> None:
+        if self._files:
+            line = line | {key: value for one in scores for key, value in one.metrics().items()}
+            self._files.write("metrics.jsonl", {"step": step} | line)
         self.say(f"step {step:>4}: {one.line()}" for one in scores)
 
     def say(self, lines: Iterable[str]) -> None:
-        """Lines for the person who watches."""
+        """Log lines."""
         for line in lines:
             self.progress.say(line)
 
@@ -182,12 +192,15 @@ class Run:
         return _is_due(step, self._config.eval.every_steps, self._last_step)
 
     def step_to_look_ahead_to(self, step: int) -> int:
-        """The next step, or 0 where `step` ends with an evaluation, a checkpoint or the run: they want rest."""
+        """The step to generate ahead: the next, or 0 if `step` ends with an evaluation or checkpoint or is the last.
+
+        Those need an engine that is not generating.
+        """
         due = self.is_evaluation_step(step) or _is_due(step, self._config.checkpoint.every_steps, self._last_step)
         return 0 if due else step + 1
 
     def save_if_due(self, step: int) -> None:
-        """A resumable checkpoint where one is due, and the end of the run where a guard or a signal asks. Collective.
+        """Save a checkpoint if one is due; end the run if a guard or a signal asks for it. Collective.
 
         Raises:
             Stopped: the run ends here.
@@ -203,17 +216,17 @@ class Run:
     def finish(self) -> None:
         """The Hugging Face checkpoint, summary.json and the closing table. Collective."""
         self._finalize(blocking=True)
-        weights = self.loop.actor.weights()
+        weights = self.loop.actor.weights(to=[0])
         write_checkpoint(self._directory / "hf", self._config.model.hf_path, weights, write=self._writes)
         self.summary.wall_s = time.perf_counter() - self._started
         from_rank_zero(self._write_end)
         if self._writes:
             self.progress.close()
-            left = sorted(name for name in os.listdir(self._directory) if name != LOCK)  # which goes at the end
+            left = sorted(name for name in os.listdir(self._directory) if name != LOCK)  # removed when the run closes
             print(f"\n{self.summary.table()}\n\n{self._directory}/: {', '.join(left)}")
 
     def _write_end(self) -> None:
-        """On rank 0: the end of the record and summary.json."""
+        """Flush the record and write summary.json. On rank 0."""
         try:
             if self._files:
                 self._files.sync()
@@ -222,12 +235,14 @@ class Run:
             raise GuardStop(f"all steps are done, but '{error.filename}' cannot be written: {error.strerror}") from None
 
     def _begin_new_sets(self, step: int) -> None:
-        """Evaluation sets may come and go between a run and its continuation. One that is new has its `before` here,
-        at the resumed step; `metrics.jsonl` has a line for that step already. Collective."""
+        """Evaluate the sets that were added since the run was last started: their `before` is the resumed step.
+
+        Only summary.json gets it: `metrics.jsonl` has a line for that step already. Collective.
+        """
         names = list(eval_set_configs(self._config))
         scores = self.loop.evaluate(new) if (new := self.summary.without_before(names)) else []
         self.summary.begin_sets(step, {one.name: one.avg.value for one in scores}, names)
-        if step >= self._last_step:  # nothing will move it any more
+        if step >= self._last_step:  # no further training: this is also the final score
             self.summary.eval_after |= {one.name: one.avg.value for one in scores}
         self.say(f"step {step:>4}, first evaluation of a new set: {one.line()}" for one in scores)
 
@@ -237,7 +252,7 @@ class Run:
         return self._files.run
 
     def _open_record(self, job: Job) -> None:
-        """On rank 0: the record, as it was at the step that this run resumes from."""
+        """Open the record, truncated to the step that this run resumes from. On rank 0."""
         own = self._origin if self._origin is not None and self._origin.own else None
         assert self._files is not None
         self._files.open_record(
@@ -256,20 +271,18 @@ class Run:
         if self._files:
             self._files.close()
 
-    def _keep_what_is_done(self, recorded: int) -> None:
-        """A checkpoint where a guard stops the run between two steps, or in the sync that ends one. Collective."""
-        if self.loop.unsynced_step == recorded + 1:
-            recorded += 1
-            metrics = self.loop.take_metrics()
-            self.say(self.loop.feedback(recorded, metrics))
-            self.record(recorded, metrics)
-        elif self.loop.rests_after != recorded:
-            return
-        self._save(recorded)
-        self._finalize(blocking=True)
+    def _keep_what_is_done(self) -> None:
+        """Save after a guard has stopped the run between two steps, or in the sync that ends one. Collective."""
+        step = self.loop.current
+        if step is not None and step.is_updated:  # the actor has its weights, though the engine does not
+            self.say(self.loop.finish(step))
+            self.record(step)
+        if self._begun and (number := self.loop.last_complete_step) is not None:
+            self._save(number)
+            self._finalize(blocking=True)
 
     def _save(self, step: int) -> bool:
-        """Returns whether it could be written. Collective."""
+        """Save a checkpoint; returns whether it could be written. Collective."""
         self.summary.wall_s = time.perf_counter() - self._started
         try:
             record = from_rank_zero(lambda: self._files.sync() if self._files else {})
@@ -288,7 +301,7 @@ class Run:
             self._save_failed(error)
 
     def _save_failed(self, error: BaseException) -> bool:
-        if is_peer_lost(error):  # not this rank's disk: the others are missing, and the watchdog says who
+        if is_peer_lost(error):  # not a disk error: another rank is gone, and the watchdog names it
             raise error
         self._store.abandon()
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
@@ -321,9 +334,9 @@ class Run:
     def _how_to_go_on(self) -> str:
         return f"Resume with the same command, or: dppo-megatron train {self._directory}/config.yaml --resume auto"
 
-    def _new_warnings(self, ledger: list[dict[str, Any]]) -> list[str]:
-        """One line for each selection that changes the expected gradient, the first time it does."""
-        rows = tuple(LedgerRow(**row) for row in ledger if row["name"] not in self._warned)
+    def _new_warnings(self, ledger: Sequence[LedgerRow]) -> list[str]:
+        """A warning for each selection that biases the gradient, the first time it does."""
+        rows = tuple(row for row in ledger if row.name not in self._warned)
         self._warned.update(row.name for row in rows if row.label == "biased")
         return [f"warning: {line}" for line in biased_rows(rows)]
 

@@ -1,9 +1,9 @@
-"""What every method would have cost on a recorded run, before any GPU hour is spent on it.
+"""Estimates what each pruning method would cost, from a recorded run and without a GPU.
 
-The training loop's own `Selector` is run over the trace: the same policies, draws and weights, with recorded outcomes
-in place of an engine. An outcome that the recorded run did not produce (a prompt it skipped, or that another method
-reaches earlier) is taken from the nearest recorded visit of that prompt; how often is reported. What a replay cannot
-know is how another method would have changed the policy: figures are for the policies that the recorded run had.
+The trainer's own `Selector` runs over the trace: the same policies, draws and weights, with recorded outcomes in place
+of an engine. An outcome that the recorded run did not produce (a prompt it skipped, or that another method reaches
+earlier) is taken from the nearest recorded visit of that prompt, and the share of such outcomes is reported. A replay
+cannot know how another method would have changed the model: figures are for the model of the recorded run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dppo_megatron.pruning.methods import with_method
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Decision, Rollouts, Selector
 from dppo_megatron.trace import Trace
-from dppo_megatron.types import FloatArray, IntArray
+from dppo_megatron.types import FloatArray, IntArray, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,11 @@ class Prediction:
 def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | None) -> CostModel:
     """A cost model from the trace's own seconds; a given cost (seconds for 1,000 tokens) replaces the measured one.
 
-    Generation and update are taken proportional to their tokens. A line with an intercept was worse: an unpruned
-    trace's steps have nearly equal token counts, so noise flattens the slope and the intercept takes up the rest.
+    Generation and update are taken as proportional to their tokens. A fit with an intercept was worse: steps of an
+    unpruned trace have nearly equal token counts, so noise flattens the slope and the intercept absorbs the rest.
+
+    Raises:
+        UserError: a cost is not given, and the trace has no tokens to measure it by.
     """
     generated = np.array([step.rollouts.lengths.sum() for step in trace.steps]) / 1000
     trained = np.array([step.rollouts.lengths.ravel()[step.kept].sum() for step in trace.steps]) / 1000
@@ -79,8 +82,14 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
         if given is not None:
             costs.append(given)
             continue
+        if not tokens.any():
+            what = {"rollout": "generated", "update": "trained"}[name]
+            raise UserError(
+                f"nothing was {what} in this trace, so it does not say what a token costs; give --{name}-cost, seconds"
+                " for 1,000 tokens on your machine"
+            )
         seconds = sum(step.seconds[name] for step in trace.steps)
-        costs.append(seconds / max(float(tokens.sum()), 1e-9))
+        costs.append(seconds / float(tokens.sum()))
     return CostModel(costs[0], costs[1], fixed)
 
 
@@ -185,10 +194,11 @@ def _prompt_effect(decision: Decision) -> tuple[float, float, float] | None:
 
 
 def table(predictions: list[Prediction], costs: CostModel) -> str:
-    """For people; speed-up is in seconds a step against the first method, then what limits it."""
+    """A table to print; speed-up is in seconds a step against the first method. Below it, what limits the gain."""
     header = (
-        f"{'method':<18}{'label':<10}{'prompts':>9}{'generated':>11}{'trained':>9}{'gen. tok':>10}{'train. tok':>11}"
-        f"{'s/step':>8}{'speed-up':>10}{'like for like':>15}{'scale':>7}{'variance':>10}{'imputed':>9}"
+        f"{'method':<18}{'label':<10} {'prompts':>8} {'generated':>10} {'trained':>8} {'gen. tok':>9}"
+        f" {'train. tok':>10} {'s/step':>7} {'speed-up':>9} {'like for like':>14} {'scale':>6} {'variance':>9}"
+        f" {'imputed':>8}"
     )
     lines = [
         f"cost model: {costs.rollout_s_per_1k_tokens:.3g} s for 1,000 generated tokens,"
@@ -199,22 +209,22 @@ def table(predictions: list[Prediction], costs: CostModel) -> str:
         alike = like_for_like(p, predictions[0])
         between = "-" if alike is None else f"{alike[0]:.2f}-{alike[1]:.2f}x"
         lines.append(
-            f"{p.method:<18}{p.label:<10}{p.prompts_generated:>9.1f}{p.completions_generated:>11.1f}"
-            f"{p.completions_trained:>9.1f}{p.tokens_generated:>10.0f}{p.tokens_trained:>11.0f}{p.step_s:>8.3f}"
-            f"{predictions[0].step_s / p.step_s:>9.2f}x{between:>15}{p.scale:>7.2f}{p.variance_ratio:>10.2f}"
-            f"{p.imputed_share:>8.0%}"
+            f"{p.method:<18}{p.label:<10} {p.prompts_generated:>8.1f} {p.completions_generated:>10.1f}"
+            f" {p.completions_trained:>8.1f} {p.tokens_generated:>9.0f} {p.tokens_trained:>10.0f} {p.step_s:>7.3f}"
+            f" {predictions[0].step_s / p.step_s:>8.2f}x {between:>14} {p.scale:>6.2f} {p.variance_ratio:>9.2f}"
+            f" {p.imputed_share:>7.0%}"
         )
     return "\n".join([*lines, *limits(predictions, costs)])
 
 
 def as_json(predictions: list[Prediction], costs: CostModel) -> dict[str, object]:
-    """For other tools."""
+    """As JSON, for other tools."""
     methods = [asdict(p) | {"like_for_like": like_for_like(p, predictions[0])} for p in predictions]
     return {"costs": asdict(costs), "methods": methods, "limits": limits(predictions, costs)}
 
 
 class _Outcomes:
-    """What a prompt's rollout came to, at the nearest recorded step."""
+    """The outcome of a prompt's rollout at the nearest recorded step."""
 
     def __init__(self, trace: Trace) -> None:
         self._visits: dict[int, list[tuple[int, int, int]]] = {}

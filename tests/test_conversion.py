@@ -270,12 +270,14 @@ def test_an_existing_target_is_not_touched(
 
 def test_layouts_that_cannot_be_are_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option, message in (
-        ("--tp=3", "4 attention heads do not divide"),
-        ("--ep=2", "has no experts"),
-        ("--pp=0", ""),
+        ("--tp=3", "--tp 3: the model's 4 attention heads do not divide"),
+        ("--pp=3", "--pp 3: the model's 4 layers do not divide"),
+        ("--ep=2", "--ep 2: Qwen3ForCausalLM has no experts; leave it at 1"),
+        ("--pp=0", "--pp 0: must be at least 1"),
     ):
         assert _convert("to-megatron", "--hf", source, "--out", tmp_path / "out", option) == 2
-        assert message in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert message in said and "actor." not in said
     assert not (tmp_path / "out").exists()
 
 

@@ -36,6 +36,7 @@ def test_report_names_versions_and_layers(capsys: pytest.CaptureFixture[str]) ->
     assert lines["layers"].startswith("te" if lines["transformer-engine"][0].isdigit() else "local")
     if not torch.cuda.is_available():
         assert lines["attention"] == "padded batches (no CUDA device)"
+        assert lines["fp8"] == "none: there is no CUDA device"  # and no word of a setting that nobody gave
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Tests run engine by engine, in the order of this file; the last ones end servers
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -39,10 +40,12 @@ from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import sglang, vllm
 from dppo_megatron.rollout.servers.connect import make_server
 from dppo_megatron.rollout.servers.http import Refused
+from dppo_megatron.rollout.servers.intake import Ask
 from dppo_megatron.rollout.servers.launch import LaunchedServer
-from dppo_megatron.rollout.servers.protocol import GenerateRequest, TensorNote
+from dppo_megatron.rollout.servers.protocol import TensorNote, generate
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
+from dppo_megatron.rollout.sync.colocated import OFFERS
 from dppo_megatron.rollout.sync.receipts import canary_difference
-from dppo_megatron.rollout.sync.weight_sync import put_to_sleep
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
@@ -159,16 +162,7 @@ def test_evaluation_through_servers(served: Served, tmp_path: Path) -> None:
         engine.load_weights(reference.weights)
         evaluator = Evaluator(job)
         asked: list[int] = []
-        for member in engine._fleet.members:
-            generate = member.server.generate
-
-            def counted(
-                group: GenerateRequest, *rest: Any, ask: Any = generate, counts: list[int] = asked, **more: Any
-            ) -> Any:
-                counts.append(group.count)
-                return ask(group, *rest, **more)
-
-            member.server.generate = counted  # type: ignore[method-assign]
+        _note_asks(engine, lambda ask, counts=asked: counts.append(ask.group.count))  # type: ignore[misc]
         found.append(evaluator.sample(engine))
         assert sorted(asked) == [1] * 6 + [4] * 3 + [5] * 4 + [8] * 3
         assert len(found[-1]) == 12 * 3 + 5 * 4 + 6
@@ -187,21 +181,29 @@ def test_evaluation_through_servers(served: Served, tmp_path: Path) -> None:
         assert [one.text for one in found[0]] == [one.text for one in found[1]]
 
 
+def _note_asks(engine: ServerEngine, note: Callable[[Ask], None]) -> None:
+    """Have `note` see every group that is sent to a server."""
+    clients: Any = engine._clients
+    ask = clients.ask
+
+    def noted(asked: Ask) -> None:
+        note(asked)
+        ask(asked)
+
+    clients.ask = noted
+
+
 def test_both_servers_share_the_load(served: Served, tmp_path: Path) -> None:
     """Balanced by outstanding tokens: of equal groups each server gets half, give or take one a server."""
     config = served.config(tmp_path)
     engine, asked = served.engine(config), dict.fromkeys((server.url for server in served.servers), 0)
     engine.load_weights(Reference(served.files / "model", 1).weights)
-    for member in engine._fleet.members:
-        generate = member.server.generate
+    names = list(asked)
 
-        def counted(
-            group: GenerateRequest, *rest: Any, name: str = member.name, ask: Any = generate, **more: Any
-        ) -> Any:
-            asked[name] += 1
-            return ask(group, *rest, **more)
+    def note(ask: Ask) -> None:
+        asked[names[ask.server]] += 1
 
-        member.server.generate = counted  # type: ignore[method-assign]
+    _note_asks(engine, note)
     engine.generate(_requests(_prompts(config)[:24]), Sampling(1, 1.0, 0))
     assert sum(asked.values()) == 24 and min(asked.values()) >= 8
     assert engine.health() == dict.fromkeys(asked, "live")
@@ -255,17 +257,18 @@ def test_a_group_has_one_prefill(served: Served, tmp_path: Path) -> None:
         pytest.skip("n = G is one request, whose prompt vLLM prefills once; its cache counts whole blocks only")
     server = make_server(served.name, served.servers[0].url, API_KEY, vocab_size=19)
     server.describe(timeout_s=30)
-    answers: list[Any] = []
-    post = server.http.post
+    answers: list[bytes] = []
+    exchange = server.http.exchange
 
-    def recorded(*arguments: Any, **more: Any) -> Any:
-        answers.append(post(*arguments, **more))
+    def recorded(*arguments: Any, **more: Any) -> bytes:
+        answers.append(exchange(*arguments, **more))
         return answers[-1]
 
-    server.http.post = recorded  # type: ignore[method-assign]
+    server.http.exchange = recorded  # type: ignore[method-assign]
     prompt = tuple(np.random.default_rng(5).integers(3, 19, 40).tolist())
-    server.generate(GenerateRequest("1-0-0", prompt, 8, 0), Sampling(4, 1.0, 0), timeout_s=60)
-    assert [one["meta_info"]["cached_tokens"] for one in answers[-1]] == [39] * 8
+    request = GenerateRequest("1-0-0", prompt, 8, 0, max_tokens=4)
+    generate(server, request, Expected(19, 0, 10**6), timeout_s=60)
+    assert [one["meta_info"]["cached_tokens"] for one in json.loads(answers[-1])] == [39] * 8
 
 
 def test_a_tensor_that_differs_is_named(served: Served, tmp_path: Path) -> None:
@@ -460,7 +463,7 @@ def _generate_while(
         threading.Event().wait(0.01)
     threading.Event().wait(0.2)
     harm()
-    return engine.finish()
+    return list(engine.finish().values())
 
 
 def test_what_was_begun_can_be_given_up(served: Served, tmp_path: Path) -> None:
@@ -477,7 +480,7 @@ def test_what_was_begun_can_be_given_up(served: Served, tmp_path: Path) -> None:
     threading.Event().wait(1.0)
     assert engine._started is not None and engine._started.work is not None and not engine._started.work.done
     engine.resume()
-    assert reference.difference(requests[:8], engine.finish()).max() < 1e-3
+    assert reference.difference(requests[:8], list(engine.finish().values())).max() < 1e-3
 
 
 def test_a_request_that_takes_too_long_is_named(served: Served, tmp_path: Path) -> None:
@@ -516,9 +519,9 @@ def test_a_sync_that_fails_half_way_leaves_nobody_with_mixed_weights(served: Ser
             if sent > 1 << 20:  # the stream has been asked for more than one bucket: the first is there
                 _signal(bad, signal.SIGSTOP)
 
-    put_to_sleep(engine._fleet, timeout_s=6.0)
+    engine._sync.sleep()
     engine.load_weights(hangs_after_the_first_bucket)
-    assert [member.asleep for member in engine._fleet.members] == [set(), {"kv_cache"}]
+    assert [member.asleep for member in engine._fleet.members] == [frozenset(), {"kv_cache"}]
     assert engine.health()[good.url] == "live" and engine.health()[bad.url].startswith("out: weight sync failed")
     assert any(bad.url in line and "weight sync failed" in line for line in said)
     requests = _requests(_prompts(config)[:8])
@@ -540,13 +543,15 @@ def test_a_bucket_that_fails_leaves_nothing_behind(served: Served, tmp_path: Pat
     gate = dict(broken.weights())[name]
     server: Any = engine._fleet.members[0].server
     buffer = SharedBuffer(gate.nbytes, gate.device)
-    views, notes = buffer.fill([gate]), [TensorNote(name, "float32", tuple(gate.shape))]
+    buffer.fill(gate.detach().reshape(-1).view(torch.uint8))
+    notes = [TensorNote(name, "float32", tuple(gate.shape))]
+    offers = [OFFERS[served.name](buffer, notes)]
     server.pause("abort", timeout_s=30)
     server.begin_update(timeout_s=30)
-    server.receive_shared(buffer, views, notes, timeout_s=30)
+    server.receive_shared(offers, notes, timeout_s=30)
     if served.name == "vllm":
         with pytest.raises(Refused):
-            server.receive_shared(buffer, views, [replace(notes[0], dtype="no_such_dtype")], timeout_s=30)
+            server.receive_shared(offers, [replace(notes[0], dtype="no_such_dtype")], timeout_s=30)
     engine.load_weights(whole.weights)
     requests = _requests(_prompts(engine._config)[:8])
     assert whole.difference(requests, engine.generate(requests, Sampling(LONG, 1.0, 0))).max() < 1e-3
@@ -599,8 +604,7 @@ def test_a_hung_server_is_named_and_survived(served: Served, tmp_path: Path) -> 
     assert served.same(completions, expected) and reference.difference(requests, completions).max() < 1e-3
     _signal(served.servers[1], signal.SIGCONT)
     config.rollout.limits.probe_timeout_s = 60.0  # on a busy machine the way back would have outages of its own
-    engine._fleet.revive()
-    put_to_sleep(engine._fleet, timeout_s=30.0)
+    engine._sync.sleep()
     assert all(member.asleep and member.state != "out" for member in engine._fleet.members)
     other = Reference(served.files / "model", 7)
     _sync_until_all_live(engine, other)
@@ -642,7 +646,7 @@ def test_without_any_server_the_run_stops_with_a_checkpoint(served: Served, tmp_
     assert "no rollout server has taken weight sync 2" in said and server.url in said
     assert [path.name for path in (run_dir / "checkpoints").glob("step_*")] == ["step_000001"]
     _signal(server, signal.SIGCONT)
-    said = run_ranks(_train_with_a_server_that_stops, 1, config, server, "select", 2)[0]
+    said = run_ranks(_train_with_a_server_that_stops, 1, config, server, "_select", 2)[0]
     assert "have been gone for rollout.limits.engine_wait_s = 2 s" in said and server.url in said
     assert sorted(path.name for path in (run_dir / "checkpoints").glob("step_*")) == ["step_000001", "step_000002"]
     assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2]

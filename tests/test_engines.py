@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,16 +22,18 @@ from servers import PYTHON, needs, stand_ins
 from support.settings import rollout_config
 
 from dppo_megatron.config.rollout import check_rollout
-from dppo_megatron.rollout.engine import Sampling
+from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.grouping import grouped
 from dppo_megatron.rollout.hf import cut
-from dppo_megatron.rollout.servers import sglang, vllm
+from dppo_megatron.rollout.servers import wire
 from dppo_megatron.rollout.servers.connect import check_server, choose_channel
 from dppo_megatron.rollout.servers.http import Http, Unreachable
-from dppo_megatron.rollout.servers.protocol import GenerateRequest, ServerInfo, is_older
+from dppo_megatron.rollout.servers.protocol import ServerInfo, is_older
+from dppo_megatron.rollout.servers.wire import GenerateRequest
 from dppo_megatron.rollout.sync.channels import buckets, write_snapshot
 from dppo_megatron.rollout.sync.receipts import Digests, canary_difference, differing, digest
 from dppo_megatron.rollout.transfer import shared_memory
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import GuardStop, Prompt, UserError
 from dppo_megatron.weights.architecture import read_architecture
 
 SERVES = {"engine": "vllm", "servers.endpoints": ["http://127.0.0.1:8000"]}
@@ -62,12 +65,12 @@ def test_buckets(sizes: list[int], max_bytes: int) -> None:
     """All tensors in order, none above the size unless alone, and no two neighbours that would have fitted together."""
     tensors = [(str(i), torch.zeros(size)) for i, size in enumerate(sizes)]
     found = list(buckets(iter(tensors), max_bytes))
-    assert [name for bucket in found for name, _ in bucket] == [name for name, _ in tensors]
-    totals = [sum(tensor.nbytes for _, tensor in bucket) for bucket in found]
+    assert [name for bucket in found for name, _ in bucket.tensors] == [name for name, _ in tensors]
+    totals = [sum(tensor.nbytes for _, tensor in bucket.tensors) for bucket in found]
     for bucket, total in zip(found, totals, strict=True):
-        assert total <= max_bytes or len(bucket) == 1
+        assert total <= max_bytes or len(bucket.tensors) == 1
     for (_, total), (following, _) in itertools.pairwise(zip(found, totals, strict=True)):
-        assert total + following[0][1].nbytes > max_bytes
+        assert total + following.tensors[0][1].nbytes > max_bytes
     mixed = [("a", torch.zeros(1)), ("b", torch.zeros(1, dtype=torch.bfloat16))]
     assert len(list(buckets(iter(mixed), 1000))) == 2
 
@@ -95,16 +98,17 @@ def test_digests_join_as_engines_do() -> None:
     stream += [("model.norm.weight", norm), ("model.embed_tokens.weight", embedding)]
     digests = Digests()
     assert list(digests.watch(iter(stream))) == stream
+    sent = digests.result()
     held = {
         "model.layers.0.self_attn.qkv_proj.weight": digest(torch.cat([q, k, v])),
         "model.norm.weight": digest(norm + 1e-6),
         "model.embed_tokens.weight": digest(torch.cat([embedding, torch.zeros(64 - 19, 3)])),
     }
-    assert differing(digests.found, held) == (["model.norm.weight"], 3)
+    assert differing(sent, held) == (["model.norm.weight"], 3)
     first_digits = {name: value[:16] for name, value in held.items()}
-    assert differing(digests.found, first_digits) == (["model.norm.weight"], 3)
+    assert differing(sent, first_digits) == (["model.norm.weight"], 3)
     empty = dict.fromkeys(held, digest(torch.zeros(0)))
-    assert differing(digests.found, empty) == ([], 0), "a packed layer shows no bytes"
+    assert differing(sent, empty) == ([], 0), "a packed layer shows no bytes"
 
 
 def test_the_canary_names_the_server() -> None:
@@ -215,10 +219,18 @@ def test_the_key_is_in_no_text() -> None:
     assert "very-secret" not in repr(http) + str(error.value)
 
 
+def _group(sampling: Sampling, count: int = 2) -> GenerateRequest:
+    """As `grouped` makes it."""
+    prompt = Prompt(5, "", (1, 2, 3), "", "")
+    [group], _ = grouped([Request(prompt, index, 3) for index in range(count)], sampling, count)
+    return msgspec.structs.replace(group, seed=40)
+
+
 def test_both_dialects_send_every_sampling_parameter() -> None:
     """Two servers' own defaults must not decide; the two engines' names for 'all tokens' differ."""
-    sampling, group = Sampling(7, 0.5, 0, 0.9, 0, (1, 4)), GenerateRequest("3-5-0", (1, 2, 3), 2, 40)
-    there = vllm.generate_body(group, sampling, seeded=True)["sampling_params"]
+    group = _group(Sampling(7, 0.5, 0, 0.9, 0, (1, 4)))
+    [call] = wire.VLLMDialect().calls(group)
+    there = json.loads(call.body)["sampling_params"]
     assert (there["n"], there["max_tokens"], there["temperature"], there["top_p"], there["top_k"]) == (
         2,
         7,
@@ -227,13 +239,15 @@ def test_both_dialects_send_every_sampling_parameter() -> None:
         0,
     )
     assert there["stop_token_ids"] == [1, 4] and there["seed"] == 40
-    body = sglang.generate_body(group, sampling, seeded=True, vocab_size=19)
+    prefill, call = wire.SGLangDialect(19, seeded=True).calls(group)
+    assert json.loads(prefill.body)["sampling_params"]["max_new_tokens"] == 0
+    body = json.loads(call.body)
     assert body["input_ids"] == [[1, 2, 3]] * 2 and body["rid"] == ["3-5-0/0", "3-5-0/1"]
     for index, here in enumerate(body["sampling_params"]):
         assert (here["max_new_tokens"], here["temperature"], here["top_p"], here["top_k"]) == (7, 0.5, 0.9, 19)
         assert here["stop_token_ids"] == [1, 4] and here["sampling_seed"] == 40 + index
     assert body["return_sampling_mask"], "plain log-probabilities are those before the cut"
-    plain = sglang.generate_body(group, Sampling(7, 0.5, 0), seeded=False, vocab_size=19)
+    plain = json.loads(wire.SGLangDialect(19).calls(_group(Sampling(7, 0.5, 0)))[-1].body)
     assert not plain["return_sampling_mask"] and plain["sampling_params"][0]["top_k"] == -1
 
 
@@ -254,9 +268,9 @@ print(request.batch_size)
 @needs("sglang")
 def test_requests_are_what_sglang_takes() -> None:
     """Our bodies through the engine's own request types and its own check of sampling parameters."""
-    group = GenerateRequest("3-5-0", (1, 2, 3), 2, 40)
+    _, call = wire.SGLangDialect(19, seeded=True).calls(_group(Sampling(7, 0.5, 0, 0.9, 0, (1, 4))))
     bodies = {
-        "generate": sglang.generate_body(group, Sampling(7, 0.5, 0, 0.9, 0, (1, 4)), seeded=True, vocab_size=19),
+        "generate": json.loads(call.body),
         "disk": {"model_path": "m", "weight_version": "3"},
     }
     answer = subprocess.run(
@@ -275,12 +289,13 @@ def test_an_answer_of_sglang_is_read() -> None:
     answer = {
         "output_ids": [5, 6, 1],
         "meta_info": {
+            "id": "3-5-0/0",
             "finish_reason": {"type": "stop", "matched": 1},
             "output_token_logprobs": [[-0.5, 5, None], [-1.5, 6, None], [-0.25, 1, None]],
             "weight_versions": [{"version": "2", "start": 0, "end": 3}],
         },
     }
-    one = sglang.sampled(answer)
+    [one] = wire.SGLangDialect(19).read(json.dumps([answer]).encode(), _group(Sampling(7, 1.0, 0), 1))
     assert one.token_ids.tolist() == [5, 6, 1] and one.logprobs.tolist() == [-0.5, -1.5, -0.25]
     assert one.finish_reason == "stop" and one.weights_versions == (("2", 0, 3),)
 
@@ -303,8 +318,9 @@ def test_another_process_sees_what_is_written_later() -> None:
         assert reader.stdin is not None and reader.stdout is not None
         for number in (1.0, 2.0):
             whole = torch.full((3,), number)
-            views = buffer.fill([whole])
-            assert torch.equal(views[0], whole) and views[0].data_ptr() == buffer.memory.data_ptr()
+            buffer.fill(whole.view(torch.uint8))
+            [view] = buffer.views("float32", [(3,)])
+            assert torch.equal(view, whole) and view.data_ptr() == buffer.memory.data_ptr()
             buffer.memory[12:16].view(torch.bfloat16).fill_(-number)
             reader.stdin.write("\n")
             reader.stdin.flush()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.job import REPOSITORY, job_config, read_metrics, write_job_files
 from support.launch import run_ranks
-from support.settings import rollout_config
 
 from dppo_megatron.cli import main
 from dppo_megatron.config.data import EvalSetConfig
@@ -28,10 +25,8 @@ from dppo_megatron.evaluation.samples import read_samples, scores_of
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.graders import final_answer
 from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.grouping import grouped
 from dppo_megatron.rollout.hf import engine_from_files
-from dppo_megatron.rollout.server_engine import grouped
-from dppo_megatron.rollout.servers.fleet import Fleet, Work
-from dppo_megatron.rollout.servers.protocol import GenerateRequest, Sampled
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import Prompt, UserError
@@ -389,6 +384,7 @@ BAD = {
     "limit": (["{model}", "--sets", "a={heldout}", "--limit", "-1"], "--limit -1: must not be negative"),
     "compare_nothing": (["--compare", "nowhere", "{heldout}"], "'nowhere' cannot be read"),
     "compare_no_samples": (["--compare", "{heldout}", "{heldout}"], "heldout.jsonl:1: no sample of an evaluation"),
+    "compare_scores": (["--compare", "{tmp}/results.json", "{tmp}"], "results.json' is no samples.jsonl: name the one"),
     "rescore_settings": (["--rescore", "{heldout}", "seed=1"], "heldout.jsonl:1: no sample of an evaluation"),
     "both": (["--rescore", "x", "--compare", "x", "y"], "give one of the two"),
     "compare_and_model": (["{model}", "--compare", "x", "y"], "--compare reads two evaluations and nothing else"),
@@ -452,64 +448,22 @@ def test_requests_are_grouped_whatever_their_order(data: st.DataObject) -> None:
         requests.append(Request(prompt, given_out[stream, index], 1, stream, how))
         given_out[stream, index] += 1
     default = Sampling(1, 1.0, 0)
-    groups, samplings, places = grouped(requests, default, size)
+    groups, places = grouped(requests, default, size, (7,))
     assert sorted(place for members in places for place in members) == list(range(len(requests)))
     assert len(groups) == sum(-(-count // size) for count in counts.values())
     seeds: dict[tuple[str, int], set[int]] = {}
-    for group, how, members in zip(groups, samplings, places, strict=True):
+    for group, members in zip(groups, places, strict=True):
         first = requests[members[0]]
         key = first.stream, first.prompt.index
         numbers = [requests[place].completion_index for place in members]
         assert numbers == list(range(numbers[0], numbers[0] + group.count)) and group.count <= size
         assert {(requests[place].stream, requests[place].prompt.index) for place in members} == {key}
-        assert group.request_id == first.id and how == (first.sampling or default)
+        how = first.sampling or default
+        assert (group.request_id, group.max_tokens) == (first.id, how.max_completion_tokens)
+        assert (group.temperature, group.stop_token_ids) == (how.temperature, (7, *how.stop_token_ids))
         seeds.setdefault(key, set()).add(group.seed - numbers[0])
     assert all(len(of_prompt) == 1 for of_prompt in seeds.values())
     assert len({seed for of_prompt in seeds.values() for seed in of_prompt}) == len(seeds)
-
-
-class _Gate:
-    """A server whose answers come only when as many completions are in flight as the test wants."""
-
-    def __init__(self, wanted: int) -> None:
-        self.http, self._wanted = self, wanted
-        self.url, self.most, self._now, self._condition = "gate", 0, 0, threading.Condition()
-
-    def generate(self, group: GenerateRequest, sampling: Sampling, *, timeout_s: float) -> list[Sampled]:
-        import numpy as np
-
-        with self._condition:
-            self._now += group.count
-            self.most = max(self.most, self._now)
-            self._condition.notify_all()
-            assert self._condition.wait_for(lambda: self.most >= self._wanted, timeout=20), f"only {self.most} at once"
-            self._now -= group.count
-        one = Sampled(np.array([1]), np.array([0.0], np.float32), "stop", (("1", 0, 1),))
-        return [one] * group.count
-
-    def healthy(self, *, timeout_s: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@pytest.mark.parametrize("counts", [[1] * 40, [8] * 7, [1, 8, 3, 8, 8, 2, 1, 1, 8], [20, 20]])
-def test_a_server_is_given_as_many_completions_as_it_runs(counts: Sequence[int]) -> None:
-    """Groups of one fill it as groups of eight do, never over its limit; a group beyond the limit goes alone."""
-    limit = 16
-    first = 0
-    for count in counts:  # in order, as many as fit
-        if first and first + count > limit:
-            break
-        first += count
-    gate = _Gate(first)
-    fleet = Fleet([gate], rollout_config({"limits.max_concurrent_sequences": limit}), print, max_groups=limit)  # type: ignore[list-item]
-    fleet.members[0].state = "live"
-    groups = [GenerateRequest(str(index), (1,), count, 0) for index, count in enumerate(counts)]
-    work = Work(groups, [Sampling(4, 1.0, 0)] * len(groups), frozenset({"1"}))
-    assert sorted(index for index, _ in fleet.run(work)) == list(range(len(counts)))
-    assert gate.most <= max(limit, *counts)
-    assert (fleet.members[0].groups, fleet.members[0].completions, fleet.members[0].outstanding_tokens) == (0, 0, 0)
-    fleet.close()
 
 
 def test_progress_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:

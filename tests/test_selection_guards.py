@@ -18,7 +18,7 @@ from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import check_selection, planned_prompts
 from dppo_megatron.job import prepare_job
-from dppo_megatron.loop import straggler_rows
+from dppo_megatron.ledger import straggler_row
 from dppo_megatron.pruning import CompletionBatch, StepCost, make_completion_policy
 from dppo_megatron.pruning.designs import count_kept, floor_kept
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES, check_methods
@@ -176,10 +176,10 @@ def test_the_group_deviation_neither_overflows_nor_vanishes(values: list[float],
 @pytest.mark.parametrize("cut", [0.0, 5.0])
 def test_the_straggler_row_does_not_wait_for_a_straggler(cut: float) -> None:
     """Servers that may cut make every step biased; where nobody can be cut there is no row."""
-    [row] = straggler_rows(rollout_config({"engine": "vllm", "limits.straggler_share": 0.9}), cut, 50)
+    [row] = straggler_row(rollout_config({"engine": "vllm", "limits.straggler_share": 0.9}), cut, 50)
     assert (row.name, row.label, row.kept_fraction) == ("rollout/stragglers", "biased", pytest.approx(1 - cut / 50))
-    assert not straggler_rows(rollout_config({"engine": "vllm", "limits.straggler_share": 1.0}), cut, 50)
-    assert not straggler_rows(rollout_config({"limits.straggler_share": 0.9}), cut, 50)
+    assert not straggler_row(rollout_config({"engine": "vllm", "limits.straggler_share": 1.0}), cut, 50)
+    assert not straggler_row(rollout_config({"limits.straggler_share": 0.9}), cut, 50)
 
 
 # ------------------------------------------------------------------------------------------- counts and plans

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from support.job import REPOSITORY, job_config, read_metrics, settings, write_job_files
+from support.job import REPOSITORY, job_config, read_metrics, settings, write_warm_job_files
 from support.launch import run_ranks
 
 from dppo_megatron.cli import main
@@ -19,13 +21,15 @@ from dppo_megatron.trace import read_trace
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
 
+pytestmark = pytest.mark.slow
+
 COSTS = CostModel(rollout_s_per_1k_tokens=2.0, update_s_per_1k_tokens=5.0, fixed_s=0.5)
 STEPS = 9  # three epochs of three steps
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
+    return write_warm_job_files(tmp_path_factory.mktemp("task"))
 
 
 def _run(files: Path, run_dir: Path, method: str, learning_rate: float) -> list[dict[str, Any]]:
@@ -113,6 +117,16 @@ def test_simulate_command(still: Path, tmp_path: Path, capsys: pytest.CaptureFix
     ):
         assert main(["simulate", *arguments]) == 2
         assert expected in capsys.readouterr().err
+
+
+def test_a_trace_without_trained_tokens_has_no_cost_for_them(still: Path) -> None:
+    """Its update seconds over nothing would be some 1e9 seconds a token: the cost is asked for, and taken if given."""
+    trace = read_trace(str(still / "trace.jsonl"))
+    steps = [replace(step, kept=np.zeros_like(step.kept)) for step in trace.steps]
+    empty = replace(trace, steps=steps)
+    with pytest.raises(UserError, match=r"nothing was trained in this trace.*give --update-cost"):
+        fit_costs(empty, None, None)
+    assert fit_costs(empty, None, 5.0).update_s_per_1k_tokens == 5.0
 
 
 def test_broken_trace_is_named(still: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The loss hook: where per-token losses meet the weights, and why nothing downstream can rescale them.
+"""The loss hook: multiplies per-token losses by the samples' weights so that nothing downstream rescales them.
 
 The hook returns sum_t coefficient_t * loss_t, with coefficient = weight / frozen denominator carried by the sample.
 Megatron's schedule then divides by the number of micro-batches and its data-parallel wrapper averages over ranks,
@@ -24,14 +24,14 @@ from torch import Tensor
 from dppo_megatron.actor.batch import Microbatch
 from dppo_megatron.actor.context import gather_pack
 from dppo_megatron.actor.layout import Layout
-from dppo_megatron.actor.logprobs import Projection, chunked_logprobs
+from dppo_megatron.actor.logprobs import LogprobStore, Projection, chunked_logprobs
 from dppo_megatron.actor.model import output_weight
 from dppo_megatron.algorithms.objectives import Objective, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """From the hidden states of one micro-batch to log-probabilities and entropies of the whole pack."""
+    """Computes log-probabilities and entropies of a whole pack from the hidden states of one micro-batch."""
 
     model: GPTModel
     """The chunk with the output layer."""
@@ -71,6 +71,8 @@ class LossHook:
     score: Scorer
     layout: Layout
     num_microbatches: int
+    watch: LogprobStore | None = None
+    """Takes the log-probabilities of every pack."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Sums over this rank's completion tokens so far, float64: `loss` (weighted), `tokens`, and each diagnostic."""
 
@@ -94,6 +96,8 @@ class LossHook:
         trained = microbatch.mask > 0
         # where, not a product: a user's loss may be infinite on a prompt position, and infinity times 0 is NaN
         loss = torch.where(trained, result.loss, 0.0) @ microbatch.coefficient.to(dtype)
+        if self.watch is not None:
+            self.watch.add(microbatch, logprobs)
         self._add("loss", loss.detach())
         self._add("tokens", trained.sum())
         self._add("entropy", entropy.detach()[trained].sum())

@@ -1,14 +1,14 @@
-"""What may differ between a run and its continuation, and what a run's settings come to in one hash.
+"""Which settings may change when a run resumes, and a fingerprint of those that may not.
 
-A resumed run is the same run only if what shapes its data, its draws and its updates is the same. Those settings make
-the fingerprint. The others change where and how fast it runs, or how long, and may be changed at every resume.
+A resumed run is the same run only if everything that shapes its data, draws and updates is unchanged: those settings
+make the fingerprint. The others decide where, how fast or how long it runs, and may change at every resume.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ FREE = (
     "data.eval_sets",
     "eval",
     "guard",
+    "observe",
     "packing",
     "reward.max_failed_share",
     "reward.memory_mb",
@@ -53,12 +54,12 @@ FREE = (
     "steps",
     "threads_per_rank",
 )
-"""Settings and sections that may differ. Another layout or packing continues equal to rounding; other `steps` move
-what is planned over the whole run (decaying learning rates, annealed pruning)."""
+"""Settings and sections that may differ. With another layout or packing results agree up to rounding; other `steps`
+move what is scheduled over the whole run (decaying learning rates, annealed pruning)."""
 
 
 def fingerprint(config: Config) -> str:
-    """SHA-256 of the settings that a continuation must share."""
+    """SHA-256 of the settings that must not change at a resume."""
     fixed = {key: value for key, value in _flat(config_values(config)).items() if not _under(key, FREE)}
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
@@ -76,16 +77,12 @@ def check_changes(config: Config, before: dict[str, Any], where: str) -> list[st
     now = config_values(config)
     if before == now:  # and building a Config of `before`, which takes 0.1 s, would say nothing else
         return []
-    old, new = _flat(config_values(config_from_values(before, where))), _flat(now)
     allowed: list[tuple[str, str]] = []
     refused: list[tuple[str, str]] = []
-    for key in sorted(old.keys() | new.keys()):
-        if old.get(key) == new.get(key):
-            continue
-        line = f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
+    for key, line in sorted(_differences(config_values(config_from_values(before, where)), now)):
         (allowed if _under(key, (*FREE, *config.checkpoint.may_change)) else refused).append((key, line))
     if refused:
-        keys = ", ".join(key for key, _ in refused)
+        keys = ",".join(key for key, _ in refused)
         raise UserError(
             f"the run of {where} cannot be resumed with other settings: {'; '.join(line for _, line in refused)}."
             f" Set them back, choose another run_dir, or permit it with checkpoint.may_change=[{keys}]"
@@ -103,6 +100,25 @@ def saved_values(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no settings, so the run cannot be resumed")
     return values
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(key, line) for each setting that differs; a whole section that only one side has is one line.
+
+    Example:
+        >>> list(_differences({"sets": {}}, {"sets": {"a": {"path": "x", "limit": 0}}}))
+        [('sets.a', 'sets.a: added')]
+    """
+    for key in old.keys() | new.keys():
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _differences(before, after, f"{prefix}{key}.")
+        elif isinstance(after, dict) and key not in old:
+            yield prefix + key, f"{prefix}{key}: added"
+        elif isinstance(before, dict) and key not in new:
+            yield prefix + key, f"{prefix}{key}: removed"
+        elif before != after:
+            yield prefix + key, f"{prefix}{key}: {before!r} -> {after!r}"
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,13 +1,12 @@
 """Settings of problem sets: where their rows are, how a row is read, and how it is shown to the model.
 
-Every set, for training or evaluation, has the same settings. What a set leaves out it takes from `data` itself, so a
-job on one file needs one line, and a job on nine sets says only what differs from set to set.
+Every set, for training or evaluation, has the same settings and inherits from `data` what it leaves out. A job on one
+file needs one line, and a job on nine sets says only what differs.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -62,7 +61,7 @@ class SetConfig:
 class TrainSetConfig(SetConfig):
     """One set to train on."""
 
-    weight: float = ranged(1.0, "(0, 1e9]")
+    weight: float = ranged(1.0, "(0, 1e9]", why="leave the set out to train without it")
     """Its share of a step under data.mixing = weighted, relative to the other sets."""
 
 
@@ -126,12 +125,12 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSet:
-    """One problem set with nothing left to look up."""
+    """One problem set with all inherited settings resolved."""
 
     key: str
     """The settings that name it, for messages and permissions: `data.train_path`, `data.eval_sets.aime24`."""
     path: str
-    """As in `SetConfig`, like all below that say no more."""
+    """As in `SetConfig`; so are the fields below without a description of their own."""
     split: str
     """Empty: the only one."""
     subset: str
@@ -188,7 +187,7 @@ class ResolvedEvalSet(ResolvedSet):
 
 
 def train_set_configs(config: Config) -> dict[str, ResolvedTrainSet]:
-    """The training sets by name, in the order of the config; `data.train_path` is the set `train`."""
+    """The training sets by name, in the order of the config; `data.train_path` becomes the set `train`."""
     data = config.data
     named = {name: (f"data.train_sets.{name}", entry) for name, entry in data.train_sets.items()}
     if data.train_path:
@@ -200,7 +199,7 @@ def train_set_configs(config: Config) -> dict[str, ResolvedTrainSet]:
 
 
 def eval_set_configs(config: Config) -> dict[str, ResolvedEvalSet]:
-    """The evaluation sets by name; what says how to sample comes from `eval` where a set does not say it."""
+    """The evaluation sets by name; sampling settings that a set leaves out come from `eval`."""
     data, defaults = config.data, config.eval
     named = {name: (f"data.eval_paths.{name}", EvalSetConfig(path=path)) for name, path in data.eval_paths.items()}
     named |= {name: (f"data.eval_sets.{name}", entry) for name, entry in data.eval_sets.items()}
@@ -227,7 +226,7 @@ def train_set_weights(config: Config) -> dict[str, float] | None:
 
 
 def example_set_config(config: Config) -> ResolvedSet:
-    """The warm start's worked solutions, read as a set that says nothing of its own."""
+    """The warm start's worked solutions, as a set that inherits all settings."""
     return ResolvedSet(
         **_resolved("warm_start.examples_path", SetConfig(path=config.warm_start.examples_path), config.data)
     )
@@ -241,15 +240,19 @@ def longest_prompt_tokens(config: Config, *, training: bool = False) -> int:
 
 
 def check_data(config: Config, *, trains: bool = True) -> None:
-    """Raise `UserError` for what is out of range, contradicts itself or is not there in the settings of any set.
+    """Raise `UserError` for set settings that are out of range, contradictory or missing.
 
     Args:
         trains: False for an evaluation alone, which reads no training set.
     """
     data = config.data
     _check_layer("data", data)
-    for name in data.train_sets.keys() & ({"train"} if data.train_path else set()):
-        raise UserError(f"data.train_path and data.train_sets.{name} are both the set '{name}'; rename or drop one")
+    if data.train_path and data.train_sets and trains:
+        raise UserError(
+            f"data.train_path and data.train_sets ({', '.join(data.train_sets)}) are both set: train_path is short for"
+            " a single training set. To train on all of them, name it too (data.train_sets.NAME.path); else drop one"
+            " (data.train_path='' or data.train_sets={})"
+        )
     for name in data.eval_paths.keys() & data.eval_sets.keys():
         raise UserError(f"data.eval_paths.{name} and data.eval_sets.{name} are both the set '{name}'; drop one")
     for section, entries in (("train_sets", data.train_sets), ("eval_sets", data.eval_sets)):
@@ -291,7 +294,7 @@ def _resolved(key: str, entry: SetConfig, data: DataConfig) -> dict[str, Any]:
 
 
 def _template(entry: SetConfig, data: DataConfig) -> Template:
-    """Each of the four settings from the first that says it: the set, its template, `data`, data's template."""
+    """Each of the four settings from the first of: the set, its template, `data`, data's template."""
     chosen: dict[str, Any] = {}
     for item in fields(Template):
         layers = (entry, TEMPLATES.get(entry.template or ""), data, TEMPLATES.get(data.template), PLAIN)
@@ -318,7 +321,7 @@ _RESERVED = {
     "tools",
     "truncation",
 }
-"""Arguments of `apply_chat_template` that are ours to give."""
+"""Arguments of `apply_chat_template` that this code sets itself."""
 
 
 def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
@@ -328,8 +331,6 @@ def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
         raise UserError(f"{key}.template = '{layer.template}': no such template; {hint}")
     if layer.prompt_template is not None and "{problem}" not in layer.prompt_template:
         raise UserError(f"{key}.prompt_template = {layer.prompt_template!r}: must contain {{problem}}")
-    if layer.max_prompt_tokens is not None and layer.max_prompt_tokens < 1:
-        raise UserError(f"{key}.max_prompt_tokens = {layer.max_prompt_tokens}: must be at least 1")
     if layer.overlong not in (None, "error", "filter"):
         raise UserError(f"{key}.overlong = '{layer.overlong}': must be error or filter")
     for name in ("problem_field", "answer_field"):
@@ -340,8 +341,6 @@ def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
 
 
 def _check_weight(key: str, weight: float, mixing: str) -> None:
-    if not (weight > 0 and math.isfinite(weight)):
-        raise UserError(f"{key} = {weight}: must be a finite number above 0; leave the set out to train without it")
     if mixing != "weighted" and weight != 1.0:
         raise UserError(f"{key} = {weight} has no effect while data.mixing = {mixing}; set data.mixing=weighted")
 
@@ -349,8 +348,6 @@ def _check_weight(key: str, weight: float, mixing: str) -> None:
 def _check_resolved(one: ResolvedSet) -> None:
     if not one.path:
         raise UserError(f"{one.path_key} is not set: a file, a directory or hub:owner/name")
-    if one.limit < 0:
-        raise UserError(f"{one.key}.limit = {one.limit}: must not be negative; 0 takes all")
     template = one.template
     if not template.apply_chat_template:
         for name, value in (("system_prompt", template.system_prompt), ("kwargs", template.chat_template_kwargs)):

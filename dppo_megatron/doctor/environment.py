@@ -9,7 +9,6 @@ import torch
 
 from dppo_megatron.actor.varlen import find_kernel
 from dppo_megatron.platform.capabilities import Machine, this_machine, transformer_engine_warning
-from dppo_megatron.types import UserError
 
 _PACKAGES = {
     "torch": "required",
@@ -35,6 +34,7 @@ def report() -> list[tuple[str, str]]:
     spec, reason = machine.choose_layer_spec("auto", "off")
     rows.append(("layers", f"{spec} ({reason})"))
     rows.append(("attention", find_kernel(_HEAD_DIM)[1] if spec == "local" else "Transformer Engine's"))
+    rows.append(("optimizer", machine.adam()))
     rows.append(("fp8", _recipes(machine)))
     if warning := transformer_engine_warning():
         rows.append(("warning", warning))
@@ -59,11 +59,6 @@ def _device(machine: Machine) -> str:
 
 
 def _recipes(machine: Machine) -> str:
-    available, refusal = [], ""
-    for recipe in _RECIPES:
-        try:
-            machine.choose_layer_spec("auto", recipe)
-            available.append(recipe)
-        except UserError as error:
-            refusal = refusal or str(error)
-    return ", ".join(available) if available else f"none: {refusal}"
+    lacks = {recipe: machine.lacks_for_fp8(recipe) for recipe in _RECIPES}
+    available = [recipe for recipe in _RECIPES if not lacks[recipe]]
+    return ", ".join(available) if available else f"none: {lacks[_RECIPES[0]]}"

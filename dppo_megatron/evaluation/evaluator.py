@@ -1,7 +1,7 @@
-"""Samples and grades the evaluation sets of a job, through whichever engine it has. Shared by all ranks, or alone.
+"""Samples and grades the evaluation sets of a job with any engine; the ranks share the work.
 
-The samples of all sets are handed over at once. An engine then never waits for the slowest answer of one set before
-it begins the next: with six sets of 30 to 700 problems that is most of the time that a set-by-set evaluation takes.
+All sets are submitted at once, so that an engine never waits for the slowest answer of one set before it begins the
+next: with six sets of 30 to 700 problems that wait is most of the time of a set-by-set evaluation.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from dppo_megatron.config.data import eval_set_configs
-from dppo_megatron.distributed import collect, share
+from dppo_megatron.distributed import gather_all
 from dppo_megatron.evaluation.grading import SetGraders, unparsed, vote_of
 from dppo_megatron.evaluation.samples import EvalSample, problem_ids
 from dppo_megatron.evaluation.statistics import EvalScores, score
@@ -35,7 +35,7 @@ class EvalSet:
     """Completions of every problem."""
     sampling: Sampling
     grader: str
-    """Empty: the run's own."""
+    """Grader; empty: the run's own."""
 
     def request(self, problem: int, sample: int) -> Request:
         """Step 0 always: every evaluation of a set draws the same random numbers, so that two of them differ by the
@@ -65,7 +65,8 @@ class Evaluator:
         Ranks exchange outcomes, not texts: 2,000 answers of 8,000 tokens are 60 MB.
         """
         samples, items = self._sample(engine, names, watch=None)
-        outcomes = collect([(item.set, sample.outcome) for item, sample in zip(items, samples, strict=True)])
+        mine = [(position, item.set, sample.outcome) for (position, item), sample in zip(items, samples, strict=True)]
+        outcomes = [(of, outcome) for _, of, outcome in sorted(gather_all(mine), key=lambda each: each[0])]
         return [
             score(one.name, len(one.prompts), one.samples, [outcome for of, outcome in outcomes if of == index])
             for index, one in enumerate(self.sets)
@@ -73,37 +74,38 @@ class Evaluator:
         ]
 
     def sample(self, engine: Engine, watch: Watch | None = None) -> list[EvalSample]:
-        """Every sample of every set that this rank has taken: of all of them, where it is alone."""
+        """This rank's samples of every set, graded; without other ranks, all samples."""
         return self._sample(engine, None, watch)[0]
 
     def close(self) -> None:
-        """End the grader processes that only sets use."""
+        """End the graders that only evaluation sets use."""
         self._graders.close()
 
     def _sample(
         self, engine: Engine, names: Collection[str] | None, watch: Watch | None
-    ) -> tuple[list[EvalSample], list[_Item]]:
-        mine = share(
-            [
-                _Item(index, problem, sample)
-                for index, one in enumerate(self.sets)
-                if names is None or one.name in names
-                for problem in range(len(one.prompts))
-                for sample in range(one.samples)
-            ]
-        )
-        requests = [self.sets[item.set].request(item.problem, item.sample) for item in mine]
+    ) -> tuple[list[EvalSample], list[tuple[int, _Item]]]:
+        """This rank's samples, and which item of the evaluation each is of."""
+        items = [
+            _Item(index, problem, sample)
+            for index, one in enumerate(self.sets)
+            if names is None or one.name in names
+            for problem in range(len(one.prompts))
+            for sample in range(one.samples)
+        ]
+        requests = [self.sets[item.set].request(item.problem, item.sample) for item in items]
         completions: dict[int, Completion] = {}
         tokens = 0
-        fallback = Sampling(1, 0.0, 0)  # every request says how it is sampled
+        fallback = Sampling(1, 0.0, 0)  # each request carries its own sampling
         for position, completion in engine.stream(requests, fallback):
             completions[position] = completion
             tokens += len(completion.token_ids)
             if watch is not None:
                 watch(len(completions), tokens)
-        done = [completions[position] for position in range(len(requests))]
-        grades = self._grade(mine, [completion.text for completion in done])
-        return [self._record(*each) for each in zip(mine, done, grades, strict=True)], mine
+        mine = [(position, items[position]) for position in sorted(completions)]
+        done = [completions[position] for position, _ in mine]
+        grades = self._grade([item for _, item in mine], [completion.text for completion in done])
+        each = zip(mine, done, grades, strict=True)
+        return [self._record(item, completion, grade) for (_, item), completion, grade in each], mine
 
     def _grade(self, items: Sequence[_Item], texts: Sequence[str]) -> list[Grade]:
         grades: dict[int, Grade] = {}
@@ -145,7 +147,7 @@ class Evaluator:
 
 
 def eval_sets(job: Job) -> list[EvalSet]:
-    """The sets of a job with everything decided that `data` and `eval` leave to defaults."""
+    """The sets of a job with all defaults from `data` and `eval` resolved."""
     config = job.config
     found = []
     for name, settings in eval_set_configs(config).items():

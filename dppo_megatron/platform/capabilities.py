@@ -47,8 +47,8 @@ class Machine:
             UserError: the wanted spec or recipe cannot run here.
         """
         lacks = self._lacks()
-        if fp8 != "off":
-            self._check_fp8(fp8, lacks)
+        if fp8 != "off" and (refusal := self.lacks_for_fp8(fp8)):
+            raise UserError(f"actor.fp8 = {fp8}: {refusal}; use fp8 = off")
         if wanted == "te" and lacks:
             raise UserError(f"actor.layer_spec = te: {lacks}; use layer_spec = auto or local")
         if wanted == "local":
@@ -69,19 +69,29 @@ class Machine:
         if self.cuda_capability is not None and self.lacks_transformer_engine:
             raise UserError(f"a mixture-of-experts model on CUDA needs it: {self.lacks_transformer_engine}")
 
+    def adam(self) -> str:
+        """Which Adam Megatron takes here, in its order of choice, and on CUDA what is missed."""
+        if not self.lacks_transformer_engine:
+            return "Transformer Engine's FusedAdam"
+        if importlib.util.find_spec("apex") is not None:
+            return "Apex's FusedAdam"
+        missed = "" if self.cuda_capability is None else " (neither Transformer Engine nor Apex is installed)"
+        return f"torch's fused AdamW{missed}"
+
     def _lacks(self) -> str:
         if self.cuda_capability is None:
             return "there is no CUDA device"
         return self.lacks_transformer_engine
 
-    def _check_fp8(self, fp8: str, lacks: str) -> None:
-        if lacks:
-            raise UserError(f"actor.fp8 = {fp8}: {lacks}; use fp8 = off")
-        least = _LEAST_CAPABILITY[fp8]
-        assert self.cuda_capability is not None
-        if self.cuda_capability < least:
-            have = "sm_{}{}".format(*self.cuda_capability)
-            raise UserError(f"actor.fp8 = {fp8} needs a chip of sm_{least[0]}{least[1]} or newer; this one is {have}")
+    def lacks_for_fp8(self, recipe: str) -> str:
+        """Why an FP8 recipe cannot run here; empty if it can."""
+        lacks = self._lacks()
+        if lacks or self.cuda_capability is None:
+            return lacks
+        least = _LEAST_CAPABILITY[recipe]
+        if self.cuda_capability >= least:
+            return ""
+        return "it needs a chip of sm_{}{} or newer; this one is sm_{}{}".format(*least, *self.cuda_capability)
 
 
 def this_machine() -> Machine:

@@ -1,4 +1,4 @@
-"""The user's side of grading: finding a grader, how it is called, and what may come back from it.
+"""Loads a user's grader, calls it, and checks what it returns.
 
 Runs in the grader processes, which must start fast: the standard library only, no numpy and no torch unless the grader
 imports them.
@@ -70,7 +70,7 @@ class Rewards:
             said = _graded(function, calling, completion, answer, row)
             fields = said if isinstance(said, dict) else {"reward": said}
             if "failure" in fields:
-                return fields | {"failure": f"{item.name} {fields['failure']}"}
+                return fields | {"failure": f"{fields['failure']}, in its part '{item.name}'"}
             first = first or fields
             facts = fields.get("facts", {}) | facts  # the first one's stand
             parts[item.name] = fields["reward"]
@@ -132,9 +132,7 @@ def _graded(function: Callable[..., Any], calling: str, completion: str, answer:
             result = function(completion, answer, row)
         else:
             result = function(completion, answer, row=row)
-        if type(result) is float and math.isfinite(result):
-            return result
-        return _fields(result)
+        return result if _is_float(result) else _fields(result)
     except Failed as failure:
         return {"failure": str(failure)}
     except MemoryError as error:
@@ -160,18 +158,27 @@ def _fields(result: Any) -> Any:
         fields["extracted"] = _cut(str(result.extracted), _LONGEST_TEXT)
     if result.why:
         fields["why"] = _cut(str(result.why), _LONGEST_TEXT)
-    for name in ("facts", "parts"):
-        held = getattr(result, name)
-        if not isinstance(held, Mapping):
+    for name, held in (("facts", result.facts), ("parts", result.parts)):
+        if not held and type(held) is dict:
+            continue
+        if type(held) is not dict and not isinstance(held, Mapping):
             raise Failed(f"returned a Grade whose {name} are {_shown(held)}, not a mapping")
         if held:
             fields[name] = {
-                str(key): _number(value, f"a Grade whose {name}[{str(key)!r}] is ") for key, value in held.items()
+                # the sentence for a value that is wrong is made only for one that may be
+                str(key): value if _is_float(value) else _number(value, f"a Grade whose {name}[{str(key)!r}] is ")
+                for key, value in held.items()
             }
     return fields
 
 
+def _is_float(value: Any) -> bool:
+    return type(value) is float and math.isfinite(value)
+
+
 def _number(value: Any, where: str) -> float:
+    if _is_float(value):
+        return float(value)
     told = f"returned {where}{_shown(value)}"
     if isinstance(value, (bool, numbers.Real, Decimal)):
         number = value

@@ -1,19 +1,60 @@
-"""What a step's gradings come to as metrics, and how many of them may fail before the run stops."""
+"""Metrics of a step's gradings, and the guard that stops the run when too many of them fail."""
 
 from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from dppo_megatron.config.reward import RewardConfig
-from dppo_megatron.types import Grade, Group, GuardStop
+from dppo_megatron.types import FloatArray, Group, GuardStop
 
 FACTS = ("parsed_share", "boxed_share", "disagreement")
 """Facts of the `math` grader: null in a step in which no grading has them, so that the columns are always there."""
 
 
-def grading_metrics(groups: Sequence[Group], parts: Sequence[str] = ()) -> dict[str, float]:
+@dataclass(frozen=True, slots=True)
+class GradeTable:
+    """What a step's metrics need of its gradings, as columns: 16,384 grades travel between ranks as a few arrays."""
+
+    weight: FloatArray
+    """[n] the weight of each grading's prompt."""
+    facts: dict[str, FloatArray]
+    """[n] each fact, NaN where a grading does not have it."""
+    parts: dict[str, FloatArray]
+    """[n] each named reward, likewise. Apart from the facts: a reward's name is the user's, and may be a fact's."""
+    failures: dict[str, int]
+    """How often grading failed, by reason."""
+
+    @staticmethod
+    def of(groups: Iterable[Group]) -> GradeTable:
+        """The gradings of `groups`, in their order."""
+        graded = [(group.selected.weight, grade) for group in groups for grade in group.grades]
+        return GradeTable(
+            np.array([weight for weight, _ in graded], dtype=np.float64),
+            _columns([grade.facts for _, grade in graded]),
+            _columns([grade.parts for _, grade in graded]),
+            dict(collections.Counter(grade.failure for _, grade in graded if grade.failure)),
+        )
+
+    @staticmethod
+    def join(tables: Sequence[GradeTable]) -> GradeTable:
+        """One behind the other."""
+        failures: collections.Counter[str] = collections.Counter()
+        for table in tables:
+            failures.update(table.failures)
+        return GradeTable(
+            np.concatenate([np.empty(0), *(table.weight for table in tables)]),
+            _joined([table.facts for table in tables], [len(table.weight) for table in tables]),
+            _joined([table.parts for table in tables], [len(table.weight) for table in tables]),
+            dict(failures),
+        )
+
+
+def grading_metrics(table: GradeTable, parts: Sequence[str] = ()) -> dict[str, float]:
     """`reward/timeouts`, and the means of facts and parts over the gradings that have them; NaN over none.
 
     Means are weighted by the prompts' inverse inclusion probabilities, as `reward/mean` is, so that the parts add up to
@@ -22,12 +63,9 @@ def grading_metrics(groups: Sequence[Group], parts: Sequence[str] = ()) -> dict[
     Args:
         parts: names of the configured rewards.
     """
-    graded = [(group.selected.weight, grade) for group in groups for grade in group.grades]
-    timeouts = sum(grade.failure.startswith("timed out") for _, grade in graded)
-    facts = {name: None for _, grade in graded for name in grade.facts}
-    means = {name: _mean([(w, g.facts[name]) for w, g in graded if name in g.facts]) for name in {**facts} | _none()}
-    # after the facts: a configured reward's name is the user's, and cannot be taken by a fact
-    means |= {name: _mean([(w, g.parts[name]) for w, g in graded if name in g.parts]) for name in parts}
+    timeouts = sum(count for failure, count in table.failures.items() if failure.startswith("timed out"))
+    means = {name: _mean(table.weight, table.facts.get(name)) for name in (*table.facts, *FACTS)}
+    means |= {name: _mean(table.weight, table.parts.get(name)) for name in parts}
     return {"reward/timeouts": float(timeouts)} | {f"reward/{name}": mean for name, mean in means.items()}
 
 
@@ -40,34 +78,44 @@ class FailureGuard:
 
     def __init__(self, reward: RewardConfig) -> None:
         self._reward = reward
-        self._step = -1
-        self._grades: list[Grade] = []
 
-    def check(self, groups: Sequence[Group], step: int) -> None:
-        """Account for groups of `step`, which may come in several rounds.
+    def check(self, table: GradeTable, step: int) -> None:
+        """Look at the gradings of `step` so far.
 
         Raises:
             GuardStop: too many have failed; it says how and how many.
         """
-        if step != self._step:
-            self._step, self._grades = step, []
-        self._grades += [grade for group in groups for grade in group.grades]
-        failures = [grade.failure for grade in self._grades if grade.failure]
-        share = self._reward.max_failed_share
-        allowed = max(share * len(self._grades), 1.0) if share else 0.0
-        if len(failures) > allowed:
-            common = collections.Counter(failures).most_common(3)
+        total, failed, share = len(table.weight), sum(table.failures.values()), self._reward.max_failed_share
+        allowed = max(share * total, 1.0) if share else 0.0
+        if failed > allowed:
+            common = collections.Counter(table.failures).most_common(3)
             reasons = "; ".join(f"{count} x {failure}" for failure, count in common)
             raise GuardStop(
-                f"step {step}: {len(failures)} of {len(self._grades)} gradings failed, more than"
+                f"step {step}: {failed} of {total} gradings failed, more than"
                 f" reward.max_failed_share = {share:g} allows: {reasons}"
             )
 
 
-def _none() -> dict[str, None]:
-    return dict.fromkeys(FACTS)
+def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, FloatArray]:
+    """[n] mappings to one column [n] for each name in any of them.
+
+    Example: [{"a": 1.0}, {}, {"a": 0.0}] -> {"a": [1, NaN, 0]}.
+    """
+    names = {name: None for row in rows for name in row}
+    return {name: np.array([row.get(name, math.nan) for row in rows], dtype=np.float64) for name in names}
 
 
-def _mean(values: Sequence[tuple[float, float]]) -> float:
-    weight = sum(w for w, _ in values)
-    return sum(w * value for w, value in values) / weight if weight else math.nan
+def _joined(tables: Sequence[Mapping[str, FloatArray]], sizes: Sequence[int]) -> dict[str, FloatArray]:
+    names = {name: None for table in tables for name in table}
+    missing = [np.full(size, math.nan) for size in sizes]
+    return {
+        name: np.concatenate([table.get(name, nothing) for table, nothing in zip(tables, missing, strict=True)])
+        for name in names
+    }
+
+
+def _mean(weight: FloatArray, values: FloatArray | None) -> float:
+    there = np.zeros(0, np.bool_) if values is None else ~np.isnan(values)
+    if values is None or not weight[there].sum():
+        return math.nan
+    return float((weight[there] * values[there]).sum() / weight[there].sum())

@@ -5,16 +5,16 @@ inside C code cannot be interrupted from within, so each sample has a deadline a
 replaced. Such a grading is a failure with a reason; it is never a reward of 0.
 
 Samples go out in chunks, since most gradings cost less than a message: a chunk is as long as about 5 ms of work at the
-speed seen so far. Deadlines are still each sample's own, by the board that the process keeps (`wire.py`). What stands
-behind a slow sample in its chunk is not charged with its time: it goes to whoever is idle, or else to the process that
-replaces the killed one. So k hangs over p processes cost about ceil(k / p) timeouts:
+speed seen so far. Each sample still has its own deadline, by the board that the process keeps (`wire.py`). Samples
+queued after a slow one in its chunk are not charged with its time: they go to an idle process, or else to the process
+that replaces the killed one. So k hangs over p processes cost about ceil(k / p) timeouts:
 
     four samples, two processes, timeout 1 s; h hangs, a to c do not
     chunks [h a] [b c]  ->  b, c done, a taken from behind h and done, h given up after 1 s
 
-Where it is not certain which sample ended a process (it could not write its answers, say), those that come into
-question are graded again, one at a time; who then ends a process alone has done it. So a process is lost at most twice
-for a sample, and no mix of behaviours goes on for ever.
+If it is unclear which sample ended a process (it could not write its answers, say), the candidates are graded again one
+at a time, and a sample that then ends a process alone is the cause. So a sample costs at most two processes, and no
+mix of behaviours can repeat for ever.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DYING_S = 0.5
 _STARTS = 3
 """Starts that may fail in one call, once one has succeeded, before a process is given up."""
 _SHOWN = 5
-"""Failures of one call that are logged one by one."""
+"""Failures of one call that are logged one by one, if they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +191,15 @@ class _Call:
                 self._give(process, self._next_chunk(max(1, min(by_speed, fair))))
 
     def _next_chunk(self, most: int) -> list[int]:
+        waiting, tasks = self._waiting, self._tasks
         chunk: list[int] = []
-        num_bytes = 0
-        while self._waiting and len(chunk) < most and num_bytes < _CHUNK_BYTES:
-            chunk.append(self._waiting.popleft())
-            num_bytes += len(self._tasks[chunk[-1]].completion)
+        left = _CHUNK_BYTES
+        for _ in range(min(most, len(waiting))):
+            sample = waiting.popleft()
+            chunk.append(sample)
+            left -= len(tasks[sample].completion)
+            if left <= 0:
+                break
         return chunk
 
     def _give(self, process: GraderProcess, samples: Sequence[int]) -> None:
@@ -271,19 +275,20 @@ class _Call:
             process.ready = pool.has_started = True
             pool.sends_rows = bool(message["rows"])
             return
+        chunk, owned = process.chunk, process.owned
         for answer in message["answers"]:
-            sample = process.chunk[process.answered]
-            if isinstance(answer, dict) and "memory" in answer:
+            sample = chunk[process.answered]
+            if type(answer) is dict and "memory" in answer:
                 self._out_of_memory(process, sample, answer)
                 return
             grade = _grade(answer)
-            if process.answered < process.owned:
+            if process.answered < owned:
                 self._settle(sample, grade)
             process.answered += 1
             process.graded += 1
-        if message.get("done"):
+        if "took_s" in message:
             if process.answered == len(process.chunk):
-                each = (time.monotonic() - process.given_s) / len(process.chunk)
+                each = float(message["took_s"]) / len(process.chunk)
                 # the geometric mean, for which one slow sample in a hundred fast ones is no revolution
                 pool.seconds_each = max(1e-6, math.sqrt(pool.seconds_each * each))
             missing = process.chunk[process.answered : process.owned]
@@ -386,17 +391,14 @@ class _Call:
 
 def _grade(answer: Any) -> Grade:
     """What a process says of a sample, as a Grade."""
-    if not isinstance(answer, dict):
+    if type(answer) is not dict:
         return Grade(float(answer))
     if "failure" in answer:
         return _failed(str(answer["failure"]), str(answer.get("trace", "")))
-    return Grade(
-        float(answer["reward"]),
-        answer.get("extracted"),
-        answer.get("why", ""),
-        dict(answer.get("facts", {})),
-        dict(answer.get("parts", {})),
-    )
+    facts, parts = answer.get("facts", {}), answer.get("parts", {})
+    if type(facts) is not dict or type(parts) is not dict:
+        raise TypeError("facts that are no mapping")
+    return Grade(float(answer["reward"]), answer.get("extracted"), answer.get("why", ""), facts, parts)
 
 
 def _failed(why: str, trace: str = "") -> Grade:
@@ -404,11 +406,17 @@ def _failed(why: str, trace: str = "") -> Grade:
 
 
 def _log_failures(tasks: Sequence[GradeTask], grades: Sequence[Grade]) -> None:
-    """The first few with their labels, the others as a count of each kind."""
-    failed = [(task.label, grade) for task, grade in zip(tasks, grades, strict=True) if grade.failure]
-    for label, grade in failed[:_SHOWN]:
-        _log.error("grading %s %s%s", label or "a sample", grade.failure, f"\n{grade.why}" if grade.why else "")
-    others = collections.Counter(grade.failure.split(":")[0] for _, grade in failed[_SHOWN:])
+    """The first few that differ, each with a label and its traceback; the others as a count of each kind."""
+    shown: set[str] = set()
+    others: collections.Counter[str] = collections.Counter()
+    for task, grade in zip(tasks, grades, strict=True):
+        if not grade.failure:
+            continue
+        if grade.failure in shown or len(shown) == _SHOWN:
+            others[grade.failure.split(":")[0]] += 1
+            continue
+        shown.add(grade.failure)
+        _log.error("grading %s %s%s", task.label or "a sample", grade.failure, f"\n{grade.why}" if grade.why else "")
     if others:
         kinds = ", ".join(f"{count} x {kind}" for kind, count in others.most_common(5))
         _log.error("and %d gradings more: %s", sum(others.values()), kinds)

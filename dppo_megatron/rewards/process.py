@@ -1,4 +1,4 @@
-"""The trainer's end of one grader process: starting it, feeding it without ever blocking, and knowing what it is at."""
+"""The trainer's end of one grader process: start it, feed it without blocking, and know which sample it is grading."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class GraderProcess:
     def give(self, samples: Sequence[int], payloads: Sequence[bytes]) -> None:
         """Have it grade `samples`, of which `payloads` are what it is sent."""
         self.chunk, self.answered, self.owned = list(samples), 0, len(samples)
-        self.given_s = self.progress_s = time.monotonic()
+        self.progress_s = time.monotonic()
         self._board.reset(len(samples))
         self._outgoing = memoryview(b"".join([self._outgoing, frame(pickle.dumps(list(payloads)))]))
         self.pump()

@@ -10,11 +10,12 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from dppo_megatron.types import Completion, Prompt
+from dppo_megatron.distributed import share
+from dppo_megatron.types import Completion, Grade, Prompt
 
 Weights: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Starts a pass over all weights: every (Hugging Face name, full tensor) once. Called again for a retry; collective
-where the actor is sharded."""
+"""Starts a pass over all weights: every (Hugging Face name, full tensor) once, given to the ranks in
+`Engine.receivers`. Called again for a retry; collective where the actor is sharded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +74,51 @@ class Sampling:
     has no log-probabilities under such a cut (SGLang: only for a bounded number of tokens)."""
 
 
+def own_requests(requests: Sequence[Request]) -> list[int]:
+    """Positions of the requests that this rank holds where ranks share evenly: a prompt's stay together.
+
+    Example: on rank 1 of 2, requests of prompts A A B B C C give [2, 3].
+    """
+    prompts: dict[tuple[str, int, int], int] = {}
+    own = [prompts.setdefault((r.stream, r.prompt.index, r.step), len(prompts)) for r in requests]
+    mine = set(share(range(len(prompts))))
+    return [position for position, prompt in enumerate(own) if prompt in mine]
+
+
 class Engine(Protocol):
     """A generator whose weights follow the actor's. All calls are collective: every rank makes them."""
 
+    has_servers: bool
+    """Generates in other processes, whose log-probabilities and weights are to be checked."""
     description: str
     """One line for the log: what generates, where, and how weights reach it."""
 
-    def load_weights(self, weights: Weights) -> None:
-        """Replace all weights and count the weights version up by one."""
+    @property
+    def receivers(self) -> Sequence[int] | None:
+        """Ranks that must be given the weights; None: all. The same on every rank."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion for each of this rank's requests, in their order."""
+    def load_weights(self, weights: Weights) -> bool:
+        """Replace all weights and count the weights version up by one. Returns whether the canary is due: engines
+        without servers never ask for one."""
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Begin what `generate` does; the caller may do something else before `finish`."""
+        """Begin to sample a completion for each request; the caller may do something else before `finish`.
 
-    def finish(self) -> list[Completion]:
-        """The completions of the last `start`."""
+        Args:
+            requests: all of the job's, the same on every rank; who generates which is the engine's to decide.
+        """
+
+    def finish(self) -> dict[int, Completion]:
+        """Position in the requests of the last `start` -> completion, for those that this rank holds, in their order.
+
+        Every request is held by exactly one rank, and a prompt's completions by the same one.
+        """
+
+    def take_grades(self) -> dict[int, Grade]:
+        """Position in the requests of the last `finish` -> grade, of what was graded where it arrived; else nothing."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """`start` and `finish`: this rank's completions, in the order of their requests."""
 
     def abort(self) -> None:
         """Give up what `start` began: its requests end, its completions are lost."""
@@ -104,7 +133,7 @@ class Engine(Protocol):
         """No generation before the next `load_weights`: device memory may be given back."""
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """As `generate`, but (position, completion) as they finish."""
+        """As `start` and `finish`, but this rank's (position, completion) as they come."""
 
     def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
         """(server, completion) of the same requests from every server; nothing for an engine without servers. The

@@ -19,10 +19,10 @@ from transformers.cache_utils import Cache
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.randomness import generator
-from dppo_megatron.rollout.engine import Request, Sampling, Weights
+from dppo_megatron.rollout.engine import Request, Sampling, Weights, own_requests
 from dppo_megatron.rollout.hf_names import by_checkpoint_name
 from dppo_megatron.rollout.kv_cache import growing_cache
-from dppo_megatron.types import BoolArray, Completion, FloatArray, IntArray
+from dppo_megatron.types import BoolArray, Completion, FloatArray, Grade, IntArray
 from dppo_megatron.weights.hf_files import WeightReader, check_finite
 
 _COMPACT_BELOW = 0.75
@@ -51,10 +51,16 @@ class HFEngine:
         with torch.no_grad():
             self._state = by_checkpoint_name(self._model)
         self._version = 0
+        self.has_servers = False
         self.description = "rollout: transformers, embedded in every rank"
 
+    @property
+    def receivers(self) -> None:
+        """See `Engine.receivers`: every rank has its own model."""
+        return None
+
     @torch.no_grad()
-    def load_weights(self, weights: Weights) -> None:
+    def load_weights(self, weights: Weights) -> bool:
         """Copy every tensor into the model. Raises ValueError if a parameter was not given."""
         self._version += 1
         missing = set(self._state)
@@ -63,17 +69,18 @@ class HFEngine:
             missing.discard(name)
         if missing:
             raise ValueError(f"the weight stream lacks {sorted(missing)}")
+        return False
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """See `Engine.generate`."""
-        completions = dict(self.stream(requests, sampling))
-        return [completions[i] for i in range(len(requests))]
+        self.start(requests, sampling)
+        return list(self.finish().values())
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """See `Engine.stream`. Prompts of similar length share a batch, so little is spent on padding."""
         alike: dict[Sampling, list[int]] = {}
-        for index, request in enumerate(requests):
-            alike.setdefault(request.sampling or sampling, []).append(index)
+        for index in own_requests(requests):
+            alike.setdefault(requests[index].sampling or sampling, []).append(index)
         for how, order in alike.items():
             order.sort(key=lambda i: len(requests[i].prompt.token_ids))
             for start in range(0, len(order), self._batch):
@@ -84,9 +91,13 @@ class HFEngine:
         """Nothing runs beside the actor here: the work is done in `finish`."""
         self._started = requests, sampling
 
-    def finish(self) -> list[Completion]:
+    def finish(self) -> dict[int, Completion]:
         """What `start` was asked for."""
-        return self.generate(*self._started)
+        return dict(sorted(self.stream(*self._started)))
+
+    def take_grades(self) -> dict[int, Grade]:
+        """Nothing: the ranks grade."""
+        return {}
 
     def abort(self) -> None:
         """Forget what `start` was asked for."""

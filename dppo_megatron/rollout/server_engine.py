@@ -6,38 +6,51 @@ the weights version are facts in one place instead of agreements between many.
 
 from __future__ import annotations
 
-import resource
+import os
+import pickle
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import Config
-from dppo_megatron.distributed import barrier, collect, from_rank_zero, share
-from dppo_megatron.randomness import generator
+from dppo_megatron.distributed import barrier, from_rank_zero, gather_all
+from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory, grades_of
+from dppo_megatron.rollout.client.holding import spans_of
+from dppo_megatron.rollout.client.messages import Address
+from dppo_megatron.rollout.client.process import Setup
+from dppo_megatron.rollout.client.remote import (
+    Clients,
+    Listener,
+    Meeting,
+    NodeClient,
+    Nodes,
+    owners,
+    take,
+    this_node,
+)
 from dppo_megatron.rollout.engine import Request, Sampling, Weights
-from dppo_megatron.rollout.servers.connect import Connection, connect
+from dppo_megatron.rollout.grouping import completion_of, grouped
+from dppo_megatron.rollout.servers.connect import ChannelName, Connection, configured_key, connect
 from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
-from dppo_megatron.rollout.servers.http import Refused, Unreachable
-from dppo_megatron.rollout.servers.protocol import GenerateRequest, Sampled
-from dppo_megatron.rollout.sync.channels import BroadcastChannel, Channel, DiskChannel, SharedMemoryChannel, on_each
-from dppo_megatron.rollout.sync.receipts import Digests, differing
-from dppo_megatron.rollout.sync.weight_sync import pause_for_update, put_to_sleep, resume_and_confirm, wake
-from dppo_megatron.types import Completion, GuardStop
+from dppo_megatron.rollout.servers.seats import RankDevice, Seats, this_device
+from dppo_megatron.rollout.servers.wire import Expected
+from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
+from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
+from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
+from dppo_megatron.rollout.sync.receipts import ask_for_canary
+from dppo_megatron.rollout.sync.weight_sync import WeightSync
+from dppo_megatron.types import Completion, Grade
 from dppo_megatron.weights.architecture import Architecture
 
-_OWN_FILES = 256
-"""Open files that the trainer itself may need, beside a socket for each group in flight."""
 _PROBE_S = 120.0
-_RETRY_S = 1.0
+_Way: TypeAlias = tuple[ChannelName, dict[str, int], Seats]
+"""How weights get to the servers: the channel, each server's number of workers, who hands to them in memory."""
 
 
 class ServerEngine:
@@ -45,6 +58,7 @@ class ServerEngine:
 
     Args:
         say: takes lines for the person who watches; used on rank 0.
+        client_hook: makes what grades completions in the rollout clients; picklable.
 
     Raises:
         UserError: a server cannot be reached, serves another model, is too old, or was started without what is needed.
@@ -56,127 +70,139 @@ class ServerEngine:
         architecture: Architecture,
         tokenizer: PreTrainedTokenizerBase,
         say: Callable[[str], None] = print,
+        client_hook: HookFactory | None = None,
     ) -> None:
         self._config = config
-        self._tokenizer = tokenizer
+        self._detokenizer, self._vocab_size = Detokenizer.of(tokenizer), architecture.vocab_size
         self._stop_ids = (int(tokenizer.eos_token_id),)
-        self._version = 0
-        self._weights: Weights | None = None
+        self._nodes = _nodes()
+        self._grades: dict[int, Grade] = {}
+        self._grades_in_client = client_hook is not None
         self._statistics: dict[str, float] = {}
         self._started: _Background | None = None
         self._connection: Connection | None = None
-        self.description: str = from_rank_zero(lambda: self._connect(config, architecture, say))
+        self.has_servers = True
+        self._clients: Clients | None = None
+        self._client: NodeClient | None = None
+        self._channel: Channel | None = None
+        self._owners: set[int] = set()
+        """Nodes whose client asks servers."""
+        try:
+            devices = gather_all([this_device()])
+            self.description, meeting, how = from_rank_zero(lambda: self._connect(config, architecture, say, devices))
+            self._secret, self._owners = meeting.secret, from_rank_zero(lambda: self._owners)
+            self._take_path = meeting.take_path(self._nodes.node)
+            if self._nodes.is_first and self._nodes.node in self._owners:
+                self._start_client(meeting, self._detokenizer, client_hook)
+            from_rank_zero(lambda: self._await_clients(say))
+            fleet = self._connection.fleet if self._connection is not None else None
+            self._channel = self._make_channel(*how)
+        except BaseException:
+            self.close()
+            raise
+        self._sync = WeightSync(config.rollout, self._channel, fleet, self._settle_requests)
 
-    def load_weights(self, weights: Weights) -> None:
-        """Sync every server that answers; see `sync.py`. Raises GuardStop if none has the weights in the end."""
-        self._version += 1
-        self._weights = weights
+    @property
+    def receivers(self) -> Sequence[int]:
+        """See `Engine.receivers`: rank 0, or the ranks on the servers' GPUs."""
+        return self._sync.receivers
+
+    def load_weights(self, weights: Weights) -> bool:
+        """Sync every server that answers; see `sync/weight_sync.py`. Raises GuardStop if none has the weights in the
+        end."""
         if self._config.rollout.servers.colocate:
             torch.cuda.empty_cache()  # what the update has freed is the servers' now, and torch would keep it
             barrier()
-        if self._connection is not None:
-            for member in self._fleet.live:
-                member.state, member.reason = "stale", f"to get weight sync {self._version}"
-        self._sync()
+        return self._sync.to(weights)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """See `Engine.generate`."""
         self.start(requests, sampling)
-        return self.finish()
+        return list(self.finish().values())
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """See `Engine.stream`. With several ranks all of it comes at the end."""
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            yield from enumerate(self.generate(requests, sampling))
+        if len(self._nodes.of_rank) > 1:
+            self.start(requests, sampling)
+            yield from self.finish().items()
             return
         work, places = self._plan(requests, sampling)
         while True:
             try:
-                for index, sampled in self._fleet.run(work):
-                    yield from zip(places[index], map(self._completion, sampled), strict=True)
+                for _ in self._fleet.run(work):
+                    yield from self._take(places).items()
                 break
             except NeedsWeights:
-                self._sync()
+                self._sync.again()
+        yield from self._take(places).items()
         self._count(work)
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Begin generating in the background; `finish` returns what `generate` would."""
-        everything = collect(requests)
-        self._started = _Background(len(everything))
+        work, places = self._plan(requests, sampling)
+        self._started = _Background(work, places)
         if self._connection is not None:
-            work, places = self._plan(everything, sampling)
-            self._started.begin(self._fleet, work, places)
+            self._started.begin(self._fleet)
 
-    def finish(self) -> list[Completion]:
-        """Wait for what `start` began."""
+    def finish(self) -> dict[int, Completion]:
+        """Wait for what `start` began. The completions are those that this node's client has taken in, shared evenly
+        by its ranks; a training prompt's stay together."""
         started = self._started
         assert started is not None, "start comes first"
         self._started = None
         while from_rank_zero(started.wait):
-            self._sync()
+            self._sync.again()
             if self._connection is not None:
-                started.again(self._fleet)
-
-        def completions() -> list[Completion]:
-            """On rank 0, which has the answers."""
-            assert started.work is not None
-            found: list[Completion | None] = [None] * started.count
-            for index, sampled in started.work.done.items():
-                for place, one in zip(started.places[index], sampled, strict=True):
-                    found[place] = self._completion(one)
+                started.begin(self._fleet)
+        if self._connection is not None:
             self._count(started.work)
-            return [one for one in found if one is not None]
+        return self._take(started.places)
 
-        return share(from_rank_zero(completions))
+    def take_grades(self) -> dict[int, Grade]:
+        """What the client's hook says of the completions of the last `finish`, by position in its requests; empty
+        without a hook, and for requests of a stream."""
+        taken, self._grades = self._grades, {}
+        return taken
 
     def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
-        """See `Engine.probe`. A server that fails is marked out and left out."""
+        """See `Engine.probe`. All servers at once. One that gives no whole answer in time is left out, which is said;
+        whether it is out is for its health probe to find."""
+        return from_rank_zero(lambda: self._probe(self._plan(requests, sampling)[0]))
 
-        def ask() -> list[tuple[str, Completion]]:
-            """On rank 0: one server after the other."""
-            work, _ = self._plan(requests, sampling)
-            answers = []
-            for member in self._fleet.live:
-                for group, how in zip(work.groups, work.samplings, strict=True):
-                    try:
-                        sampled = member.server.generate(group, how, timeout_s=_PROBE_S)
-                    except (Unreachable, Refused) as error:
-                        self._fleet.mark_out(member, str(error))
-                        break
-                    answers += [(member.name, self._completion(one)) for one in sampled if len(one.token_ids)]
-            return answers
-
-        return from_rank_zero(ask)
+    def _probe(self, work: Work) -> list[tuple[str, Completion]]:
+        """On rank 0."""
+        answers: list[tuple[str, Completion]] = []
+        for name, sampled in ask_for_canary(self._fleet, work.groups, work.expected, _PROBE_S):
+            texts = self._detokenizer.decode([one.token_ids for one in sampled])
+            answers += [
+                (name, completion_of(one.token_ids, one.logprobs, one.finish_reason, spans_of(one), text))
+                for one, text in zip(sampled, texts, strict=True)
+            ]
+        return answers
 
     def abort(self) -> None:
         """Also at the servers, so that they do not go on for nobody."""
         started, self._started = self._started, None
-        if started is not None and started.work is not None:
+        if started is not None and self._clients is not None:
             started.work.given_up = True
             started.join()
+            self._clients.cancel(list(started.work.landed))
+            self._clients.forget()
 
     def pause(self) -> None:
         """Every live server; one that fails is marked out."""
         if self._connection is not None:
-            pause_for_update(
-                self._fleet,
-                self._fleet.live,
-                self._config.rollout.sync.in_flight,
-                self._config.rollout.limits.sync_timeout_s,
-            )
+            self._sync.pause(self._fleet.live)
 
     def resume(self) -> None:
         """After `pause`."""
         if self._connection is not None:
-            timeout_s = self._config.rollout.limits.sync_timeout_s
-            on_each(
-                self._fleet, self._fleet.live, lambda member: member.server.resume(timeout_s=timeout_s), doing="resume"
-            )
+            self._sync.resume(self._fleet.live)
 
     def rest(self) -> None:
         """No generation until the next `load_weights`: colocated servers give their device memory back."""
         if self._config.rollout.servers.colocate:  # every rank waits: its GPU is not its own before
-            from_rank_zero(self._put_to_sleep)
+            from_rank_zero(lambda: self._sync.sleep())
 
     def health(self) -> dict[str, str]:
         """Rank 0's view."""
@@ -184,239 +210,136 @@ class ServerEngine:
 
     def statistics(self) -> dict[str, float]:
         """`rollout/retries`, `cut_completions`, `servers_live`, `sync_s` and `tensors_verified`, since last asked."""
-        taken, self._statistics = self._statistics, {}
+        taken, self._statistics = self._statistics | self._sync.measured, {}
+        self._sync.measured = {}
         return taken
 
     def close(self) -> None:
-        """End launched servers; leave the others to their owner, without requests of ours."""
+        """End launched servers and this node's client; leave other servers to their owner, without requests of ours."""
         self.abort()
+        if self._clients is not None:
+            self._clients.close()
+        if self._client is not None:
+            self._client.close()
         if self._connection is not None:
-            self._connection.close()
+            self._fleet.close()
+        if self._channel is not None:
             self._channel.close()
-
-    def _put_to_sleep(self) -> None:
-        """Also those that are just starting or have come back, which would take their memory during the update."""
-        assert self._connection is not None
-        self._connection.wait_for_starting(self._config.rollout.limits.start_timeout_s)
-        self._fleet.revive()
-        put_to_sleep(self._fleet, self._config.rollout.limits.sync_timeout_s)
 
     @property
     def _fleet(self) -> Fleet:
         assert self._connection is not None
         return self._connection.fleet
 
-    def _connect(self, config: Config, architecture: Architecture, say: Callable[[str], None]) -> str:
-        self._connection = connect(config, architecture, say, _max_groups(config.rollout))
-        connection = self._connection
-        connection.fleet.restart_dead = connection.restart_dead
-        self._channel = self._make_channel(connection)
-        return connection.description
+    def _connect(
+        self,
+        config: Config,
+        architecture: Architecture,
+        say: Callable[[str], None],
+        devices: Sequence[RankDevice],
+    ) -> tuple[str, Meeting, _Way]:
+        """On rank 0: reach or start every server, and wait for the clients from now on."""
+        self._connection = connection = connect(config, architecture, say, devices)
+        members, listener = connection.fleet.members, Listener(self._nodes.count)
+        launched = any(member.process is not None for member in members)
+        owned_by = owners([member.name for member in members], self._nodes.count, only_first=launched)
+        addresses = [Address(i, member.name, member.server.dialect) for i, member in enumerate(members)]
+        self._clients = Clients(listener, addresses, owned_by)
+        connection.fleet.intake = self._clients
+        self._owners = set(owned_by)
+        way = connection.channel, connection.world_sizes, connection.seats
+        return connection.description, listener.meeting, way
 
-    def _make_channel(self, connection: Connection) -> Channel:
-        rollout, fleet, name = self._config.rollout, connection.fleet, connection.channel
+    def _await_clients(self, say: Callable[[str], None]) -> None:
+        assert self._clients is not None
+        self._clients.start(say, self._config.rollout.limits.max_concurrent_sequences)
+
+    def _start_client(self, meeting: Meeting, detokenizer: Detokenizer, hook: HookFactory | None) -> None:
+        """On the first rank of each node whose client has servers to ask."""
+        setup = Setup(
+            node=self._nodes.node,
+            rank_zero=meeting.address,
+            secret=meeting.secret,
+            take_path=self._take_path,
+            keys=self._connection.keys if self._connection is not None else {},
+            key=configured_key(self._config.rollout),
+            detokenizer=detokenizer,
+            hook=hook,
+            parent=os.getpid(),
+        )
+        self._client = NodeClient(setup)
+
+    def _make_channel(self, name: ChannelName, world_sizes: dict[str, int], seats: Seats) -> Channel:
+        """On every rank: some take part in a sync though only rank 0 talks to servers."""
+        rollout, fleet = self._config.rollout, self._connection.fleet if self._connection is not None else None
         bucket_bytes, timeout_s = rollout.sync.bucket_mb << 20, rollout.limits.sync_timeout_s
         if name == "disk":
             directory = Path(rollout.sync.dir or Path(self._config.run_dir) / "sync")
             return DiskChannel(fleet, directory, self._config.model.hf_path, bucket_bytes, timeout_s)
         if name == "ipc":
-            return SharedMemoryChannel(fleet, bucket_bytes, timeout_s)
-        return BroadcastChannel(fleet, name, connection.world_sizes, bucket_bytes, timeout_s)
+            return SharedMemoryChannel(fleet, seats, OFFERS[rollout.engine], bucket_bytes, timeout_s)
+        return BroadcastChannel(fleet, name, world_sizes, bucket_bytes, timeout_s)
 
-    def _sync(self) -> None:
-        """Passes over the weights until whoever can have them has them."""
-        assert self._weights is not None, "load_weights comes first"
-        started = time.perf_counter()
-        passes, wait_until, again = 0, 0.0, True
-        while again:
-            problem = self._pass_to_the_end(self._weights())
-            passes += 1
-            wait_until = wait_until or time.monotonic() + self._config.rollout.limits.engine_wait_s
-
-            def decide(problem: Exception | None = problem, passes: int = passes, until: float = wait_until) -> bool:
-                return self._needs_another_pass(problem, passes, until)
-
-            again = from_rank_zero(decide)
-        self._statistics["rollout/sync_s"] = time.perf_counter() - started
-
-    def _pass_to_the_end(self, tensors: Iterable[tuple[str, Tensor]]) -> Exception | None:
-        """One pass, and what went wrong in it: the stream is collective, so every rank walks it to its end first."""
-        stream = iter(tensors)
-        problem: Exception | None = None
-        if self._connection is not None:
-            try:
-                self._pass(stream, self._connection)
-            except Exception as error:  # whatever it is: alone, this rank would leave the others in the stream
-                problem = error
-        for _ in stream:
-            pass
-        return problem
-
-    def _pass(self, tensors: Iterable[tuple[str, Tensor]], connection: Connection) -> None:
-        rollout, fleet, version = self._config.rollout, self._fleet, str(self._version)
-        timeout_s = rollout.limits.sync_timeout_s
-        connection.restart_dead()
-        fleet.revive()
-        members = [member for member in fleet.members if member.state == "stale"]
-        digests = Digests() if self._verifies else None
-        wake(fleet, members, "weights", timeout_s)
-        if self._started is not None and rollout.sync.in_flight == "finish":
+    def _settle_requests(self) -> None:
+        """On rank 0, before a sync that waits for running requests."""
+        if self._started is not None:
             self._started.join()
-        pause_for_update(fleet, members, rollout.sync.in_flight, timeout_s)
-        self._channel.push(digests.watch(tensors) if digests else tensors, members, version)
-        wake(fleet, members, "kv_cache", timeout_s)
-        resume_and_confirm(fleet, members, version, timeout_s)
-        if digests is not None:
-            self._compare(digests)
-
-    @property
-    def _verifies(self) -> bool:
-        every = self._config.rollout.sync.verify_every
-        return every > 0 and (self._version - 1) % every == 0
-
-    def _compare(self, digests: Digests) -> None:
-        compared = 0
-        for member in self._fleet.live:
-            try:
-                held = member.server.checksums(timeout_s=self._config.rollout.limits.sync_timeout_s)
-            except (Unreachable, Refused) as error:
-                self._fleet.mark_out(member, f"no receipt for weight sync {self._version}: {error}")
-                continue
-            names, compared = differing(digests.found, held)
-            if names:
-                raise GuardStop(
-                    f"{member.name} holds other bytes than weight sync {self._version} sent: {', '.join(names[:8])}"
-                    f" ({len(names)} of {compared} tensors compared)"
-                )
-        self._statistics["rollout/tensors_verified"] = compared
-
-    def _needs_another_pass(self, problem: Exception | None, passes: int, wait_until: float) -> bool:
-        """A server that failed and answers again gets one more chance now, and the next at the next sync. With nobody
-        left, whoever comes back before `wait_until` gets one. Raises GuardStop if nobody does."""
-        if isinstance(problem, GuardStop):
-            raise problem
-        if problem is not None:
-            raise GuardStop(f"weight sync {self._version} over {self._channel.name} failed: {problem}") from problem
-        if self._fleet.live:
-            return passes < 2 and self._any_stale()
-        if passes > 1:
-            time.sleep(_RETRY_S)
-        while passes < 2 or time.monotonic() < wait_until:
-            self._fleet.restart_dead()
-            if self._any_stale():
-                return True
-            if time.monotonic() >= wait_until:
-                break
-            time.sleep(_RETRY_S)
-        states = "; ".join(f"{name} {state}" for name, state in self._fleet.health().items())
-        raise GuardStop(f"no rollout server has taken weight sync {self._version} ({states})")
-
-    def _any_stale(self) -> bool:
-        self._fleet.revive()
-        return any(member.state == "stale" for member in self._fleet.members)
 
     def _plan(self, requests: Sequence[Request], sampling: Sampling) -> tuple[Work, list[list[int]]]:
-        """The requests in groups, and where each group's completions go."""
-        groups, samplings, places = grouped(requests, sampling, self._config.rollout.completions_per_prompt)
-        with_stop = [replace(how, stop_token_ids=(*self._stop_ids, *how.stop_token_ids)) for how in samplings]
-        versions = frozenset(str(v) for v in range(1, self._version + 2))
+        """The requests in groups, and where each group's completions go. The same on every rank."""
+        groups, places = grouped(requests, sampling, self._config.rollout.completions_per_prompt, self._stop_ids)
+        expected = Expected(self._vocab_size, self._sync.version, self._sync.version + 1)
         trains = not any(request.stream for request in requests)
-        return Work(groups, with_stop, versions, may_be_cut=trains), places
+        prompts = []
+        if trains and self._grades_in_client and self._connection is not None:
+            prompts = [pickle.dumps(replace(requests[place[0]].prompt, token_ids=())) for place in places]
+        return Work(groups, expected, prompts, may_be_cut=trains), places
 
-    def _completion(self, sampled: Sampled) -> Completion:
-        versions = np.full(len(sampled.token_ids), self._version, dtype=np.int64)
-        for version, start, end in sampled.weights_versions:
-            versions[start:end] = int(version)
-        ids = sampled.token_ids
-        return Completion(
-            token_ids=ids,
-            logprobs=sampled.logprobs,
-            finish_reason="stop" if sampled.finish_reason == "stop" else "length",
-            text=self._tokenizer.decode(ids, skip_special_tokens=True),
-            weights_versions=versions,
-        )
+    def _take(self, places: list[list[int]]) -> dict[int, Completion]:
+        """What this node's client holds for this rank, by position in the requests, in their order."""
+        if self._nodes.node not in self._owners:
+            return {}
+        shares = self._nodes.neighbours
+        found = {}
+        for arrived in take(self._take_path, self._secret, shares.index(self._nodes.rank), len(shares)):
+            place = places[arrived.index][arrived.position]
+            found[place] = completion_of(
+                arrived.token_ids, arrived.logprobs, arrived.reason, arrived.spans, arrived.text
+            )
+            if arrived.grades and not arrived.position:
+                self._grades |= zip(places[arrived.index], grades_of(arrived.grades), strict=True)
+        if self._clients is not None:
+            self._clients.forget()
+        return dict(sorted(found.items()))
 
     def _count(self, work: Work) -> None:
-        if work.done:
-            spans = [span for group in work.done.values() for one in group for span in one.weights_versions]
-            tokens = sum(end - start for _, start, end in spans)
-            stale = sum((self._version - int(version)) * (end - start) for version, start, end in spans)
-            self._statistics["rollout/staleness_mean"] = stale / max(tokens, 1)
+        """On rank 0."""
+        spans = [span for landed in work.done.values() for span in landed.spans]
+        if spans:
+            stale = sum((self._sync.version - version) * tokens for version, tokens in spans)
+            self._statistics["rollout/staleness_mean"] = stale / max(1, sum(tokens for _, tokens in spans))
         counts = {"rollout/retries": work.retries, "rollout/cut_completions": work.cut_completions}
         for name, count in counts.items():
             self._statistics[name] = self._statistics.get(name, 0.0) + count
         self._statistics["rollout/servers_live"] = len(self._fleet.live)
 
 
-def grouped(
-    requests: Sequence[Request], sampling: Sampling, size: int
-) -> tuple[list[GenerateRequest], list[Sampling], list[list[int]]]:
-    """Consecutive completions of one prompt as one group of at most `size`, so that they share a prefill.
-
-    With several ranks the requests of a prompt are not next to each other: ranks take turns. How requests are grouped
-    changes no completion: completion i of a prompt has the prompt's seed + i.
-
-    Returns:
-        The groups, how each is sampled, and the positions in `requests` of each one's completions.
-
-    Example:
-        completions (prompt 7: 0, 1, 2), (prompt 9: 0), size 2  ->  groups of 2, 1 and 1; places [0, 1], [2], [3]
-    """
-    places: list[list[int]] = []
-    latest: dict[tuple[str, int, int], list[int]] = {}
-    for place, request in enumerate(requests):
-        prompt = request.stream, request.step, request.prompt.index
-        group = latest.get(prompt)
-        follows = group is not None and requests[group[-1]].completion_index + 1 == request.completion_index
-        if group is not None and follows and len(group) < size:
-            group.append(place)
-        else:
-            latest[prompt] = [place]
-            places.append(latest[prompt])
-    groups, samplings = [], []
-    for members in places:
-        first = requests[members[0]]
-        how = first.sampling or sampling
-        draw = generator(how.seed, first.purpose, first.step, first.prompt.index, 0).integers(1 << 30)
-        groups.append(
-            GenerateRequest(first.id, first.prompt.token_ids, len(members), seed=int(draw) + first.completion_index)
-        )
-        samplings.append(how)
-    return groups, samplings, places
-
-
-def _max_groups(rollout: RolloutConfig) -> int:
-    """Groups in flight on one server: as many as it runs sequences, for a group may be of one; but no more than this
-    process can open sockets for, all servers together."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    servers = len(rollout.servers.endpoints) or rollout.servers.count
-    sockets = (
-        rollout.limits.max_concurrent_sequences if limit == resource.RLIM_INFINITY else (limit - _OWN_FILES) // servers
-    )
-    return max(1, min(rollout.limits.max_concurrent_sequences, sockets))
-
-
 class _Background:
-    """One rollout in a thread of rank 0; on other ranks an empty shell."""
+    """One rollout; on rank 0 in a thread of its own, on other ranks only what every rank knows of it."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.work: Work | None = None
-        self.places: list[list[int]] = []
+    def __init__(self, work: Work, places: list[list[int]]) -> None:
+        self.work, self.places = work, places
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def begin(self, fleet: Fleet, work: Work, places: list[list[int]]) -> None:
-        self.work, self.places = work, places
-        self.again(fleet)
-
-    def again(self, fleet: Fleet) -> None:
+    def begin(self, fleet: Fleet) -> None:
         """Start, or go on after a sync, with what is not done."""
         self._error = None
         self._thread = threading.Thread(target=self._run, args=(fleet,), name="rollout", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
+        """Return when its thread has ended."""
         if self._thread is not None:
             self._thread.join()
 
@@ -428,9 +351,17 @@ class _Background:
         return self._error is not None
 
     def _run(self, fleet: Fleet) -> None:
-        assert self.work is not None
         try:
             for _ in fleet.run(self.work):
                 pass
         except BaseException as error:
             self._error = error
+
+
+def _nodes() -> Nodes:
+    """How the ranks lie on machines. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Nodes.of([""], 0)
+    names = [""] * dist.get_world_size()
+    dist.all_gather_object(names, this_node())
+    return Nodes.of(names, dist.get_rank())

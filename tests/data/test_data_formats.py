@@ -218,7 +218,7 @@ REFUSED = {
     "absent": ('"solution": "2"', "the row lacks the field 'answer'; it has: problem, solution.*MATH's layout"),
     "problem": ('"answer": "2", "problem": 5', "not usable JSON: the key 'problem' stands twice"),
     "source": ('"answer": "2", "source": ["a"]', "'source' is a list; the name of a subset is text"),
-    "huge": ('"answer": ' + "9" * 5000, "not usable JSON: Exceeds the limit"),
+    "huge": ('"answer": ' + "9" * 5000, "not usable JSON: a number has more than 4,300 digits; write it as text"),
     "deep": (f'"answer": "2", "x": {LONG}', "nested too deep"),
     "deep enough": ('"answer": "2", "x": ' + "[" * 100 + "]" * 100, "nested too deep; at most 64 levels"),
 }
@@ -249,7 +249,10 @@ def test_what_is_no_problem_is_refused(tmp_path: Path) -> None:
         ([{"role": "human", "content": "x"}], r"'problem\[0\].role' is 'human'; known roles"),
         ([{"role": "user", "content": None}], r"'problem\[0\].content' is null"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\]' must be .*prompts are text only"),
-        ([{"role": "user", "content": "x"}], "needs the chat template; set apply_chat_template=true"),
+        (
+            [{"role": "user", "content": "x"}],
+            r"needs the tokenizer.s chat template; set data.train_sets.s.apply_chat_template=true",
+        ),
     ):
         (tmp_path / "p.jsonl").write_text(json.dumps({"problem": problem, "answer": "1"}) + "\n")
         with pytest.raises(UserError, match=said):
@@ -332,6 +335,8 @@ def test_repeated_problems_are_said(tmp_path: Path) -> None:
     assert len(said) == 1 and "2 of the 3 problems of the evaluation set 'test' are trained on (set 'train')" in said[0]
     (tmp_path / "c.jsonl").write_text(_lines([{"problem": "f", "answer": "1"}]))
     assert overlap_notes({"train": found}, {"test": load(tmp_path / "c.jsonl")}) == []
+    said = overlap_notes({"one": found, "two": load(tmp_path / "b.jsonl"), "three": load(tmp_path / "c.jsonl")}, {})
+    assert said == ["warning: 2 problems stand in both training sets 'one' and 'two'"]
 
 
 def test_levels(tmp_path: Path) -> None:

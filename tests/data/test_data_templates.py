@@ -12,6 +12,7 @@ from chat_tokenizer import TEMPLATE, chat_tokenizer
 from omegaconf import OmegaConf
 
 from dppo_megatron.config.data import EvalSetConfig, TrainSetConfig, check_data, eval_set_configs, train_set_configs
+from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.templates import TEMPLATES, Template
 from dppo_megatron.data.sets import load_set, stop_token_ids
@@ -117,9 +118,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "weight": (
         {"data.train_sets.a.weight": 0, "data.mixing": "weighted"},
-        "data.train_sets.a.weight = 0.0: must be a fin",
+        "data.train_sets.a.weight = 0.0: must be greater than 0",
     ),
-    "infinite": ({"data.train_sets.a.weight": "inf", "data.mixing": "weighted"}, "must be a finite number"),
+    "infinite": ({"data.train_sets.a.weight": "inf", "data.mixing": "weighted"}, "must be finite"),
     "idle weight": ({"data.train_sets.a.weight": 2}, "has no effect while data.mixing = concatenate"),
     "path": ({"data.train_sets.a.path": ""}, "data.train_sets.a.path is not set"),
     "file": ({"data.train_sets.a.path": "nowhere.csv"}, "data.train_sets.a.path = 'nowhere.csv': no such file"),
@@ -128,7 +129,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "split": ({"data.train_sets.a.split": "train"}, "data.train_sets.a.split = 'train' has no effect on a file"),
     "limit": ({"data.train_sets.a.limit": -1}, "data.train_sets.a.limit = -1"),
     "field": ({"data.answer_field": ""}, "data.answer_field is empty"),
-    "twice": ({"data.train_path": __file__, "data.train_sets.train.path": __file__}, "are both the set 'train'"),
+    "twice": (
+        {"data.train_path": __file__, "data.train_sets.train.path": __file__},
+        "are both set: train_path is short for a single training set",
+    ),
     "eval twice": ({"data.eval_paths.e": __file__, "data.eval_sets.e.path": __file__}, "are both the set 'e'"),
 }
 
@@ -146,7 +150,9 @@ def test_wrong_settings_are_named(case: str) -> None:
         section[name] = value
     config = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(given))
     with pytest.raises(UserError, match=said):
-        check_data(OmegaConf.to_object(config))
+        settings = OmegaConf.to_object(config)
+        check_ranges(settings)
+        check_data(settings)
 
 
 def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:

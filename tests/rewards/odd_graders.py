@@ -132,7 +132,7 @@ COMMANDS: dict[str, Callable[[str], Any]] = {
     "exit7": lambda _: os._exit(7),
     "memory": lambda _: _fill_memory(),
     "leak": _leak,
-    "print": lambda _: print('{"answers": [5], "done": true}') or float(os.write(1, b"\0" * 64) > 0),
+    "print": lambda _: print('{"answers": [5], "took_s": 1}') or float(os.write(1, b"\0" * 64) > 0),
     "print_much": lambda count: print("x" * int(count)) or 1.0,
     "write_everywhere": lambda _: _write_everywhere(),
     "close_streams": lambda _: _close_streams(),

@@ -127,7 +127,8 @@ def test_weighted_rewards() -> None:
     said = both.grade("grade 42", "", ROW)
     assert said["reward"] == 2.0 * 0.5 - 0.5 * 7 and said["parts"] == {"right": 0.5, "row": 7.0}
     assert said["extracted"] == "42" and said["facts"] == {"parsed_share": 1.0}
-    assert both.grade("none", "", ROW)["failure"] == "right returned None"
-    assert both.grade("1", "1", {})["failure"].startswith("row raised KeyError: 'value'")
+    assert both.grade("none", "", ROW)["failure"] == "returned None, in its part 'right'"
+    failure = both.grade("1", "1", {})["failure"]
+    assert failure.startswith("raised KeyError: 'value'") and failure.endswith("in its part 'row'")
     huge = Rewards([NamedFunction("a", "odd_graders:obey", 1e300)])
     assert "weighted sum is inf" in huge.grade("value 1e300", "", None)["failure"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.observe.metrics import Progress
-from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
+from dppo_megatron.rewards.measures import FailureGuard, GradeTable, grading_metrics
 from dppo_megatron.types import Grade, Group, GuardStop, Prompt, SelectedPrompt
 
 FAILED = Grade(math.nan, failure="raised ValueError: no")
@@ -34,7 +34,7 @@ def test_means_are_over_the_gradings_that_have_them() -> None:
     first = group_of([Grade(1.0, facts={"parsed_share": 1.0, "digits": 3.0}), FAILED, Grade(0.5)], weight=2.0)
     second = group_of([Grade(0.0, facts={"parsed_share": 0.0}, parts={"style": 0.25}), LATE, LATE])
     same(
-        grading_metrics([first, second], ["style", "right"]),
+        grading_metrics(GradeTable.join([GradeTable.of([first]), GradeTable.of([second])]), ["style", "right"]),
         {
             "reward/timeouts": 2.0,
             "reward/parsed_share": 2 / 3,  # one of weight 2 is 1, one of weight 1 is 0
@@ -52,7 +52,7 @@ def test_means_over_nothing_are_null() -> None:
     nothing = dict.fromkeys(("parsed_share", "boxed_share", "disagreement", "style"), math.nan)
     for groups, timeouts in (([], 0.0), ([group_of([FAILED, LATE])], 1.0)):
         same(
-            grading_metrics(groups, ["style"]),
+            grading_metrics(GradeTable.of(groups), ["style"]),
             {"reward/timeouts": timeouts} | {f"reward/{name}": mean for name, mean in nothing.items()},
         )
 
@@ -64,19 +64,20 @@ def test_means_over_nothing_are_null() -> None:
 def test_the_guard_counts_a_whole_step(rounds: list[list[bool]], share: float) -> None:
     """After every round: stopped if and only if more than the share failed, and more than one (exact arithmetic)."""
     guard = FailureGuard(RewardConfig(max_failed_share=share))
-    guard.check([group_of([FAILED] if share == 1.0 else [Grade(1.0)])], step=1)  # another step's, which do not count
     failed = total = 0
+    table = GradeTable.of([])
     for outcomes in rounds:
         failed, total = failed + sum(outcomes), total + len(outcomes)
-        groups = [group_of([FAILED if bad else Grade(1.0) for bad in outcomes])]
+        more = GradeTable.of([group_of([FAILED if bad else Grade(1.0) for bad in outcomes])])
+        table = GradeTable.join([table, more])
         too_many = failed > Fraction(str(share)) * total and (failed > 1 or share == 0)
         if not too_many:
-            guard.check(groups, step=2)
+            guard.check(table, step=2)
             continue
         with pytest.raises(
             GuardStop, match=f"step 2: {failed} of {total} gradings failed.*{failed} x raised ValueError"
         ):
-            guard.check(groups, step=2)
+            guard.check(table, step=2)
         return
 
 

@@ -73,7 +73,7 @@ def _arm(run: Any, kill: Kill) -> None:
 
     targets: dict[str, tuple[Any, str]] = {
         "warm_start": (run.loop.actor, "update"),
-        "select": (run.loop, "select"),
+        "select": (run.loop, "_select"),
         "generate": (run.loop, "generate"),
         "reward": (run.loop.job.grade.__class__, "grade"),
         "update": (run.loop, "update"),

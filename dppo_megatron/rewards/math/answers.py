@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dppo_megatron.rewards.math.parse import Node
+from dppo_megatron.rewards.math.trees import Node
 from dppo_megatron.rewards.math.units import Unit
 
 INFINITY: Node = ("c", "inf")
+TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
+"""The relation read from right to left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class Row:
 
     kind: Literal["list", "tuple", "set"]
     items: tuple[Answer, ...]
+    signs: bool = field(default=False, compare=False)
+    """A list that was written with a plus-minus sign: never a tuple."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,83 +98,144 @@ def to_ascii(text: str) -> str:
 
 _FONT = r"mathrm|mathbf|mathit|mathsf|mathtt|mathcal|boldsymbol|bm|pmb|rm|bf|operatorname\*?"
 _TEXT = r"text|mbox|hbox|textrm|textbf|textit|textnormal|textsf|texttt|emph|textup|underline"
-_RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
+_INDEX = r"(?:\{\s*(\w+)\s*\}|(\w))"
+_BEFORE = r"(?:\{\}\s*|(?<![\w)}\]\s]))"
+# A rule is tried where one of its needs stands in the text: without it the pattern cannot match. Of 56 patterns an
+# answer has a handful, and looking for a few characters costs a tenth of a search with a pattern.
+_FONTS = ("\\math", "\\bo", "\\bm", "\\pmb", "\\rm", "\\bf", "\\operatorname")
+_RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
+    ((needs,) if isinstance(needs, str) else needs, re.compile(pattern), replacement)
+    for needs, pattern, replacement in (
         # escapes that a program has read on the way: \text as a tab and ext, \frac as a form feed and rac
-        (r"\t(?=ext|imes|heta|frac)", r"\\t"),
-        (r"\x0c(?=rac|box)", r"\\f"),
-        (r"\x08(?=oxed|eta|egin|inom)", r"\\b"),
+        ("\t", r"\t(?=ext|imes|heta|frac)", r"\\t"),
+        ("\x0c", r"\x0c(?=rac|box)", r"\\f"),
+        ("\x08", r"\x08(?=oxed|eta|egin|inom)", r"\\b"),
         # escaped twice on its way through JSON
         (
+            "\\\\",
             r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|pi|text|left|right|cdot|times|infty|circ|boxed|sin|cos|tan|log|ln|pm|leq?|geq?|neq?|in|infty|cup|mathbb|theta|alpha)\b)",
             r"\\",
         ),
-        (r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|cdot|times)[\d{])", r"\\"),
+        ("\\\\", r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|cdot|times)[\d{])", r"\\"),
         (
+            ("style", "limits", "mathop", "big", "Big"),
             r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|mathop|bigl?|bigr|Bigl?|Bigr|[bB]iggl?|[bB]iggr)"
             r"(?![A-Za-z])\s*",
             "",
         ),
-        (r"\\left\s*\.|\\right\s*\.|\\(?:left|right|middle)(?![A-Za-z])\s*", ""),
-        (r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:[lL]arge|LARGE|[hH]uge|small)(?![A-Za-z])", " "),
-        (r"\\\$|\\(?:textdollar|dollar|pounds|euro)(?![A-Za-z])|[€£¥]|(?<![A-Za-z])USD(?![A-Za-z])", ""),
-        (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
-        # 0.1(6) and 0.\dot{1}4\dot{2} repeat
-        (r"(\.\d*)\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?", r"\1\\overline{\2\3\4}"),
-        (r"(\.\d*)\\dot\s*\{?(\d)\}?", r"\1\\overline{\2}"),
-        (r"(?<=\d)(\.\d*)\((\d+)\)(?=\s*\Z)", r"\1\\overline{\2}"),
-        (r"\\\(|\\\)|\\\[|\\\]|\$", " "),
-        (r"(?<=\d)(?:\{,\}|,\\!)\s*(?=\d{3})", ""),
-        (r"(?<=\d)(?:\\[,;: !]|\\thinspace|~)+(?=\d{3}(?!\d))", ""),
-        (r"\\!", ""),
-        (r"(?<!\\)\\[,;:> ]|\\(?:quad|qquad|thinspace|enspace|medspace)(?![A-Za-z])|~|&nbsp;", " "),
-        (r"\\(?:hspace|vspace|phantom|hphantom|label|tag)\*?\{[^{}]*\}", " "),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\(?:dbinom|tbinom)(?![A-Za-z])", r"\\binom"),
-        (r"\\(?:leqslant|leqq|leq)(?![A-Za-z])|<=|=<", r"\\le "),
-        (r"\\(?:geqslant|geqq|geq)(?![A-Za-z])|>=|=>", r"\\ge "),
-        (r"\\(?:neq|not\s*=)|!=|/=", r"\\ne "),
-        (r"\\lt(?![A-Za-z])", "<"),
-        (r"\\gt(?![A-Za-z])", ">"),
-        (r"\\eq(?![A-Za-z])|==", "="),
+        (("left", "right", "middle"), r"\\left\s*\.|\\right\s*\.|\\(?:left|right|middle)(?![A-Za-z])\s*", ""),
         (
+            ("color", "arge", "LARGE", "uge", "small"),
+            r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:[lL]arge|LARGE|[hH]uge|small)(?![A-Za-z])",
+            " ",
+        ),
+        (
+            ("$", "dollar", "pounds", "euro", "USD", "€", "£", "¥"),
+            r"\\\$|\\(?:textdollar|dollar|pounds|euro)(?![A-Za-z])|[€£¥]|(?<![A-Za-z])USD(?![A-Za-z])",
+            "",
+        ),
+        ("\\choose", r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
+        # {}_{5}C_{2}, ^{5}C_{2} and 5C2; likewise P, the permutations
+        (
+            "C",
+            rf"{_BEFORE}[\^_]\s*{_INDEX}\s*C\s*_\s*{_INDEX}",
+            r"\\binom{\1\2}{\3\4}",
+        ),
+        ("\\text{", r"\\text\{\s*C\s*\}\s*(?=\(\s*\w+\s*,)", "C"),
+        ("const", r"\+\s*(?:\\text\{\s*const(?:ant|\.)?\s*\}|const(?:ant|\.)?)\s*\Z", "+C"),
+        ("C", r"(?<![\w.])(\d+)\s*C\s*(\d+)(?![\w.])", r"\\binom{\1}{\2}"),
+        ("P", rf"{_BEFORE}[\^_]\s*{_INDEX}\s*P\s*_\s*{_INDEX}", r"\\frac{\1\2!}{(\1\2-\3\4)!}"),
+        ("P", r"(?<![\w.])(\d+)\s*P\s*(\d+)(?![\w.])", r"\\frac{\1!}{(\1-\2)!}"),
+        (
+            "choose",
+            r"(?<![\w\\}])(\d+|[a-z])\s*(?:\\text\{\s*choose\s*\}|\\?choose)\s*(\d+|[a-z])(?![\w{])",
+            r"\\binom{\1}{\2}",
+        ),
+        # 0.1(6) and 0.\dot{1}4\dot{2} repeat
+        ("\\dot", r"(\.\d*)\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?", r"\1\\overline{\2\3\4}"),
+        ("\\dot", r"(\.\d*)\\dot\s*\{?(\d)\}?", r"\1\\overline{\2}"),
+        (".", r"(?<=\d)(\.\d*)\((\d+)\)(?=\s*\Z)", r"\1\\overline{\2}"),
+        (("$", "\\(", "\\)", "\\[", "\\]"), r"\\\(|\\\)|\\\[|\\\]|\$", " "),
+        (("{,}", ",\\!"), r"(?<=\d)(?:\{,\}|,\\!)\s*(?=\d{3})", ""),
+        (
+            ("\\,", "\\;", "\\:", "\\ ", "\\!", "thinspace", "~"),
+            r"(?<=\d)(?:\\[,;: !]|\\thinspace|~)+(?=\d{3}(?!\d))",
+            "",
+        ),
+        ("\\!", r"\\!", ""),
+        (
+            ("\\,", "\\;", "\\:", "\\>", "\\ ", "quad", "space", "~", "&nbsp;"),
+            r"(?<!\\)\\[,;:> ]|\\(?:quad|qquad|thinspace|enspace|medspace)(?![A-Za-z])|~|&nbsp;",
+            " ",
+        ),
+        (("space", "phantom", "label", "tag"), r"\\(?:hspace|vspace|phantom|hphantom|label|tag)\*?\{[^{}]*\}", " "),
+        (("dfrac", "tfrac", "cfrac"), r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (("dbinom", "tbinom"), r"\\(?:dbinom|tbinom)(?![A-Za-z])", r"\\binom"),
+        (("\\le", "<=", "=<"), r"\\(?:leqslant|leqq|leq)(?![A-Za-z])|<=|=<", r"\\le "),
+        (("\\ge", ">=", "=>"), r"\\(?:geqslant|geqq|geq)(?![A-Za-z])|>=|=>", r"\\ge "),
+        (("\\ne", "\\not", "!=", "/="), r"\\(?:neq|not\s*=)|!=|/=", r"\\ne "),
+        ("\\lt", r"\\lt(?![A-Za-z])", "<"),
+        ("\\gt", r"\\gt(?![A-Za-z])", ">"),
+        (("\\eq", "=="), r"\\eq(?![A-Za-z])|==", "="),
+        (
+            ("circ", "degree"),
             r"\^\s*\{\s*(?:\\circ|\\degree|\\textcirc)\s*\}|\^\s*(?:\\circ|\\degree)(?![A-Za-z])|\\degrees?(?![A-Za-z])"
             r"|\{\\circ\}|(?<=\d)\\circ(?![A-Za-z])",
             r"\\degree ",
         ),
-        (r"\*\*", "^"),
-        (r"\\(?:times|cdot|ast|cdotp)(?![A-Za-z])|\*", " * "),
-        (r"\\div(?![A-Za-z])", "/"),
-        (r"\\%|\\(?:percent)(?![A-Za-z])", "%"),
-        (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
-        (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
-        (r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])|\\\|", "|"),
-        (r"\\(?:varnothing|empty)(?![A-Za-z])", r"\\emptyset"),
-        (r"\\(?:sqcup|cupdot|bigcup)(?![A-Za-z])", r"\\cup"),
-        (r"\\backslash(?![A-Za-z])", r"\\setminus"),
-        (r"\\(?:dots|cdots|dotsb|dotsc|ldots)(?![A-Za-z])|\.\.\.", r"\\ldots "),
-        (r"\\var(?=epsilon|theta|phi|rho|pi|sigma|kappa)", r"\\"),
-        (r"\\(?:R|reals)(?![A-Za-z])|\\mathbb\s*R|\\mathbf\{R\}|\\Bbb\s*\{?R\}?", r"\\mathbb{R}"),
-        (r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}", r"\\text{ \1}"),
-        (rf"\\(?:{_FONT})\s*\{{\s*([A-Za-z])\s*\}}", r" \1"),
+        ("**", r"\*\*", "^"),
+        (("*", "\\times", "\\cdot", "\\ast"), r"\\(?:times|cdot|ast|cdotp)(?![A-Za-z])|\*", " * "),
+        ("mapsto", r"\\longmapsto(?![A-Za-z])", r"\\mapsto"),
+        ("\\div", r"\\div(?![A-Za-z])", "/"),
+        (("\\%", "\\percent"), r"\\%|\\(?:percent)(?![A-Za-z])", "%"),
+        ("\\lbrace", r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
+        ("\\rbrace", r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
+        (("vert", "\\mid", "\\|"), r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])|\\\|", "|"),
+        (("\\varnothing", "\\empty"), r"\\(?:varnothing|empty)(?![A-Za-z])", r"\\emptyset"),
+        (("\\sqcup", "\\cupdot", "\\bigcup"), r"\\(?:sqcup|cupdot|bigcup)(?![A-Za-z])", r"\\cup"),
+        ("\\backslash", r"\\backslash(?![A-Za-z])", r"\\setminus"),
+        (("dots", "..."), r"\\(?:dots|cdots|dotsb|dotsc|ldots)(?![A-Za-z])|\.\.\.", r"\\ldots "),
+        ("\\var", r"\\var(?=epsilon|theta|phi|rho|pi|sigma|kappa)", r"\\"),
         (
+            ("\\R", "\\reals", "\\mathb", "\\Bbb"),
+            r"\\(?:R|reals)(?![A-Za-z])|\\mathbb\s*R|\\mathbf\{R\}|\\Bbb\s*\{?R\}?",
+            r"\\mathbb{R}",
+        ),
+        (("\\mathrm", "\\rm"), r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}", r"\\text{ \1}"),
+        (_FONTS, rf"\\(?:{_FONT})\s*\{{\s*([A-Za-z])\s*\}}", r" \1"),
+        (
+            _FONTS,
             rf"\\(?:{_FONT})\s*\{{\s*(sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan|lcm|gcd|max|min)\s*\}}",
             r"\\\1 ",
         ),
-        (rf"\\(?:{_FONT})\s*\{{", r"\\text{"),
-        (rf"\\(?:{_TEXT})\s*\{{", r"\\text{"),
-        (r"\\[dv]ec\s*\{|\\(?:overrightarrow|overleftarrow|hat|widehat|tilde|bar)\s*\{", r"\\overline{"),
-        (r"\\(?:mathrm|mathbf|rm|bf|it|text)(?![A-Za-z{])", ""),
-        (r"(\\mathbb\{R\})\s*[-/]\s*(?=\\\{)", r"\1\\setminus "),
-        (r"\\text\{\s*([,;])\s*\}", r"\1 "),
-        (r"\A\s*\\text\{\s*(?:[Tt]he\s+)?(?:[Ff]inal\s+)?[Aa]nswer\s*(?:is|:|=|is:)\s*([^{}]*)\}", r"\\text{\1}"),
-        (r"\A\s*(?:\\text\{\s*)?(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Z])\)?\s*\}?\s*\Z", r"\1"),
-        (r"[+]\s*(?=\\infty)", ""),
-        (r"(?<=\d) ?\^? ?\{? ?\\text\{ ?(?:st|nd|rd|th) ?\}(?: ?\})?|(?<=\d)(?:\^\{?)?(?:st|nd|rd|th)\b\}?", ""),
-        (r"\\text\{([^{},;]+?)\s+(and|or)\s*\}", r"\\text{\1} \\text{ \2 }"),
-        (r"\.(?=\s*[\])]\s*$)", ""),
-        (r"\s+", " "),
+        (_FONTS, rf"\\(?:{_FONT})\s*\{{", r"\\text{"),
+        (("\\text", "box", "\\emph", "\\underline"), rf"\\(?:{_TEXT})\s*\{{", r"\\text{"),
+        (
+            ("ec", "\\over", "hat", "\\tilde", "\\bar"),
+            r"\\[dv]ec\s*\{|\\(?:overrightarrow|overleftarrow|hat|widehat|tilde|bar)\s*\{",
+            r"\\overline{",
+        ),
+        (
+            ("\\mathrm", "\\mathbf", "\\rm", "\\bf", "\\it", "\\text"),
+            r"\\(?:mathrm|mathbf|rm|bf|it|text)(?![A-Za-z{])",
+            "",
+        ),
+        ("\\mathbb{R}", r"(\\mathbb\{R\})\s*[-/]\s*(?=\\\{)", r"\1\\setminus "),
+        ("\\text{", r"\\text\{\s*([,;])\s*\}", r"\1 "),
+        (
+            "nswer",
+            r"\A\s*\\text\{\s*(?:[Tt]he\s+)?(?:[Ff]inal\s+)?[Aa]nswer\s*(?:is|:|=|is:)\s*([^{}]*)\}",
+            r"\\text{\1}",
+        ),
+        (("ption", "hoice"), r"\A\s*(?:\\text\{\s*)?(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Z])\)?\s*\}?\s*\Z", r"\1"),
+        ("\\infty", r"[+]\s*(?=\\infty)", ""),
+        (
+            ("st", "nd", "rd", "th"),
+            r"(?<=\d) ?\^? ?\{? ?\\text\{ ?(?:st|nd|rd|th) ?\}(?: ?\})?|(?<=\d)(?:\^\{?)?(?:st|nd|rd|th)\b\}?",
+            "",
+        ),
+        ("\\text{", r"\\text\{([^{},;]+?)\s+(and|or)\s*\}", r"\\text{\1} \\text{ \2 }"),
+        (".", r"\.(?=\s*[\])]\s*$)", ""),
     )
 )
 
@@ -194,8 +255,12 @@ def clean(text: str) -> str:
     if fraction := _FRACTION.fullmatch(text):
         return "\\frac" + fraction[1]
     if not _PLAIN.fullmatch(text):
-        for pattern, replacement in _RULES:
-            text = pattern.sub(replacement, text)
+        for needs, pattern, replacement in _RULES:
+            for need in needs:
+                if need in text:
+                    text = pattern.sub(replacement, text)
+                    break
+        text = " ".join(text.split())
         if "text" in text:
             text = re.sub(r"\\text\{\s*\}", " ", text)
     return _without_paint(text)

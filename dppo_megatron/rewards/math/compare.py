@@ -6,10 +6,13 @@ difference that is understood here is not to be overruled by a looser comparison
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import (
+    TURNED,
     Answer,
     Based,
     Chain,
@@ -26,10 +29,8 @@ from dppo_megatron.rewards.math.answers import (
     as_items,
 )
 from dppo_megatron.rewards.math.evaluate import exact, same
-from dppo_megatron.rewards.math.parse import Node, symbols
+from dppo_megatron.rewards.math.trees import Node, renamed, symbols
 from dppo_megatron.rewards.math.values import EXACT, Rules, Verdict, all_of, any_of, equal_nodes, equal_values
-
-_FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 
 
 def equal(gold: Answer, other: Answer, rules: Rules = EXACT) -> Verdict:
@@ -40,10 +41,10 @@ def equal(gold: Answer, other: Answer, rules: Rules = EXACT) -> Verdict:
         return _named(gold, other, rules)
     if isinstance(gold, Row) or isinstance(other, Row):
         return _rows(gold, other, rules)
-    if isinstance(gold, Spans) or isinstance(other, Spans):
-        return _spans(gold, other)
     if isinstance(gold, Grid) or isinstance(other, Grid):
         return _grids(gold, other)
+    if isinstance(gold, Spans) or isinstance(other, Spans):
+        return _spans(gold, other)
     if isinstance(gold, Words) or isinstance(other, Words):
         return _words(gold, other)
     if isinstance(gold, Clock) or isinstance(other, Clock):
@@ -66,6 +67,7 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> Verdict:
         single = all(len(name) == 1 or "_" in name or name.startswith("\\") for name in (gold.name, other.name))
         if gold.name != other.name and single:
             return False
+        other = _with_variable(other, gold)
         verdict = equal(gold.value, other.value, rules)
         return verdict if verdict is not False else _as_relations(gold, other)
     named, plain = (gold, other) if isinstance(gold, Named) else (other, gold)
@@ -77,6 +79,19 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     if isinstance(gold, Named):
         return equal(gold.value, other, rules)
     return equal(gold, named.value, rules)
+
+
+_OF = re.compile(r"[A-Za-z]\(([a-z])\)")
+
+
+def _with_variable(other: Named, gold: Named) -> Named:
+    """f(t) = t^2 with the reference's variable."""
+    ours, theirs = _OF.fullmatch(gold.name), _OF.fullmatch(other.name)
+    if ours is None or theirs is None or ours[1] == theirs[1] or not isinstance(other.value, Value):
+        return other
+    if ours[1] in symbols(other.value.node):
+        return other
+    return Named(gold.name, replace(other.value, node=renamed(other.value.node, theirs[1], ours[1])))
 
 
 def _as_relations(gold: Answer, other: Answer) -> Verdict:
@@ -120,7 +135,7 @@ def _only_names(node: Node) -> bool:
 def _difference(relation: Relation) -> tuple[str, Node]:
     """`0 op difference`, with > and >= turned round."""
     if relation.op in (">", "\\ge"):
-        return _FLIPPED[relation.op], ("+", relation.left, ("-", relation.right))
+        return TURNED[relation.op], ("+", relation.left, ("-", relation.right))
     return relation.op, ("+", relation.right, ("-", relation.left))
 
 
@@ -157,6 +172,8 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
         return False
     if kinds == {"tuple", "set"}:
         return False
+    if "tuple" in kinds and (gold.signs or other.signs):
+        return False  # the point (3, -3) for plus-minus 3
     theirs, ours = _as_named(other.items, gold.items), gold.items
     if "tuple" in kinds:
         if len(ours) != len(theirs):
@@ -370,7 +387,7 @@ def _chains(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     """a < b < c side by side; 2 + 3 = 5 is 5 if it is true."""
     if isinstance(gold, Chain) and isinstance(other, Chain):
         if gold.ops != other.ops or len(gold.sides) != len(other.sides):
-            turned = tuple(_FLIPPED.get(op, op) for op in reversed(other.ops))
+            turned = tuple(TURNED.get(op, op) for op in reversed(other.ops))
             if gold.ops != turned or len(gold.sides) != len(other.sides):
                 return False
             other = Chain(tuple(reversed(other.sides)), turned)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from dppo_megatron.rewards.math.parse import Node, symbols
+from dppo_megatron.rewards.math.trees import Node, symbols
 
 _MAX_BITS = 40_000
 _DIGITS = 60

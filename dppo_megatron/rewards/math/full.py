@@ -7,9 +7,11 @@ the process; it is then a failure, not a 0.
 
 from __future__ import annotations
 
+import functools
 import logging
 
 
+@functools.lru_cache(maxsize=4096)  # the completions of a group often make the same mistake
 def verify(gold: str, answer: str) -> bool | None:
     """Whether Math-Verify finds the answer equal to the reference; None if it cannot parse one of them.
 

@@ -17,14 +17,16 @@ from fractions import Fraction
 from typing import Any
 
 from dppo_megatron.rewards.math.answers import Answer, Row, Value, Words
+from dppo_megatron.rewards.math.choices import as_choice, same_choices
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
 from dppo_megatron.rewards.math.extract import MAX_ANSWER_CHARS, Extraction, extract
 from dppo_megatron.rewards.math.full import verify
+from dppo_megatron.rewards.math.number_words import with_digits
 from dppo_megatron.rewards.math.numbers import is_decimal, read_number, significant_digits
-from dppo_megatron.rewards.math.parse import Unreadable
 from dppo_megatron.rewards.math.read import read_answer, read_decimal_comma
 from dppo_megatron.rewards.math.special import as_words
+from dppo_megatron.rewards.math.trees import Unreadable
 from dppo_megatron.rewards.math.units import Unit, read_unit
 from dppo_megatron.rewards.math.values import Rules, Verdict
 from dppo_megatron.types import Grade
@@ -49,8 +51,10 @@ def grade_math_boxed(completion: str, answer: str, row: Mapping[str, Any]) -> Gr
 def _grade(found: Extraction, answer: str, row: Mapping[str, Any]) -> Grade:
     if not found.parts:
         return Grade(0.0, None, found.why, {"parsed_share": 0.0, "boxed_share": 0.0})
-    boxed = float(found.mark in ("box", "tag", "####"))
-    text = ", ".join(found.parts)
+    boxed = 0.0 if found.mark == "stated" else 1.0
+    text = found.parts[0] if len(found.parts) == 1 else ", ".join(found.parts)
+    if text == answer:
+        return Grade(1.0, text, "exact", {"parsed_share": 1.0, "boxed_share": boxed})
     verdict, why = _compare(answer, text, row)
     if len(found.parts) > 1 and verdict is not True:
         # several boxes for one reference: each of them must be right
@@ -69,11 +73,14 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
     if text == answer:
         return True, "exact"
     reference = _reference(answer)
-    other = clean(text)
+    other = _cleaned(text)
     if not other:
         return None, "the final answer is empty"
     if other == reference or _squeezed(other) == _squeezed(reference) or _is_same_word(reference, other):
         return True, "normalized"
+    if same_choices(reference, other):
+        return True, "choices"
+    other = as_choice(reference, other, str(row.get("problem", "")))
     rules = _rules(row, reference)
     value = read_number(reference)
     if value is not None and rules is None:
@@ -84,7 +91,7 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
             return value == theirs, "number"
     gold = _read(reference)
     try:
-        theirs_read = read_answer(other)
+        theirs_read = read_answer(with_digits(other))
     except (Unreadable, RecursionError, ValueError) as error:
         theirs_read, unread = None, str(error)
     else:
@@ -179,6 +186,9 @@ _DECIMAL = re.compile(r"-?(\d*)\.(\d+)(?:\s*[%\\A-Za-z].*)?", re.ASCII)
 
 def _kind(gold: Answer) -> str:
     return gold.kind if isinstance(gold, Row) else type(gold).__name__.lower()
+
+
+_cleaned = functools.lru_cache(maxsize=4096)(clean)
 
 
 @functools.lru_cache(maxsize=4096)

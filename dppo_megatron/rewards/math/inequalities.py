@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from dppo_megatron.rewards.math.answers import INFINITY, Answer, Chain, Piece, Ratio, Relation, Spans
+from dppo_megatron.rewards.math.answers import INFINITY, TURNED, Answer, Chain, Piece, Ratio, Relation, Spans
 from dppo_megatron.rewards.math.clean import split_top
 from dppo_megatron.rewards.math.evaluate import TooBig, Undefined, exact
-from dppo_megatron.rewards.math.parse import Node, parse, symbols
+from dppo_megatron.rewards.math.parse import parse
+from dppo_megatron.rewards.math.trees import Node, symbols
 
 
 def read_inequality(sides: list[str], ops: list[str]) -> Answer:
@@ -19,15 +20,15 @@ def read_inequality(sides: list[str], ops: list[str]) -> Answer:
         if left[0] == "s" and left[1] not in symbols(right):
             return _half_line(left[1], ops[0], right)
         if right[0] == "s" and right[1] not in symbols(left):
-            return _half_line(right[1], _TURNED.get(ops[0], ops[0]), left)
+            return _half_line(right[1], TURNED.get(ops[0], ops[0]), left)
         if (line := _line(("+", left, ("-", right)))) is not None:
             name, slope, offset = line
-            return _half_line(name, ops[0] if slope > 0 else _TURNED.get(ops[0], ops[0]), ("n", -offset / slope))
+            return _half_line(name, ops[0] if slope > 0 else TURNED.get(ops[0], ops[0]), ("n", -offset / slope))
         return Relation(ops[0], left, right)
     if len(nodes) == 3:
         low, middle, high = nodes
         if set(ops) <= {">", "\\ge"}:
-            low, high, ops = high, low, [_TURNED[op] for op in reversed(ops)]
+            low, high, ops = high, low, [TURNED[op] for op in reversed(ops)]
             nodes.reverse()
         if set(ops) <= {"<", "\\le"}:
             if middle[0] == "s" and middle[1] not in symbols(low) | symbols(high):
@@ -42,9 +43,6 @@ def read_inequality(sides: list[str], ops: list[str]) -> Answer:
                     closed.reverse()
                 return Spans((Piece(("n", bounds[0]), closed[0], ("n", bounds[1]), closed[1]),), name)
     return Chain(tuple(nodes), tuple(ops))
-
-
-_TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 
 
 def _half_line(name: str, op: str, bound: Node) -> Spans:
@@ -82,7 +80,15 @@ def _constant(node: Node) -> Fraction | None:
         return None
 
 
+_TO = re.compile(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
+_TERM = re.compile(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
+
+
 def read_ratio(text: str) -> Answer | None:
+    """`3 : 2` of any expressions, `3 to 2` of numbers and letters only."""
+    words = _TO.split(text)
+    if len(words) > 1 and all(_TERM.fullmatch(part) for part in words):
+        return Ratio(tuple(parse(part) for part in words))
     parts = split_top(text, re.compile(r"\s*:\s*"))
     if len(parts) == 1 or text.startswith("\\{"):
         return None

@@ -16,7 +16,8 @@ _FRAC = re.compile(r"([+-]?)\s*\\frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(-?\d+)\s*\}", 
 _POWER_OF_TEN = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))\s*(?:\*|x)\s*10\s*\^\s*(?:\{\s*([+-]?\d+)\s*\}|(\d))", re.ASCII)
 _E_NOTATION = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-]?\d+)", re.ASCII)
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
-_REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}", re.ASCII)
+REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}", re.ASCII)
+"""0.1\\overline{6}, without a sign."""
 
 
 def read_number(text: str) -> Fraction | None:
@@ -41,14 +42,21 @@ def read_number(text: str) -> Fraction | None:
         return _scaled(_decimal(match[1]), exponent) if abs(exponent) <= MAX_EXPONENT else None
     if _GROUPED.fullmatch(text):
         return _decimal(text.replace(" ", ""))
-    if match := _REPEATING.fullmatch(text):
-        sign, whole, fixed, again = match.groups()
-        value = Fraction(int(whole or "0"))
-        value += Fraction(int(fixed or "0") * (10 ** len(again) - 1) + int(again), 10 ** len(fixed)) / (
-            10 ** len(again) - 1
-        )
-        return Fraction(-value if sign == "-" else value)
+    if match := REPEATING.fullmatch(text[1:] if text[0] in "+-" else text):
+        return -repeating(match) if text[0] == "-" else repeating(match)
     return None
+
+
+def repeating(match: re.Match[str]) -> Fraction:
+    """The value of what `REPEATING` has matched.
+
+    Example:
+        >>> repeating(REPEATING.fullmatch("0.1\\\\overline{6}"))
+        Fraction(1, 6)
+    """
+    whole, fixed, again = match.groups()
+    nines = 10 ** len(again) - 1
+    return Fraction(int(whole or 0)) + Fraction(int(fixed or 0) * nines + int(again), nines * 10 ** len(fixed))
 
 
 def is_decimal(text: str) -> bool:

@@ -1,9 +1,5 @@
-"""LaTeX and plain expressions to trees, by recursive descent with a bounded depth.
+"""LaTeX and plain expressions to trees (`trees.py`), by recursive descent with a bounded depth.
 
-A tree is a nested tuple, so that equal trees compare equal:
-`("n", Fraction)`, `("s", name)`, `("c", "pi" | "e" | "i" | "inf")`, `("+", a, b)`, `("*", a, b)`, `("/", a, b)`,
-`("^", a, b)`, `("-", a)`, `("pm", a)` (plus or minus a), `("mp", a)`, `("deg", a)`, `("f", name, a)`,
-`("root", n, a)`, `("log", base or None, a)`, `("binom", n, k)`.
 What is not understood raises `Unreadable`: a wrong guess would be a wrong reward.
 """
 
@@ -11,19 +7,13 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Any
 
 from dppo_megatron.rewards.math.clean import closing
-from dppo_megatron.rewards.math.numbers import MAX_DIGITS, MAX_EXPONENT
+from dppo_megatron.rewards.math.numbers import MAX_DIGITS, MAX_EXPONENT, REPEATING, repeating
+from dppo_megatron.rewards.math.trees import Node, Unreadable
 
-Node = tuple[Any, ...]
 MAX_CHARS = 1500
 _MAX_DEPTH = 40
-
-
-class Unreadable(Exception):
-    """The text is not an expression of this grammar."""
-
 
 _FUNCTION_WORDS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln exp abs floor ceil Re Im arg"
 FUNCTIONS = frozenset(_FUNCTION_WORDS.split())
@@ -39,12 +29,12 @@ _SPACE = re.compile(r"\s*")
 _NUMBER = re.compile(
     r"(\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d+)(?![A-Za-z]))?", re.ASCII
 )
-_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}", re.ASCII)
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _LETTERS = re.compile(r"[A-Za-z]+")
 _MIXED = re.compile(r"\s*\\frac\s*(?:\{\s*\d+\s*\}|\d)\s*(?:\{\s*\d+\s*\}|\d)", re.ASCII)
 _MIXED_SLASHED = re.compile(r"\s+(\d+)\s*/\s*(\d+)", re.ASCII)
 _PRIMES = re.compile(r"(?:\s*(?:'|\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime(?![A-Za-z])))+")
+_CHOICES = re.compile(r"C\s*\(([^(),]{1,60}),([^(),]{1,60})\)")
 _BRACKETED = re.compile(r"[^A-Z(]\)\s*\Z")  # a bracket has closed, and it is no choice letter's
 _DECORATED = frozenset(["overline", "dot", "ddot", "angle", "triangle"])
 
@@ -143,7 +133,7 @@ class _Reader:
                 power = self._exponent()
                 if node[0] == "s" and "_" not in node[1] and self._peek() == "_":  # v^2_0 is v_0^2
                     node = ("s", self._name(node[1]))
-                node = ("^", node, power)
+                node = _combinations(node, power) or ("^", node, power)
             elif self._take("!"):
                 if self._peek() == "!":
                     raise Unreadable("double factorial")
@@ -180,14 +170,11 @@ class _Reader:
         raise Unreadable(f"unexpected {sign!r}")
 
     def _number(self) -> Node:
-        if match := _REPEATING.match(self.text, self.position):
-            whole, fixed, again = match.groups()
+        if match := REPEATING.match(self.text, self.position):
             if len(match.group()) > MAX_DIGITS:
                 raise Unreadable("too many digits")
             self.position = match.end()
-            nines = 10 ** len(again) - 1
-            value = Fraction(int(whole or 0)) + Fraction(int(fixed or 0) * nines + int(again), nines * 10 ** len(fixed))
-            return ("n", value)
+            return ("n", repeating(match))
         match = _NUMBER.match(self.text, self.position)
         if match is None or len(match.group()) > MAX_DIGITS:
             raise Unreadable("not a number")
@@ -332,6 +319,12 @@ class _Reader:
                 return self._root() if head == "sqrt" else self._function(_SPELLED.get(head, head))
         if len(word) > 3:
             raise Unreadable(f"the word {word!r}")
+        if word == "C" and (choices := _CHOICES.match(self.text, self.position)):
+            above, below = parse(choices[1]), parse(choices[2])
+            if above[0] == below[0] == "n" and not above[1] >= below[1] >= 0:
+                raise Unreadable("a point C")
+            self.position = choices.end()
+            return ("binom", above, below)
         self.position += 1
         return _letter(word[0], self._name(word[0]))
 
@@ -415,55 +408,13 @@ class _Reader:
         self.position = match.end()
 
 
+def _combinations(node: Node, power: Node) -> Node | None:
+    """C_{20}^{10}, as much of the world writes a binomial coefficient; C_1^2 is the square of a constant."""
+    if node[0] != "s" or power[0] != "n" or not re.fullmatch(r"C_\d{1,4}", node[1]):
+        return None
+    total = Fraction(node[1][2:])
+    return ("binom", ("n", total), power) if 2 < total >= power[1] else None
+
+
 def _letter(letter: str, name: str) -> Node:
     return ("c", letter) if letter == name and letter in "ei" else ("s", name)
-
-
-def symbols(node: Node) -> frozenset[str]:
-    """The names of its variables."""
-    if node[0] == "s":
-        return frozenset([node[1]])
-    if node[0] in "nc":
-        return frozenset()
-    found: frozenset[str] = frozenset()
-    for part in node[1:]:
-        if isinstance(part, tuple):
-            found |= symbols(part)
-    return found
-
-
-def signs(node: Node) -> list[Node]:
-    """Every value that a tree with plus-minus signs stands for, at most 8; `\\mp` goes against the first `\\pm`.
-
-    Example:
-        >>> len(signs(parse("1 \\\\pm \\\\sqrt{19}")))
-        2
-    """
-    found = _count(node, "pm")
-    opposed = _count(node, "mp")
-    if not found and not opposed:
-        return [node]
-    if found > 3 or (opposed and found > 1):
-        raise Unreadable("too many plus-minus signs")
-    choices = range(2 ** max(found, 1))
-    return [_choose(node, [bool(choice >> bit & 1) for bit in range(3)], [0]) for choice in choices]
-
-
-def _count(node: Any, kind: str) -> int:
-    if not isinstance(node, tuple):
-        return 0
-    return int(node[0] == kind) + sum(_count(part, kind) for part in node[1:])
-
-
-def _choose(node: Any, minus: list[bool], seen: list[int]) -> Any:
-    if not isinstance(node, tuple):
-        return node
-    if node[0] == "pm":
-        index = seen[0]
-        seen[0] += 1
-        inside = _choose(node[1], minus, seen)
-        return ("-", inside) if minus[index] else inside
-    if node[0] == "mp":
-        inside = _choose(node[1], minus, seen)
-        return inside if minus[0] else ("-", inside)
-    return (node[0], *(_choose(part, minus, seen) for part in node[1:]))

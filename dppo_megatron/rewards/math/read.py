@@ -1,4 +1,4 @@
-"""From a cleaned text to the answer that it states."""
+"""Parses a cleaned text into the answer that it states."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dppo_megatron.rewards.math.answers import (
     INFINITY,
     Answer,
     Chain,
+    Grid,
     Named,
     Piece,
     Relation,
@@ -22,8 +23,9 @@ from dppo_megatron.rewards.math.answers import (
 from dppo_megatron.rewards.math.clean import closing, split_top
 from dppo_megatron.rewards.math.inequalities import read_inequality, read_ratio
 from dppo_megatron.rewards.math.numbers import read_number
-from dppo_megatron.rewards.math.parse import Node, Unreadable, parse, signs, symbols
+from dppo_megatron.rewards.math.parse import parse
 from dppo_megatron.rewards.math.special import EVERY_REAL, WRAPPED_TEXT, read_special, read_words, without_sentence
+from dppo_megatron.rewards.math.trees import Node, Unreadable, signs, symbols
 from dppo_megatron.rewards.math.units import MULTIPLIERS, Unit, is_glued, read_unit
 
 _MAX_ITEMS = 200
@@ -50,6 +52,24 @@ _FOR_ALL = re.compile(
 )
 
 
+_FRENCH = re.compile(
+    r"(?P<lead>\A|\\(?:cup|in)(?![A-Za-z])|=|[,;]|\bor\b\s*\}?)(?P<body>\s*[\[\]][^\[\]()]{1,200}[\[\]])"
+)
+_MAPPED = re.compile(
+    r"(?:[A-Za-z]\s*:\s*)?(?:[^:\n]{1,80}?\\(?:to|rightarrow)(?![A-Za-z])[^:\n]{1,80}?[,;:]?\s*)?"
+    r"(?P<name>[a-z])\s*\\mapsto(?![A-Za-z])(?P<value>.+)",
+    re.DOTALL,
+)
+
+
+def _open_outwards(found: re.Match[str]) -> str:
+    """]1, 2[ is (1, 2)."""
+    body = found["body"].strip()
+    if not re.search(r"[,;]", body) or (body[0], body[-1]) == ("[", "]"):
+        return found.group()
+    return found["lead"] + " " + ("(" if body[0] == "]" else "[") + body[1:-1] + (")" if body[-1] == "[" else "]")
+
+
 def read_answer(text: str, *, depth: int = 0) -> Answer:
     """The answer that a cleaned text states.
 
@@ -71,6 +91,10 @@ def read_answer(text: str, *, depth: int = 0) -> Answer:
     if value is not None:
         return Value(("n", value))
     text = _FOR_ALL.sub("", text) if "for" in text else text
+    if depth == 0 and text[-1] in "[]":
+        text = _FRENCH.sub(_open_outwards, text).strip()
+    if "mapsto" in text and (mapped := _MAPPED.fullmatch(text)):
+        return Named(f"f({mapped['name']})", read_answer(mapped["value"], depth=depth + 1))
     if (depth == 0 and text[:1].isalpha()) or text.startswith("\\text"):
         text = without_sentence(text)
         if (value := read_number(text)) is not None:
@@ -206,6 +230,8 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
     if not text or text[0] not in "([" or text[-1] not in ")]" or not _is_one_pair(text):
         return None
     items = split_top(text[1:-1], _MEMBERS)
+    if text[0] == "[" and (rows := _matrix_rows(text[1:-1])):
+        return Grid(tuple(tuple(parse(cell) for cell in row) for row in rows))
     if len(items) == 1:
         if text[0] == "(" and text[-1] == ")":
             inner = text[1:-1].strip()
@@ -219,6 +245,18 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         if text[0] == "[" or text[-1] == "]" or endless:
             return Spans((Piece(parse(low), text[0] == "[", parse(high), text[-1] == "]"),))
     return Row("tuple", tuple(read_answer(item, depth=depth + 1) for item in items))
+
+
+def _matrix_rows(inner: str) -> list[list[str]] | None:
+    """The cells of [[1, 2], [3, 4]] and [1, 2; 3, 4]; None if that is no matrix."""
+    rows = [row.strip() for row in split_top(inner, _COMMA)]
+    if all(row.startswith("[") and row.endswith("]") and _is_one_pair(row) for row in rows):
+        cells = [split_top(row[1:-1], _COMMA) for row in rows]
+    elif ";" in inner and "," in inner and not set(inner) & set("[]()"):
+        cells = [row.split(",") for row in inner.split(";")]
+    else:
+        return None
+    return cells if len(cells) > 1 and len({len(row) for row in cells}) == 1 else None
 
 
 def _is_one_pair(text: str) -> bool:
@@ -355,4 +393,4 @@ def _spread(node: Node, unit: Unit | None) -> Answer:
         if values[0][0] == "-" and values[0][1][0] == "deg":
             return Value(("-", values[0][1][1]), read_unit("degrees"))
         return Value(values[0], unit)
-    return Row("list", tuple(Value(value, unit) for value in values))
+    return Row("list", tuple(Value(value, unit) for value in values), signs=True)

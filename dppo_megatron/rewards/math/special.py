@@ -1,12 +1,13 @@
-"""Answers with a form of their own: words, choice letters, digits in a base, times, matrices, whole sets."""
+"""Answers with special forms: words, choice letters, digits in a base, times, matrices, whole sets."""
 
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import INFINITY, Answer, Based, Clock, Grid, Piece, Spans, Value, Words
-from dppo_megatron.rewards.math.parse import Unreadable, parse
+from dppo_megatron.rewards.math.number_words import read_number_words
+from dppo_megatron.rewards.math.parse import parse
+from dppo_megatron.rewards.math.trees import Unreadable
 
 WRAPPED_TEXT = re.compile(r"\\text\{([^{}]*)\}")
 
@@ -50,13 +51,6 @@ _SENTENCE = re.compile(
 )
 
 
-_SMALL = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
-    " eighteen nineteen twenty"
-)
-_NUMBER_WORDS = {word: number for number, word in enumerate(_SMALL.split())}
-
-
 _EMPTY = frozenset(
     ["\\emptyset", "empty set", "the empty set", "no solution", "no solutions", "no real solutions", "no real solution"]
 )
@@ -82,15 +76,15 @@ def read_special(text: str, depth: int) -> Answer | None:
         return Spans(EVERY_REAL)
     if plain in _ENDLESS:
         return Value(INFINITY)
-    if plain in _NUMBER_WORDS:
-        return Value(("n", Fraction(_NUMBER_WORDS[plain])))
+    if (number := read_number_words(plain)) is not None:
+        return Value(("n", number))
     if match := _CHOICE_TEXT.fullmatch(text):
         letter = next(group for group in match.groups() if group)
         return Words(letter.lower(), (letter.upper(),))
     if match := _BASED.fullmatch(WRAPPED_TEXT.sub(r"\1", text) if "}_" in text else text) or _BASED_WORDS.fullmatch(
         text
     ):
-        base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else _NUMBER_WORDS.get(match[2], 0)
+        base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else int(read_number_words(match[2]) or 0)
         if 2 <= base <= 36 and has_digits_of(match[1], base):
             return Based(match[1].upper().lstrip("+"), base)
         if match[1].isdigit() and base:

@@ -13,7 +13,7 @@ from fractions import Fraction
 from dppo_megatron.rewards.math.answers import INFINITY, Value
 from dppo_megatron.rewards.math.evaluate import approximate, exact, is_too_big, same
 from dppo_megatron.rewards.math.numbers import rounds_to
-from dppo_megatron.rewards.math.parse import Node, symbols
+from dppo_megatron.rewards.math.trees import Node, renamed, symbols
 from dppo_megatron.rewards.math.units import Unit
 
 Verdict = bool | None
@@ -113,6 +113,8 @@ def equal_nodes(gold: Node, other: Node, rules: Rules) -> Verdict:
         return _is_full_precision(gold, other, rules.their_digits)
     if verdict is False and _has_pi(gold):
         verdict = same(gold, _with_index(other, symbols(gold), symbols(other)))
+    if verdict is False and (constant := _with_constant(gold, other)) is not None:
+        verdict = same(gold, constant)
     if verdict is None and (is_too_big(other) or is_too_big(gold)):
         return _towers(gold, other)  # Math-Verify would hang on it
     return verdict
@@ -174,14 +176,38 @@ def _endless(node: Node) -> Fraction | None:
 def _with_index(other: Node, ours: frozenset[str], theirs: frozenset[str]) -> Node:
     """n pi for k pi: the whole number of a periodic solution has no name of its own."""
     if len(ours) == len(theirs) == 1 and ours != theirs and ours | theirs <= {"k", "m", "n"}:
-        return _renamed(other, *theirs, *ours)
+        return renamed(other, *theirs, *ours)
     return other
 
 
-def _renamed(node: Node, old: str, new: str) -> Node:
-    if node == ("s", old):
-        return ("s", new)
-    return (node[0], *(_renamed(part, old, new) if isinstance(part, tuple) else part for part in node[1:]))
+_CONSTANTS = frozenset(["C", "c", "K", "k", "C_1", "c_1", "C_0"])
+
+
+def _with_constant(gold: Node, other: Node) -> Node | None:
+    """An antiderivative's `+ c` with the letter that the reference has; None where neither is one.
+
+    The letter is a term of its own on both sides and nowhere else. A small c of the reference may be a coefficient
+    (ax^2 + bx + c) or a side (a + b + c), unless neither a nor b stands beside it.
+    """
+    ours, theirs = symbols(gold), symbols(other)
+    mine = [name for name in ("C", "c") if name in ours - theirs and _is_term(gold, name)]
+    known = ours & theirs
+    added = [name for name in theirs - ours if name in _CONSTANTS and _is_term(other, name)]
+    if len(mine) != 1 or len(added) != 1 or (mine == ["c"] and (known & {"a", "b"} or added != ["C"])):
+        return None
+    return renamed(other, added[0], mine[0])
+
+
+def _is_term(node: Node, name: str) -> bool:
+    """Whether the variable stands in the sum once, as a term with a plus sign, and there is more than it."""
+    if node[0] != "+":
+        return False
+    left, right = node[1], node[2]
+    if right == ("s", name):
+        return name not in symbols(left)
+    if left == ("s", name):
+        return name not in symbols(right)
+    return name not in symbols(right) and _is_term(left, name)
 
 
 def _decimal_value(node: Node) -> Fraction | None:

@@ -1,34 +1,56 @@
 """Several servers as one: who gets which request, what a failure means, and when waiting ends.
 
-Runs on one rank, with one thread for each request in flight: threads only wait for a socket, and a server that is
-found hung can have all its sockets cut from outside, which frees them. The rules:
+Runs on rank 0 and decides from scalars; the rollout clients hold the sockets and the tokens.
+
+    rank 0, rollout thread            rollout client (one a node)              servers
+    Fleet.run -- Ask(ticket) -------> one task a ticket ---- POST -----------> generate
+         <------ Landed | Failed ---- typed decoding, check <-- answer --------
+         <------ Ready -------------- decoded, graded
+      waits for: events, a tick        waits for: sockets, graders
+    rank 0, probe threads --------------------------------- GET health ------> answers, or the member is out
+    rank 0, main thread: trains, or waits in `finish` for the rollout thread; a weight sync takes its turn there
+
+The rules:
 
 - A group goes to the live server with the fewest outstanding tokens, of those with room for its completions:
   `max_concurrent_sequences` counts completions, so a group of one takes an eighth of the room of a group of eight.
-- A server that refuses connections, breaks one, or does not answer its health probe is out; its groups are queued
-  again under the same request id, and only the first answer to an id is kept. With a seed (vLLM) the second attempt
-  samples the same completion, so a failure does not favour short ones.
+- A server that refuses connections, breaks one, answers what cannot be so, or does not answer its health probe is out;
+  its groups are queued again under the same request id, and only the first answer to an id is kept. With a seed (vLLM)
+  the second attempt samples the same completion, so a failure does not favour short ones.
+- A server that has too much to do (408, 429, 503) rests for as long as it asks, or a little longer each time.
 - A server that answers again is stale: it gets no request before it has had a complete weight sync.
-- Every wait has an end: `request_timeout_s` for one request, `engine_wait_s` for a fleet with nobody left.
+- Every wait has an end: `request_timeout_s` for a request since its first try and `_MOST_FAILURES` for the answers to
+  it that went wrong, `engine_wait_s` for a fleet with nobody left. Each ends in one message with the request's id.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.engine import Sampling
-from dppo_megatron.rollout.servers.http import Refused, Unreachable
-from dppo_megatron.rollout.servers.protocol import DeviceMemory, GenerateRequest, Sampled, Server
-from dppo_megatron.types import GuardStop
+from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Intake, Landed, Ready
+from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.servers.member import Member, OwnedLock
+from dppo_megatron.rollout.servers.protocol import Server
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
+from dppo_megatron.types import GuardStop, UserError
 
 _TICK_S = 0.2
 _ANSWER_S = 30.0
+_READY_S = 5.0
+_MOST_FAILURES = 4
+"""Answers to one request that went wrong, on whichever server: then it is the request. Attempts that are cut because
+another one's failure has marked their server out do not count."""
+_MOST_ABORTS = 8
+"""A weight sync with in_flight=abort ends a request once; who ends it this often does so on its own account."""
+_BUSY = (408, 429, 503)
+_FIRST_REST_S, _LONGEST_REST_S = 0.5, 30.0
 
 
 class NeedsWeights(Exception):
@@ -36,43 +58,24 @@ class NeedsWeights(Exception):
 
 
 @dataclass
-class Member:
-    """One server and what the fleet knows of it."""
-
-    server: Server
-    state: Literal["live", "stale", "out"] = "stale"
-    """live: has the present weights. stale: answers, needs a sync. out: does not answer, or failed."""
-    reason: str = "not synced yet"
-    outstanding_tokens: int = 0
-    groups: int = 0
-    completions: int = 0
-    """In flight, of all its groups."""
-    outages: int = 0
-    has_leftovers: bool = False
-    """It has been out since its last sync: requests that others have answered since may still run there."""
-    asleep: set[DeviceMemory] = field(default_factory=set)
-    """What it has given back to the actor. A process that was started again has all of its memory."""
-    last_probe: float = 0.0
-    probe: Future[None] | None = None
-
-    @property
-    def name(self) -> str:
-        """Its address."""
-        return self.server.http.url
-
-
-@dataclass
 class Work:
     """The groups of one rollout and what has come back; survives a `NeedsWeights`."""
 
     groups: Sequence[GenerateRequest]
-    samplings: Sequence[Sampling]
-    """How each group is sampled."""
-    versions: frozenset[str]
-    """Weights versions that a completion may have: a server that was restarted unseen has another."""
+    expected: Expected
+    prompts: Sequence[bytes] = ()
+    """For the grading hook, one a group; empty: nothing is graded."""
     may_be_cut: bool = True
     """`rollout.limits.straggler_share` applies. Not to an evaluation: cut completions would count as wrong."""
-    done: dict[int, list[Sampled]] = field(default_factory=dict)
+    done: dict[int, Landed] = field(default_factory=dict)
+    landed: dict[int, int] = field(default_factory=dict)
+    """The ticket that brought each group's answer -> the group."""
+    ready: set[int] = field(default_factory=set)
+    """Groups that are decoded and graded."""
+    first_asked: dict[int, float] = field(default_factory=dict)
+    failures: dict[int, list[str]] = field(default_factory=dict)
+    """What went wrong with each group, one line an answer."""
+    aborts: dict[int, int] = field(default_factory=dict)
     retries: int = 0
     given_up: bool = False
     """Nobody wants the rest any more: `Fleet.run` ends its requests and returns."""
@@ -80,17 +83,24 @@ class Work:
     """The straggler rule has ended the rest."""
     cut_completions: int = 0
 
-    def cost(self, index: int) -> int:
-        """Tokens that group `index` may come to."""
-        group = self.groups[index]
-        return len(group.prompt_ids) + group.count * self.samplings[index].max_completion_tokens
+    @property
+    def is_complete(self) -> bool:
+        """Every group has landed and is ready."""
+        return len(self.ready) == len(self.groups)
+
+
+@dataclass
+class _Probe:
+    """The health probe of one server that is under way, or was."""
+
+    begun: float = -float("inf")
+    answer: Future[None] | None = None
 
 
 @dataclass
 class _Attempt:
     index: int
     member: Member
-    started: float
 
 
 class Fleet:
@@ -98,21 +108,37 @@ class Fleet:
 
     Args:
         say: takes one line for the person who watches.
-        max_groups: groups in flight on one server, each of which holds a thread and a socket. How many completions
-            are, `config.limits.max_concurrent_sequences` says.
+        intake: has the servers asked; set before the first `run`.
+        processes: the processes of `servers`, if the trainer has started them.
+        clock: seconds that only grow.
+        threads: where questions to servers wait for their answers.
     """
 
     def __init__(
-        self, servers: Sequence[Server], config: RolloutConfig, say: Callable[[str], None], max_groups: int
+        self,
+        servers: Sequence[Server],
+        config: RolloutConfig,
+        say: Callable[[str], None],
+        intake: Intake | None = None,
+        processes: Sequence[LaunchedServer] = (),
+        clock: Callable[[], float] = time.monotonic,
+        threads: Executor | None = None,
     ) -> None:
-        self.members = [Member(server) for server in servers]
+        self.lock = OwnedLock()
+        """Held by whoever changes a member; never across a call to a server."""
+        self.members = [
+            Member(server, self.lock, clock, process) for server, process in zip_longest(servers, processes)
+        ]
         self.say = say
-        self.restart_dead: Callable[[], None] = lambda: None
-        """Called while the fleet waits for a server; starts those of the trainer's own that have ended."""
-        self._config = config
-        self._max_groups = max_groups
-        self._threads = ThreadPoolExecutor(max_workers=len(servers) * (max_groups + 1), thread_name_prefix="rollout")
-        self._probes = ThreadPoolExecutor(max_workers=len(servers), thread_name_prefix="probe")
+        self.intake = intake
+        self._config, self._clock = config, clock
+        self._threads = threads or ThreadPoolExecutor(max_workers=len(servers), thread_name_prefix="probe")
+        self._probing: dict[str, _Probe] = {member.name: _Probe() for member in self.members}
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="launcher")
+        """Its thread lives as long as the trainer: the kernel ends a server with the thread that has started it."""
+        self._next_ticket = 0
+        self._busy: dict[str, int] = {}
+        """How often in a row each server has said that it has too much to do."""
 
     @property
     def live(self) -> list[Member]:
@@ -121,218 +147,286 @@ class Fleet:
 
     def health(self) -> dict[str, str]:
         """live, or the state and its reason, by address."""
-        return {m.name: m.state if m.state == "live" else f"{m.state}: {m.reason}" for m in self.members}
+        return {member.name: member.condition for member in self.members}
+
+    def expect(self, version: str) -> None:
+        """Only servers that have taken `version` are live from now on."""
+        with self.lock:
+            for member in self.members:
+                member.expects(version)
 
     def mark_out(self, member: Member, reason: str) -> None:
         """No more requests; those in flight are cut and go elsewhere."""
-        if member.state != "out":
+        with self.lock:
+            news = member.failed(reason)
+        if news:
             self.say(f"rollout: {member.name} is out: {reason}")
-            member.outages += 1
-            member.has_leftovers = True
-        member.state, member.reason = "out", reason
         member.server.http.close()
 
     def revive(self) -> None:
-        """Ask every server that is out whether it is back; those that are become stale."""
-        for member in self.members:
-            if member.state == "out":
-                try:
-                    member.server.healthy(timeout_s=min(_ANSWER_S, self._config.limits.probe_timeout_s))
-                except (Unreachable, Refused):
-                    continue
-                member.state, member.reason = "stale", "back, to be synced"
-                self.say(f"rollout: {member.name} answers again; it gets requests after a weight sync")
+        """Ask every server that is out whether it is back, all at once; those that are become stale."""
+        timeout_s = min(_ANSWER_S, self._config.limits.probe_timeout_s)
+        out = [member for member in self.members if member.state == "out" and member.may_be_asked]
+        asked = [(member, self._threads.submit(member.server.healthy, timeout_s=timeout_s)) for member in out]
+        for member, answer in asked:
+            if answer.exception() is None:
+                self._is_back(member)
 
-    def run(self, work: Work) -> Iterator[tuple[int, list[Sampled]]]:
-        """Yields (group index, its completions) as they finish, each index once.
+    def restart_dead(self) -> None:
+        """Start the trainer's own servers that have ended again; they come back by answering a probe."""
+        for member in self.members:
+            if member.process is not None and not member.process.is_running:
+                self.say(f"rollout: the launched server {member.name} has ended; starting it again")
+                self._starter.submit(member.process.start).result()
+                with self.lock:
+                    member.restarted()
+
+    def wait_for_starting(self, timeout_s: float) -> None:
+        """Return when no launched server is still starting; one that fails at it stays out."""
+        for member in self.members:
+            if member.process is not None and member.process.is_starting:
+                with contextlib.suppress(UserError):
+                    member.process.wait_ready(lambda m=member: m.server.healthy(timeout_s=_READY_S), timeout_s)  # type: ignore[misc]
+
+    def run(self, work: Work) -> Iterator[int]:
+        """Yields the index of each group as it lands, each once; ends when all are ready.
 
         Raises:
             NeedsWeights: no live server, but at least one to sync.
             GuardStop: a request or the whole fleet has been waited for long enough.
         """
-        pending = deque(index for index in range(len(work.groups)) if index not in work.done)
-        attempts: dict[Future[list[Sampled]], _Attempt] = {}
-        try:
-            while (pending or attempts) and not work.given_up:
-                self._assign(work, pending, attempts)
-                if not attempts:
-                    self._wait_for_anyone(work, pending)
-                    continue
-                finished, _ = wait(attempts, timeout=_TICK_S, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    attempt = attempts.pop(future)
-                    sampled = self._settle(future, attempt, work)
-                    if sampled is None:
-                        pending.appendleft(attempt.index)
-                    elif attempt.index not in work.done:
-                        work.done[attempt.index] = sampled
-                        yield attempt.index, sampled
-                self._probe()
-                self._cut_stragglers(work, attempts, pending)
-                self._watch(work, attempts)
-            if work.given_up:
-                self._abort(work, attempts)
-        finally:
-            for attempt in attempts.values():
-                self._account(work, attempt.index, attempt.member, -1)
-            if attempts:  # left early: whoever still waits for a socket is set free
-                for member in self.members:
-                    member.server.http.close()
+        return _Rollout(self, work).run()
 
     def close(self) -> None:
-        """Cut every connection and end the threads."""
+        """Cut every connection, end the threads and the trainer's own servers."""
         for member in self.members:
             member.server.http.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._probes.shutdown(wait=False, cancel_futures=True)
+        self._starter.shutdown(wait=False, cancel_futures=True)
+        for member in self.members:
+            if member.process is not None:
+                member.process.stop()
 
-    def _assign(self, work: Work, pending: deque[int], attempts: dict[Future[list[Sampled]], _Attempt]) -> None:
-        while pending:
-            free = [member for member in self.live if self._has_room(member, work.groups[pending[0]])]
+    def ticket(self) -> int:
+        """A number for one attempt."""
+        self._next_ticket += 1
+        return self._next_ticket
+
+    def rest(self, member: Member, wanted_s: float | None) -> None:
+        """It has too much to do: no requests for as long as it asks, else twice as long as the last time."""
+        times = self._busy[member.name] = self._busy.get(member.name, 0) + 1
+        own_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** min(times - 1, 16))
+        with self.lock:
+            member.rests(own_s if wanted_s is None else min(_LONGEST_REST_S, wanted_s))
+
+    def delivered(self, member: Member) -> None:
+        """A good answer."""
+        self._busy.pop(member.name, None)
+        with self.lock:
+            member.delivered()
+
+    def probe_all(self) -> None:
+        """Start the health probes that are due and act on those that have come back."""
+        now = self._clock()
+        for member in self.members:
+            probe = self._probing[member.name]
+            if probe.answer is not None and probe.answer.done():
+                error, probe.answer = probe.answer.exception(), None
+                if error is None and member.state == "out":
+                    self._is_back(member)
+                elif error is not None and member.state != "out":
+                    self.mark_out(member, f"no answer to its health probe: {error}")
+            due = now - probe.begun > self._config.limits.probe_every_s
+            if probe.answer is None and due and (member.state != "out" or member.may_be_asked):
+                probe.begun = now
+                timeout_s = self._config.limits.probe_timeout_s
+                probe.answer = self._threads.submit(member.server.healthy, timeout_s=timeout_s)
+
+    def _is_back(self, member: Member) -> None:
+        with self.lock:
+            member.answers()
+        # a probe that was begun while it hung would say so after it has come back
+        self._probing[member.name].answer = None
+        self.say(f"rollout: {member.name} answers again; it gets requests after a weight sync")
+
+
+class _Rollout:
+    """One call of `Fleet.run`: what is pending and what is in flight."""
+
+    def __init__(self, fleet: Fleet, work: Work) -> None:
+        assert fleet.intake is not None
+        self._fleet, self._work, self._intake = fleet, work, fleet.intake
+        self._limits, self._clock = fleet._config.limits, fleet._clock
+        self._pending = deque(index for index in range(len(work.groups)) if index not in work.done)
+        self._attempts: dict[int, _Attempt] = {}
+        self._places = {member.name: place for place, member in enumerate(fleet.members)}
+
+    def run(self) -> Iterator[int]:
+        """See `Fleet.run`."""
+        work = self._work
+        try:
+            while not work.is_complete and not work.given_up:
+                self._assign()
+                if self._pending and not self._attempts and not self._fleet.live:
+                    self._wait_for_anyone()
+                    continue
+                for event in self._intake.events(_TICK_S):
+                    if (landed := self._settle(event)) is not None:
+                        yield landed
+                self._drop_the_lost()  # before a probe can call them back
+                self._fleet.probe_all()
+                self._cut_stragglers()
+                self._watch()
+            if work.given_up:
+                self._intake.end(list(self._attempts))
+        finally:
+            self._intake.cancel(list(self._attempts))
+            for ticket in list(self._attempts):
+                self._forget(ticket)
+
+    def _assign(self) -> None:
+        while self._pending:
+            group = self._work.groups[self._pending[0]]
+            free = [member for member in self._fleet.live if self._has_room(member, group)]
             if not free:
                 return
-            index = pending.popleft()
-            member = min(free, key=lambda m: m.outstanding_tokens)
-            self._account(work, index, member, +1)
-            future = self._threads.submit(
-                member.server.generate,
-                work.groups[index],
-                work.samplings[index],
-                timeout_s=self._config.limits.request_timeout_s + _ANSWER_S,
-            )
-            attempts[future] = _Attempt(index, member, time.monotonic())
+            self._ask(min(free, key=lambda member: member.outstanding_tokens), self._pending.popleft())
+
+    def _ask(self, member: Member, index: int) -> None:
+        work, ticket = self._work, self._fleet.ticket()
+        group, now = work.groups[index], self._clock()
+        left_s = work.first_asked.setdefault(index, now) + self._limits.request_timeout_s - now
+        with self._fleet.lock:
+            member.began(group.cost, group.count)
+        self._attempts[ticket] = _Attempt(index, member)
+        prompt = work.prompts[index] if work.prompts else b""
+        self._intake.ask(
+            Ask(ticket, index, self._places[member.name], group, work.expected, left_s + _ANSWER_S, prompt)
+        )
 
     def _has_room(self, member: Member, group: GenerateRequest) -> bool:
         """A group that is larger than the whole room goes alone: it could go nowhere else."""
-        room = self._config.limits.max_concurrent_sequences - member.completions
-        return member.groups < self._max_groups and (group.count <= room or member.groups == 0)
+        room = self._limits.max_concurrent_sequences - member.completions
+        fits = group.count <= room or member.groups == 0
+        return member.is_free and fits and member.groups < self._intake.room(self._places[member.name])
 
-    def _account(self, work: Work, index: int, member: Member, sign: int) -> None:
-        """Add a group to what `member` has in flight, or take it away."""
-        member.outstanding_tokens += sign * work.cost(index)
-        member.groups += sign
-        member.completions += sign * work.groups[index].count
+    def _forget(self, ticket: int) -> _Attempt:
+        """Take an attempt off its server's account."""
+        attempt = self._attempts.pop(ticket)
+        group = self._work.groups[attempt.index]
+        with self._fleet.lock:
+            attempt.member.ended(group.cost, group.count)
+        return attempt
 
-    def _settle(self, future: Future[list[Sampled]], attempt: _Attempt, work: Work) -> list[Sampled] | None:
-        """The completions of one attempt; None if it has to be made again."""
-        member = attempt.member
-        self._account(work, attempt.index, member, -1)
-        group = work.groups[attempt.index]
-        try:
-            sampled = future.result()
-        except Unreachable as error:
-            self.mark_out(member, str(error))
-        except Refused as error:
-            if 400 <= error.status < 500:
-                raise GuardStop(f"{member.name} refused request {group.request_id}: {error}") from None
-            self.mark_out(member, str(error))
-        else:
-            problem = _incomplete(sampled, group)
-            if problem:
-                raise GuardStop(f"{member.name}, request {group.request_id}: {problem}")
-            foreign = {span[0] for one in sampled for span in one.weights_versions} - work.versions
-            if foreign:
-                self.mark_out(member, f"it generated with weights '{foreign.pop()}', which this run has not sent")
-                work.retries += 1
-                return None
-            sampled = [_as_it_ended(one, work.samplings[attempt.index]) for one in sampled]
-            ended = sum(one.finish_reason == "abort" for one in sampled)
-            if not ended:
-                return sampled
-            if work.cut and all(len(one.token_ids) for one in sampled):
-                work.cut_completions += ended
-                return sampled
-        work.retries += 1
-        return None
+    def _settle(self, event: Event) -> int | None:
+        """The group that has landed, if one has. Tickets that are no longer wanted are passed over."""
+        if isinstance(event, Ready):
+            if event.ticket in self._work.landed:
+                self._work.ready.add(self._work.landed[event.ticket])
+            return None
+        if event.ticket not in self._attempts:
+            return None
+        attempt = self._forget(event.ticket)
+        if isinstance(event, Failed):
+            self._failed(attempt, event)
+            return None
+        aborted = event.reasons.count("abort")
+        if aborted and not (self._work.cut and all(event.lengths)):
+            self._aborted(attempt, event.ticket)
+            return None
+        self._work.cut_completions += aborted
+        self._work.done[attempt.index] = event
+        self._work.landed[event.ticket] = attempt.index
+        self._fleet.delivered(attempt.member)
+        return attempt.index
 
-    def _wait_for_anyone(self, work: Work, pending: deque[int]) -> None:
-        deadline = time.monotonic() + self._config.limits.engine_wait_s
-        self.say(
-            "rollout: no server with the present weights; waiting up to"
-            f" {self._config.limits.engine_wait_s:g} s for one"
-        )
-        while not self.live and not work.given_up:
-            if any(member.state == "stale" for member in self.members):
-                raise NeedsWeights
-            if time.monotonic() > deadline:
-                states = "; ".join(f"{name} {state}" for name, state in self.health().items())
-                ids = [work.groups[index].request_id for index in pending]
-                raise GuardStop(
-                    f"all {len(self.members)} rollout servers have been gone for rollout.limits.engine_wait_s ="
-                    f" {self._config.limits.engine_wait_s:g} s ({states}); waiting requests: {_listed(ids)}"
-                )
-            time.sleep(_TICK_S)
-            self.restart_dead()
-            self.revive()
+    def _again(self, index: int) -> None:
+        self._work.retries += 1
+        self._pending.appendleft(index)
 
-    def _probe(self) -> None:
-        """Start the health probes that are due and act on those that have come back."""
-        now = time.monotonic()
-        for member in self.members:
-            if member.probe is not None and member.probe.done():
-                error = member.probe.exception()
-                member.probe = None
-                if error is None and member.state == "out":
-                    member.state, member.reason = "stale", "back, to be synced"
-                    self.say(f"rollout: {member.name} answers again; it gets requests after the next weight sync")
-                elif error is not None and member.state != "out":
-                    self.mark_out(member, f"no answer to its health probe: {error}")
-            if member.probe is None and now - member.last_probe > self._config.limits.probe_every_s:
-                member.last_probe = now
-                member.probe = self._probes.submit(member.server.healthy, timeout_s=self._config.limits.probe_timeout_s)
-
-    def _cut_stragglers(self, work: Work, attempts: dict[Future[list[Sampled]], _Attempt], pending: deque[int]) -> None:
-        total = sum(group.count for group in work.groups)
-        finished = sum(len(sampled) for sampled in work.done.values())
-        if (
-            not work.may_be_cut
-            or work.cut
-            or pending
-            or not attempts
-            or finished < self._config.limits.straggler_share * total
-        ):
+    def _failed(self, attempt: _Attempt, event: Failed) -> None:
+        """Raises GuardStop for what no other server would do better."""
+        member, request_id = attempt.member, self._work.groups[attempt.index].request_id
+        if event.kind == "ours":
+            raise GuardStop(f"request {request_id}: {event.text}")
+        self._again(attempt.index)
+        if event.kind == "refused" and event.status in _BUSY:
+            self._fleet.rest(member, event.retry_after_s)
             return
-        work.cut = True
-        self._abort(work, attempts)
+        if event.kind == "refused" and 400 <= event.status < 500:
+            raise GuardStop(f"{member.name} refused request {request_id}: {event.text}")
+        self._blame(attempt, event.text)
 
-    def _abort(self, work: Work, attempts: dict[Future[list[Sampled]], _Attempt]) -> None:
-        """Have the servers end what is in flight."""
-        for member in self.live:
-            groups = [work.groups[a.index] for a in attempts.values() if a.member is member]
-            if groups:
-                try:
-                    member.server.abort(groups, timeout_s=_ANSWER_S)
-                except (Unreachable, Refused) as error:
-                    self.mark_out(member, str(error))
+    def _aborted(self, attempt: _Attempt, ticket: int) -> None:
+        """Ended before its end, by a weight sync or by nobody that we know."""
+        self._intake.cancel([ticket])  # what it brought is not wanted
+        self._again(attempt.index)
+        aborts = self._work.aborts[attempt.index] = self._work.aborts.get(attempt.index, 0) + 1
+        if aborts > _MOST_ABORTS:
+            self._blame(attempt, f"it has ended the request {aborts} times, unasked")
 
-    def _watch(self, work: Work, attempts: dict[Future[list[Sampled]], _Attempt]) -> None:
-        now = time.monotonic()
-        late = [a for a in attempts.values() if now - a.started > self._config.limits.request_timeout_s]
-        if late:
-            names = [f"{work.groups[a.index].request_id} on {a.member.name}" for a in late]
+    def _blame(self, attempt: _Attempt, why: str) -> None:
+        """A failure of this server, and one of this request's few."""
+        work, member = self._work, attempt.member
+        if member.state == "out":  # it broke many connections at once, and another one's end was told first
+            return
+        said = work.failures.setdefault(attempt.index, [])
+        said.append(f"{member.name}: {why}")
+        self._fleet.mark_out(member, why)
+        if len(said) >= _MOST_FAILURES:
             raise GuardStop(
-                f"{len(late)} requests (step-prompt-completion) have run longer than rollout.limits.request_timeout_s ="
-                f" {self._config.limits.request_timeout_s:g} s: {_listed(names)}"
+                f"request {work.groups[attempt.index].request_id} has failed {len(said)} times: {'; '.join(said)}"
             )
 
+    def _drop_the_lost(self) -> None:
+        """Attempts on servers that are out go elsewhere, whoever has marked them: a probe, another answer, a sync."""
+        lost = [ticket for ticket, attempt in self._attempts.items() if attempt.member.state == "out"]
+        if lost:
+            self._intake.cancel(lost)
+            for ticket in reversed(lost):
+                self._again(self._forget(ticket).index)
 
-def _as_it_ended(one: Sampled, sampling: Sampling) -> Sampled:
-    """An abort can meet a completion at its last token, and is then no abort."""
-    if one.finish_reason != "abort" or not len(one.token_ids):
-        return one
-    if int(one.token_ids[-1]) in sampling.stop_token_ids:
-        return replace(one, finish_reason="stop")
-    return replace(one, finish_reason="length") if len(one.token_ids) == sampling.max_completion_tokens else one
+    def _wait_for_anyone(self) -> None:
+        fleet, wait_s = self._fleet, self._limits.engine_wait_s
+        deadline = self._clock() + wait_s
+        fleet.say(f"rollout: no server with the present weights; waiting up to {wait_s:g} s for one")
+        while not fleet.live and not self._work.given_up:
+            if any(member.state == "stale" for member in fleet.members):
+                raise NeedsWeights
+            if self._clock() > deadline:
+                states = "; ".join(f"{name} {state}" for name, state in fleet.health().items())
+                ids = [self._work.groups[index].request_id for index in self._pending]
+                raise GuardStop(
+                    f"all {len(fleet.members)} rollout servers have been gone for rollout.limits.engine_wait_s ="
+                    f" {wait_s:g} s ({states}); waiting requests: {_listed(ids)}"
+                )
+            for event in self._intake.events(_TICK_S):
+                self._settle(event)
+            self._watch()
+            fleet.restart_dead()
+            fleet.revive()
 
+    def _cut_stragglers(self) -> None:
+        work = self._work
+        total = sum(group.count for group in work.groups)
+        finished = sum(work.groups[index].count for index in work.done)
+        may = work.may_be_cut and not work.cut and self._attempts and not self._pending
+        if may and finished >= self._limits.straggler_share * total:
+            work.cut = True
+            self._intake.end(list(self._attempts))
 
-def _incomplete(sampled: Sequence[Sampled], group: GenerateRequest) -> str:
-    """What is wrong with an answer that came with status 200; empty if nothing."""
-    if len(sampled) != group.count:
-        return f"{len(sampled)} completions for {group.count} asked"
-    for one in sampled:
-        if len(one.logprobs) != len(one.token_ids):
-            return f"{len(one.logprobs)} log-probabilities for {len(one.token_ids)} tokens"
-    return ""
+    def _watch(self) -> None:
+        now, limit_s = self._clock(), self._limits.request_timeout_s
+        waiting = [*self._pending, *(attempt.index for attempt in self._attempts.values())]
+        where = {attempt.index: f" on {attempt.member.name}" for attempt in self._attempts.values()}
+        asked = self._work.first_asked
+        late = [index for index in waiting if now - asked.get(index, now) > limit_s]
+        if late:
+            names = [f"{self._work.groups[index].request_id}{where.get(index, '')}" for index in late]
+            raise GuardStop(
+                f"{len(late)} requests (step-prompt-completion) have waited longer than"
+                f" rollout.limits.request_timeout_s = {limit_s:g} s since their first try: {_listed(names)}"
+            )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,21 +1,37 @@
-"""JSON over HTTP to an engine's server, with the two things a trainer needs and a convenience library hides.
+"""JSON over HTTP to an engine's server, with what a trainer needs and a convenience library hides.
 
-Every request can be cut from outside (`close`), so that a server found hung frees the threads that wait for it; and
-the two kinds of failure stay apart: `Unreachable` (nobody answers: try elsewhere) and `Refused` (an answer that says
-no: trying again will not help). The standard library is enough for that. Nothing but JSON is read from the network.
+For questions, pausing and weights: a few calls at a time, from threads. Completions come through the rollout clients
+(`rollout/client`), which have thousands in flight. What both have in common:
+
+- A deadline is for a whole call: connecting, sending, and every byte of the answer. A server that gives a byte now and
+  then keeps nobody.
+- An answer has a size that it may not pass, and only 2xx is success: a redirect is a wrong address, not weights.
+- Three kinds of failure: `Unreachable` (nobody answers: try elsewhere), `Refused` (an answer that says no), and
+  `BadAnswer` (it says yes, and what it says cannot be so).
+
+Every request can be cut from outside (`close`), so that a server found hung frees the threads that wait for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import json
+import math
 import socket
+import ssl
 import threading
+import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from dppo_megatron.types import UserError
+from dppo_megatron.types import GuardStop, UserError
+
+MAX_ANSWER_BYTES = 64 << 20
+"""Of questions and weight calls; checksums of a large model are a few MB."""
+OUR_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL))
+"""The trainer's own machine has run out of something: no server is to blame."""
 
 
 class Unreachable(Exception):
@@ -23,11 +39,17 @@ class Unreachable(Exception):
 
 
 class Refused(Exception):
-    """The server answered with an error status."""
+    """The server answered with another status than 2xx."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"HTTP {status}: {message}")
         self.status = status
+        self.retry_after_s = retry_after_s
+        """What the server asks for with 429 or 503."""
+
+
+class BadAnswer(Unreachable):
+    """An answer with status 2xx that is not what was asked for: as good as none."""
 
 
 def clean_key(key: str, where: str) -> str:
@@ -61,20 +83,25 @@ class Http:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._lock = threading.Lock()
-        self._idle: list[http.client.HTTPConnection] = []
-        self._busy: set[http.client.HTTPConnection] = set()
+        self._idle: list[_Plain | _Secure] = []
+        self._busy: set[_Plain | _Secure] = set()
         self._cuts = 0
 
     def __repr__(self) -> str:
         return f"Http({self.url})"
 
     def get(self, path: str, *, timeout_s: float) -> Any:
-        """The decoded JSON answer (None for an empty one). Raises Unreachable or Refused."""
-        return self._request("GET", path, None, timeout_s)
+        """The decoded JSON answer (None for an empty one). Raises Unreachable, Refused or BadAnswer."""
+        return self._decoded(path, self._request("GET", path, None, timeout_s, MAX_ANSWER_BYTES))
 
     def post(self, path: str, body: Any = None, *, timeout_s: float) -> Any:
         """As `get`, with a JSON body."""
-        return self._request("POST", path, {} if body is None else body, timeout_s)
+        payload = json.dumps({} if body is None else body, separators=(",", ":")).encode()
+        return self._decoded(path, self._request("POST", path, payload, timeout_s, MAX_ANSWER_BYTES))
+
+    def exchange(self, path: str, payload: bytes, *, timeout_s: float, max_bytes: int) -> bytes:
+        """Bytes for bytes. Raises as `get`."""
+        return self._request("POST", path, payload, timeout_s, max_bytes)
 
     def close(self) -> None:
         """Cut every connection. Requests in flight raise Unreachable in their own threads."""
@@ -87,74 +114,158 @@ class Http:
                 if connection.sock is not None:
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
-    def _request(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
-        payload = None if body is None else json.dumps(body, separators=(",", ":")).encode()
-        cuts = self._cuts
-        connection, reused = self._take(timeout_s)
+    def _decoded(self, path: str, content: bytes) -> Any:
+        if not content.strip():
+            return None
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise BadAnswer(f"{self.url}{path}: its answer is no JSON: {brief(error)}") from None
+
+    def _request(self, method: str, path: str, payload: bytes | None, timeout_s: float, max_bytes: int) -> bytes:
+        deadline, cuts = time.monotonic() + timeout_s, self._cuts
+        connection, reused = self._take(deadline)
         try:
             try:
-                status, content = self._exchange(connection, method, path, payload)
+                response, content = self._exchange(connection, method, path, payload, max_bytes)
             except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
                 # a kept connection that the server has closed meanwhile: nothing was processed, once more afresh
                 if not reused or cuts != self._cuts:
                     raise
                 self._drop(connection)
-                connection = self._fresh(timeout_s)
-                status, content = self._exchange(connection, method, path, payload)
-        except (OSError, http.client.HTTPException) as error:
+                connection = self._fresh(deadline)
+                response, content = self._exchange(connection, method, path, payload, max_bytes)
+        except BadAnswer:
             self._drop(connection)
-            raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+            raise
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a header that is no header
+            self._drop(connection)
+            if isinstance(error, OSError) and error.errno in OUR_ERRORS:
+                raise GuardStop(f"the trainer cannot open a connection to {self.url}: {error}") from None
+            raise Unreachable(f"{self.url}{path}: {brief(error)}") from None
         with self._lock:
             self._busy.discard(connection)
             self._idle.append(connection)
-        if status >= 400:
-            said = _excerpt(content)  # a proxy may send our headers back
-            raise Refused(status, said.replace(self._key, "***") if self._key else said)
-        if not content:
-            return None
-        try:
-            return json.loads(content)
-        except ValueError:
-            return content.decode(errors="replace")
+        if not 200 <= response.status < 300:
+            said = excerpt(content)  # a proxy may send our headers back
+            said = said.replace(self._key, "***") if self._key else said
+            raise Refused(response.status, said, retry_after_s(response.headers.get("Retry-After")))
+        return content
 
     def _exchange(
-        self, connection: http.client.HTTPConnection, method: str, path: str, payload: bytes | None
-    ) -> tuple[int, bytes]:
+        self, connection: _Plain | _Secure, method: str, path: str, payload: bytes | None, max_bytes: int
+    ) -> tuple[http.client.HTTPResponse, bytes]:
         connection.request(method, self._prefix + path, payload, self._headers)
         response = connection.getresponse()
-        return response.status, response.read()
+        content = bytearray()
+        while part := response.read(min(1 << 20, max_bytes + 1 - len(content))):
+            content += part
+            if len(content) > max_bytes:
+                raise BadAnswer(f"{self.url}{path}: an answer of more than {max_bytes} bytes")
+        if response.length:
+            raise Unreachable(f"{self.url}{path}: the answer ended {response.length} bytes early")
+        return response, bytes(content)
 
-    def _take(self, timeout_s: float) -> tuple[http.client.HTTPConnection, bool]:
+    def _take(self, deadline: float) -> tuple[_Plain | _Secure, bool]:
         with self._lock:
             if self._idle:
                 connection = self._idle.pop()
                 self._busy.add(connection)
-                if connection.sock is not None:
-                    connection.sock.settimeout(timeout_s)
-                    return connection, True
-                connection.timeout = timeout_s
-                return connection, False
-        return self._fresh(timeout_s), False
+                reused = connection.sock is not None
+                _set_deadline(connection, deadline)
+                return connection, reused
+        return self._fresh(deadline), False
 
-    def _fresh(self, timeout_s: float) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=timeout_s)
+    def _fresh(self, deadline: float) -> _Plain | _Secure:
+        if self._tls:
+            context = ssl.create_default_context()
+            context.sslsocket_class = _SecureSocket
+            connection: _Plain | _Secure = _Secure(self._host, self._port, context=context)
+        else:
+            connection = _Plain(self._host, self._port)
+        _set_deadline(connection, deadline)
         with self._lock:
             self._busy.add(connection)
         return connection
 
-    def _drop(self, connection: http.client.HTTPConnection) -> None:
+    def _drop(self, connection: _Plain | _Secure) -> None:
         connection.close()
         with self._lock:
             self._busy.discard(connection)
 
 
-def _excerpt(content: bytes) -> str:
+class _Deadline(socket.socket):
+    """Mixed into a socket: what is left of the call's time, and not a whole time limit, for every read."""
+
+    deadline = math.inf
+
+    def recv_into(self, *arguments: Any) -> int:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the whole call has taken too long")
+        self.settimeout(left)
+        return super().recv_into(*arguments)
+
+
+class _PlainSocket(_Deadline):
+    pass
+
+
+class _SecureSocket(_Deadline, ssl.SSLSocket):
+    pass
+
+
+class _Plain(http.client.HTTPConnection):
+    """A connection whose socket keeps the deadline."""
+
+    deadline = math.inf
+
+    def connect(self) -> None:
+        super().connect()
+        plain = self.sock
+        self.sock = _PlainSocket(plain.family, plain.type, plain.proto, fileno=plain.detach())
+        _set_deadline(self, self.deadline)
+
+
+class _Secure(http.client.HTTPSConnection):
+    """The same over TLS."""
+
+    deadline = math.inf
+
+    def connect(self) -> None:
+        super().connect()
+        _set_deadline(self, self.deadline)
+
+
+def _set_deadline(connection: _Plain | _Secure, deadline: float) -> None:
+    left = max(0.001, deadline - time.monotonic())
+    connection.timeout, connection.deadline = left, deadline
+    if isinstance(connection.sock, _Deadline):
+        connection.sock.deadline = deadline
+        connection.sock.settimeout(left)
+
+
+def retry_after_s(header: str | None) -> float | None:
+    """Seconds that a Retry-After header asks for; None without one that counts seconds."""
+    try:
+        seconds = float(header or "")
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < math.inf else None
+
+
+def brief(error: BaseException) -> str:
+    """An error in a line: libraries quote what they could not read, which may be a whole answer."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def excerpt(content: bytes) -> str:
     """The message of an error body: FastAPI's and both engines' forms of it."""
     text = content.decode(errors="replace")
     try:
         body = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text[:500]
     for key in ("error", "detail", "message"):
         inner = body.get(key) if isinstance(body, dict) else None

@@ -6,23 +6,21 @@ A dialect only translates. Who is asked, how often, and what a failure means is 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-from torch import Tensor
-
-from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.servers.http import Http
+from dppo_megatron.rollout.servers.wire import AnyDialect, Expected, GenerateRequest, Sampled, checked
 from dppo_megatron.rollout.transfer.groups import BroadcastGroup, Meeting
-from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
-from dppo_megatron.types import IntArray, UserError
+from dppo_megatron.types import UserError
 
 InFlight = Literal["finish", "abort", "continue"]
 DeviceMemory = Literal["weights", "kv_cache"]
+Offer: TypeAlias = dict[str, Any] | str
+"""How a worker maps memory of the trainer: JSON for vLLM, a pickle of handles in base64 for SGLang."""
 DEVICE_MEMORY: frozenset[DeviceMemory] = frozenset(("weights", "kv_cache"))
 
 
@@ -46,28 +44,8 @@ class ServerInfo:
     """Log-probabilities under a cut are given for a top_k of at most this, also for top_p alone; None: always."""
     cuts_in_order: bool = True
     """top_p is measured on what top_k leaves, as everywhere else; not on the whole distribution."""
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """Completions of one prompt, asked for in one request so that they share its prefill."""
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    count: int
-    seed: int
-    """Completion i samples with seed + i where the engine honours seeds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """One completion as it came over the wire."""
-
-    token_ids: IntArray
-    logprobs: npt.NDArray[np.float32]
-    finish_reason: Literal["stop", "length", "abort"]
-    weights_versions: tuple[tuple[str, int, int], ...]
-    """(version, start, end): tokens [start, end) were sampled under `version`."""
+    devices: tuple[str, ...] = ()
+    """UUID of each worker's GPU, or `cpu`; empty: it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +63,14 @@ class Server(Protocol):
 
     http: Http
 
+    @property
+    def dialect(self) -> AnyDialect:
+        """How it is asked for completions; final once it has described itself."""
+
     def describe(self, *, timeout_s: float) -> ServerInfo: ...
 
     def healthy(self, *, timeout_s: float) -> None:
         """Raise unless the server answers and could generate."""
-
-    def generate(self, group: GenerateRequest, sampling: Sampling, *, timeout_s: float) -> list[Sampled]: ...
-
-    def abort(self, groups: Sequence[GenerateRequest], *, timeout_s: float) -> None:
-        """End these requests now; their `generate` returns what they have, as `abort`."""
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
         """Stop generating; `finish` waits for running requests, `continue` freezes them."""
@@ -118,22 +95,21 @@ class Server(Protocol):
 class BucketServer(Server, Protocol):
     """A server that takes weights in buckets, between `begin_update` and `end_update`."""
 
-    def join_group(self, meeting: Meeting, *, timeout_s: float) -> None:
-        """Have the workers join a broadcast group as ranks 1 ... world_size - 1, and leave an earlier one."""
+    def join_group(self, meeting: Meeting, first_rank: int, *, timeout_s: float) -> None:
+        """Have the workers join a broadcast group as ranks `first_rank` and following, and leave an earlier one. Other
+        servers' workers have the ranks before and after. Returns when all members have joined."""
 
     def own_group(self, meeting: Meeting) -> BroadcastGroup:
-        """The trainer's end of that group, as `groups.send` takes it. Returns when all have joined."""
+        """The trainer's end of that group. Returns when all have joined."""
 
     def begin_update(self, *, timeout_s: float) -> None:
         """A server that was left in the middle of an earlier update begins afresh."""
 
     def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
-        """Take part in one broadcast for each of these tensors."""
+        """Take part in one broadcast, of these tensors end to end."""
 
-    def receive_shared(
-        self, buffer: SharedBuffer, views: Sequence[Tensor], tensors: Sequence[TensorNote], *, timeout_s: float
-    ) -> None:
-        """Take these tensors from memory of the trainer: `views` into `buffer`, end to end from its front."""
+    def receive_shared(self, offers: Sequence[Offer], tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
+        """Take these tensors from memory of the trainer's ranks; one offer for each worker, in their order."""
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
         """Leaves no cached prefix, as `load_from_disk`."""
@@ -169,6 +145,14 @@ def is_older(version: str, minimum: str) -> bool:
     return numbers(version) < numbers(minimum)
 
 
-def array_of(values: Sequence[Any], kind: type) -> Any:
-    """A one-dimensional array that is never of dtype object or float by accident when it is empty."""
-    return np.array(list(values), dtype=kind).reshape(-1)
+def generate(server: Server, group: GenerateRequest, expected: Expected, *, timeout_s: float) -> list[Sampled]:
+    """The completions of one group, from this thread: for probes. Rollouts go through the clients.
+
+    Raises:
+        Unreachable, Refused, BadAnswer: see `http.py`.
+    """
+    deadline, content = time.monotonic() + timeout_s, b""
+    for path, body in server.dialect.calls(group):
+        left_s = max(0.001, deadline - time.monotonic())
+        content = server.http.exchange(path, body, timeout_s=left_s, max_bytes=group.answer_bytes)
+    return checked(server.dialect.read(content, group), group, expected)

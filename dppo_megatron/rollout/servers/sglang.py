@@ -10,30 +10,27 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, cast
-
-import numpy as np
-from torch import Tensor
+from pathlib import Path
+from typing import Any
 
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.servers.http import Http, Refused
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
-    GenerateRequest,
     InFlight,
-    Sampled,
+    Offer,
     ServerInfo,
     TensorNote,
     architecture_of,
-    array_of,
     is_older,
     too_old,
 )
-from dppo_megatron.rollout.transfer.groups import BroadcastGroup, Meeting, torch_group
+from dppo_megatron.rollout.servers.wire import SGLangDialect
+from dppo_megatron.rollout.transfer.groups import Broadcast, BroadcastGroup, Meeting
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer, pickled
 from dppo_megatron.types import UserError
 
+_IN_ENGINE = Path(__file__).parent / "in_engine"
 MINIMUM_VERSION = "0.5.23"
 _PAUSE_MODE: dict[InFlight, str] = {"finish": "retract", "abort": "abort", "continue": "retract"}
 """`retract` frees the cache of running requests, which are then prefilled again under the new weights; the trainer
@@ -98,18 +95,10 @@ class SGLangServer:
             if error.status != 404:  # no SGLang: `describe` says so
                 raise
 
-    def generate(self, group: GenerateRequest, sampling: Sampling, *, timeout_s: float) -> list[Sampled]:
-        """One request, a batch of group.count copies of the prompt, after one that prefills it."""
-        if group.count > 1 and len(group.prompt_ids) > 1:
-            self.http.post("/generate", _prefill_body(group), timeout_s=timeout_s)
-        body = generate_body(group, sampling, self._seeded, self.vocab_size)
-        return [sampled(one) for one in self.http.post("/generate", body, timeout_s=timeout_s)]
-
-    def abort(self, groups: Sequence[GenerateRequest], *, timeout_s: float) -> None:
-        """One id a call; SGLang ignores those that it does not know."""
-        for group in groups:
-            for index in range(group.count):
-                self.http.post("/abort_request", {"rid": _rid(group, index)}, timeout_s=timeout_s)
+    @property
+    def dialect(self) -> SGLangDialect:
+        """See `wire.py`."""
+        return SGLangDialect(self.vocab_size, self._seeded)
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
         """See `_PAUSE_MODE`."""
@@ -135,7 +124,7 @@ class SGLangServer:
         found: dict[str, str] = answer["ranks"][0]["checksums"]
         return found
 
-    def join_group(self, meeting: Meeting, *, timeout_s: float) -> None:
+    def join_group(self, meeting: Meeting, first_rank: int, *, timeout_s: float) -> None:
         """Every tensor-parallel worker joins. A server that was started again has no group to leave: no failure."""
         if self._group:
             with contextlib.suppress(Refused):
@@ -144,7 +133,7 @@ class SGLangServer:
         body = {
             "master_address": meeting.host,
             "master_port": meeting.store.port,
-            "rank_offset": 1,
+            "rank_offset": first_rank,
             "world_size": meeting.world_size,
             "group_name": meeting.name,
             "backend": meeting.backend,
@@ -153,7 +142,7 @@ class SGLangServer:
 
     def own_group(self, meeting: Meeting) -> BroadcastGroup:
         """SGLang's end is a process group of torch's."""
-        return torch_group(meeting)
+        return Broadcast(meeting, as_torch_does=True)
 
     def begin_update(self, *, timeout_s: float) -> None:
         """Opens a session; one that an interrupted sync has left open is closed first."""
@@ -164,22 +153,20 @@ class SGLangServer:
             self.http.post("/begin_weight_update", {}, timeout_s=timeout_s)
 
     def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
-        """See `_FLUSH`. The version is given after the last bucket."""
+        """See `_FLUSH`. One broadcast of bytes, end to end. The version is given after the last bucket."""
         body = {
             "names": [note.name for note in tensors],
             "dtypes": [note.dtype for note in tensors],
             "shapes": [list(note.shape) for note in tensors],
             "group_name": self._group,
+            "load_format": "flattened_bucket",
             **_FLUSH,
         }
         self.http.post("/update_weights_from_distributed", body, timeout_s=timeout_s)
 
-    def receive_shared(
-        self, buffer: SharedBuffer, views: Sequence[Tensor], tensors: Sequence[TensorNote], *, timeout_s: float
-    ) -> None:
-        """Handles of the trainer's memory, for each worker its own: torch counts who has mapped what."""
-        named = [(note.name, view) for note, view in zip(tensors, views, strict=True)]
-        body = {"serialized_named_tensors": [pickled(named) for _ in range(self._workers)], **_FLUSH}
+    def receive_shared(self, offers: Sequence[Offer], tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
+        """Handles of the trainer's memory, one pickle a worker."""
+        body = {"serialized_named_tensors": list(offers), **_FLUSH}
         self.http.post("/update_weights_from_tensor", body, timeout_s=timeout_s)
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
@@ -206,68 +193,11 @@ class SGLangServer:
             raise Refused(409, f"{path}: {answer.get('message')}")
 
 
-def generate_body(group: GenerateRequest, sampling: Sampling, seeded: bool, vocab_size: int) -> dict[str, Any]:
-    """Every parameter is given: the server fills what is left out from the model's generation_config.json.
-
-    With a cut, the log-probabilities under the cut distribution are asked for: the plain ones are those before it.
-    """
-    cuts = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
-    parameters: dict[str, Any] = {
-        "n": 1,
-        "max_new_tokens": sampling.max_completion_tokens,
-        "min_new_tokens": 0,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or (vocab_size if cuts else -1),
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": False,
-    }
-    seeds = [{"sampling_seed": group.seed + index} if seeded else {} for index in range(group.count)]
-    return {
-        "rid": [_rid(group, index) for index in range(group.count)],
-        "input_ids": [list(group.prompt_ids)] * group.count,
-        "sampling_params": [parameters | seed for seed in seeds],
-        "return_logprob": True,
-        "logprob_start_len": -1,
-        "top_logprobs_num": 0,
-        "return_sampling_mask": cuts and sampling.reads_logprobs,
-        "stream": False,
-    }
-
-
-def _prefill_body(group: GenerateRequest) -> dict[str, Any]:
-    return {
-        "rid": f"{group.request_id}/prompt",
-        "input_ids": list(group.prompt_ids),
-        "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
-    }
-
-
-def _rid(group: GenerateRequest, index: int) -> str:
-    return f"{group.request_id}/{index}"
-
-
-def sampled(answer: dict[str, Any]) -> Sampled:
-    """One element of /generate's answer."""
-    meta = answer["meta_info"]
-    reason = (meta.get("finish_reason") or {}).get("type", "abort")
-    spans = meta.get("weight_versions") or []
-    tokens = answer.get("output_ids") or []
-    if not spans and meta.get("weight_version") is not None:
-        spans = [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
-    logprobs = meta.get("output_token_sampling_logprobs")
-    if logprobs is None:
-        logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or []]
-    return Sampled(
-        token_ids=array_of(tokens, np.int64),
-        logprobs=array_of(logprobs, np.float32),
-        finish_reason=cast(Any, reason if reason in ("stop", "length") else "abort"),
-        weights_versions=tuple((str(s["version"]), int(s["start"]), int(s["end"])) for s in spans),
-    )
+def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
+    """How one worker finds `tensors` at the front of `buffer`: handles in a pickle, made on the rank that has filled
+    it."""
+    views = buffer.views(tensors[0].dtype, [note.shape for note in tensors])
+    return pickled([(note.name, view) for note, view in zip(tensors, views, strict=True)])
 
 
 def sglang_command(
@@ -276,7 +206,7 @@ def sglang_command(
     """The command line of a launched server."""
     on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
     return [
-        *(python, "-m", "sglang.launch_server", "--model-path", model, "--served-model-name", "policy"),
+        *(python, str(_IN_ENGINE / "dppo_sglang_server.py"), "--model-path", model, "--served-model-name", "policy"),
         *("--host", "127.0.0.1", "--port", "{port}", "--dtype", dtype, "--context-length", str(max_tokens)),
         *("--max-running-requests", str(config.limits.max_concurrent_sequences), "--skip-server-warmup"),
         *(["--enable-memory-saver"] if config.servers.colocate and not cpu else []),

@@ -12,28 +12,23 @@ import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 
-import numpy as np
-from torch import Tensor
-
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.servers.http import Http, Refused
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
-    GenerateRequest,
     InFlight,
-    Sampled,
+    Offer,
     ServerInfo,
     TensorNote,
     architecture_of,
-    array_of,
     is_older,
     too_old,
 )
-from dppo_megatron.rollout.transfer.groups import BroadcastGroup, Meeting, bare_group
+from dppo_megatron.rollout.servers.wire import VLLMDialect
+from dppo_megatron.rollout.transfer.groups import CHUNK_BYTES, Broadcast, BroadcastGroup, Chain, Meeting
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 from dppo_megatron.types import UserError
 
@@ -54,7 +49,6 @@ class VLLMServer:
     _model: str = field(default="", init=False)
     _extended: bool = field(default=False, init=False)
     """The server runs our worker extension."""
-    _workers: int = field(default=1, init=False)
     _seeded: bool = field(default=True, init=False)
     """Requests may carry a seed; not on a CPU with chunked prefill, see `_WHOLE_PREFILL`."""
 
@@ -77,11 +71,13 @@ class VLLMServer:
         chunked = (engine_config.get("scheduler_config") or {}).get("enable_chunked_prefill", True)
         on_cpu = "cpu" in str((engine_config.get("device_config") or {}).get("device", "")).lower()
         self._seeded = not (on_cpu and chunked)
-        self._workers = int(self.http.get("/get_world_size", timeout_s=timeout_s)["world_size"])
+        workers = int(self.http.get("/get_world_size", timeout_s=timeout_s)["world_size"])
         if self._extended:
-            [model, *_] = self._rpc("dppo_model", timeout_s)["results"]
-            architecture, vocab_size = model["architecture"], model["vocab_size"]
+            models = self._rpc("dppo_model", timeout_s)["results"]
+            architecture, vocab_size = models[0]["architecture"], models[0]["vocab_size"]
+            devices = tuple(str(model["device"]) for model in models)
         else:
+            devices = ()
             architecture, vocab_size = architecture_of(card.get("root") or "")
         return ServerInfo(
             engine_version=version["version"],
@@ -90,26 +86,19 @@ class VLLMServer:
             architecture=architecture,
             vocab_size=vocab_size,
             channels=("disk", "gloo", "nccl", "ipc") if transfer.get("backend") == "dppo" else ("disk",),
-            world_size=self._workers,
+            world_size=workers,
             logprobs_are_processed=engine_config["model_config"].get("logprobs_mode") == "processed_logprobs",
+            devices=devices,
         )
 
     def healthy(self, *, timeout_s: float) -> None:
         """/health asks the engine process, not only the front end."""
         self.http.get("/health", timeout_s=timeout_s)
 
-    def generate(self, group: GenerateRequest, sampling: Sampling, *, timeout_s: float) -> list[Sampled]:
-        """One request with n = group.count."""
-        answer = self.http.post(
-            "/inference/v1/generate", generate_body(group, sampling, self._seeded), timeout_s=timeout_s
-        )
-        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-        return [_sampled(choice) for choice in choices]
-
-    def abort(self, groups: Sequence[GenerateRequest], *, timeout_s: float) -> None:
-        """The server prefixes ids, so both forms are named; unknown ones are ignored."""
-        ids = [f"{prefix}{group.request_id}" for group in groups for prefix in ("", "generate-tokens-")]
-        self.http.post("/abort_requests", {"request_ids": ids}, timeout_s=timeout_s)
+    @property
+    def dialect(self) -> VLLMDialect:
+        """See `wire.py`."""
+        return VLLMDialect(self._seeded)
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
         """vLLM's wait / abort / keep."""
@@ -127,23 +116,23 @@ class VLLMServer:
         self._forget_prefixes(timeout_s)
         self.http.post("/update_weight_version", {"new_version": version}, timeout_s=timeout_s)
 
-    def join_group(self, meeting: Meeting, *, timeout_s: float) -> None:
-        """Through vLLM's weight transfer interface, with our receiver; what there was before is shut down."""
-        with contextlib.suppress(Refused):  # there may be nothing
-            self._after_an_interruption("/shutdown_weight_transfer_engine", timeout_s)
+    def join_group(self, meeting: Meeting, first_rank: int, *, timeout_s: float) -> None:
+        """Through vLLM's weight transfer interface, with our receiver, which leaves an earlier group by itself."""
         info = {
             "backend": meeting.backend,
             "master_address": meeting.host,
             "master_port": meeting.store.port,
-            "rank_offset": 1,
+            "rank_offset": first_rank,
             "world_size": meeting.world_size,
-            "timeout_s": timeout_s,
+            "joining_s": meeting.joining.total_seconds(),
+            "timeout_s": meeting.timeout.total_seconds(),
+            "chunk_bytes": CHUNK_BYTES,
         }
         self.http.post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=timeout_s)
 
     def own_group(self, meeting: Meeting) -> BroadcastGroup:
         """As our receiver makes its end."""
-        return bare_group(meeting)
+        return Chain(meeting) if meeting.backend == "gloo" else Broadcast(meeting, as_torch_does=False)
 
     def begin_update(self, *, timeout_s: float) -> None:
         """Layers are ready to take checkpoint tensors."""
@@ -153,12 +142,9 @@ class VLLMServer:
         """One bucket of one dtype."""
         self.http.post("/update_weights", {"update_info": _update_info(tensors)}, timeout_s=timeout_s)
 
-    def receive_shared(
-        self, buffer: SharedBuffer, views: Sequence[Tensor], tensors: Sequence[TensorNote], *, timeout_s: float
-    ) -> None:
-        """One bucket of one dtype; our receiver maps the buffer, each worker by a handle of its own: torch counts who
-        has mapped what."""
-        info = [_update_info(tensors) | {"memory": buffer.handle()} for _ in range(self._workers)]
+    def receive_shared(self, offers: Sequence[Offer], tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
+        """One bucket of one dtype; our receiver maps the buffer."""
+        info = [_update_info(tensors) | {"memory": offer} for offer in offers]
         self.http.post("/update_weights", {"update_info": info}, timeout_s=timeout_s)
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
@@ -214,28 +200,9 @@ class VLLMServer:
             raise
 
 
-def generate_body(group: GenerateRequest, sampling: Sampling, seeded: bool) -> dict[str, Any]:
-    """Every parameter is given: what is left out would come from the served model's generation_config.json."""
-    return {
-        "request_id": group.request_id,
-        "token_ids": list(group.prompt_ids),
-        "sampling_params": {
-            "n": group.count,
-            "max_tokens": sampling.max_completion_tokens,
-            "min_tokens": 0,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "seed": group.seed if seeded else None,
-            "logprobs": 0,
-            "detokenize": False,
-        },
-    }
+def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
+    """How one worker finds `tensors` at the front of `buffer`; made on the rank that has filled it."""
+    return buffer.handle()
 
 
 def _update_info(tensors: Sequence[TensorNote]) -> dict[str, Any]:
@@ -244,20 +211,6 @@ def _update_info(tensors: Sequence[TensorNote]) -> dict[str, Any]:
         "shapes": [list(note.shape) for note in tensors],
         "dtype": tensors[0].dtype,
     }
-
-
-def _sampled(choice: dict[str, Any]) -> Sampled:
-    tokens = choice.get("token_ids") or []
-    content = (choice.get("logprobs") or {}).get("content") or []
-    reason = choice["finish_reason"]
-    return Sampled(
-        token_ids=array_of(tokens, np.int64),
-        logprobs=array_of([entry["logprob"] for entry in content], np.float32),
-        finish_reason=cast(Any, reason if reason in ("stop", "length") else "abort"),
-        weights_versions=tuple(
-            (str(span["version"]), int(span["start"]), int(span["end"])) for span in choice.get("weight_versions") or []
-        ),
-    )
 
 
 def vllm_command(

@@ -1,0 +1,68 @@
+"""Builds engine, sampling, packing capacity and cost model from a job's settings.
+
+Apart from `loop.py`, so that a new engine is one branch here and no phase of the loop knows which one runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+from dppo_megatron.config.schema import PackingConfig
+from dppo_megatron.job import Job
+from dppo_megatron.packing.alignment import PackingLayout
+from dppo_megatron.packing.cost import CostModel
+from dppo_megatron.packing.slack import TokenCapacity
+from dppo_megatron.rewards.lanes import GradeInClient
+from dppo_megatron.rollout.engine import Engine, Sampling
+from dppo_megatron.rollout.hf import HFEngine
+from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.weights.architecture import Architecture
+
+
+def make_engine(job: Job, dtype: torch.dtype, device: torch.device, say: Callable[[str], None]) -> Engine:
+    """The engine of `rollout.engine`. Raises UserError for servers that cannot be used."""
+    config = job.config
+    if config.rollout.engine == "hf":
+        return HFEngine(
+            config.model.hf_path,
+            job.tokenizer,
+            dtype=dtype,
+            device=device,
+            max_concurrent_sequences=config.rollout.limits.max_concurrent_sequences,
+        )
+    grades = GradeInClient(config.reward, tuple(sys.path))
+    engine = ServerEngine(config, job.architecture, job.tokenizer, say, client_hook=grades)
+    say(engine.description)
+    return engine
+
+
+def make_sampling(job: Job) -> Sampling:
+    """How training completions are sampled."""
+    how = job.config.rollout.sampling
+    return Sampling(
+        how.max_completion_tokens, how.temperature, job.config.seed, how.top_p, how.top_k, job.stop_token_ids
+    )
+
+
+def token_capacity(config: PackingConfig, layout: PackingLayout) -> TokenCapacity | None:
+    """How much a step's micro-batches hold; None for mode=none, where each holds one sequence and none has room."""
+    return None if config.mode == "none" else TokenCapacity(layout, config.max_tokens_per_microbatch)
+
+
+def cost_model(architecture: Architecture) -> CostModel:
+    """Training cost of a sequence by its length, which the planner balances."""
+    experts = architecture.experts
+    return CostModel.of_transformer(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_size=experts.ffn_size if experts else architecture.ffn_size,
+        num_heads=architecture.num_heads,
+        num_kv_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim,
+        vocab_size=architecture.vocab_size,
+        active_experts=experts.per_token if experts else 1,
+        num_experts=experts.count if experts else 0,
+    )

@@ -1,0 +1,73 @@
+"""What an expression is once it has been read: a nested tuple, so that equal trees compare equal.
+
+`("n", Fraction)`, `("s", name)`, `("c", "pi" | "e" | "i" | "inf")`, `("+", a, b)`, `("*", a, b)`, `("/", a, b)`,
+`("^", a, b)`, `("-", a)`, `("pm", a)` (plus or minus a), `("mp", a)`, `("deg", a)`, `("f", name, a)`,
+`("root", n, a)`, `("log", base or None, a)`, `("binom", n, k)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Node = tuple[Any, ...]
+
+
+class Unreadable(Exception):
+    """The text is not an expression of this grammar."""
+
+
+def symbols(node: Node) -> frozenset[str]:
+    """The names of its variables."""
+    if node[0] == "s":
+        return frozenset([node[1]])
+    if node[0] in "nc":
+        return frozenset()
+    found: frozenset[str] = frozenset()
+    for part in node[1:]:
+        if isinstance(part, tuple):
+            found |= symbols(part)
+    return found
+
+
+def signs(node: Node) -> list[Node]:
+    """Every value that a tree with plus-minus signs stands for, at most 8; `\\mp` goes against the first `\\pm`.
+
+    Example:
+        >>> len(signs(parse("1 \\\\pm \\\\sqrt{19}")))
+        2
+    """
+    found = _count(node, "pm")
+    opposed = _count(node, "mp")
+    if not found and not opposed:
+        return [node]
+    if found > 3 or (opposed and found > 1):
+        raise Unreadable("too many plus-minus signs")
+    choices = range(2 ** max(found, 1))
+    return [_choose(node, [bool(choice >> bit & 1) for bit in range(3)], [0]) for choice in choices]
+
+
+def _count(node: Any, kind: str) -> int:
+    if not isinstance(node, tuple):
+        return 0
+    return int(node[0] == kind) + sum(_count(part, kind) for part in node[1:])
+
+
+def _choose(node: Any, minus: list[bool], seen: list[int]) -> Any:
+    if not isinstance(node, tuple):
+        return node
+    if node[0] == "pm":
+        index = seen[0]
+        seen[0] += 1
+        inside = _choose(node[1], minus, seen)
+        return ("-", inside) if minus[index] else inside
+    if node[0] == "mp":
+        inside = _choose(node[1], minus, seen)
+        return inside if minus[0] else ("-", inside)
+    return (node[0], *(_choose(part, minus, seen) for part in node[1:]))
+
+
+def renamed(node: Node, old: str, new: str) -> Node:
+    """The tree with another name for one of its variables."""
+    if node == ("s", old):
+        return ("s", new)
+    return (node[0], *(renamed(part, old, new) if isinstance(part, tuple) else part for part in node[1:]))

@@ -1,0 +1,146 @@
+"""One group asked of one server over HTTP, from its first byte to its last, in an event loop with thousands of others.
+
+aiohttp keeps the connections. What is ours is what a trainer must be sure of: a deadline for the whole call, a cap on
+the answer, no redirects, no decompression (a small answer can unpack to gigabytes), and a server that closes an idle
+connection is no failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+
+from dppo_megatron.rollout.client.messages import Address
+from dppo_megatron.rollout.servers.http import (
+    OUR_ERRORS,
+    BadAnswer,
+    Refused,
+    Unreachable,
+    brief,
+    excerpt,
+    retry_after_s,
+)
+from dppo_megatron.rollout.servers.intake import Ask
+from dppo_megatron.rollout.servers.wire import Call, GenerateRequest, Sampled, checked
+
+_ERROR_BYTES = 64 << 10
+_IDLE_S = 4.0
+"""uvicorn, which both engines use, closes connections that have been idle for five seconds."""
+_ABORT_S = 30.0
+
+
+class OurFault(Exception):
+    """This machine has run out of something: no server is to blame."""
+
+
+class Asker:
+    """Asks servers. Made and used in a running event loop.
+
+    Args:
+        sockets: that may be open at a time.
+        keys: API key of each address; one that is not named gets `key`.
+    """
+
+    def __init__(self, sockets: int, keys: dict[str, str], key: str) -> None:
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_reuseconn.append(_note_reuse)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=sockets, keepalive_timeout=_IDLE_S),
+            timeout=aiohttp.ClientTimeout(total=None),
+            headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
+            auto_decompress=False,
+            trace_configs=[trace],
+        )
+        self._sockets, self._keys, self._key = sockets, keys, key
+        self._servers: dict[int, Address] = {}
+
+    def know(self, servers: list[Address]) -> None:
+        """The servers that may be asked, by their numbers."""
+        self._servers |= {address.server: address for address in servers}
+
+    async def ask(self, ask: Ask) -> list[Sampled]:
+        """The completions of a group, checked.
+
+        Raises:
+            Unreachable, Refused, BadAnswer, OurFault.
+        """
+        server = self._servers[ask.server]
+        content: bytes | bytearray = b""
+        try:
+            async with asyncio.timeout(ask.timeout_s):
+                for call in server.dialect.calls(ask.group):
+                    content = await self._post(server, call, ask.group.answer_bytes)
+        except TimeoutError:
+            raise Unreachable(f"{server.url}: no complete answer after {ask.timeout_s:g} s") from None
+        return checked(server.dialect.read(bytes(content), ask.group), ask.group, ask.expected)
+
+    async def end(self, server: int, group: GenerateRequest) -> None:
+        """Have the server end a request; who cannot be reached has ended it, or will be found hung by its probe."""
+        address = self._servers[server]
+        for call in address.dialect.abort_calls(group):
+            try:
+                async with asyncio.timeout(_ABORT_S):
+                    await self._post(address, call, _ERROR_BYTES)
+            except (Unreachable, Refused, OurFault, TimeoutError):
+                return
+
+    async def close(self) -> None:
+        """Cut all connections."""
+        await self._session.close()
+
+    async def _post(self, server: Address, call: Call, max_bytes: int) -> bytearray:
+        """The body of a 2xx answer. A kept connection that the server has closed meanwhile is replaced once."""
+        flags = SimpleNamespace(reused=False)
+        try:
+            return await self._exchange(server, call, max_bytes, flags)
+        except (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError) as error:
+            if not flags.reused:
+                raise Unreachable(f"{server.url}{call.path}: {brief(error)}") from None
+        except Exception as error:
+            raise self._told(error, server, call) from None
+        try:
+            return await self._exchange(server, call, max_bytes, SimpleNamespace())
+        except Exception as error:
+            raise self._told(error, server, call) from None
+
+    async def _exchange(self, server: Address, call: Call, max_bytes: int, flags: SimpleNamespace) -> bytearray:
+        key = self._keys.get(server.url, self._key)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with self._session.post(
+            server.url + call.path, data=call.body, headers=headers, allow_redirects=False, trace_request_ctx=flags
+        ) as response:
+            good = 200 <= response.status < 300
+            limit = max_bytes if good else _ERROR_BYTES
+            content = bytearray()
+            async for part in response.content.iter_any():
+                content += part
+                if len(content) > limit:
+                    response.close()
+                    if good:
+                        raise BadAnswer(f"{server.url}{call.path}: an answer of more than {max_bytes} bytes")
+                    break
+            if not good:
+                said = excerpt(bytes(content))  # a proxy may send our headers back
+                said = said.replace(key, "***") if key else said
+                raise Refused(response.status, said, retry_after_s(response.headers.get("Retry-After")))
+            if response.headers.get("Content-Encoding", "identity") != "identity":
+                raise BadAnswer(f"{server.url}{call.path}: an encoding that was not asked for")
+            return content
+
+    def _told(self, error: Exception, server: Address, call: Call) -> Exception:
+        """Whatever a server can make the client raise, as one of the three kinds of failure."""
+        if isinstance(error, (Unreachable, Refused)):
+            return error
+        if isinstance(error, OSError) and error.errno in OUR_ERRORS:
+            return OurFault(
+                f"the rollout client can open no more connections ({error.strerror}); it keeps to {self._sockets}, for"
+                " its limit on open files (ulimit -n)"
+            )
+        return Unreachable(f"{server.url}{call.path}: {brief(error)}")
+
+
+async def _note_reuse(session: aiohttp.ClientSession, context: Any, parameters: Any) -> None:
+    context.trace_request_ctx.reused = True

@@ -1,0 +1,145 @@
+"""From tokens to text, and from text to grades, while other groups are still being generated.
+
+`rollout` stands below the graders and knows none: a hook is handed in, which is made in the client's process by a
+picklable factory. Completions go to its lanes one by one or a few at a time, whichever is free next, so a grading that
+hangs holds up its own lane only.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dppo_megatron.types import Grade, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class ToGrade:
+    """One completion for the hook."""
+
+    prompt: Prompt
+    """Without its tokens."""
+    completion_index: int
+    text: str
+
+
+class Hook(Protocol):
+    """Grades completions in the client's process."""
+
+    lanes: int
+    """Calls of `grade` at a time, each lane from a thread of its own."""
+
+    def grade(self, lane: int, tasks: Sequence[ToGrade]) -> list[Grade]:
+        """One grade a task, in their order; what fails is a grade that says so."""
+
+    def close(self) -> None: ...
+
+
+HookFactory = Callable[[], Hook]
+
+
+@dataclass(frozen=True)
+class Detokenizer:
+    """Token ids to text as the trainer's tokenizer does it; picklable.
+
+    A fast tokenizer travels as its JSON and is decoded by `tokenizers` without importing transformers, which takes
+    seconds; any other travels as it is.
+    """
+
+    json: str = ""
+    whole: Any = None
+    _made: list[Any] = field(default_factory=list, compare=False)
+
+    @staticmethod
+    def of(tokenizer: Any) -> Detokenizer:
+        """For a transformers tokenizer."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        if backend is not None and not cleans and type(tokenizer).decode is _plain_decode():
+            return Detokenizer(json=backend.to_str())
+        return Detokenizer(whole=tokenizer)
+
+    def decode(self, completions: Sequence[npt.NDArray[np.int32]]) -> list[str]:
+        """One text a completion, without special tokens."""
+        if not self._made:
+            self._made.append(self._make())
+        lists = [ids.tolist() for ids in completions]
+        if self.json:
+            return list(self._made[0].decode_batch(lists, skip_special_tokens=True))
+        return [self._made[0].decode(ids, skip_special_tokens=True) for ids in lists]
+
+    def _make(self) -> Any:
+        if not self.json:
+            return self.whole
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_str(self.json)
+
+
+def _plain_decode() -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.decode
+
+
+class GradeLanes:
+    """Threads that feed a hook. `done(ticket, grades)` is called from one of them when a group's last grade is there.
+
+    Args:
+        failed: takes what a hook has raised, which it should not.
+    """
+
+    def __init__(self, hook: Hook, done: Callable[[int, bytes], None], failed: Callable[[BaseException], None]) -> None:
+        self._hook, self._done, self._failed = hook, done, failed
+        self._queue: queue.SimpleQueue[tuple[int, ToGrade] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._grades: dict[int, list[Grade | None]] = {}
+        self._threads = [
+            threading.Thread(target=self._work, args=(lane,), name=f"grades {lane}", daemon=True)
+            for lane in range(hook.lanes)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, ticket: int, prompt: bytes, texts: Sequence[str]) -> None:
+        """Grade a group."""
+        with self._lock:
+            self._grades[ticket] = [None] * len(texts)
+        whose = pickle.loads(prompt)  # written by this job's rank 0, over a connection that has shown the job's key
+        for index, text in enumerate(texts):
+            self._queue.put((ticket, ToGrade(whose, index, text)))
+
+    def close(self) -> None:
+        """End when what is at hand is graded."""
+        for _ in self._threads:
+            self._queue.put(None)
+        self._hook.close()
+
+    def _work(self, lane: int) -> None:
+        while (item := self._queue.get()) is not None:
+            ticket, task = item
+            try:
+                [grade] = self._hook.grade(lane, [task])
+            except BaseException as error:
+                self._failed(error)
+                return
+            with self._lock:
+                grades = self._grades[ticket]
+                grades[task.completion_index] = grade
+                if any(one is None for one in grades):
+                    continue
+                del self._grades[ticket]
+            self._done(ticket, msgspec.msgpack.encode(grades))
+
+
+def grades_of(encoded: bytes) -> list[Grade]:
+    """What `done` was given, on the rank that takes it."""
+    return msgspec.msgpack.decode(encoded, type=list[Grade]) if encoded else []

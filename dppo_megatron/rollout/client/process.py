@@ -1,0 +1,214 @@
+"""The rollout client's process: an event loop that asks servers, and three kinds of threads that never touch a socket.
+
+    event loop        one task a ticket: POST, decode, check          waits for: sockets
+      reads Ask/End/Cancel from rank 0, writes Landed/Ready/Failed
+    text thread       a group's tokens to texts, in one batch         waits for: groups that have landed
+    grade lanes       one completion at a time to the hook            wait for: texts
+    hand-over thread  gives a rank of this node its share             waits for: the unix socket
+
+Started by the first rank of a node with everything it needs on stdin: no key stands on a command line. It ends with
+that rank, even when that is killed: the kernel tells it, and its sockets end.
+
+It imports no torch. At 1 Mtok/s it uses about one core, none of which is the trainer's interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import pickle
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from dppo_megatron.rollout.client import frames
+from dppo_megatron.rollout.client.asking import Asker, OurFault
+from dppo_megatron.rollout.client.grading import Detokenizer, GradeLanes, HookFactory
+from dppo_megatron.rollout.client.holding import HeldGroup, Holdings, hand_over, spans_of
+from dppo_megatron.rollout.client.messages import (
+    ENCODER,
+    TAKE,
+    TO_CLIENT,
+    Cancel,
+    End,
+    FromClient,
+    Hello,
+    Lost,
+    Servers,
+)
+from dppo_megatron.rollout.servers.http import BadAnswer, Refused, Unreachable, brief
+from dppo_megatron.rollout.servers.intake import Ask, Failed, Landed, Ready
+from dppo_megatron.rollout.servers.wire import Sampled
+
+OWN_FILES = 64
+"""Open files that the client needs beside a socket for each group in flight."""
+_CONNECT_S = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that a client is told at its start, by the rank that starts it."""
+
+    node: int
+    rank_zero: str
+    """Where rank 0 listens: a path or host:port."""
+    secret: bytes = field(repr=False)
+    take_path: str = ""
+    """Where ranks of this node ask for their shares."""
+    keys: dict[str, str] = field(default_factory=dict, repr=False)
+    key: str = field(default="", repr=False)
+    """API keys of the servers by address, and that of all others."""
+    detokenizer: Detokenizer | None = None
+    hook: HookFactory | None = None
+    parent: int = 0
+
+
+class Client:
+    """The process's state. Everything but `_text`, `_graded` and `_serve_ranks` runs in the event loop."""
+
+    def __init__(self, setup: Setup, control: socket.socket) -> None:
+        self._setup, self._control = setup, control
+        self._held = Holdings()
+        self._asks: dict[int, tuple[Ask, asyncio.Task[None]]] = {}
+        self._other_tasks: set[asyncio.Task[None]] = set()
+        self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self._loop = asyncio.get_running_loop()
+        self._sockets = raise_file_limit() - OWN_FILES
+        self._asker = Asker(self._sockets, setup.keys, setup.key)
+        self._lanes = GradeLanes(setup.hook(), self._graded, self._lost) if setup.hook else None
+        self._takes = socket.socket(socket.AF_UNIX)
+        self._takes.bind(setup.take_path)  # before the first word to rank 0, which then lets ranks come here
+        self._takes.listen(64)
+
+    async def run(self) -> None:
+        """Until rank 0 closes the connection."""
+        reader, self._writer = await asyncio.open_connection(sock=self._control)
+        self._send(Hello(self._setup.node, self._sockets))
+        threading.Thread(target=self._serve_ranks, name="hand-over", daemon=True).start()
+        try:
+            while True:
+                self._obey(TO_CLIENT.decode(await frames.read_frame(reader)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the run has ended
+        finally:
+            await self._asker.close()
+            if self._lanes is not None:
+                self._lanes.close()
+
+    def _obey(self, message: Servers | Ask | End | Cancel) -> None:
+        if isinstance(message, Servers):
+            self._asker.know(message.servers)
+        elif isinstance(message, Ask):
+            self._asks[message.ticket] = (message, self._begin(self._answer(message)))
+        elif isinstance(message, End):
+            for ask, _ in [self._asks[ticket] for ticket in message.tickets if ticket in self._asks]:
+                self._begin(self._asker.end(ask.server, ask.group))
+        else:
+            for ticket in message.tickets:
+                if ticket in self._asks:
+                    self._asks.pop(ticket)[1].cancel()
+            self._held.drop(message.tickets)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._other_tasks.add(task)  # the loop itself keeps weak references only
+        task.add_done_callback(self._other_tasks.discard)
+        return task
+
+    async def _answer(self, ask: Ask) -> None:
+        try:
+            sampled = await self._asker.ask(ask)
+        except Refused as error:
+            self._fail(Failed(ask.ticket, "refused", str(error), error.status, error.retry_after_s))
+        except BadAnswer as error:
+            self._fail(Failed(ask.ticket, "bad", str(error)))
+        except Unreachable as error:
+            self._fail(Failed(ask.ticket, "unreachable", str(error)))
+        except OurFault as error:
+            self._fail(Failed(ask.ticket, "ours", str(error)))
+        except Exception as error:  # an answer that we do not foresee must not leave its request waiting
+            self._fail(Failed(ask.ticket, "bad", brief(error)))
+        else:
+            self._asks.pop(ask.ticket, None)
+            self._held.put(ask.ticket, HeldGroup(ask.index, sampled))
+            lengths, reasons = [len(one.token_ids) for one in sampled], [one.finish_reason for one in sampled]
+            self._send(Landed(ask.ticket, lengths, list(reasons), [span for one in sampled for span in spans_of(one)]))
+            self._texts.submit(self._text, ask, sampled)
+
+    def _text(self, ask: Ask, sampled: Sequence[Sampled]) -> None:
+        """In the text thread."""
+        try:
+            detokenizer = self._setup.detokenizer
+            arrays = [one.token_ids for one in sampled]
+            texts = detokenizer.decode(arrays) if detokenizer is not None else [""] * len(arrays)
+            if not self._held.give_texts(ask.ticket, [text.encode(errors="replace") for text in texts]):
+                return
+            if self._lanes is not None and ask.prompt:
+                self._lanes.put(ask.ticket, ask.prompt, texts)
+            else:
+                self._graded(ask.ticket, b"")
+        except BaseException as error:
+            self._lost(error)
+
+    def _graded(self, ticket: int, grades: bytes) -> None:
+        """From any thread."""
+        if self._held.settle(ticket, grades):
+            self._loop.call_soon_threadsafe(self._send, Ready(ticket))
+
+    def _lost(self, error: BaseException) -> None:
+        """From any thread: this client cannot do its work."""
+        self._loop.call_soon_threadsafe(self._send, Lost(brief(error)))
+
+    def _fail(self, message: Failed) -> None:
+        self._asks.pop(message.ticket, None)
+        self._send(message)
+
+    def _send(self, message: FromClient) -> None:
+        self._writer.write(frames.framed(ENCODER.encode(message)))
+
+    def _serve_ranks(self) -> None:
+        """Give each rank that asks its share."""
+        while True:
+            peer, _ = self._takes.accept()
+            with peer, contextlib.suppress(OSError, frames.HandshakeFailed):
+                peer.settimeout(_CONNECT_S)
+                frames.accept_handshake(peer, self._setup.secret)
+                take = TAKE.decode(frames.receive(peer))
+                hand_over(peer, self._held.take(take.share, take.shares))
+
+
+def raise_file_limit() -> int:
+    """Open files that this process may have, after its soft limit was raised to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1 << 20 if hard == resource.RLIM_INFINITY else hard
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
+
+
+async def _run(setup: Setup) -> None:
+    control = frames.connect(setup.rank_zero, _CONNECT_S)
+    frames.connect_handshake(control, setup.secret)
+    await Client(setup, control).run()
+
+
+def main() -> None:
+    """Read the setup from stdin and serve until the trainer is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's to handle, which then closes the connection
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    setup: Setup = pickle.load(sys.stdin.buffer)
+    if setup.parent and os.getppid() != setup.parent:
+        return  # it was killed before the kernel was asked to tell us
+    asyncio.run(_run(setup))
+    os._exit(0)  # a grader that hangs in a lane is nobody's concern any more

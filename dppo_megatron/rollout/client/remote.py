@@ -1,0 +1,329 @@
+"""The trainer's ends of the rollout clients: starting one on each node, asking through them, taking completions over.
+
+    node 0   rank 0 ---- starts ----> client 0 <--- take --- ranks of node 0
+                ^ '---- control (unix socket, or TCP between nodes) ----.
+    node 1   rank 8 ---- starts ----> client 1 <--- take --- ranks of node 1
+
+Rank 0 listens and clients connect to it; both show the job's key first. Each client owns every n-th server. What a
+client brings in is shared evenly by the ranks of its node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import secrets
+import selectors
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from dppo_megatron.config.rollout import LOOPBACK
+from dppo_megatron.rollout.client import frames
+from dppo_megatron.rollout.client.holding import Arrived, take_over
+from dppo_megatron.rollout.client.messages import (
+    ENCODER,
+    FROM_CLIENT,
+    Address,
+    Cancel,
+    End,
+    Hello,
+    Lost,
+    Servers,
+    Take,
+    ToClient,
+)
+from dppo_megatron.rollout.client.process import OWN_FILES, Setup
+from dppo_megatron.rollout.servers.intake import Ask, Event
+from dppo_megatron.types import GuardStop
+
+_START_S = 120.0
+_HANDSHAKE_S = 10.0
+_SEND_S = 60.0
+_TAKE_S = 600.0
+
+
+def this_node() -> str:
+    """Equal for two processes that can share memory files and unix sockets: same host, same boot, same file systems."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    booted = boot.read_text().strip() if boot.exists() else ""
+    mounts = os.readlink("/proc/self/ns/mnt") if os.path.exists("/proc/self/ns/mnt") else ""
+    return f"{socket.gethostname()} {booted} {mounts}"
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """How the job's ranks lie on its machines."""
+
+    of_rank: tuple[int, ...]
+    """[world size] number of each rank's node, counted by first appearance."""
+    rank: int
+
+    @staticmethod
+    def of(names: Sequence[str], rank: int) -> Nodes:
+        """From the name of each rank's node.
+
+        Example: names a, a, b, b give nodes 0, 0, 1, 1; rank 3 is the second of two ranks of node 1.
+        """
+        order = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return Nodes(tuple(order[name] for name in names), rank)
+
+    @property
+    def node(self) -> int:
+        """This rank's."""
+        return self.of_rank[self.rank]
+
+    @property
+    def neighbours(self) -> list[int]:
+        """Ranks of this node, this one among them."""
+        return [rank for rank, node in enumerate(self.of_rank) if node == self.node]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank starts its node's client."""
+        return self.rank == self.neighbours[0]
+
+    @property
+    def count(self) -> int:
+        """Machines."""
+        return max(self.of_rank) + 1
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """What every rank must know so that clients find rank 0, and ranks their client."""
+
+    address: str
+    secret: bytes
+    name: str
+    """Of the directories for unix sockets, one on each node."""
+
+    def take_path(self, node: int) -> str:
+        """Where the client of `node` gives ranks their shares."""
+        return f"{_socket_directory()}/dppo-{self.name}-{node}/take"
+
+
+class Listener:
+    """Rank 0's end before the clients are there."""
+
+    def __init__(self, num_nodes: int) -> None:
+        name, secret = secrets.token_hex(8), secrets.token_bytes(32)
+        self._directory = Path(_socket_directory()) / f"dppo-{name}"
+        self._directory.mkdir(mode=0o700)  # nobody else's sockets
+        if num_nodes == 1:
+            path = str(self._directory / "rank0")
+            self.socket = socket.socket(socket.AF_UNIX)
+            self.socket.bind(path)
+            self.meeting = Meeting(path, secret, name)
+        else:
+            # the address by which the other nodes have found rank 0 already, and no other one of this machine
+            host = socket.gethostbyname(os.environ.get("MASTER_ADDR", socket.gethostname()))
+            self.socket = socket.create_server((host, 0))
+            port = self.socket.getsockname()[1]
+            self.meeting = Meeting(f"{host}:{port}", secret, name)
+        self.socket.listen(num_nodes)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.socket.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _socket_directory() -> str:
+    """Where a path is short enough for a unix socket (107 bytes)."""
+    found = tempfile.gettempdir()
+    return found if len(found) < 60 else "/tmp"
+
+
+class NodeClient:
+    """The client process of this node, started by its first rank."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._directory = Path(setup.take_path).parent
+        self._directory.mkdir(mode=0o700)
+        root = str(Path(__file__).resolve().parents[3])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "2"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "dppo_megatron.rollout.client"], stdin=subprocess.PIPE, env=environment
+        )
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; rank 0 says so
+            pickle.dump(setup, self.process.stdin)
+            self.process.stdin.close()
+
+    def close(self) -> None:
+        """It ends by itself when rank 0 closes its connection; this makes sure."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5.0)
+        self.process.kill()
+        self.process.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def take(path: str, secret: bytes, share: int, shares: int) -> Iterator[Arrived]:
+    """This rank's share of what its node's client holds.
+
+    Raises:
+        GuardStop: the client is gone.
+    """
+    try:
+        with frames.connect(path, _HANDSHAKE_S) as peer:
+            peer.settimeout(_TAKE_S)
+            frames.connect_handshake(peer, secret)
+            frames.send(peer, ENCODER.encode(Take(share, shares)))
+            yield from take_over(peer)
+    except OSError as error:
+        raise GuardStop(f"this node's rollout client has ended: {error}") from None
+
+
+def owners(urls: Sequence[str], num_clients: int, *, only_first: bool) -> list[int]:
+    """The client that asks each server. A server on loopback is rank 0's machine's.
+
+    Example: four servers on two nodes are owned by clients 0, 1, 0, 1.
+    """
+    found, turn = [], 0
+    for url in urls:
+        if only_first or urlsplit(url).hostname in LOOPBACK:
+            found.append(0)
+        else:
+            found.append(turn % num_clients)
+            turn += 1
+    return found
+
+
+class Clients:
+    """All rollout clients of a job as one intake; see `servers/intake.Intake`. On rank 0.
+
+    Args:
+        of_server: the client that owns each server.
+        addresses: all servers, in the fleet's order.
+    """
+
+    def __init__(self, listener: Listener, addresses: Sequence[Address], of_server: Sequence[int]) -> None:
+        self._listener, self._addresses, self._of_server = listener, list(addresses), list(of_server)
+        self._peers: dict[int, socket.socket] = {}
+        self._sockets: dict[int, int] = {}
+        self._buffers: dict[int, frames.FrameBuffer] = {}
+        self._selector = selectors.DefaultSelector()
+        self._asked: dict[int, int] = {}
+        """Ticket -> client, of those that may still be cancelled."""
+        self._lock = threading.Lock()
+        self._lost = ""
+
+    def start(self, say: Callable[[str], None], wanted_per_server: int) -> None:
+        """Wait for every client that owns a server, and tell it its servers.
+
+        Raises:
+            GuardStop: one has not come.
+        """
+        deadline = time.monotonic() + _START_S
+        needed = set(self._of_server)
+        while missing := needed - set(self._peers):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise GuardStop(f"the rollout clients of nodes {sorted(missing)} have not come after {_START_S:g} s")
+            self._listener.socket.settimeout(left_s)
+            with contextlib.suppress(OSError, frames.HandshakeFailed, msgspec.DecodeError):
+                self._welcome(self._listener.socket.accept()[0])
+        for node in needed:
+            mine = [address for address, owner in zip(self._addresses, self._of_server, strict=True) if owner == node]
+            self._send(node, Servers(mine))
+            room = max(1, self._sockets[node] // len(mine))
+            if room < wanted_per_server:
+                say(
+                    f"rollout: the limit on open files (ulimit -n = {self._sockets[node] + OWN_FILES} on node {node})"
+                    f" lets each of its {len(mine)} servers have {room} requests in flight of {wanted_per_server}"
+                    f" that it would take; {len(mine) * wanted_per_server + OWN_FILES} would be enough for all"
+                )
+
+    def room(self, server: int) -> int:
+        """See `Intake.room`."""
+        node = self._of_server[server]
+        return max(1, self._sockets[node] // self._of_server.count(node))
+
+    def ask(self, ask: Ask) -> None:
+        """See `Intake.ask`."""
+        node = self._of_server[ask.server]
+        self._asked[ask.ticket] = node
+        self._send(node, ask)
+
+    def end(self, tickets: Sequence[int]) -> None:
+        """See `Intake.end`."""
+        self._tell(tickets, End)
+
+    def cancel(self, tickets: Sequence[int]) -> None:
+        """See `Intake.cancel`."""
+        self._tell(tickets, Cancel)
+        for ticket in tickets:
+            self._asked.pop(ticket, None)
+
+    def forget(self) -> None:
+        """No ticket will be cancelled any more: what they have brought has been taken or dropped."""
+        self._asked.clear()
+
+    def events(self, timeout_s: float) -> list[Event]:
+        """See `Intake.events`."""
+        found: list[Event] = []
+        for key, _ in self._selector.select(timeout_s):
+            node: int = key.data
+            try:
+                piece = self._peers[node].recv(1 << 20, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                continue
+            except OSError:
+                piece = b""
+            if not piece:
+                raise GuardStop(f"the rollout client of node {node} has ended; what it held is lost")
+            for message in map(FROM_CLIENT.decode, self._buffers[node].feed(piece)):
+                if isinstance(message, Lost):
+                    raise GuardStop(f"the rollout client of node {node} cannot go on: {message.text}")
+                if not isinstance(message, Hello):
+                    found.append(message)
+        return found
+
+    def close(self) -> None:
+        """Let the clients end."""
+        for peer in self._peers.values():
+            peer.close()
+        self._selector.close()
+        self._listener.close()
+
+    def _welcome(self, peer: socket.socket) -> None:
+        peer.settimeout(_HANDSHAKE_S)
+        try:
+            frames.accept_handshake(peer, self._listener.meeting.secret)
+            hello = FROM_CLIENT.decode(frames.receive(peer))
+        except BaseException:
+            peer.close()
+            raise
+        if isinstance(hello, Hello):
+            peer.settimeout(_SEND_S)
+            self._peers[hello.node], self._sockets[hello.node] = peer, hello.sockets
+            self._buffers[hello.node] = frames.FrameBuffer()
+            self._selector.register(peer, selectors.EVENT_READ, hello.node)
+
+    def _tell(self, tickets: Sequence[int], kind: type[End] | type[Cancel]) -> None:
+        of_node: dict[int, list[int]] = {}
+        for ticket in tickets:
+            if ticket in self._asked:
+                of_node.setdefault(self._asked[ticket], []).append(ticket)
+        for node, its in of_node.items():
+            self._send(node, kind(its))
+
+    def _send(self, node: int, message: ToClient) -> None:
+        with self._lock:
+            try:
+                frames.send(self._peers[node], ENCODER.encode(message))
+            except OSError as error:
+                raise GuardStop(f"the rollout client of node {node} has ended: {error}") from None

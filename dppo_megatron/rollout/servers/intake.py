@@ -1,0 +1,81 @@
+"""What the fleet asks of whoever takes in completions, and what it is told: scalars, never tokens.
+
+The rollout clients (`rollout/client`) are one such intake, a fake of thirty lines in tests/test_fleet.py another. A
+ticket is one attempt at one group, and is used once; so an answer that comes when its ticket is no longer wanted has
+nowhere to go, and a group has exactly one answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Have `server` answer a group."""
+
+    ticket: int
+    index: int
+    """Of the group in its rollout."""
+    server: int
+    """Position in the fleet."""
+    group: GenerateRequest
+    expected: Expected
+    timeout_s: float
+    """For the whole attempt, to its last byte."""
+    prompt: bytes = b""
+    """What the grading hook is given with the texts (a pickled `Prompt`); empty: not graded there."""
+
+
+class Landed(msgspec.Struct, frozen=True, tag=True):
+    """A group was answered, and the answer is what was asked for."""
+
+    ticket: int
+    lengths: list[int]
+    """[count] tokens of each completion."""
+    reasons: list[str]
+    """[count] stop, length or abort."""
+    spans: list[tuple[int, int]]
+    """(weights version, tokens sampled under it), of all completions together."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """A group that has landed is decoded, and graded if that was wanted."""
+
+    ticket: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """An attempt came to nothing."""
+
+    ticket: int
+    kind: Literal["unreachable", "refused", "bad", "ours"]
+    """No answer; an answer that says no; one that cannot be so; or this machine has run out of something."""
+    text: str
+    status: int = 0
+    retry_after_s: float | None = None
+
+
+Event = Landed | Ready | Failed
+
+
+class Intake(Protocol):
+    """Takes in completions and keeps them."""
+
+    def room(self, server: int) -> int:
+        """Groups that may be in flight on `server`: each holds a socket of its client."""
+
+    def ask(self, ask: Ask) -> None: ...
+
+    def end(self, tickets: Sequence[int]) -> None:
+        """Have the servers end these now: what they have so far lands, as `abort`."""
+
+    def cancel(self, tickets: Sequence[int]) -> None:
+        """Cut these, and drop what they have brought."""
+
+    def events(self, timeout_s: float) -> list[Event]:
+        """What has happened, waiting for it up to `timeout_s`. Raises GuardStop if the intake itself is lost."""

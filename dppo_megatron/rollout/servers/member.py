@@ -1,0 +1,218 @@
+"""One server's life, as a state machine without network, threads or a clock of its own.
+
+             answers()            took(version)
+      out ---------------> stale ---------------> live
+       ^                    |  ^                   |  |
+       |      failed()      |  '-------------------'  |
+       '--------------------+      expects(new)       |
+       '----------------------------------------------'
+                          failed()
+
+There is no arrow from out to live: a server that comes back holds old weights, or none, and gets no request before a
+complete sync. `took` on a server that has failed meanwhile therefore changes nothing; that race is real, since health
+probes go on in one thread while another syncs.
+
+Who may call: the thread that holds the fleet's lock. Every method that changes a member asserts it. No call to a
+server is made under that lock: decide under it, ask without it, and tell the member what came of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Literal
+
+from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory, Server
+
+State = Literal["out", "stale", "live"]
+_FREE_FAILURES = 3
+"""Failures in a row after which a server is asked at once whether it is back: a killed one that was started again, or
+one that hung through a sync, needs no punishment."""
+_LONGEST_BACKOFF_S = 30.0
+
+
+class OwnedLock:
+    """A re-entrant lock that can say whether the calling thread holds it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._owner = 0
+        self._depth = 0
+
+    def __enter__(self) -> OwnedLock:
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+        self._depth += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = 0
+        self._lock.release()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread holds it."""
+        return self._owner == threading.get_ident()
+
+
+class Member:
+    """One server and what the fleet knows of it.
+
+    Args:
+        lock: the fleet's; whoever changes this member holds it.
+        clock: seconds that only grow.
+        process: the server's process, if the trainer has started it.
+
+    Example:
+        member = Member(server, lock)     # stale: it answers, and has no weights of ours
+        member.expects("1"); member.took("1")     # live
+        member.failed("no answer to its health probe")     # out; its requests go elsewhere
+        member.answers()     # stale: it may hold version 1, or nothing
+        member.took("1")     # live again, after a whole sync
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        lock: OwnedLock,
+        clock: Callable[[], float] = time.monotonic,
+        process: LaunchedServer | None = None,
+    ) -> None:
+        self.server, self.process = server, process
+        self._lock, self._clock = lock, clock
+        self._state: State = "stale"
+        self.reason = "not synced yet"
+        """Why it is not live; empty if it is."""
+        self.expected = ""
+        """The version that makes it live."""
+        self.outages = 0
+        """How often it has gone out."""
+        self.failures = 0
+        """Outages in a row, without one good answer between them."""
+        self.has_leftovers = False
+        """It has been out since its last sync: requests that others have answered since may still run there."""
+        self.asleep: frozenset[DeviceMemory] = frozenset()
+        """What it has given back to the actor. A process that was started again has all of its memory."""
+        self.outstanding_tokens = self.groups = self.completions = 0
+        """In flight there: tokens that its groups may come to, groups, and completions of all groups."""
+        self._asked_again_at = self._free_at = -float("inf")
+
+    def __repr__(self) -> str:
+        return f"Member({self.name}, {self.condition})"
+
+    @property
+    def name(self) -> str:
+        """Its address."""
+        return self.server.http.url
+
+    @property
+    def state(self) -> State:
+        """live: has the present weights. stale: answers, needs a sync. out: does not answer, or failed."""
+        return self._state
+
+    @property
+    def condition(self) -> str:
+        """Its state and the reason for it, for messages."""
+        return self._state if self._state == "live" else f"{self._state}: {self.reason}"
+
+    # ------------------------------------------------------------------------------------------------ its life
+
+    def failed(self, reason: str) -> bool:
+        """It broke a connection, answered badly or not at all. Returns whether that is news."""
+        self._owned()
+        was_in = self._state != "out"
+        self._state, self.reason = "out", reason
+        if was_in:
+            self.outages += 1
+            self.failures += 1
+            self.has_leftovers = True
+            wait_s = min(_LONGEST_BACKOFF_S, 2.0 ** (self.failures - _FREE_FAILURES - 1))
+            self._asked_again_at = self._clock() + (wait_s if self.failures > _FREE_FAILURES else 0.0)
+        return was_in
+
+    def answers(self) -> None:
+        """It answers, which says nothing of its weights."""
+        self._owned()
+        if self._state == "out":
+            self._state, self.reason = "stale", "back, to be synced"
+
+    def expects(self, version: str) -> None:
+        """From now on `version` is what makes it live."""
+        self._owned()
+        self.expected = version
+        if self._state == "live":
+            self._state, self.reason = "stale", f"to get weight sync {version}"
+
+    def took(self, version: str) -> bool:
+        """It has all weights of `version` and generates. Returns whether it is live: not if it has failed meanwhile, or
+        if others are expected by now."""
+        self._owned()
+        if self._state == "stale" and version == self.expected:
+            self._state, self.reason, self.has_leftovers = "live", "", False
+        return self._state == "live" and version == self.expected
+
+    def restarted(self) -> None:
+        """Its process is a new one: no weights of ours, nothing that still runs, all of its memory. It comes back by
+        answering."""
+        self._owned()
+        self.outages += self._state != "out"  # it had ended unseen
+        self._state, self.reason = "out", "its process was started again"
+        self.asleep, self.has_leftovers = frozenset(), False
+
+    def delivered(self) -> None:
+        """A good answer: what went wrong before counts no more."""
+        self._owned()
+        self.failures = 0
+
+    @property
+    def may_be_asked(self) -> bool:
+        """Whether it is time to ask one that is out if it is back."""
+        return self._clock() >= self._asked_again_at
+
+    # ---------------------------------------------------------------------------------------------- its memory
+
+    def slept(self) -> None:
+        """It has given back all device memory, or was told to and did not answer."""
+        self._owned()
+        self.asleep = DEVICE_MEMORY
+
+    def woke(self, what: DeviceMemory) -> None:
+        """It has taken `what` back."""
+        self._owned()
+        self.asleep -= {what}
+
+    # -------------------------------------------------------------------------------------------- its requests
+
+    def began(self, tokens: int, completions: int) -> None:
+        """A group of this size was sent to it."""
+        self._owned()
+        self.outstanding_tokens += tokens
+        self.groups += 1
+        self.completions += completions
+
+    def ended(self, tokens: int, completions: int) -> None:
+        """That group was answered, cut or lost."""
+        self._owned()
+        self.outstanding_tokens -= tokens
+        self.groups -= 1
+        self.completions -= completions
+
+    def rests(self, seconds: float) -> None:
+        """It has too much to do (HTTP 429, 503): no more requests for so long. It is as live as before."""
+        self._owned()
+        self._free_at = max(self._free_at, self._clock() + seconds)
+
+    @property
+    def is_free(self) -> bool:
+        """Not resting."""
+        return self._clock() >= self._free_at
+
+    def _owned(self) -> None:
+        assert self._lock.is_mine, "a member is changed under the fleet's lock only"

@@ -1,0 +1,140 @@
+"""One RL step as a value: what it has chosen, generated and measured, and how far it has come.
+
+Progress is recorded here and nowhere else. A phase of `loop.py` takes a step, does one thing and moves `reached` on.
+What may be saved, undone or repeated follows from `reached`, not from counters in several objects:
+
+    new -> selected -> generating -> rolled_out -> pruned -> exchanged -> updating -> updated -> synced -> finished
+    '------ a save goes back to before the step --------------------'   nothing     '- the step counts, once finished -'
+
+While a step is `updating` the weights are between two steps, so nothing can be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from dppo_megatron.observe.metrics import Timers
+from dppo_megatron.observe.samples import RecordedGroup
+from dppo_megatron.packing.planner import SampleSize
+from dppo_megatron.pruning import LedgerRow
+from dppo_megatron.types import FloatArray, Group, IntArray, PackPlan, SelectedPrompt, TrainSample
+
+Reached: TypeAlias = Literal[
+    "new", "selected", "generating", "rolled_out", "pruned", "exchanged", "updating", "updated", "synced", "finished"
+]
+ORDER: tuple[Reached, ...] = (
+    "new", "selected", "generating", "rolled_out", "pruned", "exchanged", "updating", "updated", "synced", "finished"
+)  # fmt: skip
+BACK: dict[Reached, Reached] = {"rolled_out": "generating", "updated": "updating"}
+"""The two loops: a refill generates again, and a step may have several optimizer updates."""
+
+
+@dataclass
+class StepRecord:
+    """What a step writes to metrics.jsonl and trace.jsonl."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    ledger: tuple[LedgerRow, ...] = ()
+    """What each selection did to the expected gradient; on rank 0."""
+    trace: dict[str, Any] = field(default_factory=dict)
+    """The outcomes of its rollouts, on rank 0."""
+    timers: Timers = field(default_factory=Timers)
+
+    def line(self) -> dict[str, Any]:
+        """The step's line of metrics.jsonl."""
+        return self.metrics | {"prune/ledger": [asdict(row) for row in self.ledger]}
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePlan:
+    """What rank 0 has decided about one optimizer update, for every rank: scalars of each kept completion.
+
+    Example: with G = 4, `rows` [1, 6] are completion 1 of group 0 and completion 2 of group 1.
+    """
+
+    rows: IntArray
+    """[n] kept completions: position of the group in the step times G, plus the completion's index."""
+    lengths: IntArray
+    """[n] completion tokens."""
+    advantages: FloatArray
+    weights: FloatArray
+    denominators: FloatArray
+    pack: PackPlan
+    """Its `members` are positions in `rows`."""
+
+
+@dataclass
+class Update:
+    """One optimizer update on this rank."""
+
+    plan: UpdatePlan
+    samples: Mapping[int, TrainSample]
+    """Position in `plan.rows` -> sample, for the samples of this rank's data-parallel replica."""
+
+
+@dataclass
+class Step:
+    """One RL step in progress."""
+
+    number: int
+    """From 1."""
+    selected: list[SelectedPrompt] = field(default_factory=list)
+    """The prompts to roll out, the same on every rank; a refill adds to them. Group k belongs to selected[k]."""
+    groups: dict[int, Group] = field(default_factory=dict)
+    """k -> group, for the groups whose completions this rank holds."""
+    updates: list[Update] = field(default_factory=list)
+    samples: list[RecordedGroup] = field(default_factory=list)
+    """Those of this rank's groups that are recorded for people to read."""
+    record: StepRecord = field(default_factory=StepRecord)
+    measured: list[dict[str, float]] = field(default_factory=list)
+    """The figures of each update so far."""
+    reached: Reached = "new"
+
+    def reach(self, state: Reached) -> None:
+        """Move to `state`. A phase out of order is a bug in the loop, hence an assertion."""
+        onward = ORDER.index(state) == ORDER.index(self.reached) + 1
+        skips = (self.reached, state) == ("selected", "rolled_out")  # no prompt was selected
+        assert onward or skips or BACK.get(self.reached) == state, f"step {self.number}: {self.reached} -> {state}"
+        self.reached = state
+
+    @property
+    def is_updated(self) -> bool:
+        """All its updates are in the actor's weights; the sync to the engine or the record may still be missing."""
+        return self.reached in ("updated", "synced") and len(self.measured) == len(self.updates)
+
+
+def sizes_of(
+    rows: IntArray, lengths: IntArray, selected: Sequence[SelectedPrompt], group_size: int
+) -> list[SampleSize]:
+    """The planner's input for the kept completions `rows` [n] with `lengths` [n] completion tokens."""
+    found = []
+    for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+        prompt = selected[row // group_size].prompt
+        found.append(SampleSize(f"{prompt.index}:{row % group_size}", len(prompt.token_ids) + length - 1))
+    return found
+
+
+def sample_of(
+    plan: UpdatePlan,
+    place: int,
+    selected: Sequence[SelectedPrompt],
+    group_size: int,
+    tokens: IntArray,
+    logprobs: np.ndarray[Any, np.dtype[np.float32]],
+) -> TrainSample:
+    """Completion `plan.rows[place]` with its weight, advantage and frozen denominator."""
+    row = int(plan.rows[place])
+    prompt = selected[row // group_size].prompt
+    return TrainSample(
+        id=f"{prompt.index}:{row % group_size}",
+        token_ids=np.concatenate([np.array(prompt.token_ids, np.int64), tokens]),
+        num_prompt_tokens=len(prompt.token_ids),
+        behaviour_logprobs=logprobs,
+        advantage=float(plan.advantages[place]),
+        weight=float(plan.weights[place]),
+        denominator=float(plan.denominators[place]),
+    )

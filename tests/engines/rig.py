@@ -1,0 +1,125 @@
+"""A rollout client of its own process, with fleets over stub servers: everything between rank 0 and a socket."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from support.settings import rollout_config
+
+from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory
+from dppo_megatron.rollout.client.holding import Arrived
+from dppo_megatron.rollout.client.messages import Address
+from dppo_megatron.rollout.client.process import Setup
+from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, take
+from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
+from dppo_megatron.rollout.servers.http import Http
+from dppo_megatron.rollout.servers.intake import Ask, Event
+from dppo_megatron.rollout.servers.sglang import SGLangServer
+from dppo_megatron.rollout.servers.vllm import VLLMServer
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, SGLangDialect, VLLMDialect
+
+VOCABULARY = 19
+
+
+def server_of(engine: str, url: str) -> Any:
+    """A server that has described itself as one that honours seeds."""
+    if engine == "vllm":
+        return VLLMServer(Http(url))
+    server = SGLangServer(Http(url), VOCABULARY)
+    server._seeded = True
+    return server
+
+
+class Rig:
+    """One client for servers at `addresses` ((engine, url) each)."""
+
+    def __init__(
+        self,
+        addresses: Sequence[tuple[str, str]],
+        hook: HookFactory | None = None,
+        detokenizer: Detokenizer | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.engines = [engine for engine, _ in addresses]
+        self.urls = [url for _, url in addresses]
+        dialects = {"vllm": VLLMDialect(), "sglang": SGLangDialect(VOCABULARY, seeded=True)}
+        known = [Address(i, url, dialects[engine]) for i, (engine, url) in enumerate(addresses)]
+        listener = Listener(1)
+        self.clients = Clients(listener, known, [0] * len(known))
+        self.secret, self.path = listener.meeting.secret, listener.meeting.take_path(0)
+        self.node = NodeClient(
+            Setup(0, listener.meeting.address, self.secret, self.path, {}, "", detokenizer, hook, os.getpid())
+        )
+        self.clients.start(say, 512)
+
+    def close(self) -> None:
+        self.clients.close()
+        self.node.close()
+
+    def fleet(self, places: Sequence[int], limits: dict[str, Any], say: Callable[[str], None] = print) -> Fleet:
+        """A fleet of some of the servers, all live with version 1."""
+        servers = [server_of(self.engines[place], self.urls[place]) for place in places]
+        values = {f"limits.{name}": value for name, value in limits.items()}
+        fleet = Fleet(servers, rollout_config(values), say, _Some(self.clients, places))
+        sync(fleet)
+        return fleet
+
+    def take(self) -> list[Arrived]:
+        """All that is held."""
+        found = list(take(self.path, self.secret, 0, 1))
+        self.clients.forget()
+        return found
+
+
+class _Some:
+    """The clients as the intake of a fleet that has only some of their servers."""
+
+    def __init__(self, clients: Clients, places: Sequence[int]) -> None:
+        self._clients, self._places = clients, places
+
+    def room(self, server: int) -> int:
+        return self._clients.room(self._places[server])
+
+    def ask(self, ask: Ask) -> None:
+        self._clients.ask(
+            Ask(ask.ticket, ask.index, self._places[ask.server], ask.group, ask.expected, ask.timeout_s, ask.prompt)
+        )
+
+    def end(self, tickets: Sequence[int]) -> None:
+        self._clients.end(tickets)
+
+    def cancel(self, tickets: Sequence[int]) -> None:
+        self._clients.cancel(tickets)
+
+    def events(self, timeout_s: float) -> list[Event]:
+        return self._clients.events(timeout_s)
+
+
+def sync(fleet: Fleet) -> None:
+    """What a weight sync does to the fleet's members that answer."""
+    fleet.expect("1")
+    with fleet.lock:
+        for member in fleet.members:
+            member.took("1")
+
+
+def requests(count: int, size: int = 3, limit: int = 12, name: str = "r") -> list[GenerateRequest]:
+    """Groups that the stub servers can answer."""
+    return [
+        GenerateRequest(f"{name}-{i}", (2, 3, 4), size, 1000 * i, max_tokens=limit, stop_token_ids=(1,))
+        for i in range(count)
+    ]
+
+
+def run(fleet: Fleet, groups: Sequence[GenerateRequest], **values: Any) -> Work:
+    """A whole rollout; weights are synced when it asks for them."""
+    work = Work(groups, Expected(VOCABULARY, 1, 2), **values)
+    while True:
+        try:
+            for _ in fleet.run(work):
+                pass
+            return work
+        except NeedsWeights:
+            sync(fleet)

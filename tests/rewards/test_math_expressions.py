@@ -1,0 +1,115 @@
+"""The `math` grader, by hand. Expressions with variables, equations and functions."""
+
+from __future__ import annotations
+
+import pytest
+from support.math_cases import Case, case, check
+
+CASES = [
+    case("(n-2) 2^{n}+1", right=["1+(n-2)2^n", r"n\cdot 2^n-2^{n+1}+1"], wrong=["(n-2)2^n", "2(n-2)^n+1"]),
+    case("6+9i", right=["9i+6", "6 + 9 i", "3(2+3i)", r"6+9\mathrm{i}"], wrong=["6-9i", "9+6i", "6+9", "6,9", "(6,9)"]),
+    case(
+        "y = 2x + 3",
+        right=["y=2x+3", "y = 3+2x", "2x+3", "y-2x=3", "2x - y + 3 = 0", "y=2(x+1.5)", "f(x)=2x+3", "2y=4x+6"],
+        wrong=["y=2x-3", "y=3x+2", "x=2y+3", "3", "y=2x"],
+    ),
+    case(
+        "x = 4",
+        right=["4", "x=4", "4=x", r"x = \frac{8}{2}"],
+        wrong=["x=5", "y=4", "x>4", "-4", r"x=4 \text{ or } 5", r"x=\pm4"],
+    ),
+    case(
+        "4x-5y=-50",
+        right=["5y-4x=50", "4x-5y+50=0", "-4x+5y=50", "8x-10y=-100"],
+        wrong=["4x-5y=50", "4x+5y=-50", "-50", "4x-5y"],
+    ),
+    case(
+        "x^2+y^2=13",
+        right=["x^2+y^2-13=0", "13=x^2+y^2", "y^2+x^2=13"],
+        wrong=["x^2+y^2=12", "x^2-y^2=13", "13", "x^2+y^2"],
+    ),
+    case("f(x)=x+1", right=["x+1", "f(x)=1+x", "y=x+1"], wrong=["x", "f(x)=x", "x-1"]),
+    case(
+        "x^2+2x+1",
+        right=["(x+1)^2", "1+2x+x^2", "x(x+2)+1", r"x^2 + 2\cdot x + 1", "x^{2}+2x+1", "(1+x)^{2}", "x**2+2*x+1"],
+        wrong=["x^2+2x", "(x-1)^2", "y^2+2y+1", "x^2+2x+1.0001", "x^3+2x+1", "2x^2+1", "(x+1)^2=0"],
+    ),
+    case(
+        r"\frac{x+2}{7}",
+        right=["(x+2)/7", r"\frac{1}{7}x+\frac27", r"\frac{2+x}{7}"],
+        wrong=[r"x+\frac{2}{7}", r"\frac{x+2}{6}"],
+    ),
+    case("7(x+3)(x-3)", right=["7x^2-63", "7(x-3)(x+3)"], wrong=[]),
+    case(r"\sin 3x", right=[r"\sin(3x)", r"3\sin x-4\sin^3 x"], wrong=[r"3\sin x", r"\cos 3x", r"\sin 3"]),
+    case(r"\sec x", right=[r"\frac{1}{\cos x}"], wrong=[]),
+    case(r"\cot x", right=[r"\frac{\cos x}{\sin x}", r"\frac{1}{\tan x}"], wrong=[]),
+    case("2^{k-n}", right=[r"\frac{2^k}{2^n}"], wrong=["2^{n-k}", "2^{k-n+1}"]),
+    case("e^{2x}", right=["(e^x)^2", r"\exp(2x)", r"e^{x}\cdot e^x"], wrong=["e^{x}", "2e^x", "e^{x^2}"]),
+    case("n!", right=[r"n\cdot(n-1)!"], wrong=["(n-1)!", "n"]),
+    case(r"\binom{n}{2}", right=[r"\frac{n(n-1)}{2}"], wrong=[r"\binom{n}{3}", r"\frac{n}{2}"]),
+    case(
+        r"\frac{n(n+1)}{2}",
+        right=[r"\frac{n^2+n}{2}", r"\binom{n+1}{2}", "n(n+1)/2", "0.5n(n+1)"],
+        wrong=[r"\frac{n(n-1)}{2}", "n(n+1)"],
+    ),
+    case("|x|", right=[r"\sqrt{x^2}", r"\left|x\right|"], wrong=["-x"]),
+    case(r"\sqrt{x}", right=["x^{1/2}", "x^{0.5}"], wrong=["x", "x^2"]),
+    case("a^3+a^2", right=["a^2(a+1)"], wrong=[]),
+    case("p-q", right=["-q+p", "-(q-p)"], wrong=["q-p", "p+q"]),
+    case(
+        r"x=\frac{\pi}{4}+k\pi",
+        right=[r"\frac{\pi}{4}+k\pi", r"x=\frac{\pi}{4}+n\pi", r"\frac{\pi}{4}+\pi k"],
+        wrong=[r"\frac{\pi}{4}", r"\frac{\pi}{4}+2k\pi"],
+    ),
+    case(
+        "3x^2y",
+        right=["3yx^2", "3x^{2}y", r"3\cdot x^2\cdot y", r"y\cdot3x^2"],
+        wrong=["3xy^2", "3x^2", "9x^2y", "(3x)^2y"],
+    ),
+    case(r"\frac{a}{b}", right=["a/b", "a b^{-1}", r"\frac{2a}{2b}"], wrong=[r"\frac{b}{a}", "ab", r"\frac{A}{b}"]),
+    case(r"2\pi r", right=[r"2 r \pi", r"\pi\cdot 2r", "2πr"], wrong=[r"\pi r^2", r"2\pi R", "6.28r", "2r"]),
+    case("(x-1)(x+1)", right=["x^2-1", "(x+1)(x-1)"], wrong=["x^2+1", "(x-1)(x+2)"]),
+    case(
+        r"\cos 2x",
+        right=[r"2\cos^2 x-1", r"1-2\sin^2x", r"\cos^2 x-\sin^2 x", r"\cos(2x)"],
+        wrong=[r"2\cos x", r"\cos^2 x", r"\cos x"],
+    ),
+    case(r"\frac{2}{1+i}", right=["1-i", "1 - i"], wrong=["1+i", "-1+i"]),
+    case(
+        r"e^{i\pi/3}",
+        right=[r"\frac12+\frac{\sqrt3}{2}i", r"\frac{1+i\sqrt{3}}{2}"],
+        wrong=[r"e^{i\pi/6}", r"\frac{1-i\sqrt{3}}{2}"],
+    ),
+    case("i", right=["i", r"\mathrm{i}", r"\sqrt{-1}"], wrong=["-i", "1"]),
+    case("f^{-1}(x)=x-3", right=["x-3", "f^{-1}(x) = x - 3", "y=x-3"], wrong=[]),
+    case("S_n = n^2", right=["n^2", "S_n=n^2", "S_{n}=n^{2}"], wrong=["n", "S_n=n", "2n"]),
+    case("a_n = 2^n", right=["2^n"], wrong=[]),
+    case(r"\theta = \frac{\pi}{3}", right=[r"\frac{\pi}{3}", r"60^\circ"], wrong=[r"\frac{\pi}{6}", r"30^\circ"]),
+    case(
+        r"\log_2 3",
+        right=[r"\frac{\ln 3}{\ln 2}", r"\frac{\log 3}{\log 2}", r"\log_{2}(3)", r"\frac{1}{\log_3 2}"],
+        wrong=[r"\log_3 2", "1.585", r"\log 3"],
+    ),
+    # maps, and bound variables
+    case(
+        "f(x) = 2x+1",
+        right=[r"x\mapsto 2x+1", r"f: x \longmapsto 2x+1", r"f:\mathbb{R}\to\mathbb{R}, x\mapsto 1+2x", "f(t)=2t+1"],
+        wrong=[r"x\mapsto 2x", r"x\mapsto 2y+1"],
+    ),
+    case(r"x\mapsto x^2", right=["x^2", "f(x)=x^2", r"t\mapsto t^2"], wrong=["x", "f(x)=x"]),
+    # the constant of an antiderivative
+    case(
+        r"\frac{x^3}{3}+C",
+        right=[r"\frac{x^3}{3}+c", r"c+\frac13x^3", r"\frac{x^3}{3}+K", r"\frac{x^3}{3}+\text{constant}"],
+        wrong=[r"\frac{x^3}{3}", r"\frac{x^3}{3}-c", r"\frac{x^3}{3}+cx", r"\frac{x^3}{3}+C+c", r"\frac{x^3}{3}+d"],
+    ),
+    case("y=x^2+C", right=["y=x^2+c"], wrong=["y=x^2"]),
+    case("ax^2+bx+c", right=["c+bx+ax^2"], wrong=["ax^2+bx+C", "ax^2+bx+k"]),
+    case("a+b+c", right=["c+b+a"], wrong=["a+b+C"]),
+]
+
+
+@pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases[0][0])
+def test_answers(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every answer gets the reward that a person would give it, without Math-Verify."""
+    check(cases, monkeypatch)

@@ -1,0 +1,47 @@
+"""The `math` grader on answers that are nonsense, or made to be slow."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from dppo_megatron.rewards.math import grader
+from dppo_megatron.rewards.math.grader import grade_math
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [("5", r"\input{5}"), ("5", "5 6"), ("5", r"\frac{5}{0}"), ("0", "0/0"), ("1,2,3", "1.2.3"), ("5", "5^\\circ 3")],
+)
+def test_what_only_math_verify_may_understand_is_not_right_by_chance(gold: str, answer: str) -> None:
+    """Nonsense that the typed comparison does not read stays wrong with Math-Verify behind it."""
+    assert grade_math(f"\\boxed{{{answer}}}", gold, {}).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "3" + "\t" * 3900 + "x",
+        "3" + "~" * 3900 + "x",
+        "1" + r"\," * 1900 + "x",
+        "1" * 3900 + "x",
+        "{" * 1900 + "}" * 1900,
+        ", , \\pm",
+        ",;",
+    ],
+)
+def test_an_answer_that_is_made_to_be_slow_is_not(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long runs of one sign, and lists of nothing: neither an error nor a second."""
+    monkeypatch.setattr(grader, "verify", lambda gold, answer: None)
+    begin = time.process_time()
+    assert grade_math(f"\\boxed{{{answer}}}", "3", {}).reward == 0.0
+    assert time.process_time() - begin < 1.0
+
+
+@pytest.mark.parametrize("text", [r"\boxedx{3}", "<answer>" * 100_000 + "</answer>", "\\boxed{3}" * 100_000])
+def test_a_text_of_broken_marks_is_no_answer(text: str) -> None:
+    """Marks by the thousand cost no more than others, and a word that begins like a mark is none."""
+    begin = time.process_time()
+    assert grade_math(text, "3", {}).reward == 0.0
+    assert time.process_time() - begin < 1.0

@@ -1,0 +1,162 @@
+"""The `math` grader, by hand. Units, money, percent, times, ratios, digits in a base, choices and other words."""
+
+from __future__ import annotations
+
+import pytest
+from support.math_cases import Case, case, check
+
+CASES = [
+    case(r"\$75", right=["USD 75", "75 USD", r"7500\text{ cents}"], wrong=["75 cents", "0.75"]),
+    case(r"12\text{ cm}^2", right=["12 cm^2", r"1200\text{ mm}^2"], wrong=[r"12\text{ cm}", r"12\text{ m}^2"]),
+    case(
+        r"3.6\text{ km/h}",
+        right=["3.6", r"1\text{ m/s}", r"3.6\text{ kilometers per hour}"],
+        wrong=[r"3.6\text{ m/s}", r"3.6\text{ mph}"],
+    ),
+    case(r"60^\circ", right=["60 deg", r"\pi/3\text{ radians}"], wrong=[r"60\text{ rad}", r"60\pi"]),
+    case(
+        r"20\%",
+        right=["20", "20%", "0.2", r"\frac15", "20 percent", r"20\text{ percent}", r"20.0\%"],
+        wrong=["2", "0.02", r"200\%", r"0.2\%", r"21\%"],
+    ),
+    case(r"7.2\%", right=["7.2", "0.072", r"7.20\%"], wrong=["72", "0.72"]),
+    case(
+        r"\$18.90",
+        right=["18.9", r"\$18.90", "18.90 dollars", r"18.90\text{ dollars}", "$18.90"],
+        wrong=["18.09", "1890", r"\$18.9 million"],
+    ),
+    case(r"\$0.50", right=["0.5", ".50"], wrong=[]),
+    case(r"5.4 \text{ cents}", right=["5.4", r"5.4\text{ cents}"], wrong=[r"\$5.4 million"]),
+    case(
+        r"864 \mbox{ inches}^2",
+        right=["864", r"864\text{ in}^2", "864 square inches", r"864\text{ square inches}", r"864 \text{ sq inches}"],
+        wrong=[r"864\text{ inches}", r"864\text{ feet}^2"],
+    ),
+    case(
+        r"5 \text{ m}",
+        right=[r"5 \text{ meters}", "5", "5m", r"500 \text{ cm}", "5 m", r"0.005 \text{ km}"],
+        wrong=[r"5 \text{ km}", r"5 \text{ cm}", r"5 \text{ seconds}", r"5 \text{ m}^2"],
+    ),
+    case(
+        r"2 \text{ hours}",
+        right=[r"120 \text{ minutes}", "2", "2 hours", r"2\text{ hr}"],
+        wrong=["120", r"2 \text{ minutes}"],
+    ),
+    case(
+        r"90^\circ",
+        right=["90", "90 degrees", r"90\text{ degrees}", r"\frac{\pi}{2}", "90°", r"90^{\circ}"],
+        wrong=[r"90\pi", r"100^\circ", r"\frac{\pi}{3}", "89"],
+    ),
+    case("60^\\circ 42'", right=["60^\\circ 42'", "60°42'"], wrong=[]),
+    case(
+        r"18 \text{ integers}",
+        right=["18", "18 integers", r"18\text{ numbers}"],
+        wrong=["17", r"18 \text{ million}", r"18\frac12"],
+    ),
+    case(r"65 \text{ children tickets }", right=["65", "65 children tickets"], wrong=[]),
+    case(r"\frac{3}{4}\pi\text{ inches}", right=[r"\frac{3\pi}{4}", r"0.75\pi"], wrong=[r"\frac34", r"\frac{3}{4\pi}"]),
+    case(r"-\$0.50", right=["-0.5", r"-\$0.5", r"-\$.50"], wrong=["0.5", "50"]),
+    case("1011_2", right=["(1011)_2"], wrong=["1011", "11"]),
+    case("B", right=["Option B", r"\text{Choice B}"], wrong=["Option A", r"\text{Option B or C}"]),
+    case("Yes", right=["yes", r"\text{YES}"], wrong=["no", "yes or no", "yse"]),
+    case("odd", right=[r"\text{odd}"], wrong=["even", "dod"]),
+    case(
+        r"\text{(C)}",
+        right=[
+            "C",
+            "(C)",
+            r"\text{C}",
+            r"\textbf{(C)}",
+            r"\mathrm{C}",
+            r"\text{(C) }",
+            "(c)",
+            "C.",
+            "C)",
+            "(C) 12",
+            r"\textbf{(C)}\ 12",
+            r"\text{C: } 12",
+            r"\text{(C)}\ 5",
+            r"\textbf{(C) } 5",
+            r"\text{C}.",
+            r"C) \frac{1}{2}",
+        ],
+        wrong=[
+            "D",
+            "(D)",
+            "B, C",
+            r"C \text{ or } D",
+            "ABC",
+            "CC",
+            "AC",
+            "",
+            r"\text{(C) or (D)}",
+            "(C) or (D)",
+            "C or D",
+            r"\text{C, D}",
+            r"\text{not C}",
+            r"\text{(B) not (C)}",
+            "(A)(B)(C)(D)(E)",
+        ],
+    ),
+    case("C", right=[r"\text{C}", "(C)", r"\textbf{C}"], wrong=["D", "E"]),
+    case(
+        "4210_{7}",
+        right=["4210_7", r"4210_{\text{seven}}", r"4210_{\text{7}}", r"4210 \text{ base } 7"],
+        wrong=["4210", "1477", "4210_8", "4211_7", "4210_{10}"],
+    ),
+    case("152A_{11}", right=["152A_{11}", "152a_{11}"], wrong=["152_{11}", "152B_{12}"]),
+    case(
+        r"\text{4:30 p.m.}",
+        right=["4:30 p.m.", r"4:30 \text{ p.m.}", "4:30 PM", "4:30pm", "16:30", r"4:30\text{ PM}"],
+        wrong=["4:30 a.m.", "5:30 p.m.", "4:03 p.m.", "16:31", "4.5"],
+    ),
+    case(r"9\text{ a.m.}", right=["9 a.m.", "9:00 a.m.", "9 AM", "9:00 AM"], wrong=["9 p.m.", "10 a.m.", "9:30 a.m."]),
+    case("3:1", right=["3", "6:2", r"\frac{3}{1}", "3 : 1"], wrong=["1:3", "3:2", "31", "4"]),
+    case("1:2:3", right=["2:4:6", "1 : 2 : 3"], wrong=["3:2:1", "1:2"]),
+    case(
+        r"\text{Evelyn}",
+        right=["Evelyn", "evelyn", r"\text{Evelyn.}", r"\textbf{Evelyn}", "Evelyn."],
+        wrong=["Evelyn or Debra", "Debra", "Evelny", "Evelyn and Debra", "not Evelyn", "E"],
+    ),
+    case(
+        r"\text{odd}",
+        right=["odd", "Odd", r"\text{ odd}", "$odd$", r"\textit{odd}"],
+        wrong=["even", "neither", "odd and even", "not odd", "do d"],
+    ),
+    case(r"\text{June 20}", right=["June 20", "june 20"], wrong=["June 2", "June 21", "20"]),
+    case(r"\text{neither}", right=["neither"], wrong=["even", "odd"]),
+    case(r"\overline{CD}", right=[r"\overline{CD}"], wrong=[r"\overline{AB}"]),
+    case("A", right=["A", "(A)"], wrong=["B", "AB"]),
+    case("12:34", right=["12:34"], wrong=["12:43", "34:12", "12.34"]),
+    case(
+        r"\text{Saturday}",
+        right=["Saturday", r"\text{saturday}", "Saturday.", r"\mbox{Saturday}", r"\text{Saturday }"],
+        wrong=["Sunday", "Saturday or Sunday", "Satur day or", "Sat"],
+    ),
+    case(r"\text{yes}", right=["Yes", "yes."], wrong=["no", "yes and no"]),
+    case(r"\text{True}", right=["true"], wrong=["false"]),
+    # ratios in words
+    case(
+        "3:2",
+        right=["3 to 2", r"3\text{ to }2", "6 to 4", "three to two"],
+        wrong=["2 to 3", "3 to 2 to 1", "from 3 to 2"],
+    ),
+    case("3 to 2", right=["3:2", r"\frac{3}{2}"], wrong=["2:3"]),
+    # several choices, and small letters
+    case(
+        "A, C",
+        right=["AC", "CA", r"\text{AC}", "A C", "(A)(C)", "(A) and (C)", "A & C", "a, c"],
+        wrong=["A", "ABC", "AB", "AD", "ac", "a c b", "A or C or D"],
+    ),
+    case("ABD", right=["A, B, D", r"\text{A, B and D}"], wrong=["A, B", "A, B, C, D"]),
+    case("AC", right=["A, C", "A and C"], wrong=["A", "CAB"]),
+    case("C", right=["c", "(c)", "c.", r"\text{c}", "c) 12"], wrong=["d", "cc", "cat", "c + 1", "c = 5"]),
+    case("C", right=["c"], wrong=[], row={"problem": "Which? (A) 1 (B) 2 (C) 3"}),
+    case("C", right=["C"], wrong=["c"], row={"problem": "A circle has the centre C and the chord c."}),
+]
+
+
+@pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases[0][0])
+def test_answers(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every answer gets the reward that a person would give it, without Math-Verify."""
+    check(cases, monkeypatch)

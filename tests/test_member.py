@@ -1,0 +1,156 @@
+"""A server's life, arrow by arrow, against a table of what may follow what."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from dppo_megatron.rollout.servers.member import Member, OwnedLock
+
+ARROWS = {("out", "stale"), ("stale", "live"), ("live", "stale"), ("live", "out"), ("stale", "out")}
+"""All that may ever be seen between two moments. What is not here: out -> live."""
+
+
+class Lives(RuleBasedStateMachine):
+    """Any order of calls. The model: what the last sync and the last failure say, kept by hand."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.now, self.lock = 0.0, OwnedLock()
+        self.member = Member(SimpleNamespace(http=SimpleNamespace(url="a")), self.lock, lambda: self.now)  # type: ignore[arg-type]
+        self.before = self.member.state
+        self.complete_since_out = False
+        """A sync of the expected version has been complete, and nothing has gone wrong since."""
+        self.in_flight: list[tuple[int, int]] = []
+
+    def _do(self, name: str, *arguments: object) -> object:
+        self.before = self.member.state
+        with self.lock:
+            return getattr(self.member, name)(*arguments)
+
+    @rule()
+    def fails(self) -> None:
+        outages, was = self.member.outages, self.member.state
+        news = self._do("failed", "why")
+        assert news == (was != "out") and self.member.outages == outages + (was != "out")
+        assert self.member.state == "out" and self.member.reason == "why"
+        self.complete_since_out = False
+
+    @rule()
+    def answers(self) -> None:
+        self._do("answers")
+        assert self.member.state != "out"
+
+    @rule(version=st.sampled_from("123"))
+    def expects(self, version: str) -> None:
+        self._do("expects", version)
+        assert self.member.state != "live"
+        self.complete_since_out = False
+
+    @rule(version=st.sampled_from("123"))
+    def takes(self, version: str) -> None:
+        was, expected = self.member.state, self.member.expected
+        live = self._do("took", version)
+        assert live == (was != "out" and version == expected)
+        self.complete_since_out = self.complete_since_out or bool(live)
+
+    @rule()
+    def restarts(self) -> None:
+        self._do("restarted")
+        assert self.member.state == "out" and not self.member.asleep
+        self.complete_since_out = False
+
+    @rule()
+    def sleeps(self) -> None:
+        self._do("slept")
+
+    @rule(what=st.sampled_from(["weights", "kv_cache"]))
+    def wakes(self, what: str) -> None:
+        self._do("woke", what)
+        assert what not in self.member.asleep
+
+    @rule(tokens=st.integers(1, 99), completions=st.integers(1, 9))
+    def begins_a_group(self, tokens: int, completions: int) -> None:
+        self._do("began", tokens, completions)
+        self.in_flight.append((tokens, completions))
+
+    @rule()
+    def ends_a_group(self) -> None:
+        if self.in_flight:
+            self._do("ended", *self.in_flight.pop(0))
+
+    @rule(seconds=st.floats(0, 100))
+    def time_passes(self, seconds: float) -> None:
+        self.before = self.member.state
+        self.now += seconds
+
+    @invariant()
+    def only_arrows_that_exist(self) -> None:
+        if hasattr(self, "member"):
+            after = self.member.state
+            assert after == self.before or (self.before, after) in ARROWS
+            assert (after == "live") == self.complete_since_out
+            assert (after == "live") == (self.member.reason == "")
+            assert self.member.groups == len(self.in_flight)
+            assert self.member.outstanding_tokens == sum(tokens for tokens, _ in self.in_flight)
+            assert self.member.completions == sum(count for _, count in self.in_flight)
+
+
+Lives.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+test_any_order_of_events = Lives.TestCase
+
+
+def _member(now: list[float]) -> tuple[Member, OwnedLock]:
+    lock = OwnedLock()
+    return Member(SimpleNamespace(http=SimpleNamespace(url="a")), lock, lambda: now[0]), lock  # type: ignore[arg-type]
+
+
+def test_failures_in_a_row_space_out_the_questions() -> None:
+    """Three are free; then 1, 2, 4, ... 30 s, until one good answer."""
+    now = [0.0]
+    member, lock = _member(now)
+    waits = []
+    with lock:
+        for _ in range(10):
+            member.failed("why")
+            start = now[0]
+            while not member.may_be_asked:
+                now[0] += 0.5
+            waits.append(now[0] - start)
+            member.answers()
+        assert waits == [0, 0, 0, 1, 2, 4, 8, 16, 30, 30]
+        member.delivered()
+        member.failed("why")
+        assert member.may_be_asked
+
+
+def test_a_busy_server_rests_without_going_out() -> None:
+    now = [0.0]
+    member, lock = _member(now)
+    with lock:
+        member.expects("1")
+        assert member.took("1")
+        member.rests(5.0)
+        member.rests(2.0)
+        assert not member.is_free and member.state == "live"
+        now[0] = 5.0
+        assert member.is_free
+
+
+def test_only_the_owner_of_the_lock_changes_a_member() -> None:
+    """Also while another thread holds it, and after it was given back."""
+    member, lock = _member([0.0])
+    with pytest.raises(AssertionError, match="under the fleet's lock"):
+        member.failed("why")
+    seen: list[bool] = []
+    with lock, lock:
+        other = threading.Thread(target=lambda: seen.append(lock.is_mine))
+        other.start()
+        other.join()
+        assert lock.is_mine
+    assert seen == [False] and not lock.is_mine
