@@ -107,7 +107,9 @@ def test_simulate_command(still: Path, tmp_path: Path, capsys: pytest.CaptureFix
     """The command prints a row a method and writes the same figures; bad input is one clear line."""
     trace, out = str(still / "trace.jsonl"), tmp_path / "out.json"
     assert main(["simulate", trace, "--methods", "grpo,dppo", "--rollout-cost", "1", "--json", str(out)]) == 0
-    assert capsys.readouterr().out.count("\n") == 4
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said[1:4]] == ["method", "grpo", "dppo"]
+    assert "of a step of grpo is rollout" in said[4]
     assert [row["method"] for row in json.loads(out.read_text())["methods"]] == ["grpo", "dppo"]
     for arguments, expected in (
         ([str(tmp_path / "none.jsonl")], "no such file"),
