@@ -14,7 +14,7 @@ from dppo_megatron.config.pruning import PromptPruningConfig
 from dppo_megatron.pruning import StepCost
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.pruning.prompt_dppo import DppoPromptPolicy
-from dppo_megatron.pruning.prompt_score import static_columns
+from dppo_megatron.pruning.prompt_score import RowColumns
 from dppo_megatron.pruning.realised import EffectMonitor
 from dppo_megatron.pruning.regression import FadingRegression
 
@@ -74,11 +74,17 @@ def test_whatever_comes_it_stays_finite_and_settles(seed: int, scale: float) -> 
 def test_columns_of_what_rows_say() -> None:
     """The example of the docstring; a level of many values becomes a number and its square."""
     features = PromptFeatures(np.full(4, 7), np.array([1.0, 1.0, 2.0, np.nan]), np.zeros(4, int), ("",))
-    assert static_columns(features).T.tolist() == [[1, 1, 0, 0], [0, 0, 1, 0]]
-    many = PromptFeatures(np.full(50, 7), np.arange(50.0), np.zeros(50, int), ("",))
-    assert static_columns(many).shape == (50, 2)
-    nothing = PromptFeatures(np.full(4, 7), np.full(4, np.nan), np.zeros(4, int), ("",))
-    assert static_columns(nothing).shape == (4, 0)
+    assert RowColumns(features).of(np.arange(4)).T.tolist() == [[1, 1, 0, 0], [0, 0, 1, 0]]
+    many = RowColumns(PromptFeatures(np.full(50, 7), np.arange(50.0), np.zeros(50, int), ("",)))
+    first, second = many.of(np.arange(50)).T
+    np.testing.assert_allclose(second, first**2 - 1, atol=1e-6)
+    assert abs(first.mean()) < 1e-6 and first.std() == pytest.approx(1.0, abs=1e-6)
+    nothing = RowColumns(PromptFeatures(np.full(4, 7), np.full(4, np.nan), np.zeros(4, int), ("",)))
+    assert nothing.count == 0 and nothing.of(np.arange(4)).shape == (4, 0)
+    crowd = RowColumns(
+        PromptFeatures(np.full(90, 7), np.full(90, np.nan), np.arange(90) % 30, tuple(map(str, range(30))))
+    )
+    assert crowd.count == 16 and crowd.of(np.arange(90)).sum(axis=1).max() == 1
 
 
 # ------------------------------------------------------------------------------------------ on made-up runs
