@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -295,6 +296,7 @@ class ServerEngine:
             detokenizer=detokenizer,
             hook=hook,
             parent=os.getpid(),
+            import_path=list(sys.path),
         )
         self._client = NodeClient(setup)
 

@@ -70,6 +70,8 @@ class Setup:
     detokenizer: Detokenizer | None = None
     hook: HookFactory | None = None
     parent: int = 0
+    import_path: list[str] = field(default_factory=list)
+    """The trainer's: a user's grader may lie wherever the trainer could import it from."""
 
 
 class Client:
@@ -210,5 +212,6 @@ def main() -> None:
     setup: Setup = pickle.load(sys.stdin.buffer)
     if setup.parent and os.getppid() != setup.parent:
         return  # it was killed before the kernel was asked to tell us
+    sys.path += [entry for entry in setup.import_path if entry not in sys.path]
     asyncio.run(_run(setup))
     os._exit(0)  # a grader that hangs in a lane is nobody's concern any more
