@@ -1,13 +1,17 @@
 # make quickstart   trains the arithmetic task end to end and prints a table
-# make test         the whole test suite
+# make test         the whole test suite, in two processes (docs/testing.md)
+# make test-quick   without the tests marked slow: the inner loop
 # make test-sglang  the engine tests against real SGLang servers on this CPU (3.4 GB more to install)
-# All make .venv first if it is not there, test also .venv-vllm, test-sglang .venv-sglang. NPROC, TP, PP, SEED and CONFIG change the quickstart.
+# All make .venv first if it is not there, test also .venv-vllm, test-sglang .venv-sglang. NPROC, TP, PP, SEED and CONFIG change
+# the quickstart, WORKERS and TESTS the tests: make test-quick WORKERS=4 TESTS='tests/rewards -x'.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 SGLANG_VENV ?= .venv-sglang
+WORKERS ?= 2
+TESTS ?= tests
 SEED ?= 0
 NPROC ?= 1
 TP ?= 1
@@ -25,7 +29,7 @@ else
 TRAIN = OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node $(NPROC) -m dppo_megatron train
 endif
 
-.PHONY: quickstart test test-sglang lint clean
+.PHONY: quickstart test test-quick test-sglang lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python tools/make_quickstart.py --out $(TASK) --seed $(SEED)
@@ -33,7 +37,10 @@ quickstart: $(VENV)/.installed
 	$(TRAIN) $(CONFIG) $(SETTINGS)
 
 test: $(VENV)/.installed $(VLLM_VENV)/.installed
-	DPPO_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest
+	DPPO_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -n $(WORKERS) $(TESTS)
+
+test-quick: $(VENV)/.installed
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow' $(TESTS)
 
 test-sglang: $(VENV)/.installed $(SGLANG_VENV)/.installed
 	DPPO_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(BIN)/python -m pytest tests -k sglang

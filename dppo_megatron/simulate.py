@@ -1,9 +1,9 @@
-"""What every method would have cost on a recorded run, before any GPU hour is spent on it.
+"""Estimates what each pruning method would cost, from a recorded run and without a GPU.
 
-The training loop's own `Selector` is run over the trace: the same policies, draws and weights, with recorded outcomes
-in place of an engine. An outcome that the recorded run did not produce (a prompt it skipped, or that another method
-reaches earlier) is taken from the nearest recorded visit of that prompt; how often is reported. What a replay cannot
-know is how another method would have changed the policy: figures are for the policies that the recorded run had.
+The trainer's own `Selector` runs over the trace: the same policies, draws and weights, with recorded outcomes in place
+of an engine. An outcome that the recorded run did not produce (a prompt it skipped, or that another method reaches
+earlier) is taken from the nearest recorded visit of that prompt, and the share of such outcomes is reported. A replay
+cannot know how another method would have changed the model: figures are for the model of the recorded run.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Prediction:
 def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | None) -> CostModel:
     """A cost model from the trace's own seconds; a given cost (seconds for 1,000 tokens) replaces the measured one.
 
-    Generation and update are taken proportional to their tokens. A line with an intercept was worse: an unpruned
-    trace's steps have nearly equal token counts, so noise flattens the slope and the intercept takes up the rest.
+    Generation and update are taken as proportional to their tokens. A fit with an intercept was worse: steps of an
+    unpruned trace have nearly equal token counts, so noise flattens the slope and the intercept absorbs the rest.
 
     Raises:
         UserError: a cost is not given, and the trace has no tokens to measure it by.
@@ -139,7 +139,7 @@ def simulate(trace: Trace, method: str, costs: CostModel) -> Prediction:
 
 
 def table(predictions: list[Prediction], costs: CostModel) -> str:
-    """For people; speed-up is in seconds a step against the first method."""
+    """A table to print; speed-up is in seconds a step against the first method."""
     header = (
         f"{'method':<18}{'label':<10} {'prompts':>8} {'generated':>10} {'trained':>8} {'gen. tok':>9}"
         f" {'train. tok':>10} {'s/step':>7} {'speed-up':>9} {'scale':>6} {'variance':>9} {'imputed':>8}"
@@ -160,12 +160,12 @@ def table(predictions: list[Prediction], costs: CostModel) -> str:
 
 
 def as_json(predictions: list[Prediction], costs: CostModel) -> dict[str, object]:
-    """For other tools."""
+    """As JSON, for other tools."""
     return {"costs": asdict(costs), "methods": [asdict(p) for p in predictions]}
 
 
 class _Outcomes:
-    """What a prompt's rollout came to, at the nearest recorded step."""
+    """The outcome of a prompt's rollout at the nearest recorded step."""
 
     def __init__(self, trace: Trace) -> None:
         self._visits: dict[int, list[tuple[int, int, int]]] = {}

@@ -1,4 +1,4 @@
-"""trace.jsonl: what every rollout of a run came to, small enough to keep, complete enough to replay a selection on.
+"""trace.jsonl: the outcome of every rollout of a run, small enough to keep and enough to replay a selection on.
 
 The first line describes the run; each later line is a step. `dppo-megatron simulate` reads it.
 """
@@ -30,7 +30,7 @@ class TracedStep:
     rollouts: Rollouts
     """Their outcomes, [K, G]."""
     kept: BoolArray
-    """[K * G] what was trained."""
+    """[K * G] which completions were trained on."""
     seconds: dict[str, float]
     """`rollout` (with grading), `update` and `other`."""
 
@@ -72,7 +72,7 @@ def trace_row(step: int, decision: Decision, rollouts: Rollouts) -> dict[str, An
 
 
 def trace_seconds(metrics: dict[str, Any]) -> dict[str, float]:
-    """A step's seconds by what they grow with."""
+    """A step's seconds, grouped by what they scale with."""
     rollout = metrics["time/rollout_s"] + metrics["time/reward_s"]
     update = metrics["time/update_s"]
     return {"rollout": rollout, "update": update, "other": max(0.0, metrics["time/step_s"] - rollout - update)}
@@ -90,7 +90,7 @@ def read_trace(path: str) -> Trace:
         for number, line in enumerate(file, start=1):
             try:
                 rows.append(json.loads(line))
-            except (ValueError, RecursionError) as error:  # also what is no UTF-8
+            except (ValueError, RecursionError) as error:  # UnicodeDecodeError included
                 raise UserError(f"{path}:{number}: not valid JSON: {json_reason(error)}") from None
             if not isinstance(rows[-1], dict):
                 raise UserError(f"{path}:{number}: not a JSON object")

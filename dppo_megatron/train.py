@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # importing Megatron takes seconds; a mistake in the config should not
+if TYPE_CHECKING:  # importing Megatron takes seconds; reporting a mistake in the config should not
     from dppo_megatron.run import Run
 
 
 def train(run: Run) -> None:
-    """Warm start, evaluation, RL steps, and what a run leaves behind."""
+    """Warm start, evaluation, RL steps, final checkpoint and summary."""
     loop = run.loop
     if run.resumes:
         run.resume()

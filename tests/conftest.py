@@ -1,9 +1,13 @@
-"""What every test needs, and no more: one thread for each process, megatron-core prepared, GPU tests skipped aloud."""
+"""What every test needs, and no more: one thread for each process, megatron-core prepared, GPU tests skipped aloud, and
+an order in which two workers end together (`pytest -n 2`, see docs/testing.md)."""
 
+import gc
 import os
 
 # Before torch: ranks are forked from this process, and an OpenMP pool does not survive a fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +17,66 @@ from dppo_megatron import platform
 torch.set_num_threads(1)
 platform.prepare()
 
+ENGINES = ("test_engine_servers", "test_engine_launch", "test_real_math")
+"""Files that start real servers: one worker has them all, so that no two servers need their 3 GB at the same time."""
+LONGEST = (
+    *ENGINES,
+    "test_resume",
+    "test_actor_layouts",
+    "test_training",
+    "test_faults",
+    "test_simulate_compare",
+    "test_lint",
+    "test_updates_per_step",
+    "test_pool",
+    "test_pruning_labels",
+    "test_pruning_custom",
+    "test_fuzz_config",
+    "test_evaluation",
+    "test_conversion",
+    "test_hf_parity",
+    "test_pruning_designs",
+    "test_checkpoints",
+    "test_families",
+    "test_damage",
+    "test_arithmetic",
+)
+"""Started first: a long file that started last would leave the other workers idle."""
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def _name(nodeid: str) -> str:
+    """`test_resume` of `tests/test_resume.py::test_signals[1]`."""
+    return _file(nodeid).rpartition("/")[2].removesuffix(".py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist
+        items.sort(key=lambda item: LONGEST.index(name) if (name := _name(item.nodeid)) in LONGEST else len(LONGEST))
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False"))
+
+
+def pytest_collection_finish() -> None:
+    """A million objects of torch, transformers and sympy are here to stay: no later collection looks at them again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests share its fixtures, so a worker gets whole files, in the order above."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "engines" if _name(nodeid) in ENGINES else _file(nodeid)
+
+    config.option.loadscopereorder = False  # it would order by the number of tests, not by their length
+    return ByFile(config, log)

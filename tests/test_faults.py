@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import queue
 import re
 import resource
 import signal
@@ -13,6 +14,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,12 +27,15 @@ from support.tiny import Parallel, build_actor, plan_for, random_samples, write_
 
 from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.job import prepare_job
+from dppo_megatron.observe import watchdog
 from dppo_megatron.observe.record import JsonLines, rewind
 from dppo_megatron.observe.watchdog import Watchdog
 from dppo_megatron.rollout.engine import Weights
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import GuardStop
+
+pytestmark = pytest.mark.slow
 
 SHORT = {
     "warm_start__steps": 2,
@@ -278,7 +283,7 @@ def _write_beyond_the_limit(path: Path) -> str:
 
 def _stop_one(run_dir: Path, files: Path, number: int) -> int:
     """On ranks: rank 1 kills or stops itself in its second rollout."""
-    extra = SHORT | {"guard__watchdog_s": 3, "steps": 50}
+    extra = SHORT | {"guard__watchdog_s": 6, "steps": 50}
     from dppo_megatron.loop import Loop
 
     plain, calls = Loop.generate, 0
@@ -300,7 +305,7 @@ def test_a_rank_that_hangs_is_named_and_the_others_stop(
 ) -> None:
     """SIGSTOP: nothing closes its connections, and the collective alone would wait for minutes."""
     with pytest.raises(RankError, match="rank 0 of 2 died without a message: exit code 1"):
-        run_ranks(_stop_one, 2, tmp_path / "run", files, signal.SIGSTOP, timeout_s=90)
+        run_ranks(_stop_one, 2, tmp_path / "run", files, signal.SIGSTOP)
     assert "watchdog: rank 1 (host " in (said := capfd.readouterr().err)
     assert "has given no sign of life for" in said
 
@@ -308,27 +313,39 @@ def test_a_rank_that_hangs_is_named_and_the_others_stop(
 def test_a_rank_that_dies_is_named(files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """SIGKILL: its peers' collectives fail at once, with a message that names nobody; ours does."""
     with pytest.raises(RankError, match="rank 1 of 2 died without a message"):
-        run_ranks(_stop_one, 2, tmp_path / "run", files, signal.SIGKILL, timeout_s=90)
+        run_ranks(_stop_one, 2, tmp_path / "run", files, signal.SIGKILL)
     said = capfd.readouterr()
     assert "rank 1 (host " in said.out + said.err
 
 
-def test_the_watchdog_is_silent_about_the_living() -> None:
-    """Two ranks' watchdogs on one store, one of which stops: only the other's complaint, and only then."""
+def test_the_watchdog_is_silent_about_the_living(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks' watchdogs on one store, one of which stops: only the other's complaint, and only then. The clock is
+    the test's: signs come every second, silence counts from three on and is death after ten."""
+    now = 0.0
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now, sleep=time.sleep))
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    complaints: list[str] = []
-    dogs = [Watchdog(store, rank, 2, 0.5, leave=complaints.append) for rank in range(2)]
-    for dog in dogs:
-        dog.start()
-    time.sleep(1.5)
-    assert complaints == [] and dogs[0].silent() == []
-    dogs[1].stop()
-    assert len(dogs[0].wait_for_silence()) == 1
-    deadline = time.monotonic() + 10
-    while not complaints and time.monotonic() < deadline:
-        time.sleep(0.05)
+    complaints: queue.Queue[str] = queue.Queue()
+    dogs = [Watchdog(store, rank, 2, 10.0, leave=complaints.put) for rank in range(2)]
+
+    def a_second_of(living: list[Watchdog]) -> None:
+        nonlocal now
+        now += 1
+        for dog in living:
+            dog._show(int(now))
+        for dog in living:
+            dog._look()
+
+    for _ in range(100):
+        a_second_of(dogs)
+        assert dogs[0].silent() == dogs[1].silent() == []
+    for seconds in range(1, 12):
+        assert not store.check(["watchdog/stop"])
+        a_second_of(dogs[:1])
+        assert len(dogs[0].silent()) == (seconds > 3)
+    dogs[0].start()
+    said = complaints.get(timeout=120)
+    assert said.startswith("rank 1 (host ") and said.endswith("has given no sign of life for 11 s")
     dogs[0].stop()
-    assert complaints[0].startswith("rank 1 (host ") and "no sign of life" in complaints[0]
 
 
 def test_a_killed_run_leaves_no_graders(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +353,7 @@ def test_a_killed_run_leaves_no_graders(files: Path, tmp_path: Path, monkeypatch
     extra = SHORT | {"reward__function": "support.faulty:unlucky", "reward__timeout_s": 600, "data__eval_paths": "{}"}
     monkeypatch.setenv("FAULTY_RUN", str(tmp_path))  # by which their processes can be told from others
     assert run_killed(files, tmp_path / "run", 1, extra, Kill("reward", 1, delay_s=0.5))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while _processes_with(f"FAULTY_RUN={tmp_path}") and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not _processes_with(f"FAULTY_RUN={tmp_path}")

@@ -216,7 +216,7 @@ def test_big_results_come_back_in_rank_order() -> None:
         torch.distributed.all_reduce(total)
         return int(total), torch.full((1_000_000,), rank)
 
-    results = run_ranks(body, 3, timeout_s=30)
+    results = run_ranks(body, 3)
     assert [int(tensor[0]) for _, tensor in results] == [0, 1, 2]
     assert {total for total, _ in results} == {3}
 
@@ -227,10 +227,8 @@ def test_failing_rank_is_reported_with_its_traceback_while_others_wait() -> None
             raise ValueError("the reason")
         torch.distributed.barrier()
 
-    started = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)rank 1 of 2 raised:\nTraceback.*in body.*ValueError: the reason"):
-        run_ranks(body, 2, timeout_s=60)
-    assert time.monotonic() - started < 20
+        run_ranks(body, 2, timeout_s=100_000)  # were this waited for, pytest's own limit would end the test
 
 
 def test_rank_that_dies_is_named_with_its_exit_code(tmp_path: Path) -> None:
@@ -244,7 +242,7 @@ def test_rank_that_dies_is_named_with_its_exit_code(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(RankError) as raised:
-        run_ranks(body, 2, timeout_s=30)
+        run_ranks(body, 2)
     assert "rank 0 of 2 died without a message: exit code -9 (SIGKILL)" in str(raised.value)
     assert "rank 1 of 2 died without a message: exit code 7" in str(raised.value)
 
@@ -262,8 +260,13 @@ def test_timeout_tells_where_each_rank_was_and_leaves_nothing_running(tmp_path: 
     def stuck_here() -> None:
         time.sleep(600)
 
-    with pytest.raises(RankError, match=r"(?s)rank 1 of 2 did not finish within 2 s; it was at:.*in stuck_here"):
-        run_ranks(body, 2, timeout_s=2)
+    for timeout_s in (2, 10, 60):  # a busy machine needs more time to come to where rank 1 is stuck
+        with pytest.raises(RankError, match=rf"rank 1 of 2 did not finish within {timeout_s} s; it was at:") as raised:
+            run_ranks(body, 2, timeout_s=timeout_s)
+        if "in stuck_here" in str(raised.value):
+            break
+    assert "in stuck_here" in str(raised.value)
+    assert {file.name for file in tmp_path.iterdir()} == {"0", "1"}
     for file in tmp_path.iterdir():
         for process in map(int, file.read_text().split()):
             assert not running(process), f"process {process} of rank {file.name} is still there"
@@ -271,7 +274,7 @@ def test_timeout_tells_where_each_rank_was_and_leaves_nothing_running(tmp_path: 
 
 def running(process: int) -> bool:
     """Whether a process exists and is no zombie (an orphan's parent may be slow to collect it)."""
-    for _ in range(20):
+    for _ in range(1200):
         try:
             if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 return False
@@ -292,4 +295,4 @@ def test_ranks_can_differentiate_after_the_parent_did() -> None:
         assert y.grad is not None
         return float(y.grad[0, 0])
 
-    assert run_ranks(body, 2, timeout_s=30) == [600.0, 600.0]
+    assert run_ranks(body, 2) == [600.0, 600.0]

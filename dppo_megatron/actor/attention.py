@@ -1,9 +1,9 @@
 """Core attention over packed sequences for Megatron's local layer spec, and the norm that goes with it.
 
-Megatron's own DotProductAttention refuses packed sequences without Transformer Engine. A layer spec is the public
-place to put another one. On CUDA in half precision it calls a variable-length flash kernel (`varlen.py`). Elsewhere it
-gathers the sequences of similar length into right-padded batches and calls SDPA once for each batch: causal
-masking makes right padding harmless, and a few large calls beat one small call for each sequence.
+Without Transformer Engine, Megatron's own DotProductAttention refuses packed sequences; a layer spec is the public way
+to replace it. On CUDA in half precision this calls a variable-length flash kernel (`varlen.py`). Elsewhere it gathers
+sequences of similar length into right-padded batches and calls SDPA once per batch: causal masking makes right padding
+harmless, and a few large calls are faster than one small call per sequence.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class LengthBucket:
     """Sequences of one pack that attend in the same call: similar lengths, so little padding."""
 
     query_index: Tensor
-    """[B * Q] position, among this rank's tokens, of each row's queries; a row's padding repeats its last token."""
+    """[B * Q] position of each query among this rank's tokens; padding repeats a row's last token."""
     key_index: Tensor
-    """[B * L] position in the whole pack of each row's keys, padded in the same way."""
+    """[B * L] position of each key in the whole pack, padded in the same way."""
     batch: int
     mask: Tensor | None
     """[B, 1, Q, L] True where a query may look; None: causal, which is all that one rank alone needs."""
@@ -52,7 +52,7 @@ class Attending(NamedTuple):
 
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]
-    """Megatron's description of a pack, with what this project's attention derives from it once for all layers."""
+    """Megatron's description of a pack, plus what our attention derives from it once for all layers."""
 
     slots: tuple[int, ...] = (0,)
     context: ContextShare = field(default_factory=ContextShare)
@@ -87,7 +87,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
 
     @cached_property
     def attending(self) -> Attending:
-        """The length buckets; made at the first layer, and not at all where a kernel takes the offsets."""
+        """The length buckets, made at the first layer; not needed by kernels that take the offsets."""
         by_size: dict[int, list[tuple[int, int]]] = {}
         for start, end in pairwise(self.slots):
             by_size.setdefault((end - start).bit_length(), []).append((start, end - start))

@@ -1,4 +1,4 @@
-"""From planned samples to the tensors of one packed micro-batch."""
+"""Turns planned samples into the tensors of one packed micro-batch."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Microbatch:
     behaviour_logprobs: Tensor
     """[T] float64, 0 where `mask` is 0."""
     old_logprobs: Tensor
-    """[T] float64, the behaviour's where the samples carry none."""
+    """[T] float64; the behaviour's if the samples carry none."""
     reference_logprobs: Tensor
-    """[T] float64, 0 where the samples carry none."""
+    """[T] float64; 0 if the samples carry none."""
     advantages: Tensor
     """[T] float64."""
     sequence: Tensor

@@ -1,8 +1,8 @@
-"""A megatron-core GPTModel with the shape of a Hugging Face checkpoint.
+"""Builds a megatron-core GPTModel with the shape of a Hugging Face checkpoint.
 
-Two layer specs, one model: Transformer Engine's where it is installed on CUDA, and Megatron's local one with this
-project's packed attention and norm. Their sharded keys are the same, so checkpoints and the weight table are too.
-The output layer is deferred: the model returns hidden states and `logprobs.py` multiplies them in chunks.
+There are two layer specs: Transformer Engine's where it is installed on CUDA, else Megatron's local one with this
+project's packed attention and norm. Both have the same sharded keys, so checkpoints and the weight table fit both.
+The model returns hidden states; `logprobs.py` applies the output layer in chunks.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _experts(architecture: Architecture, config: ActorConfig, spec: LayerSpec) -
         "moe_router_pre_softmax": not experts.normalize_weights,
         "moe_router_score_function": "softmax",
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",  # its statistics would see the kept completions only
+        "moe_router_load_balancing_type": "none",  # its statistics would cover the kept completions only
         "moe_grouped_gemm": spec == "te",
         "moe_router_padding_for_quantization": config.fp8 != "off",
         "expert_model_parallel_size": config.layout.expert_parallel,
@@ -140,7 +140,7 @@ def _build_chunk(
 
 class DeferredOutputLayer(ColumnParallelLinear):  # type: ignore[misc]
     """Passes hidden states on: whole logits of a long pack, in float32 for the loss, would be the largest tensor of a
-    step. The weight stays where Megatron put it, with all that it knows of sharding and tying."""
+    step. The weight stays in Megatron's module, which handles its sharding and tying."""
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
         """[T / tp, 1, H] (with sequence parallelism) -> the same."""
@@ -164,7 +164,7 @@ def _local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=architecture.qk_norm, normalization="RMSNorm"
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    if architecture.experts:  # a norm of its own in Transformer Engine's spec, so its key must not be fc1's here
+    if architecture.experts:  # a separate norm in Transformer Engine's spec, so its key must not be part of fc1 here
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention

@@ -1,4 +1,4 @@
-"""Megatron's optimizer and learning-rate schedule from our settings."""
+"""Builds Megatron's optimizer and learning-rate schedule from our settings."""
 
 from __future__ import annotations
 

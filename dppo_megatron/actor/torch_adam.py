@@ -1,9 +1,9 @@
-"""Megatron's distributed optimizer where torch's own AdamW stands in for Apex's or Transformer Engine's.
+"""Makes Megatron's distributed optimizer work with torch's AdamW, which it uses without Apex and Transformer Engine.
 
 Its checkpoints assume FusedAdam, which keeps one `step` in the parameter group. torch keeps a `step` tensor with each
 parameter, and three things break: a save before the first step, a load, and bias correction after a load (0.16 and
-0.19 alike). That happens on every CPU, and on every GPU without those two packages. Mended in a subclass of our own
-rather than in Megatron's class: nothing that anybody else builds changes.
+0.19 alike). That affects every CPU, and every GPU without those two packages. The fix is a subclass rather than a
+patch of Megatron's class, so that nothing else in the process changes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Settings of pruning: which prompts are skipped before rollout, which completions are dropped before the update.
 
 Every method of the field reads the same two sections, so that comparing methods changes one word of a config.
-The price is that some fields mean nothing to some methods: each policy's class says which it reads, docs/pruning.md has
-the table, and a run says which of the settings that were changed its methods do not read. A method's name stands in its
-class, so it is not checked here but by `pruning.policies.check_methods`.
+The price is that some methods ignore some fields: each policy's class lists which it reads, docs/pruning.md has the
+table, and a run names the changed settings that its methods ignore. Method names are defined by the policy classes,
+so `pruning.policies.check_methods` checks them, not this file.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class CompletionPruningConfig:
     unpruned steps at the start."""
     fill_slack: bool = True
     """Keep more than the rate asks for where a step's last round of micro-batches has room: less variance for no
-    further micro-batch, but for the time of the tokens added."""
+    extra micro-batch, at the cost of the added tokens' time."""
     auto_rule: str = "cost"
     """cost or design_effect, as at prompt level."""
     rollout_cost_ratio: float = ranged(0.0, "[0, 1e9]")
@@ -193,14 +193,14 @@ def check_pruning(config: PruningConfig, prefix: str = "pruning") -> None:
 
 
 def check_prompt(config: PromptPruningConfig, prefix: str = "pruning.prompt") -> None:
-    """Check the prompt section but for its method, which the room of pruning knows; raises `UserError`."""
+    """Check the prompt section except its method, which `pruning/` knows; raises `UserError`."""
     check_ranges(config, f"{prefix}.")
     check_choice(f"{prefix}.score", config.score, PROMPT_SCORES)
     _check_shared(config, prefix)
 
 
 def check_completion(config: CompletionPruningConfig, prefix: str = "pruning.completion") -> None:
-    """Check the completion section but for its method; raises `UserError`."""
+    """Check the completion section except its method; raises `UserError`."""
     check_ranges(config, f"{prefix}.")
     check_choice(f"{prefix}.score", config.score, COMPLETION_SCORES)
     _check_shared(config, prefix)

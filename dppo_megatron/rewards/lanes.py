@@ -6,6 +6,7 @@ so k hangs cost about ceil(k / lanes) time limits, and nobody waits for a batch 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -53,6 +54,9 @@ class GradeInClient:
     """Makes the hook in a client's process: what `ServerEngine` takes as `client_hook`."""
 
     reward: RewardConfig
+    module_path: tuple[str, ...] = ()
+    """Where the trainer finds modules (sys.path): a user's grader must be found in the client too. Empty: no change."""
 
     def __call__(self) -> GraderLanes:
+        sys.path[:] = self.module_path or sys.path
         return GraderLanes(self.reward)

@@ -60,6 +60,9 @@ class Decision:
     """Nominal prompts of the step, refills included; those not rolled out too."""
     prompts: Chosen
     """Those that were rolled out."""
+    completion_prob: FloatArray
+    """Inclusion probability of each completion given its group; NaN where it was not up for the draw: its group does
+    not go on, or it was filtered."""
 
 
 def join(chosen: list[Chosen]) -> Chosen:

@@ -213,6 +213,8 @@ class Selector:
         weight = np.zeros(rollouts.rewards.size)
         kept[rows] = completions.kept
         weight[rows] = batch.prompt_weight * completions.weight
+        completion_prob = np.full(rollouts.rewards.size, math.nan)
+        completion_prob[rows] = completions.inclusion_prob
         first, later = of.selections[: self._updates], of.selections[self._updates :]
         planned = merge(first, np.arange(sum(len(selection.kept) for selection in first)))
         offered = with_refills(planned, later)
@@ -236,6 +238,7 @@ class Selector:
             metrics=self._metrics(offered, batch, completions, rollouts, prompts, zero_based),
             offered=np.concatenate(of.offered),
             prompts=prompts,
+            completion_prob=completion_prob,
         )
 
     def feedback(self, cost: StepCost) -> list[str]:

@@ -99,7 +99,7 @@ def check(completion: str, grade: Grade) -> None:
 def test_each_behaviour_costs_its_own_sample_only(command: str) -> None:
     """Among others in one chunk, in one process, which goes on or is replaced."""
     hangs = OWN_FAULT.get(command) == "timed out"
-    with pool_of(processes=1, timeout_s=1.0 if hangs else 60.0) as pool:
+    with pool_of(processes=1, timeout_s=2.0 if hangs else 60.0) as pool:
         commands = ["1", "0", command, "1", "print", "slow 0.1"]
         for _ in range(1 if hangs else 2):
             for completion, grade in zip(commands, pool.grade(tasks_of(commands)), strict=True):
@@ -127,6 +127,7 @@ MIX = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(
     mix=MIX,
@@ -139,7 +140,7 @@ def test_any_mix_gives_each_sample_its_own_outcome(
 ) -> None:
     commands = mix + hangs
     shuffle.shuffle(commands)  # type: ignore[attr-defined]
-    with pool_of(processes=processes, timeout_s=1.5) as pool:
+    with pool_of(processes=processes, timeout_s=3.0) as pool:
         pool.seconds_each = 1e-5  # chunks as of a pool that has seen cheap gradings only: long ones
         for completion, grade in zip(commands, pool.grade(tasks_of(commands)), strict=True):
             check(completion, grade)
@@ -173,9 +174,10 @@ def test_texts_arrive_as_they_are() -> None:
 
 
 def test_a_sample_is_charged_with_its_own_time_only() -> None:
-    """Each of a chunk takes 0.6 s of the 1.5 s that are allowed, all of them 2.4 s."""
-    with pool_of(processes=1, timeout_s=1.5) as pool:
-        assert [g.reward for g in pool.grade(tasks_of(["slow 0.6"] * 4))] == [1.0] * 4
+    """Each of a chunk takes 0.5 s of the 4 s that are allowed (more on a busy machine), all of them 4.5 s and more."""
+    with pool_of(processes=1, timeout_s=4.0) as pool:
+        pool.seconds_each = 1e-5  # all in one chunk
+        assert [g.reward for g in pool.grade(tasks_of(["slow 0.5"] * 9))] == [1.0] * 9
 
 
 def test_what_stands_behind_a_slow_sample_is_done_by_the_idle() -> None:
@@ -184,7 +186,7 @@ def test_what_stands_behind_a_slow_sample_is_done_by_the_idle() -> None:
         while len({g.reward for g in pool.grade(tasks_of(["pid"] * 40))}) < 2:
             pass  # until both have started
         pool.seconds_each = 1e-5
-        grades = pool.grade(tasks_of(["slow 2", *["pid"] * 40]))  # half of these are sent behind the slow one
+        grades = pool.grade(tasks_of(["slow 5", *["pid"] * 40]))  # half of these are sent behind the slow one
         assert grades[0].reward == 1.0
         assert len({g.reward for g in grades[1:]}) == 1, "all by the other process"
         assert pool.grade(tasks_of(["value 3"] * 40)) == [Grade(3.0)] * 40, "nothing is left of the call before"
@@ -212,7 +214,7 @@ def test_a_process_that_dies_between_two_calls_is_replaced() -> None:
         for _ in range(3):
             (pid,) = pool.grade(tasks_of(["pid"]))
             assert pool.grade(tasks_of(["die_later"]))[0].reward == 1.0
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 120
             while Path(f"/proc/{int(pid.reward)}/cmdline").read_bytes() and time.monotonic() < deadline:
                 time.sleep(0.02)
             assert [g.reward for g in pool.grade(tasks_of(["1", "0"]))] == [1.0, 0.0]
@@ -284,7 +286,7 @@ def test_what_graders_started_ends_with_them() -> None:
         (pid,) = pool.grade(tasks_of(["pid"]))
         pool.grade(tasks_of(["spawn", "spawn", "fork_and_return"]))
         assert len(_group(int(pid.reward))) >= 3
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while _group(int(pid.reward)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not _group(int(pid.reward))

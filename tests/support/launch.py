@@ -41,8 +41,11 @@ torch.set_num_threads(1)  # before any operation: the OpenMP pool of a parent is
 
 Result = TypeVar("Result")
 
-_GRACE_S = 5.0
+_GRACE_S = 15.0
 """How long the other ranks may take to report their own error once one has failed."""
+
+_STACK_S = 3.0
+"""How long a rank may take to tell where it is; one that is stopped never does."""
 
 
 class RankError(RuntimeError):
@@ -61,11 +64,14 @@ class _Rank:
         """Where the rank is now, told by itself."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR2)
-        time.sleep(0.3)
-        return (self.folder / "stack").read_text() or "(no stack)"
+        deadline = time.monotonic() + _STACK_S
+        while not (told := (self.folder / "stack").read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.2)  # it writes line by line
+        return (self.folder / "stack").read_text() or told or "(no stack)"
 
 
-def run_ranks(fn: Callable[..., Result], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Result]:
+def run_ranks(fn: Callable[..., Result], world_size: int, *args: Any, timeout_s: float = 300.0) -> list[Result]:
     """Call `fn(*args)` on `world_size` ranks of one gloo process group and return their results in rank order.
 
     Results must be picklable; `fn` and `args` need not be. If a rank fails, the others are ended and RankError carries

@@ -246,6 +246,8 @@ class Fleet:
     def _is_back(self, member: Member) -> None:
         with self.lock:
             member.answers()
+        # a probe that was begun while it hung would say so after it has come back
+        self._probing[member.name].answer = None
         self.say(f"rollout: {member.name} answers again; it gets requests after a weight sync")
 
 
