@@ -159,7 +159,7 @@ def check_rollout(config: RolloutConfig) -> None:
         )
     _check_keys(config)
     for url in config.servers.endpoints:
-        _check_endpoint(url, config)
+        check_endpoint(url, config)
     if len(set(config.servers.endpoints)) < len(config.servers.endpoints):
         raise UserError("rollout.servers.endpoints names a server twice")
 
@@ -177,7 +177,8 @@ def _check_keys(config: RolloutConfig) -> None:
         )
 
 
-def _check_endpoint(url: str, config: RolloutConfig) -> None:
+def check_endpoint(url: str, config: RolloutConfig) -> None:
+    """Raise `UserError` if `url` is no address that may be asked."""
     if "@" in url or "?" in url or "#" in url:  # the value is not shown: it may contain a key
         raise UserError(
             "rollout.servers.endpoints: put no key in an address; rollout.servers.api_key_env names"

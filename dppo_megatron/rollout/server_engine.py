@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -266,6 +267,7 @@ class ServerEngine:
             detokenizer=detokenizer,
             hook=hook,
             parent=os.getpid(),
+            import_path=list(sys.path),
         )
         self._client = NodeClient(setup)
 

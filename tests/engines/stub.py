@@ -70,6 +70,8 @@ class StubServers:
     behaviours: dict[str, Behaviour] = field(default_factory=dict)
     asked: dict[str, int] = field(default_factory=dict)
     health: dict[str, Behaviour] = field(default_factory=dict)
+    pages: dict[str, str] = field(default_factory=dict)
+    """Answers to other questions, by name/path."""
     port: int = 0
 
     def __enter__(self) -> StubServers:
@@ -118,6 +120,10 @@ class StubServers:
                     await self.behaviours[name](asked)
                 elif rest in ("health", "server_info") and name in self.health:
                     await self.health[name](asked)
+                elif f"{name}/{rest}" in self.pages:
+                    await asked.reply(self.pages[f"{name}/{rest}"])
+                elif rest == "workers":
+                    await asked.reply("no such path", "404 Not Found")
                 else:
                     await asked.reply(json.dumps(_ABOUT_ITSELF.get(rest.partition("?")[0], {})))
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):

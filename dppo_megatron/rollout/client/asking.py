@@ -30,10 +30,47 @@ _ERROR_BYTES = 64 << 10
 _IDLE_S = 4.0
 """uvicorn, which both engines use, closes connections that have been idle for five seconds."""
 _ABORT_S = 30.0
+_READERS = 8
+"""Answers that are read at a time."""
+_PATIENCE_S, _SLOW_BYTES = 0.5, 256 << 10
+"""A body that brings less in this time is slow."""
 
 
 class OurFault(Exception):
     """This machine has run out of something: no server is to blame."""
+
+
+class _Slot:
+    """The right to read an answer's body, until it is read or turns out to be slow.
+
+    An answer of 48,000 tokens is 8 MB, and a thousand may come at once: those that wait stay at the servers. A slow one
+    must not keep the fast ones waiting: it loses its slot and is read beside them, since what trickles takes no memory.
+    """
+
+    def __init__(self, slots: asyncio.Semaphore, content: bytearray) -> None:
+        self._slots, self._content = slots, content
+        self._seen = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> None:
+        await self._slots.acquire()
+        self._timer = asyncio.get_running_loop().call_later(_PATIENCE_S, self._look)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._give_back()
+
+    def _look(self) -> None:
+        if len(self._content) - self._seen < _SLOW_BYTES:
+            self._give_back()
+        else:
+            self._seen = len(self._content)
+            self._timer = asyncio.get_running_loop().call_later(_PATIENCE_S, self._look)
+
+    def _give_back(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._slots.release()
 
 
 class Asker:
@@ -54,6 +91,7 @@ class Asker:
             auto_decompress=False,
             trace_configs=[trace],
         )
+        self._reading = asyncio.Semaphore(_READERS)
         self._sockets, self._keys, self._key = sockets, keys, key
         self._servers: dict[int, Address] = {}
 
@@ -115,13 +153,14 @@ class Asker:
             good = 200 <= response.status < 300
             limit = max_bytes if good else _ERROR_BYTES
             content = bytearray()
-            async for part in response.content.iter_any():
-                content += part
-                if len(content) > limit:
-                    response.close()
-                    if good:
-                        raise BadAnswer(f"{server.url}{call.path}: an answer of more than {max_bytes} bytes")
-                    break
+            async with _Slot(self._reading, content):
+                async for part in response.content.iter_any():
+                    content += part
+                    if len(content) > limit:
+                        response.close()
+                        if good:
+                            raise BadAnswer(f"{server.url}{call.path}: an answer of more than {max_bytes} bytes")
+                        break
             if not good:
                 said = excerpt(bytes(content))  # a proxy may send our headers back
                 said = said.replace(key, "***") if key else said

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from dppo_megatron.config.evaluation import longest_sequence
-from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.config.rollout import RolloutConfig, check_endpoint
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http, Refused, Unreachable, clean_key
@@ -67,7 +67,7 @@ def connect(
     key = configured_key(rollout)
     launched = launch_servers(config) if rollout.servers.launch == "local" else []
     try:
-        urls = [server.url for server in launched] or rollout.servers.endpoints
+        urls = [server.url for server in launched] or workers(rollout, key, say)
         keys = [server.api_key for server in launched] or [key] * len(urls)
         servers: list[Server] = [
             make_server(rollout.engine, url, key, architecture.vocab_size) for url, key in zip(urls, keys, strict=True)
@@ -102,6 +102,43 @@ def connect(
             f"rollout: {rollout.engine} {infos[0].engine_version} at {', '.join(urls)}; weight sync: {channel} ({why})"
         ),
     )
+
+
+def workers(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> list[str]:
+    """The configured endpoints, a router (sglang-router and its relatives) replaced by the workers that it names.
+
+    Weights, health probes and canaries need each worker itself. Generation goes to them directly too: the fleet knows
+    how many tokens each still has to give, and which of them has the present weights.
+
+    Raises:
+        UserError: a router names no worker, one twice, or one that may not be asked.
+    """
+    found: list[str] = []
+    for url in rollout.servers.endpoints:
+        named = _named_workers(Http(url, key))
+        for worker in named or []:
+            check_endpoint(worker, rollout)
+        if named == []:
+            raise UserError(f"rollout.servers.endpoints: {url} is a router without workers")
+        if named:
+            say(f"rollout: {url} is a router; its {len(named)} workers are asked directly: {', '.join(named)}")
+        found += named or [url]
+    if len(set(found)) < len(found):
+        raise UserError(f"rollout.servers.endpoints names a server twice, by itself or as a router's: {found}")
+    return found
+
+
+def _named_workers(http: Http) -> list[str] | None:
+    """None for what is no router."""
+    try:
+        answer = http.get("/workers", timeout_s=_FIRST_ANSWER_S)
+    except (Unreachable, Refused):  # no such path, or nobody: `describe` says what is wrong
+        return None
+    listed = answer.get("workers") if isinstance(answer, dict) else None
+    if not isinstance(listed, list):
+        return None
+    urls = [worker.get("url") for worker in listed if isinstance(worker, dict)]
+    return [url.rstrip("/") for url in urls if isinstance(url, str)]
 
 
 def _seats(

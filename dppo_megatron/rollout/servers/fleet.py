@@ -26,6 +26,7 @@ The rules:
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -93,7 +94,7 @@ class Work:
 class _Probe:
     """The health probe of one server that is under way, or was."""
 
-    begun: float = -float("inf")
+    begun: float = -math.inf
     answer: Future[None] | None = None
 
 
@@ -259,6 +260,7 @@ class _Rollout:
         self._limits, self._clock = fleet._config.limits, fleet._clock
         self._pending = deque(index for index in range(len(work.groups)) if index not in work.done)
         self._attempts: dict[int, _Attempt] = {}
+        self._watched = -math.inf
         self._places = {member.name: place for place, member in enumerate(fleet.members)}
 
     def run(self) -> Iterator[int]:
@@ -380,6 +382,8 @@ class _Rollout:
 
     def _drop_the_lost(self) -> None:
         """Attempts on servers that are out go elsewhere, whoever has marked them: a probe, another answer, a sync."""
+        if all(member.state != "out" for member in self._fleet.members):
+            return
         lost = [ticket for ticket, attempt in self._attempts.items() if attempt.member.state == "out"]
         if lost:
             self._intake.cancel(lost)
@@ -407,16 +411,19 @@ class _Rollout:
             fleet.revive()
 
     def _cut_stragglers(self) -> None:
-        work = self._work
+        work, share = self._work, self._limits.straggler_share
+        if share == 1 or not work.may_be_cut or work.cut or self._pending or not self._attempts:
+            return
         total = sum(group.count for group in work.groups)
-        finished = sum(work.groups[index].count for index in work.done)
-        may = work.may_be_cut and not work.cut and self._attempts and not self._pending
-        if may and finished >= self._limits.straggler_share * total:
+        if sum(work.groups[index].count for index in work.done) >= share * total:
             work.cut = True
             self._intake.end(list(self._attempts))
 
     def _watch(self) -> None:
         now, limit_s = self._clock(), self._limits.request_timeout_s
+        if now - self._watched < _TICK_S:  # thousands may wait, and events come by the hundred
+            return
+        self._watched = now
         waiting = [*self._pending, *(attempt.index for attempt in self._attempts.values())]
         where = {attempt.index: f" on {attempt.member.name}" for attempt in self._attempts.values()}
         asked = self._work.first_asked

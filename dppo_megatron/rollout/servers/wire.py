@@ -194,10 +194,17 @@ class _Reason(msgspec.Struct):
     type: str
 
 
+class _SGLangToken(msgspec.Struct, array_like=True, gc=False):
+    """[log-probability, token, text]."""
+
+    logprob: float
+    token: int
+
+
 class _SGLangMeta(msgspec.Struct):
     id: str
     finish_reason: _Reason | None = None
-    output_token_logprobs: list[tuple[float, int, str | None]] | None = None
+    output_token_logprobs: list[_SGLangToken] | None = None
     output_token_sampling_logprobs: list[float] | None = None
     weight_versions: list[_Span] | None = None
     weight_version: str | None = None
@@ -249,8 +256,8 @@ class SGLangDialect(msgspec.Struct, frozen=True, tag="sglang"):
         entries = meta.output_token_logprobs or ()
         values = meta.output_token_sampling_logprobs
         if values is None:
-            values = [entry[0] for entry in entries]
-        if entries and [entry[1] for entry in entries] != tokens:
+            values = [entry.logprob for entry in entries]
+        if entries and [entry.token for entry in entries] != tokens:
             raise BadAnswer(f"{rid}: its log-probabilities are of other tokens than it returns")
         spans: Sequence[_Span] = meta.weight_versions or ()
         if not spans and meta.weight_version is not None:

@@ -1,0 +1,98 @@
+"""A real rollout client under a real fleet, over canned servers; for the parts intake, gil and grade."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory
+from dppo_megatron.rollout.client.holding import Arrived
+from dppo_megatron.rollout.client.messages import Address
+from dppo_megatron.rollout.client.process import Setup
+from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, take
+from dppo_megatron.rollout.servers.fleet import Fleet, Work
+from dppo_megatron.rollout.servers.http import Http
+from dppo_megatron.rollout.servers.sglang import SGLangServer
+from dppo_megatron.rollout.servers.vllm import VLLMServer
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
+from plane.canned import COUNT, Canned, CannedServers, request_id
+
+VOCABULARY = 151_936
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Intake:
+    """Canned servers, one client, one fleet."""
+
+    def __init__(
+        self,
+        canned: Canned,
+        servers: int,
+        groups_each: int,
+        *,
+        hook: HookFactory | None = None,
+        detokenizer: Detokenizer | None = None,
+    ) -> None:
+        self.canned, self._servers = canned, CannedServers(canned)
+        urls = [self._servers.url(server) for server in range(servers)]
+        made: list[Any] = [
+            VLLMServer(Http(url)) if canned.engine == "vllm" else SGLangServer(Http(url), VOCABULARY) for url in urls
+        ]
+        listener = Listener(1)
+        addresses = [Address(place, server.http.url, server.dialect) for place, server in enumerate(made)]
+        self.clients = Clients(listener, addresses, [0] * servers)
+        self._secret, self._path = listener.meeting.secret, listener.meeting.take_path(0)
+        setup = Setup(
+            node=0,
+            rank_zero=listener.meeting.address,
+            secret=self._secret,
+            take_path=self._path,
+            detokenizer=detokenizer,
+            hook=hook,
+            parent=os.getpid(),
+            import_path=list(sys.path),
+        )
+        self.node, self.said = NodeClient(setup), list[str]()
+        self.clients.start(self.said.append, groups_each)
+        config = RolloutConfig()
+        config.limits.max_concurrent_sequences = groups_each * COUNT
+        config.limits.probe_every_s = 1e9
+        self.fleet = Fleet(made, config, self.said.append, self.clients)
+        self.fleet.expect("1")
+        with self.fleet.lock:
+            for member in self.fleet.members:
+                member.took("1")
+
+    def work(self, groups: int, prompts: Sequence[bytes] = ()) -> Work:
+        """As many groups of the canned form."""
+        tokens = self.canned.tokens
+        asked = [
+            GenerateRequest(request_id(index), tuple(range(1000, 1100)), COUNT, 0, max_tokens=tokens)
+            for index in range(groups)
+        ]
+        return Work(asked, Expected(VOCABULARY, 1, 1), prompts)
+
+    def take(self) -> list[Arrived]:
+        """All that is ready."""
+        return list(take(self._path, self._secret, 0, 1))
+
+    @property
+    def client_cpu_s(self) -> float:
+        """CPU seconds of the client so far."""
+        fields = Path(f"/proc/{self.node.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS
+
+    def client_status(self, name: str) -> int:
+        """A number of /proc/PID/status: VmHWM in kB, Threads, ..."""
+        lines = Path(f"/proc/{self.node.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+    def close(self) -> None:
+        self.clients.close()
+        self.node.close()
+        self.fleet.close()
+        self._servers.close()

@@ -1,0 +1,108 @@
+"""Grading beside the rollout, in the client's process: how fast, what hangs cost, and when it is done."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from dppo_megatron.config.reward import RewardConfig
+from dppo_megatron.rewards.lanes import GradeInClient
+from dppo_megatron.rollout.client.grading import GradeLanes
+from dppo_megatron.types import Prompt
+from plane.canned import COUNT, Canned
+from plane.clients import Intake
+from plane.common import Bar
+
+_LANES = 4
+_GRADER = """
+import time
+
+def fast(completion, answer):
+    time.sleep(0.001)
+    return 1.0
+
+def slow(completion, answer):
+    if completion == "hang":
+        time.sleep(1e6)
+    time.sleep(0.02)
+    return 1.0
+"""
+
+
+def run(smoke: bool) -> list[Bar]:
+    """The part's bars."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "plane_grader.py").write_text(_GRADER)
+        sys.path.insert(0, folder)
+        try:
+            samples = 256 if smoke else 8192
+            bars = [_speed("fast", 0.001, samples), _speed("slow", 0.02, samples // 8)]
+            return [*bars, _hangs(64 if smoke else 1024, 0.5), _beside(smoke)]
+        finally:
+            sys.path.remove(folder)
+
+
+def _lanes_take(function: str, texts: list[str], timeout_s: float) -> float:
+    """Seconds that grading `texts` takes, in groups of 16; processes have started before."""
+    hook = GradeInClient(RewardConfig(function=f"plane_grader:{function}", processes=_LANES, timeout_s=timeout_s))()
+    prompt, finished, count = pickle.dumps(Prompt(0, "", (), "", "")), threading.Event(), [0]
+    groups = [texts[start : start + COUNT] for start in range(0, len(texts), COUNT)]
+
+    def done(ticket: int, grades: bytes) -> None:
+        count[0] += 1
+        if count[0] == expected:
+            finished.set()
+
+    lanes = GradeLanes(hook, done, print)
+    expected = _LANES
+    for lane in range(_LANES):
+        lanes.put(-1 - lane, prompt, [""] * 8)
+    finished.wait()
+    finished.clear()
+    expected, count[0] = len(groups), 0
+    began = time.monotonic()
+    for ticket, group in enumerate(groups):
+        lanes.put(ticket, prompt, group)
+    finished.wait()
+    seconds = time.monotonic() - began
+    lanes.close()
+    return seconds
+
+
+def _speed(function: str, latency_s: float, samples: int) -> Bar:
+    seconds = _lanes_take(function, ["x"] * samples, 30.0)
+    share = samples / seconds / (_LANES / latency_s)
+    name = f"graders of {1000 * latency_s:g} ms: share of {_LANES} processes / latency"
+    return Bar("grade", name, share, 0.9, at_least=True, is_time=True)
+
+
+def _hangs(samples: int, timeout_s: float) -> Bar:
+    """1 % hang; what they cost beyond the others, in time limits."""
+    hangs = max(1, samples // 100)
+    texts = ["hang" if index % 100 == 50 else "x" for index in range(samples)]
+    hangs = texts.count("hang")
+    seconds = _lanes_take("slow", texts, timeout_s) - (samples - hangs) * 0.02 / _LANES
+    allowed = math.ceil(hangs / _LANES)
+    return Bar(
+        "grade", f"{hangs} hangs over {_LANES} lanes, in time limits", seconds / timeout_s, allowed + 1, is_time=True
+    )
+
+
+def _beside(smoke: bool) -> Bar:
+    """Groups land over some seconds; how many are graded when the last one lands."""
+    groups = 96 if smoke else 256
+    reward = RewardConfig(function="plane_grader:fast", processes=_LANES)
+    intake = Intake(Canned("sglang", 200, delay_s=0.2), 4, 2, hook=GradeInClient(reward))
+    try:
+        work = intake.work(groups, [pickle.dumps(Prompt(0, "", (), "", ""))] * groups)
+        graded = 0
+        for _ in intake.fleet.run(work):
+            graded = len(work.ready)  # the last time, when the last group has landed
+        return Bar("grade", "graded when the last completion lands", graded / groups, 0.9, at_least=True, is_time=True)
+    finally:
+        intake.close()

@@ -1,0 +1,85 @@
+"""What it costs to take in what engines answer, from the socket to the rank's arrays.
+
+Whole path: canned servers in a process of their own, a rollout client, the fleet, and the rank that takes the arrays
+over; CPU seconds of the client and of this process, which is rank 0. The second form runs with 1,024 open files.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+from multiprocessing.connection import Connection
+
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, SGLangDialect, VLLMDialect, checked
+from plane.canned import COUNT, Canned, request_id
+from plane.clients import VOCABULARY, Intake
+from plane.common import Bar, cpu_s
+
+_FILES = 1024
+
+
+def run(smoke: bool) -> list[Bar]:
+    """The part's bars."""
+    bars = []
+    tokens = 300 if smoke else 3000
+    for engine in ("vllm", "sglang"):
+        bars.append(Bar("intake", f"{engine}: decode and check", _decode(engine, tokens), 0.4, "s/Mtok", is_time=True))
+    forms = [("vllm", 8, 4 if smoke else 32, tokens), ("sglang", 64, 8 if smoke else 32, 30 if smoke else 375)]
+    for engine, servers, groups_each, length in forms:
+        bars += _apart(engine, servers, groups_each, length)
+    return bars
+
+
+def _decode(engine: str, tokens: int) -> float:
+    group = GenerateRequest(request_id(0), (1, 2), COUNT, 0, max_tokens=tokens)
+    dialect = VLLMDialect() if engine == "vllm" else SGLangDialect(VOCABULARY)
+    content, spent = Canned(engine, tokens).body(request_id(0)), []
+    for _ in range(7):  # the least: a busy machine's other processes take caches, not only turns
+        began = cpu_s()
+        checked(dialect.read(content, group), group, Expected(VOCABULARY, 1, 1))
+        spent.append(cpu_s() - began)
+    return min(spent) / (COUNT * tokens / 1e6)
+
+
+def _apart(engine: str, servers: int, groups_each: int, tokens: int) -> list[Bar]:
+    """In a process of its own: the limit on open files cannot be raised again."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(
+        target=_whole_path, args=(theirs, engine, servers, groups_each, tokens)
+    )
+    process.start()
+    bars: list[Bar] = ours.recv()
+    process.join()
+    return bars
+
+
+def _whole_path(pipe: Connection, engine: str, servers: int, groups_each: int, tokens: int) -> None:
+    if servers > 8:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES))
+    intake = Intake(Canned(engine, tokens), servers, groups_each)
+    try:
+        groups = servers * groups_each
+        total = groups * COUNT * tokens
+        before_kb = intake.client_status("VmHWM")
+        client_s, own_s = intake.client_cpu_s, cpu_s()
+        for _ in intake.fleet.run(intake.work(groups)):
+            pass
+        threads = intake.client_status("Threads")
+        arrived = intake.take()
+        client_s, own_s = intake.client_cpu_s - client_s, cpu_s() - own_s
+        in_flight = (intake.client_status("VmHWM") - before_kb) * 1024 / total
+        complete = sum(len(one.token_ids) for one in arrived) / total
+        label = f"{engine}, {servers} servers x {groups_each} groups"
+        bars = [
+            Bar("intake", f"{label}: all CPU", (client_s + own_s) / (total / 1e6), 1.0, "s/Mtok", is_time=True),
+            Bar("intake", f"{label}: of that in rank 0", own_s / (total / 1e6), 0.1, "s/Mtok", is_time=True),
+            # a client of its own size makes few tokens dear
+            Bar("intake", f"{label}: memory", in_flight, 60, "B/token", is_time=total < 5e6),
+            Bar("intake", f"{label}: threads", threads, 16),
+            Bar("intake", f"{label}: share that arrived", complete, 1.0, at_least=True),
+        ]
+        for line in intake.said:
+            print(f"          {line}")
+    finally:
+        intake.close()
+    pipe.send(bars)
