@@ -39,6 +39,7 @@ from dppo_megatron.exchange import Replicas, exchange
 from dppo_megatron.job import Job
 from dppo_megatron.ledger import overlong_row, straggler_row
 from dppo_megatron.observe.metrics import Timers
+from dppo_megatron.observe.samples import add_actor_logprobs
 from dppo_megatron.outcomes import Outcomes
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import Packable, plan_microbatches
@@ -51,6 +52,7 @@ from dppo_megatron.selection import Chosen, Decision, Selector
 from dppo_megatron.step import Step, Update, UpdatePlan, sizes_of
 from dppo_megatron.trace import trace_row
 from dppo_megatron.types import Completion, FloatArray, IntArray, PackPlan, Prompt, SelectedPrompt, TrainSample
+from dppo_megatron.verdicts import Verdicts
 
 
 class Loop:
@@ -180,10 +182,11 @@ class Loop:
     def prune(self, step: Step) -> None:
         """Advantages on full groups, then the completions worth training on, each with its weight."""
         with step.record.timers.phase("prune"):
-            plans, holders = from_rank_zero(lambda: self._decide(step))
+            plans, holders, verdicts = from_rank_zero(lambda: self._decide(step))
         with step.record.timers.phase("exchange"):
             step.reach("pruned")
             step.updates = exchange(plans, step.groups, holders, step.selected, self._group_size, self._replicas)
+            step.samples = verdicts.join(step.groups)
             step.groups.clear()  # frees the pruned completions
             step.reach("exchanged")
 
@@ -322,8 +325,8 @@ class Loop:
         """On rank 0."""
         return self._selector.refill(Outcomes.join(self._outcomes).rewards, step.number)
 
-    def _decide(self, step: Step) -> tuple[list[UpdatePlan], IntArray]:
-        """What to train on, in which micro-batches, and which rank holds each group. On rank 0."""
+    def _decide(self, step: Step) -> tuple[list[UpdatePlan], IntArray, Verdicts]:
+        """What to train on, in which micro-batches; which rank holds each group; what is recorded. On rank 0."""
         size, config = self._group_size, self.job.config
         outcomes = Outcomes.join([*self._outcomes, Outcomes.of({}, size, 0)])
         self._outcomes = []
@@ -341,7 +344,8 @@ class Loop:
         record.trace = trace_row(step.number, decision, rollouts)
         with record.timers.phase("pack"):
             updates = range(config.objective.updates_per_step)
-            return [self._plan_update(step, decision, rollouts.lengths, index) for index in updates], outcomes.holder
+            plans = [self._plan_update(step, decision, rollouts.lengths, index) for index in updates]
+        return plans, outcomes.holder, Verdicts.of(config, step.number, decision, rollouts)
 
     def _plan_update(self, step: Step, decision: Decision, lengths: IntArray, index: int) -> UpdatePlan:
         rows = np.flatnonzero(decision.kept & (decision.minibatch == index))
@@ -372,6 +376,8 @@ class Loop:
 
     def _measure_mismatch(self, step: Step, scored: Sequence[tuple[Update, LogprobStore]]) -> None:
         """Compare the engine's log-probabilities with the actor's; warn if they are far apart. Collective."""
+        for update, store in scored:
+            add_actor_logprobs(step.samples, update.plan.rows, store.values)
         mine = Mismatch()
         if self.actor.layout.reports:  # one rank of each replica: others of its last stage have the same values
             for update, store in scored:

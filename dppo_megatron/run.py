@@ -34,10 +34,12 @@ from dppo_megatron.loop import Loop
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.metrics import Progress
 from dppo_megatron.observe.run_directory import RunDirectory
+from dppo_megatron.observe.samples import SAMPLES, SampleWriter
 from dppo_megatron.observe.signals import StopRequests
 from dppo_megatron.observe.summary import Summary
 from dppo_megatron.observe.watchdog import Watchdog
 from dppo_megatron.pruning import LedgerRow, biased_rows
+from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.step import Step
 from dppo_megatron.trace import trace_header, trace_seconds
 from dppo_megatron.types import GuardStop, UserError
@@ -83,6 +85,13 @@ class Run:
             )
             self.resumes = self._origin is not None
             from_rank_zero(lambda: self._open_record(job))
+            self._samples = SampleWriter(
+                self._directory / SAMPLES,
+                dist.get_rank(),
+                dist.get_world_size(),
+                job.config.observe.samples,
+                self.progress.say if self._writes else print,
+            )
             self.say(job.data_report)  # before waiting for servers, so that a wrong template is seen early
             self.loop = Loop(job, self.progress.say)
             undo.pop_all()
@@ -105,6 +114,7 @@ class Run:
             self._keep_what_is_done()
         self.loop.close()
         self._stop_requests.restore()
+        self._samples.close()
         self._close_files()
         self.progress.close()
         if kind in (None, Stopped, GuardStop):  # after a failure the other ranks may never reach the barrier
@@ -157,6 +167,7 @@ class Run:
     def record(self, step: Step, scores: Sequence[EvalScores] = ()) -> None:
         """A finished step's lines in metrics.jsonl and trace.jsonl, and on the terminal."""
         record = step.record
+        self._samples.write(step.number, step.samples)
         self.summary.eval_after = {one.name: one.avg.value for one in scores} or self.summary.eval_after
         if self._files:
             self.summary.add(record.metrics)
@@ -246,7 +257,7 @@ class Run:
         assert self._files is not None
         self._files.open_record(
             self._config,
-            trace_header(job.config, set_sizes(job.train_sets)),
+            trace_header(job.config, set_sizes(job.train_sets), PromptFeatures.of(job.train_prompts)),
             own.step if own is not None else None,
             own.record_sums if own is not None else {},
         )

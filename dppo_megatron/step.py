@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from dppo_megatron.observe.metrics import Timers
+from dppo_megatron.observe.samples import RecordedGroup
 from dppo_megatron.packing.planner import SampleSize
 from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.types import FloatArray, Group, IntArray, PackPlan, SelectedPrompt, TrainSample
@@ -86,6 +87,8 @@ class Step:
     groups: dict[int, Group] = field(default_factory=dict)
     """k -> group, for the groups whose completions this rank holds."""
     updates: list[Update] = field(default_factory=list)
+    samples: list[RecordedGroup] = field(default_factory=list)
+    """Those of this rank's groups that are recorded for people to read."""
     record: StepRecord = field(default_factory=StepRecord)
     measured: list[dict[str, float]] = field(default_factory=list)
     """The figures of each update so far."""

@@ -1,6 +1,7 @@
 """What every test needs, and no more: one thread for each process, megatron-core prepared, GPU tests skipped aloud, and
 an order in which two workers end together (`pytest -n 2`, see docs/testing.md)."""
 
+import gc
 import os
 
 # Before torch: ranks are forked from this process, and an OpenMP pool does not survive a fork.
@@ -21,7 +22,24 @@ ENGINES = ("test_engine_servers", "test_engine_launch", "test_real_math")
 LONGEST = (
     *ENGINES,
     "test_resume",
+    "test_actor_layouts",
+    "test_training",
     "test_faults",
+    "test_simulate_compare",
+    "test_lint",
+    "test_updates_per_step",
+    "test_pool",
+    "test_pruning_labels",
+    "test_pruning_custom",
+    "test_fuzz_config",
+    "test_evaluation",
+    "test_conversion",
+    "test_hf_parity",
+    "test_pruning_designs",
+    "test_checkpoints",
+    "test_families",
+    "test_damage",
+    "test_arithmetic",
 )
 """Started first: a long file that started last would leave the other workers idle."""
 
@@ -43,6 +61,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False"))
+
+
+def pytest_collection_finish() -> None:
+    """A million objects of torch, transformers and sympy are here to stay: no later collection looks at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -211,6 +211,7 @@ def test_the_tool_writes_once_and_overwrites_nothing(tmp_path: Path, capsys: pyt
     assert sorted(p.name for p in out.parent.iterdir()) == ["quickstart"]
 
 
+@pytest.mark.slow
 def test_the_tool_runs_from_the_shell_the_same(tmp_path: Path) -> None:
     """Another process with another hash seed: the bytes are equal, so nothing depends on either."""
     command = [sys.executable, str(ROOT / "tools" / "make_quickstart.py"), *SMALL, "--out", str(tmp_path / "a")]

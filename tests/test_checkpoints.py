@@ -21,6 +21,8 @@ from dppo_megatron.checkpoint.manifest import read_manifest, write_manifest
 from dppo_megatron.checkpoint.shelf import named
 from dppo_megatron.cli import main
 
+pytestmark = pytest.mark.slow
+
 TP2PP2 = Parallel(tp=2, pp=2, distributed_optimizer=True)
 RUN = "0123456789abcdef"
 LOOP_STATE = {"step": 1, "history": np.arange(5.0), "nested": {"none": None, "text": "x"}}

@@ -22,6 +22,8 @@ from support.launch import run_ranks
 
 from dppo_megatron.types import UserError
 
+pytestmark = pytest.mark.slow
+
 FUZZ = int(os.environ.get("DPPO_FUZZ", "60"))
 NAME = re.compile(r"step_([0-9]{6,})")
 SETTINGS = {

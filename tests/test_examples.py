@@ -48,13 +48,13 @@ def test_python_on_the_page_is_in_an_example(block: str) -> None:
 
 
 def test_settings_on_the_page_are_settings(files: Path, tmp_path: Path) -> None:
-    """Every command line is read by the trainer's own reader, against the quickstart's config."""
+    """Every command line is read by the trainer's own reader, on top of a small job's settings."""
     lines = PAGE.replace("\\\n", " ").splitlines()
     commands = [line.split()[2:] for line in lines if line.startswith("dppo-megatron train ")]
     assert len(commands) >= 4
-    for config, *changed in commands:
+    for config, *given in commands:
         assert config == "configs/quickstart.yaml"
-        load_config(str(REPOSITORY / config), [*settings(files, tmp_path / "run"), *changed])
+        load_config(str(REPOSITORY / config), [*settings(files, tmp_path / "run"), *given])
 
 
 def test_paths_on_the_page_exist() -> None:
@@ -62,6 +62,20 @@ def test_paths_on_the_page_exist() -> None:
     named = re.findall(r"`([\w./]+(?:\.py|\.md|\.yaml|/))`", PAGE)
     missing = [name for name in named if not any((REPOSITORY / part / name).exists() for part in ("", "dppo_megatron"))]
     assert named and not missing
+
+
+def test_lines_that_the_page_replaces_exist() -> None:
+    """The page's diffs still fit the package."""
+    replaced = 0
+    for block in re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL):
+        source = ""
+        for line in block.splitlines():
+            if line.startswith("--- "):
+                source = (REPOSITORY / line.split()[1]).read_text(encoding="utf-8")
+            elif line.startswith("-"):
+                assert f"\n{line[1:]}\n" in source, line
+                replaced += 1
+    assert replaced
 
 
 # ------------------------------------------------------------------------------------------------- loss, grader, policy

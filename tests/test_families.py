@@ -15,6 +15,8 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 
+pytestmark = pytest.mark.slow
+
 EXPERTS = {"actor__layout__expert_parallel": 2, "actor__layout__expert_tensor_parallel": 1}
 CONTEXT = {"actor__layout__context_parallel": 2}
 INTERLEAVED = {"actor__layout__pipeline_parallel": 2, "actor__layout__virtual_pipeline": 2}

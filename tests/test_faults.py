@@ -35,6 +35,8 @@ from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import GuardStop
 
+pytestmark = pytest.mark.slow
+
 SHORT = {
     "warm_start__steps": 2,
     "checkpoint__every_steps": 1,

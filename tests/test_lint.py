@@ -8,6 +8,8 @@ import sys
 import pytest
 from support.job import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("arguments", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]])
 def test_clean(arguments: list[str]) -> None:

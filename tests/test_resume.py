@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import threading
 import time
@@ -20,6 +21,8 @@ from support.launch import run_ranks
 from dppo_megatron.cli import main
 from dppo_megatron.config.changes import check_changes, config_values, fingerprint
 from dppo_megatron.types import UserError
+
+pytestmark = pytest.mark.slow
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
@@ -122,13 +125,13 @@ def test_a_finished_run_stays_as_it_is(
 ) -> None:
     """Starting it again does no step; asking for more steps goes on where it ended."""
     run_dir = tmp_path / "run"
-    run_whole(files, run_dir, 1, SHORT | {"steps": 2})
+    shutil.copytree(whole["tp1"], run_dir, symlinks=True)
     before = (run_dir / "metrics.jsonl").read_bytes()
-    run_whole(files, run_dir, 1, SHORT | {"steps": 2})
-    assert (run_dir / "metrics.jsonl").read_bytes() == before
     run_whole(files, run_dir, 1, SHORT)
-    assert "changed since the run began: steps: 2 -> 3" in capfd.readouterr().out
-    assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3]
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    run_whole(files, run_dir, 1, SHORT | {"steps": 4})
+    assert "changed since the run began: steps: 3 -> 4" in capfd.readouterr().out
+    assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3, 4]
 
 
 def test_a_spoilt_checkpoint_is_passed_over_aloud(
@@ -162,11 +165,13 @@ def test_a_new_run_from_a_checkpoint_of_another(files: Path, whole: dict[str, Pa
 
 
 def _signalled(files: Path, run_dir: Path, extra: dict[str, Any], number: int) -> int:
-    """On a rank: gets a signal while it trains."""
+    """On a rank: gets a signal while it trains, after a step of its own."""
     import os
 
+    before = len(read_metrics(run_dir)) if run_dir.exists() else 1  # the line of the first evaluation
+
     def send_when_recorded() -> None:
-        while not (run_dir / "metrics.jsonl").exists() or len(read_metrics(run_dir)) < 2:
+        while not (run_dir / "metrics.jsonl").exists() or len(read_metrics(run_dir)) <= before:
             time.sleep(0.01)
         os.kill(os.getpid(), number)
 
@@ -174,14 +179,17 @@ def _signalled(files: Path, run_dir: Path, extra: dict[str, Any], number: int) -
     return train_or_die(files, run_dir, 1, extra, None)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
-def test_signals_save_and_leave(files: Path, tmp_path: Path, number: int) -> None:
-    """Exit code 0 and a checkpoint of the step that was running, though none was due; then it goes on."""
-    extra = SHORT | {"checkpoint__every_steps": 0, "steps": 40}
-    assert run_ranks(_signalled, 1, files, tmp_path / "run", extra, number) == [0]
-    steps = [row["step"] for row in read_metrics(tmp_path / "run")]
-    assert steps == list(range(steps[-1] + 1)) and steps[-1] < 40
-    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"latest", f"step_{steps[-1]:06d}"}
+def test_signals_save_and_leave(files: Path, tmp_path: Path) -> None:
+    """Exit code 0 and a checkpoint of the step that was running, though none was due; then it goes on, to the next
+    signal and to its end."""
+    extra = SHORT | {"checkpoint__every_steps": 0, "checkpoint__keep": 1, "steps": 80}
+    last = 0
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        assert run_ranks(_signalled, 1, files, tmp_path / "run", extra, number) == [0]
+        steps = [row["step"] for row in read_metrics(tmp_path / "run")]
+        assert steps == list(range(steps[-1] + 1)) and last < steps[-1] < 80
+        last, names = steps[-1], {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+        assert names == {"latest", f"step_{last:06d}"}
     run_whole(files, tmp_path / "run", 1, extra | {"steps": steps[-1] + 1})
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [*steps, steps[-1] + 1]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.job import REPOSITORY, job_config, read_metrics, settings, write_job_files
+from support.job import REPOSITORY, job_config, read_metrics, settings, write_warm_job_files
 from support.launch import run_ranks
 
 from dppo_megatron.cli import main
@@ -21,13 +21,15 @@ from dppo_megatron.trace import read_trace
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
 
+pytestmark = pytest.mark.slow
+
 COSTS = CostModel(rollout_s_per_1k_tokens=2.0, update_s_per_1k_tokens=5.0, fixed_s=0.5)
 STEPS = 9  # three epochs of three steps
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
+    return write_warm_job_files(tmp_path_factory.mktemp("task"))
 
 
 def _run(files: Path, run_dir: Path, method: str, learning_rate: float) -> list[dict[str, Any]]:

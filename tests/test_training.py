@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from support.job import job_config, nearly, read_metrics, write_job_files
+from support.job import job_config, nearly, read_metrics, write_warm_job_files
 from support.launch import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,6 +25,8 @@ from dppo_megatron.train import train
 from dppo_megatron.types import Group, TrainSample
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
+
+pytestmark = pytest.mark.slow
 
 TP2 = {"actor__layout__tensor_parallel": 2}
 PROMISED = {
@@ -52,7 +54,7 @@ PP2 = {"actor__layout__pipeline_parallel": 2}
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
+    return write_warm_job_files(tmp_path_factory.mktemp("task"))
 
 
 def _train(files: Path, run_dir: Path, world_size: int, extra: dict[str, Any]) -> None:
@@ -86,10 +88,16 @@ def test_pruning_happened(finished: Path) -> None:
     assert any(0 < row["prune/completions_trained"] < row["prune/completions_generated"] for row in rows)
 
 
-def test_grpo_prunes_nothing(files: Path, tmp_path: Path) -> None:
-    """The same job with both methods off trains on everything with weight 1."""
-    rows = _run(files, tmp_path / "grpo", pruning__prompt__method="none", pruning__completion__method="none")[1:]
-    for row in rows:
+@pytest.fixture(scope="module")
+def unpruned(files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The same job with both methods off."""
+    run_dir = tmp_path_factory.mktemp("runs") / "grpo"
+    return _run(files, run_dir, pruning__prompt__method="none", pruning__completion__method="none")
+
+
+def test_grpo_prunes_nothing(unpruned: list[dict[str, Any]]) -> None:
+    """It trains on everything with weight 1."""
+    for row in unpruned[1:]:
         assert row["prune/prompts_generated"] == row["prune/prompts_considered"] == 16
         assert row["prune/completions_trained"] == row["prune/completions_generated"] == row["prune/ess"] == 128
 
@@ -102,10 +110,11 @@ def test_a_biased_method_says_so_once(files: Path, tmp_path: Path, capfd: pytest
 
 
 @pytest.mark.parametrize(("method", "bitwise"), [("infobatch", True), ("dppo", False)])
-def test_rate_zero_is_the_unpruned_run(files: Path, tmp_path: Path, method: str, bitwise: bool) -> None:
+def test_rate_zero_is_the_unpruned_run(
+    files: Path, tmp_path: Path, unpruned: list[dict[str, Any]], method: str, bitwise: bool
+) -> None:
     """At rate 0 a method trains as GRPO does: bit for bit where it keeps everything. DPPO still leaves out completions
     with advantage 0, whose gradient is exactly 0, so that only the packing and with it the rounding differs."""
-    off = _run(files, tmp_path / "off", pruning__prompt__method="none", pruning__completion__method="none")
     rate_zero = {
         "pruning__prompt__method": method,
         "pruning__completion__method": method,
@@ -113,7 +122,7 @@ def test_rate_zero_is_the_unpruned_run(files: Path, tmp_path: Path, method: str,
         "pruning__completion__rate": 0.0,
     }
     kept = _run(files, tmp_path / "kept", **rate_zero)
-    for mine, theirs in zip(kept, off, strict=True):
+    for mine, theirs in zip(kept, unpruned, strict=True):
         for key in theirs.keys() & {"train/loss", "train/grad_norm", "tokens/generated", "eval/heldout/pass@1"}:
             assert mine[key] == (theirs[key] if bitwise else pytest.approx(theirs[key], rel=1e-3, abs=1e-6)), key
 
@@ -185,12 +194,22 @@ def one_process(files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[d
     return run_ranks(_steps, 1, files, tmp_path_factory.mktemp("runs") / "x", 1, {})[0]
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(2, {}), (4, TP2 | PP2)], ids=["dp2", "tp2pp2"])
+@pytest.fixture(scope="module")
+def tp2pp2(files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(_steps, 4, files, tmp_path_factory.mktemp("runs") / "x", 4, TP2 | PP2)[0]
+
+
+@pytest.fixture(scope="module")
+def dp2(files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(_steps, 2, files, tmp_path_factory.mktemp("runs") / "x", 2, {})[0]
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2pp2"])
 def test_draws_do_not_depend_on_the_layout(
-    files: Path, tmp_path: Path, one_process: list, world_size: int, layout: dict
+    request: pytest.FixtureRequest, one_process: list[dict[str, Any]], layout: str
 ) -> None:
     """The same prompts and completions are drawn at DP1, DP2 and TP2 x PP2, with the same probabilities to rounding."""
-    report = run_ranks(_steps, world_size, files, tmp_path / "run", world_size, layout)[0]
+    report = request.getfixturevalue(layout)
     assert any(weight > 1 for step in report for _, weight in step["completions"]), "nothing was pruned"
     for mine, theirs in zip(report, one_process, strict=True):
         for level in ("prompts", "completions"):
@@ -198,12 +217,10 @@ def test_draws_do_not_depend_on_the_layout(
             np.testing.assert_allclose([p for _, p in mine[level]], [p for _, p in theirs[level]], rtol=1e-4)
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(1, {}), (4, TP2 | PP2)], ids=["tp1", "tp2pp2"])
-def test_behaviour_logprobs_are_the_actors(
-    files: Path, tmp_path: Path, one_process: list, world_size: int, layout: dict
-) -> None:
+@pytest.mark.parametrize("layout", ["one_process", "dp2", "tp2pp2"])
+def test_behaviour_logprobs_are_the_actors(request: pytest.FixtureRequest, layout: str) -> None:
     """After each of several updates the engine still has the actor's weights: mean |difference| < 1e-4 in float32."""
-    report = one_process if world_size == 1 else run_ranks(_steps, 4, files, tmp_path / "run", 4, layout)[0]
+    report = request.getfixturevalue(layout)
     assert len(report) == 4
     for step in report:
         assert step["mismatch"].mean() < 1e-4 and step["mismatch"].max() < 1e-3

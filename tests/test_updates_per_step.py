@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.job import REPOSITORY, job_config, read_metrics, write_job_files
+from support.job import REPOSITORY, job_config, read_metrics, write_warm_job_files
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
@@ -236,7 +236,7 @@ def test_dynamic_sampling_shares_its_groups_out() -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
+    return write_warm_job_files(tmp_path_factory.mktemp("task"))
 
 
 def _train(files: Path, run_dir: Path, world_size: int, extra: dict[str, Any]) -> None:
@@ -269,6 +269,7 @@ def with_everything(files: Path, tmp_path_factory: pytest.TempPathFactory) -> li
     return _rows(files, tmp_path_factory.mktemp("runs") / "run", **EVERYTHING)
 
 
+@pytest.mark.slow
 def test_job_with_everything_on(with_everything: list[dict[str, Any]]) -> None:
     """A loss of one's own, KL, entropy, correction, whitening, token mean, overlong, two updates a step, both levels
     pruned: it trains, the engine agrees with the actor, and the schedule counts updates."""
@@ -285,6 +286,7 @@ def test_job_with_everything_on(with_everything: list[dict[str, Any]]) -> None:
     assert all(row["train/kl"] > 1e-9 for row in rows) and rows[-1]["train/kl"] > rows[0]["train/kl"]
 
 
+@pytest.mark.slow
 def test_extra_passes_do_not_depend_on_the_layout(
     files: Path, tmp_path: Path, with_everything: list[dict[str, Any]]
 ) -> None:
@@ -297,6 +299,7 @@ def test_extra_passes_do_not_depend_on_the_layout(
         assert mine["mismatch/logprob_abs_diff_mean"] < 1e-4
 
 
+@pytest.mark.slow
 def test_dapo_preset_trains(files: Path, tmp_path: Path) -> None:
     """Dynamic sampling, clip-higher, token mean, overlong punishment, four updates: labelled biased."""
     rows = _rows(
@@ -313,6 +316,7 @@ def test_dapo_preset_trains(files: Path, tmp_path: Path) -> None:
     assert all(np.isfinite(row["train/grad_norm"]) for row in rows)
 
 
+@pytest.mark.slow
 def test_reference_survives_a_resume(files: Path, tmp_path: Path) -> None:
     """With a KL term to the warm-started model and two updates a step, steps 3 and 4 after a resume are those of the
     uninterrupted run."""
@@ -346,9 +350,11 @@ def _first_update(files: Path, run_dir: Path, extra: dict[str, Any]) -> list[Any
     return report
 
 
+@pytest.mark.slow
 def test_old_logprobs_are_of_before_the_first_update(files: Path, tmp_path: Path) -> None:
     """For both mini-batches, though the first update has moved the actor; without need nothing is recomputed."""
     extra = {"objective__updates_per_step": 2, "actor__optimizer__learning_rate": 1e-2}
+    extra |= {"pruning__prompt__method": "none", "pruning__completion__method": "none"}  # each update has samples
     first, second = run_ranks(_first_update, 1, files, tmp_path / "two", extra)[0]
     for (samples, now), moved in ((first, False), (second, True)):
         old = np.concatenate([sample.old_logprobs for sample in samples])

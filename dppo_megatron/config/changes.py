@@ -29,6 +29,7 @@ FREE = (
     "data.eval_sets",
     "eval",
     "guard",
+    "observe",
     "packing",
     "reward.max_failed_share",
     "reward.memory_mb",

@@ -13,6 +13,7 @@ from typing import Literal
 from dppo_megatron.config.data import DataConfig
 from dppo_megatron.config.evaluation import EvalConfig
 from dppo_megatron.config.objective import ObjectiveConfig
+from dppo_megatron.config.observe import ObserveConfig
 from dppo_megatron.config.pruning import PruningConfig
 from dppo_megatron.config.ranges import COUNT, SECONDS, ranged
 from dppo_megatron.config.reward import RewardConfig
@@ -189,3 +190,5 @@ class Config:
     """Checkpoints."""
     guard: GuardConfig = field(default_factory=GuardConfig)
     """Guards and the watchdog."""
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    """What is left for people to look at."""

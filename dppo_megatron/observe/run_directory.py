@@ -21,6 +21,7 @@ from dppo_megatron.config import save_config
 from dppo_megatron.config.schema import Config
 from dppo_megatron.observe.lock import RunLock
 from dppo_megatron.observe.record import JsonLines, move_to_old, put_first, rewind
+from dppo_megatron.observe.samples import SAMPLES, rewind_samples
 from dppo_megatron.types import UserError
 
 IDENTITY = "run.json"
@@ -83,6 +84,10 @@ class RunDirectory:
                 if name == "trace.jsonl":
                     put_first(path, header)
                 self._lines[name] = JsonLines(path, kept)
+            if resumed_step is not None:
+                rewind_samples(self._path / SAMPLES, resumed_step)
+            elif where := move_to_old(self._path / SAMPLES):
+                self._say(f"warning: {self._path / SAMPLES} is of a run without a checkpoint; it is now {where}")
 
     def write(self, name: str, row: dict[str, Any]) -> None:
         """Append a line to a log. If the disk is full the line waits, with one warning."""

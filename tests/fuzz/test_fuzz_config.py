@@ -95,6 +95,7 @@ def _cases(name: str, default: int) -> list[str]:
     return [chosen] if chosen else [f"{name} {number}" for number in range(fuzz_cases(default))]
 
 
+@pytest.mark.slow
 def test_files(tmp_path: Path) -> None:
     """Nothing but `UserError` comes of a damaged file, and what is accepted is what stands there."""
     accepted = 0
@@ -117,6 +118,7 @@ def test_files(tmp_path: Path) -> None:
     assert accepted >= fuzz_cases(1000) // 20 or "DPPO_FUZZ_SEED" in os.environ
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path) -> None:
     """The same of settings on the command line, where a text stands for itself."""
     base = tmp_path / "config.yaml"

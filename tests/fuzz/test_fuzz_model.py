@@ -254,6 +254,7 @@ def _compare_weights(directory: Path, reader: WeightReader, where: str) -> None:
         assert torch.equal(theirs[name].nan_to_num(7), reader.get(name).float().nan_to_num(7)), f"{where}: {name}"
 
 
+@pytest.mark.slow
 def test_a_sentence_or_what_transformers_reads(models: list[Path], tmp_path: Path) -> None:
     known, outcome = _known_keys(), _Outcome()
     for number in range(CASES):

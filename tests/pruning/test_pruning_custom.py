@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from label_cases import Case, make_outcomes
 from support import policies
-from support.job import job_config, read_metrics, settings, write_job_files
+from support.job import job_config, read_metrics, settings, write_warm_job_files
 from support.launch import run_ranks
 from test_pruning_labels import check
 
@@ -150,7 +150,7 @@ def test_a_plugged_policy_that_is_none_ends_before_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], level: str, path: str, message: str
 ) -> None:
     """Exit code 2, one line, and no run directory."""
-    files = write_job_files(tmp_path)
+    files = write_warm_job_files(tmp_path)
     arguments = ["train", "configs/quickstart.yaml", *settings(files, tmp_path / "run")]
     assert main([*arguments, f"pruning.{level}.method={path}"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
@@ -194,10 +194,11 @@ def _run(config: Config, *, stop_after: int = 0) -> None:
     run_ranks(job, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["Curious", "FirstHalf"])
 def test_a_plugged_policy_trains_and_resumes(tmp_path: Path, prompt: str) -> None:
     """Stopped after step 3 and resumed: every line of metrics.jsonl as in the run that was not, the ledger included."""
-    files = write_job_files(tmp_path)
+    files = write_warm_job_files(tmp_path)
     methods = {
         "pruning__prompt__method": OWN + prompt,
         "pruning__completion__method": OWN + ("Longer" if prompt == "Curious" else "Shortest"),

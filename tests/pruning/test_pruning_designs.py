@@ -142,6 +142,7 @@ def test_an_unknown_design_is_an_error():
         draw("bernoulli", np.ones(1), order=np.arange(1), start=0.0, uniform=np.zeros(1))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=7), st.integers(0, 7))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_deterministic_probabilities_by_enumerating_the_order_of_ties(values, wanted):
@@ -165,6 +166,7 @@ def test_deterministic_works_group_by_group():
         deterministic(np.array([0.0, np.nan]), 1, uniform=np.zeros(2))
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from([0.0, 0.25, 1.0, np.nan]), min_size=1, max_size=6), st.sampled_from([0.0, 0.3, 0.5, 0.8])
 )

@@ -78,6 +78,7 @@ def check_all(indices: range) -> Counter[str]:
     return labels
 
 
+@pytest.mark.slow
 def test_labels_are_true_in_every_draw() -> None:
     """The first cases of the generator, and it is not idle: every label comes up often."""
     labels = check_all(range(FAST))

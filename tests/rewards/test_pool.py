@@ -127,6 +127,7 @@ MIX = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(
     mix=MIX,
