@@ -36,7 +36,7 @@ def test_a_rank_leaves_the_garbage_of_earlier_tests_alone() -> None:
 
 
 def test_a_rank_ends_no_group_that_an_earlier_job_has_left_in_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron forgets some groups when it is told to destroy all; the next job in a rank puts its own in their place."""
+    """Megatron forgets some groups when it destroys all; the next job in a rank puts its own in their place."""
     name = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO"
     monkeypatch.setattr(parallel_state, name, _OwnedByParent())
     assert run_ranks(lambda: setattr(parallel_state, name, None), 1, timeout_s=60) == [None]
