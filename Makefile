@@ -26,7 +26,7 @@ SETTINGS = run_dir=$(RUN) seed=$(SEED) actor.layout.tensor_parallel=$(TP) actor.
 ifeq ($(NPROC),1)
 TRAIN = $(BIN)/dppo-megatron train
 else
-TRAIN = OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node $(NPROC) -m dppo_megatron.train
+TRAIN = OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node $(NPROC) -m dppo_megatron train
 endif
 
 .PHONY: quickstart test test-quick test-sglang lint clean

@@ -156,7 +156,7 @@ def _syncs(directory: Path, name: str, python: str, channels: Sequence[str]) -> 
     return figures
 
 
-def _seconds(action: Callable[[], None]) -> float:
+def _seconds(action: Callable[[], object]) -> float:
     started = time.perf_counter()
     action()
     return time.perf_counter() - started

@@ -37,7 +37,14 @@ def run_one(method: str, seed: int, work: Path) -> dict[str, Any]:
         "data.eval_paths.heldout": task / "heldout.jsonl",
         "warm_start.examples_path": task / "warm_start.jsonl",
     }
-    train = [sys.executable, "-m", "dppo_megatron.train", CONFIGS[method], *(f"{k}={v}" for k, v in settings.items())]
+    train = [
+        sys.executable,
+        "-m",
+        "dppo_megatron",
+        "train",
+        CONFIGS[method],
+        *(f"{k}={v}" for k, v in settings.items()),
+    ]
     subprocess.run(train, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     return {"method": method, "seed": seed} | summary

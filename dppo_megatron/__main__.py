@@ -1,4 +1,4 @@
-"""`python -m dppo_megatron COMMAND`: the command line where the installed script is not on the path."""
+"""`python -m dppo_megatron COMMAND`: the command line where the installed script is not on the path, as in torchrun."""
 
 from __future__ import annotations
 

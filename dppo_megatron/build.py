@@ -1,7 +1,11 @@
-"""Makes what the loop wires together from a job's settings."""
+"""Builds engine, sampling, packing capacity and cost model from a job's settings.
+
+Apart from `loop.py`, so that a new engine is one branch here and no phase of the loop knows which one runs.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -11,6 +15,7 @@ from dppo_megatron.job import Job
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.cost import CostModel
 from dppo_megatron.packing.slack import TokenCapacity
+from dppo_megatron.rewards.lanes import GradeInClient
 from dppo_megatron.rollout.engine import Engine, Sampling
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.rollout.server_engine import ServerEngine
@@ -28,13 +33,14 @@ def make_engine(job: Job, dtype: torch.dtype, device: torch.device, say: Callabl
             device=device,
             max_concurrent_sequences=config.rollout.limits.max_concurrent_sequences,
         )
-    engine = ServerEngine(config, job.architecture, job.tokenizer, say)
+    grades = GradeInClient(config.reward, tuple(sys.path))
+    engine = ServerEngine(config, job.architecture, job.tokenizer, say, client_hook=grades)
     say(engine.description)
     return engine
 
 
 def make_sampling(job: Job) -> Sampling:
-    """How training completions are drawn."""
+    """How training completions are sampled."""
     how = job.config.rollout.sampling
     return Sampling(
         how.max_completion_tokens, how.temperature, job.config.seed, how.top_p, how.top_k, job.stop_token_ids
@@ -42,12 +48,12 @@ def make_sampling(job: Job) -> Sampling:
 
 
 def token_capacity(config: PackingConfig, layout: PackingLayout) -> TokenCapacity | None:
-    """What a step's micro-batches hold; nothing that could be filled where each holds one sequence."""
+    """How much a step's micro-batches hold; None for mode=none, where each holds one sequence and none has room."""
     return None if config.mode == "none" else TokenCapacity(layout, config.max_tokens_per_microbatch)
 
 
 def cost_model(architecture: Architecture) -> CostModel:
-    """What a sequence of this model costs to train, by its length: what the planner balances."""
+    """Training cost of a sequence by its length, which the planner balances."""
     experts = architecture.experts
     return CostModel.of_transformer(
         num_layers=architecture.num_layers,

@@ -1,4 +1,7 @@
-"""The command line. It checks everything that can be checked before it imports Megatron."""
+"""The command line.
+
+Help and mistakes must not wait for torch and Megatron, so each command imports what it needs only when it runs.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ Train a model as CONFIG says. Settings can be changed on the command line by the
 
 On several processes, with the same arguments:
 
-  torchrun --nproc-per-node 4 -m dppo_megatron.train CONFIG \\
+  torchrun --nproc-per-node 4 -m dppo_megatron train CONFIG \\
       actor.layout.tensor_parallel=2 actor.layout.pipeline_parallel=2
 
 Every setting is described in dppo_megatron/config/schema.py. What a run leaves in its directory is described in
@@ -77,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parse(_parser(), sys.argv[1:] if argv is None else argv)
     try:
         code: int = arguments.run(arguments)
-        sys.stdout.flush()  # here, so that a reader who has gone is met here
+        sys.stdout.flush()  # so that a broken pipe is raised here and not at exit
         return code
     except UserError as error:
         _say(f"error: {error}")
@@ -100,10 +103,12 @@ def _say(line: str) -> None:
 
 
 def _output_has_gone() -> bool:
-    """Whether nobody reads our output any more (`| head`), rather than somebody else's pipe having broken. What is left
-    of it is then thrown away, or the interpreter would complain about it as it ends."""
+    """Whether our own stdout was closed by its reader (`| head`), and not some other pipe.
+
+    If so, redirect stdout to /dev/null: the interpreter would complain when it flushes at exit.
+    """
     output = select.poll()
-    output.register(sys.stdout.fileno(), 0)  # errors are always told
+    output.register(sys.stdout.fileno(), 0)  # errors are always reported
     if not output.poll(0):
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -111,8 +116,10 @@ def _output_has_gone() -> bool:
 
 
 def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
-    """As `parse_args`, but settings may stand before and after options, which argparse can do for a command without
-    subcommands only: so the commands are followed here."""
+    """As `parse_args`, but settings may stand before and after options.
+
+    argparse's `parse_intermixed_args` does that only for parsers without subcommands, so subcommands are resolved here.
+    """
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction) and argv and argv[0] in action.choices:
             arguments = _parse(action.choices[argv[0]], argv[1:])
@@ -120,7 +127,7 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
                 setattr(arguments, action.dest, argv[0])
             return arguments
         if isinstance(action, argparse._SubParsersAction):
-            return parser.parse_args(argv)  # help, the version, or the error
+            return parser.parse_args(argv)  # prints help, the version or the error
     return parser.parse_intermixed_args(argv)
 
 
@@ -232,7 +239,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         check_directory("--hf", str(arguments.hf))
     try:
         said = _converted(arguments)
-    except UserError as error:  # the room of weights calls the directory what a job calls it
+    except UserError as error:  # messages name the setting; here it is an option
         raise UserError(str(error).replace("model.hf_path = ", "--hf ")) from None
     for line in said:
         print(line)
@@ -356,7 +363,7 @@ def _check_option(name: str, value: float | None, interval: str) -> None:
 
 
 def _quiet_libraries() -> None:
-    """Before transformers and torch are imported: their notices about absent extras are not ours to show."""
+    """Silence notices of transformers and torch about missing extras; call before they are imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")

@@ -1,8 +1,8 @@
-"""The same job under several pruning methods, one run after another on one machine, and what came of it.
+"""Runs the same job under several pruning methods, one after another on one machine, and reports the results.
 
-Every run is a process of its own, as a user would start it. Per seed, one warm start is made and all methods begin from
-its checkpoint, with the same data order and evaluation. The order of the methods rotates from seed to seed, so that a
-machine that slows down does not always slow down the same one.
+Each run is a process of its own, as a user would start it. For each seed there is one warm start, and all methods begin
+from its checkpoint with the same data order and evaluation. The order of the methods rotates from seed to seed, so that
+a machine that slows down does not always penalize the same method.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BASELINE = "grpo"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One evaluation of a run, with what had been spent by then. Evaluation itself is not counted."""
+    """One evaluation of a run and the cost up to it, evaluations not counted."""
 
     step: int
     accuracy: float
@@ -47,13 +47,13 @@ class MethodRun:
     seed: int
     curve: list[Point]
     labels: dict[str, str]
-    """Selection to its worst label over the run."""
+    """Selection name to its worst label over the run."""
     summary: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All runs and what they say."""
+    """All runs, and the comparisons drawn from them."""
 
     runs: list[MethodRun]
     speedups: dict[str, list[float | None]] = field(default_factory=dict)
@@ -75,11 +75,11 @@ def compare(
     """Run every method on every seed and collect the results.
 
     Args:
-        steps_factor: the other methods run so many times GRPO's steps. A pruned step is cheaper, and what is compared
-            is seconds and tokens: at 1 a method that needs more but cheaper steps could not show it.
+        steps_factor: the other methods run this many times GRPO's steps. A pruned step is cheaper, and the comparison
+            is in seconds and tokens: at 1, a method that needs more but cheaper steps could not show its advantage.
 
     Raises:
-        UserError: no evaluation set, or a run ended with the user's mistake.
+        UserError: no evaluation set, or a run ended with exit code 2.
     """
     if not (config.data.eval_paths or config.data.eval_sets):
         raise UserError("data.eval_paths and data.eval_sets are empty: there is nothing to compare by")
@@ -155,7 +155,7 @@ def report(comparison: Comparison, path: Path, title: str) -> None:
 
 
 def _start(config: Config, config_path: str, overrides: list[str], seed: int, out: Path) -> list[str]:
-    """Settings that make a run begin from this seed's warm start, which is made here."""
+    """Make this seed's warm start; returns the settings that begin a run from it."""
     if not config.warm_start.steps:
         return []
     run_dir = out / f"seed{seed}" / "start"
@@ -169,7 +169,7 @@ def _train(config_path: str, settings: list[str], run_dir: Path) -> None:
     if world != 1:
         raise UserError("compare starts its own processes: run it without torchrun")
     print(f"compare: {run_dir}", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "dppo_megatron.train", config_path, *settings, f"run_dir={run_dir}"]
+    command = [sys.executable, "-m", "dppo_megatron", "train", config_path, *settings, f"run_dir={run_dir}"]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode == 2:
         raise UserError(done.stderr.strip().removeprefix("error: "))

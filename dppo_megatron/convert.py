@@ -1,8 +1,8 @@
 """Conversion between Hugging Face checkpoints and Megatron distributed checkpoints, both ways, one tensor at a time.
 
-`dppo-megatron convert`, `tools/convert_hf_to_megatron.py` and `tools/convert_megatron_to_hf.py` all end here. Neither
-direction needs a process group, Megatron or a second copy of the model in memory: what lies where is in
-`weights/mapping.py` and `weights/shapes.py`, the same tables that feed the trainer and the live weight sync.
+`dppo-megatron convert`, `tools/convert_hf_to_megatron.py` and `tools/convert_megatron_to_hf.py` call this. Neither
+direction needs a process group, Megatron or the whole model in memory: names and shapes come from
+`weights/mapping.py` and `weights/shapes.py`, the tables that the trainer and the weight sync use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dppo_megatron.weights.shapes import hf_shapes
 from dppo_megatron.weights.torch_dist import TorchDistReader, is_torch_dist, write_torch_dist
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What `--dtype` may name."""
+"""The choices of `--dtype`."""
 
 
 def hf_to_megatron(
@@ -40,7 +40,7 @@ def hf_to_megatron(
 ) -> list[str]:
     """Write `source`, a Hugging Face checkpoint, as a distributed checkpoint that loads at any layout.
 
-    config.json and the tokenizer come along, so that the way back and the trainer need nothing else.
+    config.json and the tokenizer are copied too, so that the trainer and the conversion back need nothing else.
 
     Args:
         tp, pp, ep: a layout to check the model against; the files are the same for every layout.
@@ -112,7 +112,7 @@ def megatron_to_hf(
     reader = TorchDistReader(checkpoint, architecture)
     stored = {
         name: reader.dtypes[key] for key, patterns in table(architecture).items() for name in patterns
-    }  # by pattern: every layer of a key has one type
+    }  # by pattern: all layers of a key share one type
     dtypes = {name: DTYPES[dtype] if dtype else _by_pattern(name, stored) for name in hf_shapes(architecture)}
     with _disk_errors(target):
         writer = HFWriter(target, assets, architecture, dtypes, max_shard_bytes=int(shard_gb * 1e9))
@@ -144,11 +144,11 @@ _OPTIONS = (
     ("below tensor_parallel = ", "below --tp "),
     ("expert_parallel > 1", "--ep above 1"),
 )
-"""What a job calls a layout, and what it is called here."""
+"""Setting of a job to option of this command."""
 
 
 def _check_layout(architecture: Architecture, layout: LayoutConfig) -> None:
-    """Raises UserError that names the options: there are no settings here."""
+    """As `check_layout`, with the command's options in messages instead of settings."""
     try:
         architecture.check_layout(layout)
     except UserError as error:
@@ -195,12 +195,12 @@ def _aside(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _disk_errors(target: Path) -> Iterator[None]:
-    """A disk that refuses is the user's to mend, and nothing half-written is left."""
+    """Turn disk errors into UserError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):  # torch.save hides it behind an error of its own
+        while cause is not None and not isinstance(cause, OSError):  # torch.save raises RuntimeError on a full disk
             cause = cause.__cause__ or cause.__context__
         reasons = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
         if cause is None or cause.errno not in reasons:
@@ -209,7 +209,7 @@ def _disk_errors(target: Path) -> Iterator[None]:
 
 
 def _dtype_of_key(key: str, reader: CheckpointReader, architecture: Architecture) -> torch.dtype:
-    """One type for all that lies in one distributed tensor."""
+    """The one dtype of all parts of a distributed tensor."""
     found: dict[torch.dtype, str] = {}
     patterns = table(architecture)[key]
     for name in reader.names:

@@ -1,12 +1,11 @@
-"""How ranks talk in the loop: every rank does a share and tells rank 0 what came of it, rank 0 decides and tells all.
+"""How ranks communicate in the loop: each does its share and reports to rank 0; rank 0 decides and broadcasts.
 
-Decisions (selection, pruning, packing, history) are made on rank 0 alone and sent, so that ranks cannot disagree.
-An exception on rank 0 is raised on every rank, instead of leaving the others waiting. Without a process group all
-of it is the plain single-process thing.
+Decisions (selection, pruning, packing, history) are made on rank 0 alone, so that ranks cannot disagree. An exception
+on rank 0 is raised on every rank instead of leaving the others waiting. Without a process group these are plain calls.
 
-Only scalars and plans go this way; tokens have `exchange.py`. Objects travel over gloo on GPUs too (the process group
-is `cpu:gloo,cuda:nccl`): a rank that waits for a rollout waits in a socket. Inside an NCCL broadcast it would spin in a
-kernel, on the GPU that a colocated engine generates on.
+Only scalars and plans go this way; tokens go through `exchange.py`. Objects travel over gloo on GPUs too (the process
+group is `cpu:gloo,cuda:nccl`): a rank that waits for a rollout waits on a socket. Inside an NCCL broadcast it would
+spin in a kernel, on the GPU that a colocated engine generates on.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ def from_rank_zero(decide: Callable[[], T]) -> T:
 
 
 def share(items: Sequence[T]) -> list[T]:
-    """This rank's part of `items`: every world_size-th, so that ranks get alike parts of a sorted list."""
+    """This rank's part of `items`: every world_size-th, so that a sorted list is shared evenly."""
     return list(items[dist.get_rank() :: dist.get_world_size()]) if _world_size() > 1 else list(items)
 
 
 def gather_all(mine: Sequence[T]) -> list[T]:
-    """The lists of all ranks, one behind the other, on every rank. Collective."""
+    """The lists of all ranks concatenated, on every rank. Collective."""
     if _world_size() == 1:
         return list(mine)
     parts: list[Sequence[T]] = [[] for _ in range(dist.get_world_size())]
@@ -64,7 +63,7 @@ def gather_all(mine: Sequence[T]) -> list[T]:
 
 
 def to_rank_zero(mine: T) -> list[T]:
-    """What every rank has, by rank, on rank 0; nothing on the others. Collective."""
+    """Every rank's value, in rank order, on rank 0; empty elsewhere. Collective."""
     if _world_size() == 1:
         return [mine]
     parts: list[T] | None = [mine] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -73,15 +72,15 @@ def to_rank_zero(mine: T) -> list[T]:
 
 
 def barrier() -> None:
-    """Return when every rank has come here."""
+    """Return when every rank has called this."""
     if _world_size() > 1:
         dist.barrier()
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Whether an error says that another rank is gone, and not that this one could not do something.
+    """Whether an error means that another rank is gone, rather than a failure of this one.
 
-    gloo raises a plain RuntimeError for it, so its words have to do; NCCL and the store have types of their own.
+    gloo raises a plain RuntimeError, so its text is matched; NCCL and the store have exception types of their own.
     """
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True

@@ -1,15 +1,15 @@
-"""Every rank gets the completions that it trains on, and no others, as flat buffers.
+"""Sends each kept completion to the ranks that train on it, as flat buffers.
 
-Rank 0 decides on scalars and tells everybody the plan; tokens never pass through it. Whoever generated a completion
-(an embedded engine's rank, or the rank beside a rollout client) sends it to the ranks of the data-parallel replica
-that the plan gave it to:
+Rank 0 decides on scalars and broadcasts the plan; other ranks' tokens never pass through it. The rank that holds a
+completion (it generated it, or took it from its node's rollout client) sends it to the ranks of the data-parallel
+replica that the plan gave it to:
 
     rank 0      scalars [K, G] of all --select, plan--> rows, weights, micro-batches --broadcast--> everybody
     holder h    tokens, log-probs of its groups        --one all-to-all of bytes--> the ranks of each replica
 
-Sender and receiver both read the sizes off the plan, so nothing but the bytes is sent: 8 a token, and none for what was
-pruned. With 67 million tokens, 64 GPUs and 95 % of them pruned a replica of 8 ranks takes in 3.3 MB a rank; sending
-every group to every rank, pickled, was 5.7 GB. Per-token columns (advantages, weights) would be further columns here.
+Sender and receiver compute the sizes from the plan, so only the data is sent: 8 bytes a token, and nothing for what
+was pruned. Of a step of 67 million tokens on 64 GPUs, 95 % pruned, each rank of a replica of 8 receives 3.4 MB;
+every group to every rank was 5.7 GB a rank. Per-token advantages or weights would be further columns of the buffers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dppo_megatron.step import Update, UpdatePlan, sample_of
 from dppo_megatron.types import Group, IntArray, SelectedPrompt, TrainSample
 
 _WORDS = 2
-"""4-byte words a token: its id (int32) and its behaviour log-probability (float32)."""
+"""4-byte words per token: its id (int32) and its behaviour log-probability (float32)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Replicas:
 
     @staticmethod
     def agree(data_parallel_rank: int) -> Replicas:
-        """Ask all ranks. Collective."""
+        """Gather it from all ranks. Collective."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return Replicas(np.array([data_parallel_rank]), 0)
         everywhere: list[int] = [0] * dist.get_world_size()
@@ -49,11 +49,11 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class _Parcels:
-    """All kept completions of a step as columns [n], over all its updates. The same on every rank."""
+    """All kept completions of a step, over all its updates, as columns [n]. The same on every rank."""
 
     update: IntArray
     place: IntArray
-    """In the update's `rows`."""
+    """Position in the update's `rows`."""
     row: IntArray
     holder: IntArray
     """The rank that has it."""
@@ -64,7 +64,7 @@ class _Parcels:
 
     @staticmethod
     def of(plans: Sequence[UpdatePlan], holders: IntArray, group_size: int) -> _Parcels:
-        """Read off the plans."""
+        """Computed from the plans."""
         columns = []
         for index, plan in enumerate(plans):
             replica = np.zeros(len(plan.rows), np.int64)
@@ -77,7 +77,7 @@ class _Parcels:
         return _Parcels(*(np.concatenate(column) for column in zip(empty, *columns, strict=True)))
 
     def between(self, holder: int | None, replica: int) -> IntArray:
-        """What `holder` (None: everybody) sends to a rank of `replica`, in the order in which it lies in the buffer."""
+        """Rows that `holder` (None: any rank) sends to each rank of `replica`, in buffer order."""
         mask = self.replica == replica if holder is None else (self.replica == replica) & (self.holder == holder)
         index = np.flatnonzero(mask)
         ordered: IntArray = index[np.lexsort((self.place[index], self.update[index], self.holder[index]))]
@@ -123,7 +123,7 @@ def _all_to_all(
     own: Callable[[int], tuple[IntArray, npt.NDArray[np.float32]]],
     replicas: Replicas,
 ) -> list[tuple[IntArray, npt.NDArray[np.float32]]]:
-    """(tokens, log-probabilities) of the parcels `mine`, from whoever has them."""
+    """(tokens, log-probabilities) of the parcels `mine`, received from their holders."""
     world = len(replicas.of_rank)
     by_replica = {}
     for replica in np.unique(replicas.of_rank).tolist():

@@ -1,4 +1,7 @@
-"""Everything a run needs that can be wrong, loaded and checked before a process group or a model is made."""
+"""Loads and checks everything a run needs before a process group or a model is made.
+
+A mistake then costs seconds and not a queue slot: data, tokenizer, checkpoint headers, graders, losses and policies.
+"""
 
 from __future__ import annotations
 
@@ -34,42 +37,42 @@ from dppo_megatron.weights.torch_dist import open_checkpoint
 
 @dataclass(frozen=True)  # no slots: train_prompts is kept
 class Job:
-    """A checked configuration and what it points at."""
+    """A checked configuration, and what it refers to, loaded."""
 
     config: Config
     architecture: Architecture
     checkpoint: WeightReader
     tokenizer: PreTrainedTokenizerBase
     train_sets: dict[str, ProblemSet]
-    """Their prompts are numbered through, in this order."""
+    """Their prompts are numbered consecutively, in this order."""
     eval_sets: dict[str, ProblemSet]
     stop_token_ids: tuple[int, ...]
-    """What ends a completion beside the tokenizer's end of sequence."""
+    """Tokens that end a completion besides the tokenizer's end of sequence."""
     warm_start_examples: list[TrainSample]
     grade: Grader
     policy_loss: PolicyLoss | None = None
     """The user's own, of `objective.function`."""
     notes: list[str] = field(default_factory=list)
-    """What the person who starts the run should see."""
+    """Lines for the log."""
 
     @cached_property
     def train_prompts(self) -> list[Prompt]:
-        """Of all training sets, each at its index."""
+        """Prompts of all training sets, each at its index."""
         return [prompt for one in self.train_sets.values() for prompt in one.prompts]
 
     @property
     def eval_prompts(self) -> dict[str, list[Prompt]]:
-        """Of each evaluation set, by its name."""
+        """Prompts of each evaluation set, by its name."""
         return {name: one.prompts for name, one in self.eval_sets.items()}
 
     @property
     def data_fingerprint(self) -> dict[str, Any]:
-        """What a checkpoint remembers of the data."""
+        """What a checkpoint stores about the data."""
         return data_fingerprint(self.train_sets, self.eval_sets)
 
     @property
     def data_report(self) -> list[str]:
-        """Lines for the log: the sets, their first prompts, and what is odd about them."""
+        """Lines for the log: the sets, their first prompts, and oddities such as duplicates."""
         return report_lines(self.train_sets, self.eval_sets, self.stop_token_ids, self.tokenizer)
 
 
@@ -77,10 +80,10 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True) -> Job:
     """Load the data and read the checkpoint's headers.
 
     Args:
-        trains: False for an evaluation alone: no training data, and nothing is asked about the actor.
+        trains: False for an evaluation alone: no training data, and the actor's settings are not checked.
 
     Raises:
-        UserError: anything that would fail later, said now.
+        UserError: anything that would fail later.
     """
     unread = _check_pruning(config) if trains else []
     architecture = read_architecture(config.model.hf_path)
@@ -133,7 +136,7 @@ def _check_actor(config: Config, architecture: Architecture, world_size: int) ->
 
 
 def _check_pruning(config: Config) -> list[str]:
-    """A line for each level with settings that its method does not read. Raises UserError."""
+    """A line for each level that sets what its method does not read. Raises UserError."""
     size = config.rollout.completions_per_prompt
     minibatch = planned_prompts(config) // config.objective.updates_per_step * size
     return check_methods(config.pruning, group_size=size, minibatch_size=minibatch)
@@ -142,9 +145,9 @@ def _check_pruning(config: Config) -> list[str]:
 def _check_grading(
     config: Config, train_sets: Mapping[str, ProblemSet], eval_sets: Mapping[str, ProblemSet]
 ) -> tuple[Grader, list[str]]:
-    """The grader, tried on made-up answers and on the references of every set that it will grade; what that showed.
+    """Start the grader and try it on made-up answers and on the references of every set; returns it and log lines.
 
-    Evaluation sets with graders of their own are tried with those, which are then closed.
+    Evaluation sets with graders of their own are checked with those, which are closed again.
     """
     reward, settings = config.reward, eval_set_configs(config)
     grader, bounds = make_grader(reward), _reward_bounds(config) if train_sets else None

@@ -1,4 +1,4 @@
-"""Rows of the bias ledger for selections outside the pruning policies: what data and servers leave out."""
+"""Bias-ledger rows for selections that happen outside the pruning policies: in the data and on the servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dppo_megatron.pruning import LedgerRow
 
 
 def overlong_row(job: Job) -> tuple[LedgerRow, ...]:
-    """Problems that are never trained on because their prompts are too long; nothing if there are none."""
+    """The row for problems left out because their prompts are too long; empty if there are none."""
     filtered, kept = sum(one.filtered for one in job.train_sets.values()), len(job.train_prompts)
     if not filtered:
         return ()
@@ -17,7 +17,10 @@ def overlong_row(job: Job) -> tuple[LedgerRow, ...]:
 
 
 def straggler_row(config: RolloutConfig, cut: float, total: int) -> tuple[LedgerRow, ...]:
-    """The row of `limits.straggler_share`, wherever servers may cut: that none was cut so far is an outcome."""
+    """The row of `limits.straggler_share`, in every step in which servers may cut, whether or not they did.
+
+    A label must not depend on the outcome.
+    """
     if config.engine == "hf" or config.limits.straggler_share >= 1:
         return ()
     note = f"{cut:.0f} completions were cut off by rollout.limits.straggler_share and count as truncated"

@@ -1,7 +1,8 @@
-"""The phases of a training step, one method each; `train.py` puts them in order.
+"""The phases of a training step, one method each; `train.py` calls them in order.
 
-A phase takes the step (`step.py`), does one thing and says how far the step has come. Rank 0 selects, prunes and plans,
-on scalars, and tells the others. Generating and grading are shared by the ranks. Updating and syncing are collective.
+The only file that knows all the rooms (engine, graders, selection, packing, actor) and connects them. A phase takes the
+step (`step.py`), does one thing and moves `reached` on. Rank 0 selects, prunes and plans on scalars and broadcasts the
+result. Ranks share generating and grading. Updating and syncing are collective.
 
     rank 0   begin ------------------------ decide, plan ---.
       |        | prompts                 ^ scalars          | rows, weights, micro-batches
@@ -16,6 +17,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,7 @@ from dppo_megatron.exchange import Replicas, exchange
 from dppo_megatron.job import Job
 from dppo_megatron.ledger import overlong_row, straggler_row
 from dppo_megatron.observe.metrics import Timers
+from dppo_megatron.observe.samples import add_actor_logprobs
 from dppo_megatron.outcomes import Outcomes
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import Packable, plan_microbatches
@@ -44,11 +47,12 @@ from dppo_megatron.pruning.interface import PromptFeatures, StepCost
 from dppo_megatron.rewards.grading import grade_groups
 from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
 from dppo_megatron.rollout.engine import Request
-from dppo_megatron.rollout.sync.receipts import canary_difference
+from dppo_megatron.rollout.sync.receipts import Canary
 from dppo_megatron.selection import Chosen, Decision, Selector
 from dppo_megatron.step import Step, Update, UpdatePlan, sizes_of
 from dppo_megatron.trace import trace_row
 from dppo_megatron.types import Completion, FloatArray, IntArray, PackPlan, Prompt, SelectedPrompt, TrainSample
+from dppo_megatron.verdicts import Verdicts
 
 
 class Loop:
@@ -63,7 +67,7 @@ class Loop:
         self.job, self.say = job, say
         dtype = getattr(torch, config.model.dtype)
         layout = build_layout(config.actor.layout, config.seed)
-        self._engine = make_engine(job, dtype, layout.device, say)  # first: what is wrong with a server is said at once
+        self._engine = make_engine(job, dtype, layout.device, say)  # first: reports a bad server at once
         self.actor = Actor(config.actor, layout, job.architecture, job.checkpoint.get, dtype=dtype)
         self.objective = make_objective(config.objective, job.policy_loss)
         self._replicas = Replicas.agree(layout.data_parallel_rank)
@@ -81,18 +85,18 @@ class Loop:
             features=PromptFeatures.of(job.train_prompts),
         )
         self._outcomes: list[Outcomes] = []
-        """On rank 0, of the rounds of the present step."""
-        self._num_syncs = 0
+        """Outcomes of the current step's rollout rounds so far, on rank 0."""
+        self._canary = Canary(config.rollout, config.seed, job.stop_token_ids, say)
         self._receipts: dict[str, float] = {}
-        """What the syncs since the last finished step have measured."""
+        """Figures from the weight syncs since the last finished step."""
         self.current: Step | None = None
         """The step in progress, until it is finished."""
         self._ahead: Step | None = None
         """The step whose generation was begun ahead, if any."""
         self.last_complete_step: int | None = 0
-        """The last step whose updates the actor has, and no part of a later one; None while a step is updating."""
+        """The step whose weights the actor has; None while a step is updating: they are then between two steps."""
         self.skipped_in_a_row = 0
-        """Updates without one that was applied, up to now: their loss or gradient was not finite."""
+        """Consecutive updates up to now that were skipped because loss or gradient was not finite."""
         self.skipped_samples = ""
         """Ids of the samples in the last skipped update."""
 
@@ -116,7 +120,7 @@ class Loop:
                 raise FloatingPointError("warm start: the loss or its gradient is not finite; lower its learning rate")
 
     def start_rl(self) -> None:
-        """A fresh optimizer and schedule for the RL phase; with a KL term, its reference is the policy of now."""
+        """Begin the RL phase: fresh optimizer and schedule; with a KL term, freeze the policy as its reference."""
         config = self.job.config
         self.actor.start_phase(config.actor.optimizer, config.steps * config.objective.updates_per_step)
         if config.objective.kl.coef:
@@ -124,17 +128,16 @@ class Loop:
 
     def load_engine(self) -> None:
         """Give the engine the actor's weights. Raises GuardStop if they do not arrive."""
-        self._engine.load_weights(self.actor.weights)
-        every = self.job.config.rollout.sync.verify_every
-        if self._engine.has_servers and every and self._num_syncs % every == 0:
-            self._receipts["rollout/canary_logprob_diff"] = self._check_canary()
-        self._num_syncs += 1
+        bucket_bytes = self.job.config.rollout.sync.bucket_mb << 20
+        weights = partial(self.actor.weights, self._engine.receivers, bucket_bytes)
+        if self._engine.load_weights(weights) or self._canary.is_overdue:
+            self._receipts |= self._canary.take(self._engine, self.job.train_prompts[0], self._score)
 
     # ---------------------------------------------------------------------------------------- the phases of a step
 
     @contextmanager
     def step(self, number: int) -> Iterator[Step]:
-        """Step `number`: the one that was begun ahead, or a new one. The block is what `time/step_s` measures."""
+        """Step `number`: the one begun ahead, or a new one. `time/step_s` is the time spent in the block."""
         step, self._ahead = self._ahead or Step(number), None
         assert step.number == number, f"step {step.number} was begun ahead, {number} is asked for"
         self.current, self._outcomes = step, []
@@ -144,7 +147,7 @@ class Loop:
             yield step
 
     def rollout(self, step: Step) -> None:
-        """Generate and grade groups, and more of them for the methods that sample until enough have variance."""
+        """Generate and grade the step's groups; some methods then ask for more until enough groups have variance."""
         more: Sequence[SelectedPrompt] = step.selected
         first = 0
         while more:
@@ -162,11 +165,13 @@ class Loop:
         with timers.phase("rollout"):
             if step.reached != "generating":
                 self._start(step, selected)
-            completions = self._engine.finish()
+            completions, grades = self._engine.finish(), self._engine.take_grades()
         mine = sorted({position // size for position in completions})
         with timers.phase("reward"):
-            flat = [completions[position] for group in mine for position in range(group * size, (group + 1) * size)]
-            graded = grade_groups(self.job.grade, [selected[group] for group in mine], flat, size)
+            positions = [position for group in mine for position in range(group * size, (group + 1) * size)]
+            flat = [completions[position] for position in positions]
+            known = {place: grades[position] for place, position in enumerate(positions) if position in grades}
+            graded = grade_groups(self.job.grade, [selected[group] for group in mine], flat, size, known)
             groups = {first + group: one for group, one in zip(mine, graded, strict=True)}
         with timers.phase("rollout"):
             outcomes = to_rank_zero(Outcomes.of(groups, size, self._replicas.rank))
@@ -177,31 +182,36 @@ class Loop:
     def prune(self, step: Step) -> None:
         """Advantages on full groups, then the completions worth training on, each with its weight."""
         with step.record.timers.phase("prune"):
-            plans, holders = from_rank_zero(lambda: self._decide(step))
+            plans, holders, verdicts = from_rank_zero(lambda: self._decide(step))
         with step.record.timers.phase("exchange"):
             step.reach("pruned")
             step.updates = exchange(plans, step.groups, holders, step.selected, self._group_size, self._replicas)
-            step.groups.clear()  # what was pruned is not needed any more
+            step.samples = verdicts.join(step.groups)
+            step.groups.clear()  # frees the pruned completions
             step.reach("exchanged")
 
     def begin_ahead(self, step: Step, number: int) -> None:
         """With `rollout.async_steps`, begin to generate for `number` while `step` trains; 0: nothing to begin."""
         if number and self.job.config.rollout.async_steps:
             self._ahead = Step(number)
-            self._select(self._ahead, step.record.timers)  # part of this step's time
+            self._select(self._ahead, step.record.timers)  # the time belongs to the running step
             self._start(self._ahead, self._ahead.selected)
 
     def to_training(self, step: Step) -> None:
-        """The engine rests. Then the log-probabilities that the objective compares with: the actor's before the first
-        update of the step, and the reference's. Without a need for either (docs/objectives.md) nothing is run."""
+        """Put the engine to rest, then compute the log-probabilities that the objective compares with.
+
+        Those are the actor's before the step's first update, and the reference's; neither is computed unless the
+        settings need it (docs/objectives.md).
+        """
         objective, timers = self.job.config.objective, step.record.timers
-        self._engine.rest()
+        if self._ahead is None:  # with a step begun ahead it is generating
+            self._engine.rest()
         needs_old, needs_reference = needs_old_logprobs(objective), objective.kl.coef > 0
         if not (needs_old or needs_reference):
             return
         temperature = self.job.config.rollout.sampling.temperature
         old: list[LogprobStore] = []
-        with timers.phase("update"), timers.phase("logprobs"):  # a part of what the update costs
+        with timers.phase("update"), timers.phase("logprobs"):  # counted in the update's time too
             for update in step.updates:
                 samples = dict(update.samples)
                 if needs_old:
@@ -220,7 +230,7 @@ class Loop:
         step.reach("updating")
         self.last_complete_step = None
         first = not step.measured
-        # after the first update the policy has moved on purpose, and a difference would be no mismatch any more
+        # first update only: after it the policy differs from the behaviour on purpose
         watch = LogprobStore() if first and not needs_old_logprobs(self.job.config.objective) else None
         with step.record.timers.phase("update"):
             measured = self.actor.update(
@@ -254,12 +264,12 @@ class Loop:
         step.reach("synced")
 
     def finish(self, step: Step) -> list[str]:
-        """Close the step and let the pruning policies learn what it cost; log lines if a rate moved."""
+        """Close the step and report its cost to the pruning policies; returns log lines if a rate changed."""
         record = step.record
         record.metrics |= self._receipts | self._engine.statistics() | record.timers.drain()
         self._receipts = {}
         said = from_rank_zero(lambda: self._learn(step))
-        step.reached = "finished"  # also from `updated`, where a failed sync ends the run
+        step.reached = "finished"  # also from `updated`, when a failed sync ends the run
         self.current, self.last_complete_step = None, step.number
         return said
 
@@ -280,14 +290,14 @@ class Loop:
         self.job.grade.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the step after `last_complete_step` depends on beside the actor; nothing of one that is not finished.
+        """What the step after `last_complete_step` depends on besides the actor; nothing of an unfinished step.
 
-        Rank 0's is the one to save: the others have never selected.
+        Save rank 0's: only rank 0 selects.
         """
         return {"selector": self._selector.state_dict(), "skipped_in_a_row": self.skipped_in_a_row}
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Take over the `state_dict` of a checkpoint after `step`."""
+        """Restore the `state_dict` of a checkpoint written after `step`."""
         self._selector.load_state_dict(state["selector"])
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.last_complete_step = step
@@ -295,7 +305,7 @@ class Loop:
     # ---------------------------------------------------------------------------------------- inside
 
     def _select(self, step: Step, timers: Timers) -> None:
-        """Give a new step its prompts. Rank 0 alone knows the selector's state."""
+        """Choose the prompts of a new step. Only rank 0 has the selector's state."""
         with timers.phase("select"):
             step.selected = self._selected(from_rank_zero(lambda: self._selector.begin(step.number)))
         step.reach("selected")
@@ -307,7 +317,7 @@ class Loop:
         step.reach("generating")
 
     def _take(self, outcomes: list[Outcomes], number: int) -> None:
-        """On rank 0: the outcomes of a round; too many failed gradings end the run."""
+        """Add the outcomes of a round; raises GuardStop if too many gradings failed. On rank 0."""
         self._outcomes += outcomes
         self._failures.check(Outcomes.join(self._outcomes).grades, number)
 
@@ -315,8 +325,8 @@ class Loop:
         """On rank 0."""
         return self._selector.refill(Outcomes.join(self._outcomes).rewards, step.number)
 
-    def _decide(self, step: Step) -> tuple[list[UpdatePlan], IntArray]:
-        """On rank 0: what is trained on, in which micro-batches, and which rank holds each group."""
+    def _decide(self, step: Step) -> tuple[list[UpdatePlan], IntArray, Verdicts]:
+        """What to train on, in which micro-batches; which rank holds each group; what is recorded. On rank 0."""
         size, config = self._group_size, self.job.config
         outcomes = Outcomes.join([*self._outcomes, Outcomes.of({}, size, 0)])
         self._outcomes = []
@@ -334,7 +344,8 @@ class Loop:
         record.trace = trace_row(step.number, decision, rollouts)
         with record.timers.phase("pack"):
             updates = range(config.objective.updates_per_step)
-            return [self._plan_update(step, decision, rollouts.lengths, index) for index in updates], outcomes.holder
+            plans = [self._plan_update(step, decision, rollouts.lengths, index) for index in updates]
+        return plans, outcomes.holder, Verdicts.of(config, step.number, decision, rollouts)
 
     def _plan_update(self, step: Step, decision: Decision, lengths: IntArray, index: int) -> UpdatePlan:
         rows = np.flatnonzero(decision.kept & (decision.minibatch == index))
@@ -356,7 +367,7 @@ class Loop:
         )
 
     def _learn(self, step: Step) -> list[str]:
-        """On rank 0. Of a step with a skipped update the seconds alone are learned: its gradient norm is no number."""
+        """Report the step's cost to the policies. On rank 0. A step with a skipped update has no gradient norm."""
         measured = step.record.metrics
         rollout_s, update_s = measured["time/rollout_s"] + measured["time/reward_s"], measured["time/update_s"]
         other_s = max(0.0, measured["time/step_s"] - rollout_s - update_s)
@@ -364,9 +375,11 @@ class Loop:
         return self._selector.feedback(StepCost(step.number, rollout_s, update_s, other_s, grad_norm))
 
     def _measure_mismatch(self, step: Step, scored: Sequence[tuple[Update, LogprobStore]]) -> None:
-        """How far the engine's log-probabilities are from the actor's, with a warning where that is far. Collective."""
+        """Compare the engine's log-probabilities with the actor's; warn if they are far apart. Collective."""
+        for update, store in scored:
+            add_actor_logprobs(step.samples, update.plan.rows, store.values)
         mine = Mismatch()
-        if self.actor.layout.reports:  # one rank of each replica: the others of its last stage have the same values
+        if self.actor.layout.reports:  # one rank of each replica: others of its last stage have the same values
             for update, store in scored:
                 for place, values in store.values.items():
                     sample = update.samples[place]
@@ -378,19 +391,12 @@ class Loop:
         if self._engine.has_servers and difference > alarm:
             self.say(f"warning: mean |log-probability difference| to the engine {difference:.3g} > {alarm:g}")
 
-    def _check_canary(self) -> float:
-        """One prompt's completions from every server, scored by the actor. Raises GuardStop if they differ."""
-        prompt = self.job.train_prompts[0]
-        answers = self._engine.probe([Request(prompt, i, 0) for i in range(self._group_size)], self._sampling)
-        samples = [_unweighted_sample(prompt, completion) for _, completion in answers]
+    def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[FloatArray]:
+        """Log-probabilities of `completions` under the actor's present weights, on every rank. Collective."""
+        samples = [_unweighted_sample(prompt, completion) for completion in completions]
         temperature = self.job.config.rollout.sampling.temperature
-        scored: list[FloatArray] = []
-        if samples:
-            own = self.actor.logprobs(samples, self.pack(samples), temperature=temperature)
-            scored = from_rank_zero(lambda: own or [])
-        bound = self.job.config.rollout.sync.max_canary_logprob_diff
-        behaviour = [sample.behaviour_logprobs for sample in samples]
-        return canary_difference([server for server, _ in answers], behaviour, scored, bound)
+        own = self.actor.logprobs(samples, self.pack(samples), temperature=temperature)
+        return from_rank_zero(lambda: own or [])
 
     def _selected(self, chosen: Chosen | None) -> list[SelectedPrompt]:
         if chosen is None:
@@ -414,8 +420,10 @@ def _unweighted_sample(prompt: Prompt, completion: Completion) -> TrainSample:
 
 
 def _name_the_broken(samples: Collection[TrainSample]) -> str:
-    """Ids of the samples with something that is not finite, else of all: then it came out of the model or the loss.
-    Collective: every rank has some of them."""
+    """Ids of the samples whose inputs are not finite; if all are, the model or the loss is at fault: ids of all.
+
+    Collective: each rank has a part of the samples.
+    """
 
     def is_finite(sample: TrainSample) -> bool:
         return bool(np.isfinite([sample.advantage, sample.weight, *sample.behaviour_logprobs]).all())

@@ -1,7 +1,7 @@
-"""What a step's rollouts came to, as arrays: all that rank 0 needs in order to select, and nothing that it does not.
+"""The outcomes of a step's rollouts as arrays: what rank 0 needs to select completions, without their tokens.
 
-Each rank makes the rows of the groups that it holds; rank 0 puts them together. 25 bytes a completion travel, where the
-completions themselves would be 24 bytes a *token*.
+Each rank makes the rows of the groups that it holds; rank 0 joins them. That is 25 bytes a completion, where pickled
+completions were 24 bytes a *token*.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Outcomes:
     """The outcomes of k groups."""
 
     position: IntArray
-    """[k] which group of the step each row is."""
+    """[k] position of each group in the step."""
     holder: IntArray
     """[k] the rank that holds its completions."""
     rewards: FloatArray
@@ -32,12 +32,12 @@ class Outcomes:
     surprisal: FloatArray
     """[k, G], see `pruning.surprisal`."""
     truncated: BoolArray
-    """[k, G] ended by the limit of tokens."""
+    """[k, G] stopped at the token limit."""
     grades: GradeTable
 
     @staticmethod
     def of(groups: Mapping[int, Group], group_size: int, rank: int) -> Outcomes:
-        """Of the groups that `rank` holds, by their position in the step."""
+        """Outcomes of the groups that `rank` holds; `groups` maps position in the step to group."""
         completions = [completion for group in groups.values() for completion in group.completions]
         shape = (len(groups), group_size)
         return Outcomes(
@@ -52,7 +52,7 @@ class Outcomes:
 
     @staticmethod
     def join(parts: Sequence[Outcomes]) -> Outcomes:
-        """All groups of a step, in their order; `grades` stay in the order of `parts`."""
+        """All groups of a step, sorted by position; `grades` stay in the order of `parts`."""
         position = np.concatenate([part.position for part in parts])
         order = np.argsort(position)
         return Outcomes(
@@ -66,7 +66,7 @@ class Outcomes:
         )
 
     def rollouts(self, selected: Sequence[SelectedPrompt]) -> Rollouts:
-        """As the selector takes them; `selected` are the prompts of the groups [k]."""
+        """The selector's input; `selected` [k] are the prompts of the groups."""
         return Rollouts(
             rewards=self.rewards,
             lengths=self.lengths,

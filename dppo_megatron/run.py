@@ -1,7 +1,8 @@
-"""A run: where it begins, and when to record, evaluate, save and stop.
+"""A run from start to end: when to record, evaluate, save and stop.
 
-The loop itself is in `train.py`. What is in the run directory, and what a killed run leaves there, is
-`observe/run_directory.py`'s; which checkpoint a run resumes from is decided in `checkpoint/origin.py`.
+It exists so that the loop (`loop.py`) knows nothing of files, signals or checkpoints, and `train.py` stays one screen.
+The run directory belongs to `observe/run_directory.py`; `checkpoint/origin.py` decides which checkpoint a run resumes
+from. On resume the logs are truncated to the step of that checkpoint.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from dppo_megatron.loop import Loop
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.metrics import Progress
 from dppo_megatron.observe.run_directory import RunDirectory
+from dppo_megatron.observe.samples import SAMPLES, SampleWriter
 from dppo_megatron.observe.signals import StopRequests
 from dppo_megatron.observe.summary import Summary
 from dppo_megatron.observe.watchdog import Watchdog
 from dppo_megatron.pruning import LedgerRow, biased_rows
+from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.step import Step
 from dppo_megatron.trace import trace_header, trace_seconds
 from dppo_megatron.types import GuardStop, UserError
@@ -61,7 +64,7 @@ class Run:
         self._stop_requests, self._watchdog = StopRequests(), _watchdog(job.config.guard.watchdog_s)
         self._files: RunDirectory | None = None
         """The run directory, on rank 0."""
-        with ExitStack() as undo:  # what has begun, should something be wrong with what follows
+        with ExitStack() as undo:  # undone in reverse order if a later line raises
             if self._watchdog:
                 self._watchdog.start()
                 undo.callback(self._watchdog.stop)
@@ -82,7 +85,14 @@ class Run:
             )
             self.resumes = self._origin is not None
             from_rank_zero(lambda: self._open_record(job))
-            self.say(job.data_report)  # before servers are waited for: a wrong template is seen in time to stop
+            self._samples = SampleWriter(
+                self._directory / SAMPLES,
+                dist.get_rank(),
+                dist.get_world_size(),
+                job.config.observe.samples,
+                self.progress.say if self._writes else print,
+            )
+            self.say(job.data_report)  # before waiting for servers, so that a wrong template is seen early
             self.loop = Loop(job, self.progress.say)
             undo.pop_all()
         self.summary = Summary()
@@ -104,10 +114,11 @@ class Run:
             self._keep_what_is_done()
         self.loop.close()
         self._stop_requests.restore()
+        self._samples.close()
         self._close_files()
         self.progress.close()
-        if kind in (None, Stopped, GuardStop):  # after a failure the other ranks may never arrive
-            dist.barrier()  # so that nobody misses a rank that has only finished earlier
+        if kind in (None, Stopped, GuardStop):  # after a failure the other ranks may never reach the barrier
+            dist.barrier()  # or a watchdog would report a rank that merely finished first
             if self._watchdog:
                 self._watchdog.stop()
             stop_process_group()
@@ -156,6 +167,7 @@ class Run:
     def record(self, step: Step, scores: Sequence[EvalScores] = ()) -> None:
         """A finished step's lines in metrics.jsonl and trace.jsonl, and on the terminal."""
         record = step.record
+        self._samples.write(step.number, step.samples)
         self.summary.eval_after = {one.name: one.avg.value for one in scores} or self.summary.eval_after
         if self._files:
             self.summary.add(record.metrics)
@@ -180,12 +192,15 @@ class Run:
         return _is_due(step, self._config.eval.every_steps, self._last_step)
 
     def step_to_look_ahead_to(self, step: int) -> int:
-        """The next step, or 0 where `step` ends with an evaluation, a checkpoint or the run: they want rest."""
+        """The step to generate ahead: the next, or 0 if `step` ends with an evaluation or checkpoint or is the last.
+
+        Those need an engine that is not generating.
+        """
         due = self.is_evaluation_step(step) or _is_due(step, self._config.checkpoint.every_steps, self._last_step)
         return 0 if due else step + 1
 
     def save_if_due(self, step: int) -> None:
-        """A resumable checkpoint where one is due, and the end of the run where a guard or a signal asks. Collective.
+        """Save a checkpoint if one is due; end the run if a guard or a signal asks for it. Collective.
 
         Raises:
             Stopped: the run ends here.
@@ -201,17 +216,17 @@ class Run:
     def finish(self) -> None:
         """The Hugging Face checkpoint, summary.json and the closing table. Collective."""
         self._finalize(blocking=True)
-        weights = self.loop.actor.weights()
+        weights = self.loop.actor.weights(to=[0])
         write_checkpoint(self._directory / "hf", self._config.model.hf_path, weights, write=self._writes)
         self.summary.wall_s = time.perf_counter() - self._started
         from_rank_zero(self._write_end)
         if self._writes:
             self.progress.close()
-            left = sorted(name for name in os.listdir(self._directory) if name != LOCK)  # which goes at the end
+            left = sorted(name for name in os.listdir(self._directory) if name != LOCK)  # removed when the run closes
             print(f"\n{self.summary.table()}\n\n{self._directory}/: {', '.join(left)}")
 
     def _write_end(self) -> None:
-        """On rank 0: the end of the record and summary.json."""
+        """Flush the record and write summary.json. On rank 0."""
         try:
             if self._files:
                 self._files.sync()
@@ -220,12 +235,14 @@ class Run:
             raise GuardStop(f"all steps are done, but '{error.filename}' cannot be written: {error.strerror}") from None
 
     def _begin_new_sets(self, step: int) -> None:
-        """Evaluation sets may come and go between a run and its continuation. One that is new has its `before` here,
-        at the resumed step; `metrics.jsonl` has a line for that step already. Collective."""
+        """Evaluate the sets that were added since the run was last started: their `before` is the resumed step.
+
+        Only summary.json gets it: `metrics.jsonl` has a line for that step already. Collective.
+        """
         names = list(eval_set_configs(self._config))
         scores = self.loop.evaluate(new) if (new := self.summary.without_before(names)) else []
         self.summary.begin_sets(step, {one.name: one.avg.value for one in scores}, names)
-        if step >= self._last_step:  # nothing will move it any more
+        if step >= self._last_step:  # no further training: this is also the final score
             self.summary.eval_after |= {one.name: one.avg.value for one in scores}
         self.say(f"step {step:>4}, first evaluation of a new set: {one.line()}" for one in scores)
 
@@ -235,12 +252,12 @@ class Run:
         return self._files.run
 
     def _open_record(self, job: Job) -> None:
-        """On rank 0: the record, as it was at the step that this run resumes from."""
+        """Open the record, truncated to the step that this run resumes from. On rank 0."""
         own = self._origin if self._origin is not None and self._origin.own else None
         assert self._files is not None
         self._files.open_record(
             self._config,
-            trace_header(job.config, set_sizes(job.train_sets)),
+            trace_header(job.config, set_sizes(job.train_sets), PromptFeatures.of(job.train_prompts)),
             own.step if own is not None else None,
             own.record_sums if own is not None else {},
         )
@@ -255,9 +272,9 @@ class Run:
             self._files.close()
 
     def _keep_what_is_done(self) -> None:
-        """A checkpoint where a guard stops the run between two steps, or in the sync that ends one. Collective."""
+        """Save after a guard has stopped the run between two steps, or in the sync that ends one. Collective."""
         step = self.loop.current
-        if step is not None and step.is_updated:  # its weights are there, though the engine does not have them
+        if step is not None and step.is_updated:  # the actor has its weights, though the engine does not
             self.say(self.loop.finish(step))
             self.record(step)
         if self._begun and (number := self.loop.last_complete_step) is not None:
@@ -265,7 +282,7 @@ class Run:
             self._finalize(blocking=True)
 
     def _save(self, step: int) -> bool:
-        """Returns whether it could be written. Collective."""
+        """Save a checkpoint; returns whether it could be written. Collective."""
         self.summary.wall_s = time.perf_counter() - self._started
         try:
             record = from_rank_zero(lambda: self._files.sync() if self._files else {})
@@ -284,7 +301,7 @@ class Run:
             self._save_failed(error)
 
     def _save_failed(self, error: BaseException) -> bool:
-        if is_peer_lost(error):  # not this rank's disk: the others are missing, and the watchdog says who
+        if is_peer_lost(error):  # not a disk error: another rank is gone, and the watchdog names it
             raise error
         self._store.abandon()
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
@@ -318,7 +335,7 @@ class Run:
         return f"Resume with the same command, or: dppo-megatron train {self._directory}/config.yaml --resume auto"
 
     def _new_warnings(self, ledger: Sequence[LedgerRow]) -> list[str]:
-        """One line for each selection that changes the expected gradient, the first time it does."""
+        """A warning for each selection that biases the gradient, the first time it does."""
         rows = tuple(row for row in ledger if row.name not in self._warned)
         self._warned.update(row.name for row in rows if row.label == "biased")
         return [f"warning: {line}" for line in biased_rows(rows)]

@@ -1,8 +1,8 @@
-"""Pickles that were not written here: only what is on a list is looked up, so reading one runs no code of its writer.
+"""Reads pickles from other people without running their code: only classes on an allow-list are looked up.
 
 torch's distributed checkpoints keep their table of contents, `.metadata`, as a pickle, and `pickle.load` calls whatever
-a pickle names. The alternative, a parser of our own for the few opcodes that torch emits, would have to follow torch;
-the list follows it more easily: a class that is missing here is an error that names it.
+a pickle names. The alternative, our own parser for the few opcodes that torch emits, would break with torch's changes;
+a class that is missing from the list is an error that names it.
 """
 
 from __future__ import annotations
@@ -53,15 +53,14 @@ DISTRIBUTED_CHECKPOINT: Mapping[str, frozenset[str]] = {
             "_MEM_FORMAT_ENCODING",
         ]
     ),
-    # Megatron stores its ranks' save plans beside the table, to reuse them at the next save
+    # Megatron also stores its ranks' save plans here, to reuse them at the next save
     _PLANNER: frozenset(["BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"]),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
     "collections": frozenset({"OrderedDict"}),
     "pathlib": frozenset({"PosixPath", "PurePosixPath"}),  # where it was written, if the writer was given a Path
     "pathlib._local": frozenset({"PosixPath", "PurePosixPath"}),  # its name in Python 3.13
 }
-"""Module to names: what the `.metadata` of a distributed checkpoint is made of. Plain data, and nothing that can be
-made to call anything else."""
+"""Module to names allowed in the `.metadata` of a distributed checkpoint: plain data, nothing that can call code."""
 
 
 class UnsafePickleError(ValueError):
@@ -78,7 +77,7 @@ def read_pickle(file: BinaryIO, allowed: Mapping[str, frozenset[str]]) -> Any:
         return _Unpickler(file, allowed).load()
     except UnsafePickleError:
         raise
-    except Exception as error:  # damaged bytes make an unpickler raise nearly anything
+    except Exception as error:  # on damaged bytes an unpickler can raise almost anything
         raise UnsafePickleError(f"it is damaged ({type(error).__name__}: {error})") from None
 
 

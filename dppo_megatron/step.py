@@ -1,12 +1,12 @@
 """One RL step as a value: what it has chosen, generated and measured, and how far it has come.
 
-Time is modelled here and nowhere else. A phase of `loop.py` takes a step, does one thing and moves `reached` on; what
-may be saved, undone or repeated follows from `reached` and not from counters in several objects:
+Progress is recorded here and nowhere else. A phase of `loop.py` takes a step, does one thing and moves `reached` on.
+What may be saved, undone or repeated follows from `reached`, not from counters in several objects:
 
     new -> selected -> generating -> rolled_out -> pruned -> exchanged -> updating -> updated -> synced -> finished
     '------ a save goes back to before the step --------------------'   nothing     '- the step counts, once finished -'
 
-While it is `updating` the weights are between two steps: nothing is saved then.
+While a step is `updating` the weights are between two steps, so nothing can be saved.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from dppo_megatron.observe.metrics import Timers
+from dppo_megatron.observe.samples import RecordedGroup
 from dppo_megatron.packing.planner import SampleSize
 from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.types import FloatArray, Group, IntArray, PackPlan, SelectedPrompt, TrainSample
@@ -29,12 +30,12 @@ ORDER: tuple[Reached, ...] = (
     "new", "selected", "generating", "rolled_out", "pruned", "exchanged", "updating", "updated", "synced", "finished"
 )  # fmt: skip
 BACK: dict[Reached, Reached] = {"rolled_out": "generating", "updated": "updating"}
-"""The two circles: a refill generates again, and a step has several optimizer updates."""
+"""The two loops: a refill generates again, and a step may have several optimizer updates."""
 
 
 @dataclass
 class StepRecord:
-    """What a step leaves for its line in metrics.jsonl and in trace.jsonl."""
+    """What a step writes to metrics.jsonl and trace.jsonl."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     ledger: tuple[LedgerRow, ...] = ()
@@ -44,7 +45,7 @@ class StepRecord:
     timers: Timers = field(default_factory=Timers)
 
     def line(self) -> dict[str, Any]:
-        """Metrics and ledger as they are written."""
+        """The step's line of metrics.jsonl."""
         return self.metrics | {"prune/ledger": [asdict(row) for row in self.ledger]}
 
 
@@ -63,7 +64,7 @@ class UpdatePlan:
     weights: FloatArray
     denominators: FloatArray
     pack: PackPlan
-    """Its `members` count in `rows`."""
+    """Its `members` are positions in `rows`."""
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Update:
 
     plan: UpdatePlan
     samples: Mapping[int, TrainSample]
-    """Place in `plan.rows` -> sample: those of this rank's data-parallel replica."""
+    """Position in `plan.rows` -> sample, for the samples of this rank's data-parallel replica."""
 
 
 @dataclass
@@ -82,32 +83,34 @@ class Step:
     number: int
     """From 1."""
     selected: list[SelectedPrompt] = field(default_factory=list)
-    """The prompts that are rolled out, the same on every rank; a refill adds to them. Group k is of selected[k]."""
+    """The prompts to roll out, the same on every rank; a refill adds to them. Group k belongs to selected[k]."""
     groups: dict[int, Group] = field(default_factory=dict)
-    """k -> group, those whose completions this rank holds."""
+    """k -> group, for the groups whose completions this rank holds."""
     updates: list[Update] = field(default_factory=list)
+    samples: list[RecordedGroup] = field(default_factory=list)
+    """Those of this rank's groups that are recorded for people to read."""
     record: StepRecord = field(default_factory=StepRecord)
     measured: list[dict[str, float]] = field(default_factory=list)
-    """What each of its updates has reported."""
+    """The figures of each update so far."""
     reached: Reached = "new"
 
     def reach(self, state: Reached) -> None:
-        """Move on. A phase out of order is a bug of the loop, so it is an assertion."""
+        """Move to `state`. A phase out of order is a bug in the loop, hence an assertion."""
         onward = ORDER.index(state) == ORDER.index(self.reached) + 1
-        skips = (self.reached, state) == ("selected", "rolled_out")  # no prompt is worth a rollout
+        skips = (self.reached, state) == ("selected", "rolled_out")  # no prompt was selected
         assert onward or skips or BACK.get(self.reached) == state, f"step {self.number}: {self.reached} -> {state}"
         self.reached = state
 
     @property
     def is_updated(self) -> bool:
-        """All its updates are in the weights: what is missing is the engine's copy of them, and the record."""
+        """All its updates are in the actor's weights; the sync to the engine or the record may still be missing."""
         return self.reached in ("updated", "synced") and len(self.measured) == len(self.updates)
 
 
 def sizes_of(
     rows: IntArray, lengths: IntArray, selected: Sequence[SelectedPrompt], group_size: int
 ) -> list[SampleSize]:
-    """What the planner must know of the kept completions `rows` [n] with `lengths` [n] completion tokens."""
+    """The planner's input for the kept completions `rows` [n] with `lengths` [n] completion tokens."""
     found = []
     for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
         prompt = selected[row // group_size].prompt

@@ -1,4 +1,4 @@
-"""trace.jsonl: what every rollout of a run came to, small enough to keep, complete enough to replay a selection on.
+"""trace.jsonl: the outcome of every rollout of a run, small enough to keep and enough to replay a selection on.
 
 The first line describes the run; each later line is a step. `dppo-megatron simulate` reads it.
 """
@@ -14,6 +14,7 @@ import numpy as np
 from dppo_megatron.config.load import config_from_values, config_values
 from dppo_megatron.config.paths import check_file, json_reason
 from dppo_megatron.config.schema import Config
+from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.selection import Decision, Rollouts
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError
 
@@ -30,7 +31,7 @@ class TracedStep:
     rollouts: Rollouts
     """Their outcomes, [K, G]."""
     kept: BoolArray
-    """[K * G] what was trained."""
+    """[K * G] which completions were trained on."""
     seconds: dict[str, float]
     """`rollout` (with grading), `update` and `other`."""
 
@@ -43,16 +44,24 @@ class Trace:
     num_prompts: int
     set_sizes: dict[str, int] | None
     """Problems of each training set; None in older traces, of one set."""
+    features: PromptFeatures | None
+    """What the prompts' rows say; None in older traces."""
     steps: list[TracedStep]
 
 
-def trace_header(config: Config, set_sizes: dict[str, int]) -> dict[str, Any]:
-    """The first line; `set_sizes` are the problems of each training set."""
+def trace_header(config: Config, set_sizes: dict[str, int], features: PromptFeatures) -> dict[str, Any]:
+    """The first line; `set_sizes` are the problems of each training set, `features` what their rows say."""
     return {
         "format": _FORMAT,
         "num_prompts": sum(set_sizes.values()),
         "set_sizes": set_sizes,
         "config": config_values(config),
+        "features": {
+            "prompt_tokens": features.prompt_tokens.tolist(),
+            "level": [None if np.isnan(level) else level for level in features.level.tolist()],
+            "source": features.source.tolist(),
+            "sources": list(features.sources),
+        },
     }
 
 
@@ -72,7 +81,7 @@ def trace_row(step: int, decision: Decision, rollouts: Rollouts) -> dict[str, An
 
 
 def trace_seconds(metrics: dict[str, Any]) -> dict[str, float]:
-    """A step's seconds by what they grow with."""
+    """A step's seconds, grouped by what they scale with."""
     rollout = metrics["time/rollout_s"] + metrics["time/reward_s"]
     update = metrics["time/update_s"]
     return {"rollout": rollout, "update": update, "other": max(0.0, metrics["time/step_s"] - rollout - update)}
@@ -90,7 +99,7 @@ def read_trace(path: str) -> Trace:
         for number, line in enumerate(file, start=1):
             try:
                 rows.append(json.loads(line))
-            except (ValueError, RecursionError) as error:  # also what is no UTF-8
+            except (ValueError, RecursionError) as error:  # UnicodeDecodeError included
                 raise UserError(f"{path}:{number}: not valid JSON: {json_reason(error)}") from None
             if not isinstance(rows[-1], dict):
                 raise UserError(f"{path}:{number}: not a JSON object")
@@ -102,9 +111,25 @@ def read_trace(path: str) -> Trace:
         raise UserError(f"trace '{path}': holds no steps")
     try:
         config = config_from_values(rows[0]["config"], where=path)
-        return Trace(config, rows[0]["num_prompts"], rows[0].get("set_sizes"), [_read_step(row) for row in rows[1:]])
+        head, steps = rows[0], [_read_step(row) for row in rows[1:]]
+        return Trace(config, head["num_prompts"], head.get("set_sizes"), _read_features(head), steps)
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise UserError(f"trace '{path}': a step lacks or garbles a field: {error}") from None
+
+
+def _read_features(head: dict[str, Any]) -> PromptFeatures | None:
+    values = head.get("features")
+    if values is None:
+        return None
+    features = PromptFeatures(
+        prompt_tokens=np.array(values["prompt_tokens"], dtype=np.int64),
+        level=np.array(values["level"], dtype=np.float64),  # null becomes NaN
+        source=np.array(values["source"], dtype=np.int64),
+        sources=tuple(values["sources"]),
+    )
+    if not len(features.prompt_tokens) == len(features.level) == len(features.source) == head["num_prompts"]:
+        raise ValueError("the features are not of as many prompts as there are")
+    return features
 
 
 def _read_step(row: dict[str, Any]) -> TracedStep:

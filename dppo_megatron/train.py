@@ -8,15 +8,14 @@ Many:          torchrun --nproc-per-node N -m dppo_megatron train CONFIG [key=va
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # importing Megatron takes seconds; a mistake in the config should not
+if TYPE_CHECKING:  # importing Megatron takes seconds; reporting a mistake in the config should not
     from dppo_megatron.run import Run
 
 
 def train(run: Run) -> None:
-    """Warm start, evaluation, RL steps, and what a run leaves behind."""
+    """Warm start, evaluation, RL steps, final checkpoint and summary."""
     loop = run.loop
     if run.resumes:
         run.resume()
@@ -37,9 +36,3 @@ def train(run: Run) -> None:
         run.record(step, scores)
         run.save_if_due(number)
     run.finish()
-
-
-if __name__ == "__main__":
-    from dppo_megatron.cli import main
-
-    sys.exit(main(["train", *sys.argv[1:]]))

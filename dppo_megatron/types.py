@@ -30,7 +30,7 @@ class UserError(Exception):
 
 
 class GuardStop(Exception):
-    """The run cannot go on through no mistake of the user's: it is checkpointed and ends with exit code 3."""
+    """The run cannot continue, through no mistake of the user's: it is checkpointed and ends with exit code 3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Prompt:
     level: float | None = None
     """How hard its row says it is, on the row's own scale; None if it does not say."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The row's other fields, as read: what a grader that takes three arguments is given."""
+    """The row's other fields, as read; passed to graders that take three arguments."""
     origin: str = ""
     """`path:line` or `set:row`, for messages."""
 
@@ -63,7 +63,7 @@ class SelectedPrompt:
     inclusion_prob: float
     """P(selected | history), in (0, 1]."""
     weight: float
-    """The factor that undoes this selection in the loss; 1 / inclusion_prob for a Horvitz-Thompson estimator."""
+    """Factor in the loss that undoes this selection; 1 / inclusion_prob for a Horvitz-Thompson estimator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Completion:
     """Behaviour log-probability of each generated token [n], at the sampling temperature."""
     finish_reason: FinishReason
     text: str
-    """`token_ids` decoded, without special tokens: what the grader reads."""
+    """`token_ids` decoded without special tokens, for the grader."""
     weights_versions: IntArray | None = None
     """[n] which weight sync of the run (1, 2, ...) each token was sampled under; None if the engine does not say."""
 
@@ -92,7 +92,7 @@ class Grade:
     why: str = ""
     """How it was decided: `exact`, `fraction`, `no final answer`, ..."""
     facts: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to be averaged over the step's gradings and logged as reward/<name>: `parsed_share`: 1.0 and the like."""
+    """Numbers averaged over the step's gradings and logged as reward/<name>, such as `parsed_share`: 1.0."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The named rewards behind a weighted sum; empty where there is only one."""
     failure: str = ""
@@ -108,12 +108,15 @@ class Group:
     rewards: FloatArray
     """[G]; NaN where the grader failed."""
     grades: tuple[Grade, ...] = ()
-    """[G] what the grader said; empty in tests of what needs rewards only."""
+    """[G]; empty in tests that need rewards only."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One sequence to train on, with its weight and denominator: nothing downstream knows which policy made it."""
+    """One sequence to train on, with its weight and denominator.
+
+    Nothing downstream of it knows which pruning policy made the weight.
+    """
 
     id: str
     """`prompt index:completion index`, for messages."""
@@ -125,7 +128,7 @@ class TrainSample:
     advantage: float | FloatArray
     """Of the whole completion, or of each of its tokens [n - num_prompt_tokens]."""
     weight: float | FloatArray
-    """What undoes every selection that this sample survived (W in docs/pruning.md); or one for each token."""
+    """Product of the factors that undo each selection it survived (W in docs/pruning.md); or one value a token."""
     denominator: float
     """Frozen divisor of this sample's token sum, a count of the planned full batch (1 / omega in docs/pruning.md)."""
     old_logprobs: FloatArray | None = None

@@ -83,8 +83,8 @@ def test_a_run_starts_its_server_and_starts_it_again(files: Path, tmp_path: Path
 def _train_and_kill_the_server(config: Config, killed: str) -> str:
     with Run(prepare_job(config, 2)) as run:
         engine: Any = run.loop._engine
-        if engine._connection is not None and config.rollout.engine == "vllm":
-            _asks_for_its_key(_only_server(engine))
+        if engine._connection is not None:
+            _asks_for_its_key(_only_server(engine), config.rollout.engine)
         name = {"generating": "start", "asleep": "rest"}[killed]
         call, calls = getattr(engine, name), itertools.count(1)
 
@@ -103,14 +103,16 @@ def _train_and_kill_the_server(config: Config, killed: str) -> str:
     return description
 
 
-def _asks_for_its_key(server: LaunchedServer) -> None:
+def _asks_for_its_key(server: LaunchedServer, engine: str) -> None:
     """Everywhere, its development mode included; and the key stands neither in a command line nor in its log."""
-    for path in ("/weight_info", "/server_info", "/health", "/v1/models"):
+    own = {"vllm": "/weight_info", "sglang": "/model_info"}[engine]
+    for path in (own, "/server_info", "/health", "/v1/models"):
         with pytest.raises(Refused, match="HTTP 401"):
             Http(server.url).get(path, timeout_s=30)
+    writes = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_tensor"}[engine]
     with pytest.raises(Refused, match="HTTP 401"):
-        Http(server.url, "another-key").post("/collective_rpc", {"method": "dppo_model"}, timeout_s=30)
-    assert Http(server.url, server.api_key).get("/weight_info", timeout_s=30)
+        Http(server.url, "another-key").post(writes, {"method": "dppo_model"}, timeout_s=30)
+    assert Http(server.url, server.api_key).get(own, timeout_s=30)
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             assert server.api_key.encode() not in process.read_bytes()

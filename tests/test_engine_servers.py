@@ -44,8 +44,8 @@ from dppo_megatron.rollout.servers.intake import Ask
 from dppo_megatron.rollout.servers.launch import LaunchedServer
 from dppo_megatron.rollout.servers.protocol import TensorNote, generate
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
+from dppo_megatron.rollout.sync.colocated import OFFERS
 from dppo_megatron.rollout.sync.receipts import canary_difference
-from dppo_megatron.rollout.sync.weight_sync import put_to_sleep
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
@@ -519,7 +519,7 @@ def test_a_sync_that_fails_half_way_leaves_nobody_with_mixed_weights(served: Ser
             if sent > 1 << 20:  # the stream has been asked for more than one bucket: the first is there
                 _signal(bad, signal.SIGSTOP)
 
-    put_to_sleep(engine._fleet, timeout_s=6.0)
+    engine._sync.sleep()
     engine.load_weights(hangs_after_the_first_bucket)
     assert [member.asleep for member in engine._fleet.members] == [frozenset(), {"kv_cache"}]
     assert engine.health()[good.url] == "live" and engine.health()[bad.url].startswith("out: weight sync failed")
@@ -543,13 +543,15 @@ def test_a_bucket_that_fails_leaves_nothing_behind(served: Served, tmp_path: Pat
     gate = dict(broken.weights())[name]
     server: Any = engine._fleet.members[0].server
     buffer = SharedBuffer(gate.nbytes, gate.device)
-    views, notes = buffer.fill([gate]), [TensorNote(name, "float32", tuple(gate.shape))]
+    buffer.fill(gate.detach().reshape(-1).view(torch.uint8))
+    notes = [TensorNote(name, "float32", tuple(gate.shape))]
+    offers = [OFFERS[served.name](buffer, notes)]
     server.pause("abort", timeout_s=30)
     server.begin_update(timeout_s=30)
-    server.receive_shared(buffer, views, notes, timeout_s=30)
+    server.receive_shared(offers, notes, timeout_s=30)
     if served.name == "vllm":
         with pytest.raises(Refused):
-            server.receive_shared(buffer, views, [replace(notes[0], dtype="no_such_dtype")], timeout_s=30)
+            server.receive_shared(offers, [replace(notes[0], dtype="no_such_dtype")], timeout_s=30)
     engine.load_weights(whole.weights)
     requests = _requests(_prompts(engine._config)[:8])
     assert whole.difference(requests, engine.generate(requests, Sampling(LONG, 1.0, 0))).max() < 1e-3
@@ -602,8 +604,7 @@ def test_a_hung_server_is_named_and_survived(served: Served, tmp_path: Path) -> 
     assert served.same(completions, expected) and reference.difference(requests, completions).max() < 1e-3
     _signal(served.servers[1], signal.SIGCONT)
     config.rollout.limits.probe_timeout_s = 60.0  # on a busy machine the way back would have outages of its own
-    engine._fleet.revive()
-    put_to_sleep(engine._fleet, timeout_s=30.0)
+    engine._sync.sleep()
     assert all(member.asleep and member.state != "out" for member in engine._fleet.members)
     other = Reference(served.files / "model", 7)
     _sync_until_all_live(engine, other)

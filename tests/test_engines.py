@@ -65,12 +65,12 @@ def test_buckets(sizes: list[int], max_bytes: int) -> None:
     """All tensors in order, none above the size unless alone, and no two neighbours that would have fitted together."""
     tensors = [(str(i), torch.zeros(size)) for i, size in enumerate(sizes)]
     found = list(buckets(iter(tensors), max_bytes))
-    assert [name for bucket in found for name, _ in bucket] == [name for name, _ in tensors]
-    totals = [sum(tensor.nbytes for _, tensor in bucket) for bucket in found]
+    assert [name for bucket in found for name, _ in bucket.tensors] == [name for name, _ in tensors]
+    totals = [sum(tensor.nbytes for _, tensor in bucket.tensors) for bucket in found]
     for bucket, total in zip(found, totals, strict=True):
-        assert total <= max_bytes or len(bucket) == 1
+        assert total <= max_bytes or len(bucket.tensors) == 1
     for (_, total), (following, _) in itertools.pairwise(zip(found, totals, strict=True)):
-        assert total + following[0][1].nbytes > max_bytes
+        assert total + following.tensors[0][1].nbytes > max_bytes
     mixed = [("a", torch.zeros(1)), ("b", torch.zeros(1, dtype=torch.bfloat16))]
     assert len(list(buckets(iter(mixed), 1000))) == 2
 
@@ -98,16 +98,17 @@ def test_digests_join_as_engines_do() -> None:
     stream += [("model.norm.weight", norm), ("model.embed_tokens.weight", embedding)]
     digests = Digests()
     assert list(digests.watch(iter(stream))) == stream
+    sent = digests.result()
     held = {
         "model.layers.0.self_attn.qkv_proj.weight": digest(torch.cat([q, k, v])),
         "model.norm.weight": digest(norm + 1e-6),
         "model.embed_tokens.weight": digest(torch.cat([embedding, torch.zeros(64 - 19, 3)])),
     }
-    assert differing(digests.found, held) == (["model.norm.weight"], 3)
+    assert differing(sent, held) == (["model.norm.weight"], 3)
     first_digits = {name: value[:16] for name, value in held.items()}
-    assert differing(digests.found, first_digits) == (["model.norm.weight"], 3)
+    assert differing(sent, first_digits) == (["model.norm.weight"], 3)
     empty = dict.fromkeys(held, digest(torch.zeros(0)))
-    assert differing(digests.found, empty) == ([], 0), "a packed layer shows no bytes"
+    assert differing(sent, empty) == ([], 0), "a packed layer shows no bytes"
 
 
 def test_the_canary_names_the_server() -> None:
@@ -317,8 +318,9 @@ def test_another_process_sees_what_is_written_later() -> None:
         assert reader.stdin is not None and reader.stdout is not None
         for number in (1.0, 2.0):
             whole = torch.full((3,), number)
-            views = buffer.fill([whole])
-            assert torch.equal(views[0], whole) and views[0].data_ptr() == buffer.memory.data_ptr()
+            buffer.fill(whole.view(torch.uint8))
+            [view] = buffer.views("float32", [(3,)])
+            assert torch.equal(view, whole) and view.data_ptr() == buffer.memory.data_ptr()
             buffer.memory[12:16].view(torch.bfloat16).fill_(-number)
             reader.stdin.write("\n")
             reader.stdin.flush()

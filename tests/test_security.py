@@ -22,6 +22,7 @@ from dppo_megatron.config.load import config_values
 from dppo_megatron.config.rollout import RolloutConfig, check_rollout
 from dppo_megatron.rollout.servers.connect import configured_key, describe, launch_servers, make_server
 from dppo_megatron.rollout.servers.http import Http, Refused, clean_key
+from dppo_megatron.rollout.servers.sglang import sglang_command
 from dppo_megatron.rollout.servers.vllm import vllm_command
 from dppo_megatron.rollout.transfer.groups import listening_store
 from dppo_megatron.types import UserError
@@ -105,8 +106,9 @@ def test_no_setting_holds_a_key(values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("given", ["", KEY])
-def test_launched_vllm_servers_have_keys_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+@pytest.mark.parametrize(("engine", "variable"), [("vllm", "VLLM_API_KEY"), ("sglang", "DPPO_SERVER_KEY")])
+def test_launched_servers_have_keys_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, engine: str, variable: str
 ) -> None:
     """Each a random one, or the user's, told by the environment: not on the command line, in its repr or in files."""
     if given:
@@ -117,22 +119,26 @@ def test_launched_vllm_servers_have_keys_of_their_own(
     config = job_config(
         files,
         tmp_path / "run",
-        rollout__engine="vllm",
+        rollout__engine=engine,
         rollout__servers__launch="local",
         rollout__servers__count=2,
-        rollout__servers__python=sys.executable,  # has no vLLM: the processes end by themselves
+        rollout__servers__python=sys.executable,  # has no engine: the processes end by themselves
     )
     servers = launch_servers(config)
     for server in servers:
         assert server.process is not None and server.process.wait(60) != 0
-        assert len(server.api_key) >= 20 and server.variables["VLLM_API_KEY"] == server.api_key
+        assert len(server.api_key) >= 20 and server.variables[variable] == server.api_key
         assert server.api_key not in " ".join([*server.command, *map(str, server.process.args)])  # type: ignore[arg-type]
         assert server.api_key not in repr(server) and server.api_key not in server.log.read_text()
         assert server.api_key not in str(config_values(config))
         server.stop()
     assert (servers[0].api_key == servers[1].api_key == given) if given else servers[0].api_key != servers[1].api_key
-    command = vllm_command(config.rollout, "python", "model", 10, "float32", cpu=True)
-    assert command[command.index("--middleware") + 1] == "dppo_vllm_guard.RequireKey"
+    build = vllm_command if engine == "vllm" else sglang_command
+    command = build(config.rollout, "python", "model", 10, "float32", cpu=True)
+    if engine == "vllm":
+        assert command[command.index("--middleware") + 1] == "dppo_vllm_guard.RequireKey"
+    else:
+        assert command[1].endswith("in_engine/dppo_sglang_server.py") and Path(command[1]).exists()
     assert command[command.index("--host") + 1] == "127.0.0.1"
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from plane.common import Bar
 
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.cost import CostModel
 from dppo_megatron.packing.planner import SampleSize, plan_microbatches
+from plane.common import Bar
 
 CAP = 16384
 COST = CostModel.of_transformer(

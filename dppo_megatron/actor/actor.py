@@ -1,4 +1,4 @@
-"""The policy that is trained: a Megatron model, its optimizer, and the three things the loop asks of it.
+"""The policy in training: a Megatron model, its optimizer, and the three operations that the loop needs.
 
 `update` takes an optimizer step on a packed plan, `logprobs` recomputes log-probabilities, `weights` streams the
 parameters under their Hugging Face names. All three are collective: every rank calls them with the same plan.
@@ -7,7 +7,7 @@ parameters under their Hugging Face names. All three are collective: every rank 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,7 @@ from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConf
 from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.types import PackPlan, TrainSample
 from dppo_megatron.weights.architecture import Architecture
-from dppo_megatron.weights.sharded import WeightStream, load_hf_weights
+from dppo_megatron.weights.sharded import DEFAULT_BUCKET_BYTES, WeightStream, load_hf_weights
 
 
 class Actor:
@@ -77,8 +77,7 @@ class Actor:
                     fp8_param_gather=config.fp8_param,
                 ),
                 chunk,
-                disable_bucketing=index
-                > 0,  # as Megatron's own training does: later chunks' gradients come late anyway
+                disable_bucketing=index > 0,  # as in Megatron's own training loop
             )
             for index, chunk in enumerate(self._chunks)
         ]
@@ -116,7 +115,7 @@ class Actor:
         sums = self.accumulate(samples, plan, objective, temperature=temperature, watch=watch)
         tokens = max(sums.pop("tokens", 0.0), 1.0)
         metrics = {"loss": sums.pop("loss", 0.0)} | {name: value / tokens for name, value in sums.items()}
-        # asked before the step, because Megatron looks for infinities only where it scales an fp16 loss
+        # checked before the step: Megatron looks for infinities only when it scales an fp16 loss
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
         applied = self._everywhere(math.isfinite(metrics["loss"]) and math.isfinite(grad_norm))
@@ -160,7 +159,7 @@ class Actor:
         try:
             for parameter in parameters:
                 parameter.data = parameter.main_grad.to(parameter.dtype).view_as(parameter)  # type: ignore[attr-defined]
-            yield from WeightStream(self._chunks, self._architecture)
+            yield from WeightStream(self._chunks, self._architecture).tensors()
         finally:
             for parameter, data in zip(parameters, saved, strict=True):
                 parameter.data = data
@@ -170,7 +169,7 @@ class Actor:
         store, score = LogprobStore(), self._scorer(temperature)
 
         def collect(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            """Megatron's hook on the last stage: nothing to differentiate."""
+            """Megatron's loss hook for a forward-only pass: a constant."""
             values, _ = score(microbatch, hidden)
             store.add(microbatch, values)
             return torch.zeros((), device=hidden.device), {}
@@ -203,7 +202,7 @@ class Actor:
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Within the block the actor is the reference policy; for `logprobs`. `freeze_reference` comes first."""
+        """Swap the reference policy's weights in for the length of the block. Call `freeze_reference` before."""
         assert self._reference is not None, "freeze_reference has not been called"
         self._swap_with_reference()
         try:
@@ -211,9 +210,16 @@ class Actor:
         finally:
             self._swap_with_reference()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All parameters under their Hugging Face names, one full tensor at a time, on every rank. Collective."""
-        return iter(self._stream)
+    def weights(
+        self, to: Collection[int] | None = None, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    ) -> Iterator[tuple[str, Tensor]]:
+        """All parameters as full tensors under their Hugging Face names, on the ranks in `to` (None: all); the other
+        ranks iterate too and are given nothing. Collective; see `WeightStream.tensors`."""
+        return self._stream.tensors(to, bucket_bytes)
+
+    def num_weight_buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> int:
+        """Exchanges of one pass of `weights`."""
+        return self._stream.num_buckets(bucket_bytes)
 
     def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
         """Megatron's sharded state dict of model, optimizer and schedule, for saving or as a template to load into."""
@@ -229,13 +235,13 @@ class Actor:
         optimizer = self._optimizer.sharded_state_dict(
             model if len(chunks) > 1 else chunks[0], is_loading=loading, metadata=metadata
         )
-        if self._config.fp8 == "off":  # what FP8 keeps beside the weights; else empty, and another spec has others
+        if self._config.fp8 == "off":  # FP8 state beside the weights; else empty, and specific to a layer spec
             model = {name: _tensors_only(chunk) for name, chunk in model.items()}
         state = {**model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
         return state if self._reference is None else state | {"reference": self._sharded_reference(metadata)}
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
-        """Take over a state that was loaded into the template of `sharded_state(loading=True)`."""
+        """Restore a state that was loaded into the template of `sharded_state(loading=True)`."""
         for index, chunk in enumerate(self._chunks):
             loaded = state["model" if len(self._chunks) == 1 else f"model{index}"]
             missing, unexpected = chunk.load_state_dict(loaded, strict=False)
@@ -243,7 +249,7 @@ class Actor:
             if lost or unexpected:
                 raise ValueError(f"the checkpoint lacks {lost} and has unknown {unexpected}")
         self._optimizer.load_state_dict(state["optimizer"])
-        # Of the schedule only its position: its shape is the config's, which a continuation may have made longer.
+        # Restore only the schedule's position: its shape follows the config, where a resumed run may have more steps.
         self._schedule.load_state_dict(self._schedule.state_dict() | {"num_steps": state["schedule"]["num_steps"]})
         if self._reference is not None:
             named = [
@@ -268,7 +274,7 @@ class Actor:
         return sharded
 
     def _apply(self, grad_norm: float) -> None:
-        """What Megatron's `step` does behind the norm; the whole of it would prepare and reduce a second time."""
+        """The part of Megatron's `step` after the norm; all of it would prepare and reduce the gradients twice."""
         parameters = [p for part in self._optimizer.chained_optimizers for p in part.get_parameters()]
         if parameters:
             clip_grad_by_total_norm_fp32(parameters, self._optimizer.config.clip_grad, grad_norm)
@@ -304,7 +310,7 @@ class Actor:
             data_iterator=list(tee(packs, len(self._model))) if interleaved else packs,
             model=self._model if interleaved else self._model[0],
             num_microbatches=plan.num_microbatches,
-            # with variable lengths only asked for; the interleaved schedule exchanges this one shape
+            # read only by the interleaved schedule, which exchanges this one shape
             seq_length=plan.microbatches[0][0].num_tokens,
             micro_batch_size=1,
             forward_only=forward_only,

@@ -1,9 +1,9 @@
 """Core attention over packed sequences for Megatron's local layer spec, and the norm that goes with it.
 
-Megatron's own DotProductAttention refuses packed sequences without Transformer Engine. A layer spec is the public
-place to put another one. On CUDA in half precision it calls a variable-length flash kernel (`varlen.py`). Elsewhere it
-gathers the sequences of similar length into right-padded batches and calls SDPA once for each batch: causal
-masking makes right padding harmless, and a few large calls beat one small call for each sequence.
+Without Transformer Engine, Megatron's own DotProductAttention refuses packed sequences; a layer spec is the public way
+to replace it. On CUDA in half precision this calls a variable-length flash kernel (`varlen.py`). Elsewhere it gathers
+sequences of similar length into right-padded batches and calls SDPA once per batch: causal masking makes right padding
+harmless, and a few large calls are faster than one small call per sequence.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dppo_megatron.actor.context import ContextShare
+from dppo_megatron.actor.rotary import Rotary, Rotating, Rotation
 from dppo_megatron.actor.varlen import find_kernel
 from dppo_megatron.types import PackedMicrobatch
 
@@ -34,9 +35,9 @@ class LengthBucket:
     """Sequences of one pack that attend in the same call: similar lengths, so little padding."""
 
     query_index: Tensor
-    """[B * Q] position, among this rank's tokens, of each row's queries; a row's padding repeats its last token."""
+    """[B * Q] position of each query among this rank's tokens; padding repeats a row's last token."""
     key_index: Tensor
-    """[B * L] position in the whole pack of each row's keys, padded in the same way."""
+    """[B * L] position of each key in the whole pack, padded in the same way."""
     batch: int
     mask: Tensor | None
     """[B, 1, Q, L] True where a query may look; None: causal, which is all that one rank alone needs."""
@@ -52,11 +53,12 @@ class Attending(NamedTuple):
 
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]
-    """Megatron's description of a pack, with what this project's attention derives from it once for all layers."""
+    """Megatron's description of a pack, plus what our attention derives from it once for all layers."""
 
     slots: tuple[int, ...] = (0,)
     context: ContextShare = field(default_factory=ContextShare)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _rotations: dict[tuple[Rotary, torch.dtype], Rotation] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: PackedMicrobatch, context: ContextShare, device: torch.device) -> PackedSequences:
@@ -80,6 +82,19 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
         )
 
     @cached_property
+    def position_ids(self) -> Tensor:
+        """[T / CP] int64: position in its sequence of each token that this rank holds."""
+        whole = torch.cat([torch.arange(end - start) for start, end in pairwise(self.slots)])
+        return whole[self.context.indices(self.slots)].to(self.device)
+
+    def rotation(self, rotary: Rotary, dtype: torch.dtype) -> Rotation:
+        """The rotary angles of this rank's tokens; made at the first layer and kept for the others."""
+        key = rotary, dtype
+        if key not in self._rotations:
+            self._rotations[key] = rotary.at(self.position_ids, dtype)
+        return self._rotations[key]
+
+    @cached_property
     def whole_pack_index(self) -> Tensor:
         """[T] where each token of the pack lies among the ranks' shares, concatenated."""
         shares = [replace(self.context, rank=rank).indices(self.slots) for rank in range(self.context.size)]
@@ -87,7 +102,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
 
     @cached_property
     def attending(self) -> Attending:
-        """The length buckets; made at the first layer, and not at all where a kernel takes the offsets."""
+        """The length buckets, made at the first layer; not needed by kernels that take the offsets."""
         by_size: dict[int, list[tuple[int, int]]] = {}
         for start, end in pairwise(self.slots):
             by_size.setdefault((end - start).bit_length(), []).append((start, end - start))
@@ -126,7 +141,7 @@ def _bucket(members: Sequence[tuple[int, int]], context: ContextShare) -> tuple[
     return LengthBucket(query_index, key_index.flatten(), len(members), mask), (row < local_length).flatten()
 
 
-class PackedAttention(MegatronModule):  # type: ignore[misc]
+class UnrotatedAttention(MegatronModule):  # type: ignore[misc]
     """Causal attention inside each sequence of a pack (Megatron's CoreAttention interface)."""
 
     def __init__(
@@ -197,6 +212,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         shares = gather_from_sequence_parallel_region(tensor.contiguous(), group=self._context_group)
         whole: Tensor = shares.index_select(0, packed.whole_pack_index)
         return whole
+
+
+class PackedAttention(Rotating, UnrotatedAttention):
+    """The local spec's core attention: rotary embedding, then attention inside each sequence."""
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -1,4 +1,4 @@
-"""Process group and model-parallel groups: who this rank is.
+"""The process group, the model-parallel groups, and this rank's place in them.
 
 The only place that calls Megatron's `parallel_state` to build groups. Everything else receives the frozen
 `Layout`, so a test can read what a function depends on.
@@ -40,9 +40,9 @@ class Layout:
 
 
 _PATIENCE = timedelta(days=7)
-"""Once all ranks have met, they wait in the job's group while rank 0 waits for servers, with bounds of its own that can
-be hours; torch would end them after 10 minutes. Who dies is named by `observe/watchdog.py`, and Megatron's groups keep
-their timeouts."""
+"""Timeout of the job's group after the rendezvous. Ranks wait in it while rank 0 waits for servers, which may take
+hours; torch's default is 10 minutes. `observe/watchdog.py` detects dead ranks, and Megatron's groups keep their own
+timeouts."""
 
 
 def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
@@ -67,13 +67,13 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
     try:
         dist.init_process_group(backend, timeout=timeout)
         dist.barrier()  # NCCL connects in the first collective, so this belongs to the rendezvous
-    except (RuntimeError, ValueError) as error:  # torch raises either, by what it was waiting for
+    except (RuntimeError, ValueError) as error:  # torch raises one or the other, depending on what it waited for
         message = (
             f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE', '?')} could not meet the others within"
             f" guard.rendezvous_timeout_s = {rendezvous_timeout_s:g} s ({str(error).splitlines()[0]}). Has every rank"
             " been started, with the same MASTER_ADDR and MASTER_PORT?"
         )
-        if os.environ["RANK"] != "0":  # whose voice is heard otherwise, but it may be the one that is missing
+        if os.environ["RANK"] != "0":  # usually rank 0 reports, but it may be the one that is missing
             print(f"stopped: {message}", file=sys.stderr, flush=True)
         raise GuardStop(message) from None
     dist.distributed_c10d._set_pg_timeout(_PATIENCE, dist.group.WORLD)
@@ -110,6 +110,6 @@ def build_layout(config: LayoutConfig, seed: int) -> Layout:
 
 
 def stop_process_group() -> None:
-    """Leave the job in an orderly way."""
+    """Destroy the process groups."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

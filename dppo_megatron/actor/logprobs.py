@@ -1,9 +1,9 @@
-"""Token log-probabilities and entropy from hidden states, without ever holding the logits of a whole pack.
+"""Token log-probabilities and entropy from hidden states without materializing the logits of a whole pack.
 
 A pack of 16k tokens at a vocabulary of 150k has 10 GB of float32 logits, and their gradient as much again. So the
 output projection, the softmax and their backward pass run over chunks of tokens: the forward pass keeps two numbers a
-token, the backward pass multiplies again. Only positions that predict a completion token take part, which gives back
-part of what the second multiplication costs. Peak memory beside the model: some four float32 tensors of
+token, the backward pass multiplies again. Only positions that predict a completion token are computed, which makes up
+for part of the second multiplication. Peak memory beside the model: some four float32 tensors of
 [chunk, V / tp], plus one float32 tensor of the weight's shape for its gradient.
 """
 
@@ -33,7 +33,7 @@ class LogprobStore:
     """Place of the sample in the plan -> [completion tokens], float64; empty on other stages."""
 
     def add(self, microbatch: Microbatch, logprobs: Tensor) -> None:
-        """Take those of one pack [T]."""
+        """Add those of one pack [T]."""
         trained = microbatch.mask > 0
         counts = torch.bincount(microbatch.sequence[trained], minlength=len(microbatch.samples))
         flat = logprobs.detach()[trained].double().cpu()
@@ -113,7 +113,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, targets, entropy, log_normalizer = ctx.saved_tensors
         projection: Projection = ctx.projection
         grad_hidden = torch.zeros_like(hidden)
-        # chunk after chunk is added to it: in bfloat16 the small ones would be lost
+        # accumulates over chunks: in bfloat16 small contributions would be lost
         grad_weight = torch.zeros_like(weight, dtype=log_normalizer.dtype)
         for rows in _chunks(len(hidden), projection.chunk_tokens):
             log_probs = _scaled_logits(hidden[rows], weight, projection, log_normalizer.dtype)

@@ -1,4 +1,4 @@
-"""The loss hook: where per-token losses meet the weights, and why nothing downstream can rescale them.
+"""The loss hook: multiplies per-token losses by the samples' weights so that nothing downstream rescales them.
 
 The hook returns sum_t coefficient_t * loss_t, with coefficient = weight / frozen denominator carried by the sample.
 Megatron's schedule then divides by the number of micro-batches and its data-parallel wrapper averages over ranks,
@@ -31,7 +31,7 @@ from dppo_megatron.algorithms.objectives import Objective, TokenBatch
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """From the hidden states of one micro-batch to log-probabilities and entropies of the whole pack."""
+    """Computes log-probabilities and entropies of a whole pack from the hidden states of one micro-batch."""
 
     model: GPTModel
     """The chunk with the output layer."""

@@ -1,6 +1,6 @@
-"""FP8: from one word in the configuration to Megatron's recipe fields.
+"""Maps the FP8 recipe named in the configuration to Megatron's settings.
 
-Which multiples the token counts must have under each recipe is the planner's business (packing/alignment.py).
+The token multiples that each recipe requires are in packing/alignment.py.
 """
 
 from __future__ import annotations

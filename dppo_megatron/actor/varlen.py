@@ -1,16 +1,15 @@
-"""The flash kernel for packed sequences on CUDA, whichever package has one, behind one call.
+"""One interface to the flash-attention kernels for packed sequences on CUDA, from whichever package has one.
 
-flash-attn's is taken where it is installed: it has grouped queries, causal masking and a scale in every version. torch
-has its own from 2.10 on, but under a signature that changed with each release, and a wrong keyword is a TypeError in
-the first layer of the first step. So the arguments are chosen from the installed function's own signature:
+flash-attn's is used if installed: every version has grouped queries, causal masking and a scale. torch has its own
+since 2.10, but its signature changed with each release, and a wrong keyword is a TypeError in the first layer of the
+first step. So the arguments are chosen by the installed function's signature:
 
     torch 2.10    is_causal                                 no scale, no window, no grouped queries
     torch 2.11    scale, window_size                        no grouped queries
     torch 2.12+   scale, window_size, enable_gqa
 
-What a signature lacks is made up for outside: the scale is folded into the queries, key and value heads are repeated.
-Where neither package serves (a head size or a chip that flash cannot do) there is no kernel, and the attention falls
-back to padded batches.
+Missing options are emulated outside: the scale is folded into the queries, key and value heads are repeated. If neither
+package supports the head size or the chip, there is no kernel and attention falls back to padded batches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rollout/trainer mismatch: how large it is, and a factor on the policy loss that undoes it.
 
-The engine that samples and the actor that trains have the same weights and still give different log-probabilities
-(kernels, precision, a stale sync). Then `old`, the actor before the step's first update, is not the behaviour.
+With the same weights, engine and actor still give different log-probabilities (kernels, precision, a stale sync). Then
+`old`, the actor before the step's first update, is not the behaviour.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From the objective's settings to the one function that the loss hook calls on every micro-batch.
+"""Builds the one function that the loss hook calls on every micro-batch from the objective's settings.
 
     policy loss x rollout correction + kl.coef x KL - entropy_coef x entropy
 

@@ -1,8 +1,8 @@
-"""What makes a checkpoint complete: a list of its files with their sizes and SHA-256 sums, written last.
+"""The manifest of a checkpoint: its files with sizes and SHA-256 sums, written last, so that it marks completeness.
 
-Files are summed by the ranks that wrote them and checked by all ranks together, so that neither end waits for one
-rank to read a whole checkpoint. The manifest carries a checksum of its own: it says which run and step this is, and a
-flipped digit there would make a run resume at another step than it was at.
+Ranks hash the files that they wrote and share the work of verifying, so neither waits for one rank to read a whole
+checkpoint. The manifest has a checksum of its own: it holds run and step, and a flipped digit there would make a run
+resume at the wrong step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 FILE = "manifest.json"
 LOOP = "loop.pt"
-"""The loop's own state; the other files are Megatron's and the model's."""
+"""File with the loop's own state; the other files are Megatron's and the model's."""
 
 _FORMAT = "dppo_megatron checkpoint 2"
 _EARLIER = ("dppo_megatron checkpoint 1",)
@@ -32,16 +32,16 @@ class Manifest:
     run: str
     """The run that wrote it: the id in its run.json."""
     fingerprint: str
-    """Of the settings that a continuation must share."""
+    """Fingerprint of the settings that must not change at a resume."""
     config: dict[str, Any]
     """All settings of the run."""
     world_size: int
     files: dict[str, tuple[int, str]]
     """Name to size in bytes and SHA-256."""
     versions: dict[str, str]
-    """Of what wrote it."""
+    """Versions of the software that wrote it."""
     data: dict[str, Any] = field(default_factory=dict)
-    """Of the problems it was trained and evaluated on (`data.fingerprint`); empty in older checkpoints."""
+    """Fingerprint of the training and evaluation problems (`data.fingerprint`); empty in older checkpoints."""
 
 
 def step_name(step: int) -> str:
@@ -57,7 +57,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest | str:
-    """The manifest of a checkpoint, or what is wrong with it; the files that it lists are not looked at."""
+    """The manifest of a checkpoint, or what is wrong with it; the files listed in it are not checked."""
     try:
         raw = json.loads((directory / FILE).read_text(encoding="utf-8"))
         form, own_sum = raw.pop("format"), raw.pop("sha256", None)
@@ -82,7 +82,7 @@ def sums(directory: Path, names: list[str]) -> dict[str, tuple[int, str]]:
 
 
 def faults(directory: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with the files of a checkpoint, one line a file; the same on every rank. Collective."""
+    """What is wrong with the files of a checkpoint, a line for each; the same on every rank. Collective."""
     mine = sorted(manifest.files.items())[dist.get_rank() :: dist.get_world_size()]
     parts: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, [fault for name, entry in mine if (fault := _fault(directory / name, *entry))])
@@ -90,7 +90,7 @@ def faults(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def _contradictions(manifest: Manifest) -> str:
-    """What a manifest says that no checkpoint of ours can be, although its checksum is right."""
+    """Values in a manifest that no checkpoint of ours can have, although its checksum is right."""
     missing = [name for name in _REQUIRED if name not in manifest.files]
     if not any(name.endswith(".distcp") for name in manifest.files):
         missing.append("*.distcp")

@@ -1,4 +1,4 @@
-"""Where a run begins or resumes: the choice among its checkpoints, and everything that speaks against it."""
+"""Chooses the checkpoint that a run resumes from, or none, and refuses one whose settings or data differ."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ class Origin:
     directory: Path
     step: int
     own: bool
-    """This run wrote it; else another one did, and this run begins from it."""
+    """This run wrote it; else another run did, and this one begins from it."""
     record_sums: dict[str, dict[int, int]]
-    """What it remembers of its run's record: CRC-32 of each line, by file and step."""
+    """CRC-32 of each line of the run's logs when it was written, by file and step."""
     data_changes: tuple[str, ...]
-    """A line for each problem set that is not what it was, where that is allowed."""
+    """A line for each problem set that has changed where that is allowed."""
 
 
 DataCheck: TypeAlias = Callable[[Mapping[str, Any], str], list[str]]
-"""Compares the data that a checkpoint remembers with that of now: (fingerprint, checkpoint) to a line for each allowed
+"""Compares a checkpoint's data fingerprint with the current data: (fingerprint, checkpoint) to a line for each allowed
 difference. Raises UserError for one that is not allowed."""
 
 
 def find_origin(config: Config, store: CheckpointStore, check_data: DataCheck) -> Origin | None:
     """The newest good checkpoint of this run, else the one that `checkpoint.resume` names; None: the run begins.
 
-    What stands in the way under the name of a newer checkpoint is put aside, with the reason. Collective.
+    Newer directories with a checkpoint's name that are damaged or of another run are moved to `aside/`. Collective.
 
     Raises:
-        UserError: there are checkpoints and none can be used, or the chosen one is of other settings.
+        UserError: there are checkpoints but none can be used, or the chosen one has other settings.
     """
     resume = config.checkpoint.resume
     if resume == "never":
@@ -75,9 +75,9 @@ def changes_since(config: Config, mine: Path) -> list[str]:
 
 def _accept(directory: Path, config: Config, check_data: DataCheck, *, own: bool) -> Origin:
     def read() -> Origin:
-        """On rank 0 alone: its files are looked at once, and the others are told."""
+        """Called on rank 0 only, so that the files are read once."""
         manifest = read_manifest(directory)
-        if isinstance(manifest, str):  # it was good a moment ago
+        if isinstance(manifest, str):  # it was intact a moment ago
             raise UserError(f"checkpoint '{directory}' has changed while it was read: {manifest}")
         check_changes(config, manifest.config, str(directory))
         changes = check_data(manifest.data, str(directory))

@@ -1,9 +1,9 @@
-"""Where Megatron's writer process leaves its results: in memory, and not with a server process.
+"""Replaces the queue through which Megatron's checkpoint writer returns its results.
 
-Megatron asks `multiprocessing.Manager` for a queue. That is a process more for every rank, of some 100 MB, and a
-directory /tmp/pymp-* with its socket, which nobody removes when the rank is killed. A plain pipe is no substitute: the
-trainer reads only when the writer has ended, and a writer with more results than a pipe holds (64 KiB) would wait for
-it. The writer is forked, so a file without a name that both have open is enough.
+Megatron uses a queue of `multiprocessing.Manager`: one more process of about 100 MB for every rank, and a directory
+/tmp/pymp-* that stays behind when the rank is killed. A pipe would deadlock: the trainer reads only after the writer
+has ended, and a writer with more results than a pipe holds (64 KiB) blocks. The writer is forked, so an unnamed file
+that both have open is enough.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _LENGTH_BYTES = 8
 
 
 class Results:
-    """What Megatron uses of a queue, for the one result of one save."""
+    """The methods that Megatron calls on its queue, for the one result of one save."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open until the save is over
-        if hasattr(os, "memfd_create"):  # on Linux not even a full /tmp is in the way
+        if hasattr(os, "memfd_create"):  # in memory on Linux: works with a full /tmp too
             self._file.close()
             self._file = os.fdopen(os.memfd_create("checkpoint-results"), "w+b")
 
@@ -32,7 +32,7 @@ class Results:
         """In the writer: leave the result."""
         payload = pickle.dumps(result)
         os.pwrite(self._file.fileno(), payload, _LENGTH_BYTES)
-        # last: a writer that is killed before leaves nothing, and not half a pickle
+        # last: if the writer is killed before, there is no result rather than half a pickle
         os.pwrite(self._file.fileno(), len(payload).to_bytes(_LENGTH_BYTES, "little"), 0)
 
     def get_nowait(self) -> Any:
@@ -46,5 +46,5 @@ class Results:
 
 
 def use_own_results() -> None:
-    """Give Megatron's next save results of its own: a writer that was given up may still leave some in the last's."""
+    """A fresh queue for Megatron's next save: an abandoned writer may still put its result into the last one."""
     filesystem_async._results_queue = Results()

@@ -1,7 +1,7 @@
-"""The directories under checkpoints/: which there are, whose they are, and how one is put aside or removed.
+"""The directories under checkpoints/: listing them, moving one aside, removing one.
 
-Nothing here is collective; rank 0 does it. The only thing that is ever deleted is a checkpoint that this run wrote and
-that newer good ones have replaced. What is damaged, of another run, or in the way is renamed into `aside/`.
+Nothing here is collective; rank 0 does it. Only a checkpoint that this run wrote and that newer good ones replace is
+ever deleted. Whatever is damaged, belongs to another run or is in the way is moved to `aside/`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _REPLACED = re.compile(r"(step_[0-9]{6,20})\.replaced")
 
 
 def named(root: Path) -> list[tuple[int, Path]]:
-    """What has a checkpoint's name under `root`, by step; nothing in it has been looked at.
+    """Everything under `root` with a checkpoint's name, by step; its contents have not been checked.
 
-    A symbolic link counts: to move an old checkpoint to another disk and link to it is an ordinary thing to do.
+    A symbolic link counts: people move old checkpoints to another disk and link to them.
     """
     if not root.is_dir():
         return []
@@ -31,7 +31,7 @@ def named(root: Path) -> list[tuple[int, Path]]:
 
 
 def read_own(path: Path, run: str) -> Manifest | str:
-    """The manifest of a checkpoint of `run`, or why it is none; the files that it lists are not looked at."""
+    """The manifest of a checkpoint of `run`, or the reason why it is none; the files listed in it are not checked."""
     if not path.exists():
         return "it is a link to something that is not there"
     if not path.is_dir():
@@ -48,7 +48,7 @@ def read_own(path: Path, run: str) -> Manifest | str:
 
 
 def put_aside(path: Path) -> Path:
-    """Move what bears a checkpoint's name and is none of this run's into `aside/`; returns where it is now."""
+    """Move a directory that is not a good checkpoint of this run to `aside/`; returns its new path."""
     shelf = path.parent / ASIDE
     shelf.mkdir(exist_ok=True)
     target, number = shelf / path.name, 1
@@ -58,7 +58,7 @@ def put_aside(path: Path) -> Path:
 
 
 def sweep(root: Path) -> None:
-    """Remove what crashes have left half-written or half-removed; a name that nobody here gives stays."""
+    """Remove half-written and half-removed checkpoints that crashes have left; other names stay."""
     if not root.is_dir():
         return
     for path in root.iterdir():
@@ -76,12 +76,12 @@ def remove(path: Path) -> None:
         path.unlink()
         return
     doomed = path.with_name(path.name + ".removed")
-    path.rename(doomed)  # first, so that a half-removed one is never met under its name
+    path.rename(doomed)  # renamed first, so that a half-removed one never has a checkpoint's name
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def point_at(link: Path, name: str) -> None:
-    """Make `link` point at the sibling `name`. For people: resuming looks at the directories themselves."""
+    """Make `link` point at the sibling `name`. A convenience for users: resuming ignores it."""
     aside = link.with_name(f"{link.name}.new")
     aside.unlink(missing_ok=True)
     aside.symlink_to(name)

@@ -1,10 +1,10 @@
 """loop.pt: the loop's own state and each rank's generators, written so that reading it runs no code.
 
 torch's restricted unpickler (`weights_only`) rebuilds tensors and plain containers; numpy's arrays are added here, type
-by type. What it cannot rebuild is an error while the checkpoint is written, and not when somebody needs it.
+by type. What it cannot rebuild is an error when the checkpoint is written, not when it is needed.
 
-What is random in the loop is a function of (seed, step, ids) and needs no state. The generators of Python, numpy,
-torch and Megatron are saved all the same, for losses of the user's that draw from them.
+The loop's own random numbers are functions of (seed, step, ids) and need no state. The generators of Python, numpy,
+torch and Megatron are saved all the same, for user code that draws from them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """What `write_state` wrote.
 
     Raises:
-        UserError: it cannot be read, or it holds what would have to be run to be read.
+        UserError: it cannot be read, or reading it would have to run code.
     """
     try:
         with torch.serialization.safe_globals(_NUMPY):
@@ -68,7 +68,7 @@ def generators() -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any]) -> None:
-    """Take over what `generators` gave."""
+    """Restore what `generators` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

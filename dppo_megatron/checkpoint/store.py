@@ -1,7 +1,7 @@
-"""The checkpoints of one run: written whole or not at all, checked when read, and kept while they are needed.
+"""The checkpoints of one run: written atomically, verified when read, and pruned to the newest `keep`.
 
-A checkpoint is written under another name; when every rank has written, summed and synced its part, rank 0 writes the
-manifest and renames. So a directory named step_NNNNNN was complete once, and its checksums say whether it still is.
+A checkpoint is written under a temporary name; when every rank has written, hashed and synced its part, rank 0 writes
+the manifest and renames. A directory named step_NNNNNN was therefore complete; its checksums tell if it still is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dppo_megatron.types import UserError
 from dppo_megatron.weights.hf_files import check_space, copy_assets, publish
 
 Seen = dict[str, tuple[int, int, int, int]]
-"""Of each file its size, inode and times of last change: while they stay the same, it is not summed again."""
+"""Size, inode and times of last change of each file: while they are unchanged, it is not hashed again."""
 
 
 class Sharded(Protocol):
@@ -41,7 +41,7 @@ class Sharded(Protocol):
         """Megatron sharded state dict of model, optimizer and schedule."""
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
-        """Take over a loaded state."""
+        """Restore a loaded state."""
 
 
 @dataclass(slots=True)
@@ -54,24 +54,24 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a look through the checkpoints came to."""
+    """The result of `CheckpointStore.look`."""
 
     newest: Path | None
     """The newest good one of this run."""
     passed_over: list[tuple[Path, str]]
-    """What is newer by its name, newest first, and why it is not used."""
+    """Directories with a newer step, newest first, each with the reason why it is not used."""
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Every method is collective, if it does not say otherwise.
+    """The checkpoints of one run. Every method is collective unless it says otherwise.
 
     Args:
         root: their directory.
-        run: id of the run; checkpoints of others are neither used nor counted nor deleted.
-        assets: directory whose config.json and tokenizer each checkpoint takes along.
+        run: id of the run; other runs' checkpoints are neither used nor counted nor deleted.
+        assets: directory whose config.json and tokenizer are copied into each checkpoint.
         keep: good checkpoints that stay; 0: all.
         async_save: return from `save` once the state is copied, and write in another process.
-        say: takes a line for the person who watches, on rank 0.
+        say: takes log lines, on rank 0.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class CheckpointStore:
         from_rank_zero(lambda: shelf.sweep(root))
 
     def save(self, actor: Sharded, loop_state: dict[str, Any], manifest: Manifest) -> None:
-        """Write a checkpoint of `manifest.step`; with `async_save` it is complete after a later `finalize`.
+        """Write a checkpoint of `manifest.step`; with `async_save` it is complete only after a later `finalize`.
 
-        A step that this store has saved already is not written again.
+        A step that was saved already is not written again.
 
         Args:
             loop_state: rank 0's is kept; what `checkpoint/state.py` can write.
 
         Raises:
-            UserError: the disk is full. What was complete before is untouched.
+            UserError: the disk is full. Earlier checkpoints are untouched.
         """
         if self._saved_step == manifest.step:
             return
@@ -115,9 +115,9 @@ class CheckpointStore:
         self._saved_step = manifest.step
 
     def finalize(self, *, blocking: bool) -> bool:
-        """Give a checkpoint that has been written meanwhile its name; returns whether none is left being written.
+        """Complete an asynchronous save that has been written; returns whether none is in progress any more.
 
-        Raises whatever writing it raised, on every rank.
+        Raises the writer's error, on every rank.
         """
         if self._pending is not None and self._async:
             try:
@@ -138,7 +138,7 @@ class CheckpointStore:
         del pending
 
     def look(self) -> Found:
-        """The newest checkpoint of this run whose files are all as they were written, and what is newer than it."""
+        """The newest checkpoint of this run whose files are intact, and everything newer that is not usable."""
         passed: list[tuple[Path, str]] = []
         for _, path in reversed(from_rank_zero(lambda: shelf.named(self._root))):
             wrong = self._judge(path)
@@ -148,18 +148,18 @@ class CheckpointStore:
         return Found(None, passed)
 
     def put_aside(self, path: Path, why: str) -> None:
-        """Move what is no good checkpoint of this run out of the way. Raises OSError where that fails."""
+        """Move what is not a good checkpoint of this run to `aside/`. Raises OSError if that fails."""
         where = from_rank_zero(lambda: shelf.put_aside(path))
         self._say(f"warning: checkpoint {path} is not used: {why}; it is now {where}")
 
     def _judge(self, path: Path) -> str:
-        """What keeps a directory from being a good checkpoint of this run; empty if nothing does."""
+        """Why a directory is not a good checkpoint of this run; empty if it is one."""
         manifest = from_rank_zero(lambda: shelf.read_own(path, self._run))
         if isinstance(manifest, str):
             return manifest
         if from_rank_zero(lambda: bool(seen := self._good.get(path.name)) and seen == _seen(path, manifest)):
             return ""
-        seen = from_rank_zero(lambda: _seen(path, manifest))  # first: what changes while it is summed is summed again
+        seen = from_rank_zero(lambda: _seen(path, manifest))  # first: a change while hashing is then seen
         wrong = "; ".join(faults(path, manifest))
         if not wrong:
             self._good[path.name] = seen
@@ -168,7 +168,7 @@ class CheckpointStore:
     def _begin(self, step: int, num_bytes: int) -> Path:
         self._root.mkdir(parents=True, exist_ok=True)
         check_space(self._root, num_bytes + (1 << 20))
-        # a name of its own each time: writers that outlived a killed run must not meet those of its continuation
+        # a new name each time: writers that outlive a killed run must not write into the resumed run's checkpoint
         aside = self._root / f"{step_name(step)}.incomplete.{os.urandom(4).hex()}"
         aside.mkdir()
         return aside
@@ -191,11 +191,11 @@ class CheckpointStore:
         self._good[target.name] = from_rank_zero(lambda: _seen(target, manifest))
         try:
             self._retire(manifest.step)
-        except OSError as error:  # the new one is complete all the same
+        except OSError as error:  # the new checkpoint is complete regardless
             self._say(f"warning: an old checkpoint could not be removed or put aside ({error})")
 
     def _name(self, aside: Path, manifest: Manifest) -> Path:
-        """On rank 0: give a complete checkpoint its name."""
+        """Rename a complete checkpoint to its final name. On rank 0."""
         write_manifest(aside, manifest)
         target = self._root / step_name(manifest.step)
         if target.exists() or target.is_symlink():
@@ -208,12 +208,12 @@ class CheckpointStore:
         return target
 
     def _retire(self, newest: int) -> None:
-        """Keep `keep` good checkpoints, the one just written among them; put aside what is none."""
+        """Keep the newest `keep` good checkpoints, the one just written included; move what is not one to `aside/`."""
         if not self._keep:
             return
         num_good = 1
         for step, path in reversed(from_rank_zero(lambda: shelf.named(self._root))):
-            if step >= newest:  # just written; a stray one of a later step is for the next start to judge
+            if step >= newest:  # up to the one just written; a stray later one is handled at the next start
                 continue
             enough = num_good >= self._keep
             wrong = from_rank_zero(partial(_wrong_manifest, path, self._run)) if enough else self._judge(path)
@@ -234,7 +234,7 @@ def describe(
 
 
 def check(directory: Path) -> str:
-    """What is wrong with a checkpoint of whichever run; empty if nothing is. Collective."""
+    """What is wrong with a checkpoint of any run; empty if nothing. Collective."""
     manifest = from_rank_zero(lambda: read_manifest(directory))
     return manifest if isinstance(manifest, str) else "; ".join(faults(directory, manifest))
 
@@ -242,14 +242,14 @@ def check(directory: Path) -> str:
 def load_checkpoint(directory: Path, actor: Sharded) -> dict[str, Any]:
     """Restore `actor` from `directory`, at any layout; returns the loop's state. Collective.
 
-    The generators are restored where the checkpoint was written by as many ranks. The caller has found the checkpoint
-    good (`check`, `CheckpointStore.look`).
+    Random generators are restored if the number of ranks is the same. The caller must have verified the checkpoint
+    (`check`, `CheckpointStore.look`).
 
     Raises:
-        UserError: it cannot be read, or it holds what would have to be run to be read.
+        UserError: it cannot be read, or reading it would have to run code.
     """
     try:
-        read_metadata(directory / ".metadata")  # Megatron unpickles it as it stands
+        read_metadata(directory / ".metadata")  # checked first: Megatron unpickles it unrestricted
     except (OSError, UnsafePickleError) as error:
         raise UserError(f"'{directory}': its .metadata cannot be read: {error}") from None
     own = read_state(directory / LOOP)
@@ -267,7 +267,7 @@ def _wrong_manifest(path: Path, run: str) -> str:
 
 
 def _seen(path: Path, manifest: Manifest) -> Seen:
-    """Empty where a file cannot be looked at."""
+    """Empty if a file cannot be examined."""
     try:
         stats = {name: (path / name).stat() for name in manifest.files}
     except OSError:
@@ -276,7 +276,7 @@ def _seen(path: Path, manifest: Manifest) -> Seen:
 
 
 def _sums_of_rank(aside: Path) -> dict[str, tuple[int, str]] | str:
-    """Sums of the files that this rank wrote, or what kept it from reading them back."""
+    """Checksums of the files that this rank wrote, or why they could not be read back."""
     try:
         return sums(aside, sorted(path.name for path in aside.iterdir() if _writer(path.name) == dist.get_rank()))
     except OSError as error:
@@ -284,7 +284,7 @@ def _sums_of_rank(aside: Path) -> dict[str, tuple[int, str]] | str:
 
 
 def _total_bytes(state: dict[str, Any]) -> int:
-    """Bytes of all ranks' tensors: replicas count too often, which is the safe side. Collective."""
+    """Bytes of all ranks' tensors, replicas included: an upper bound. Collective."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 

@@ -1,4 +1,4 @@
-"""The settings of a job: `schema` says what there is, `load` reads it, `checks` explains what is wrong with it."""
+"""The settings of a job: `schema` defines it, `load` reads it, `checks` validates it."""
 
 from dppo_megatron.config.load import load_config, save_config
 from dppo_megatron.config.schema import Config

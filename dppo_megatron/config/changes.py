@@ -1,7 +1,7 @@
-"""What may differ between a run and its continuation, and what a run's settings come to in one hash.
+"""Which settings may change when a run resumes, and a fingerprint of those that may not.
 
-A resumed run is the same run only if what shapes its data, its draws and its updates is the same. Those settings make
-the fingerprint. The others change where and how fast it runs, or how long, and may be changed at every resume.
+A resumed run is the same run only if everything that shapes its data, draws and updates is unchanged: those settings
+make the fingerprint. The others decide where, how fast or how long it runs, and may change at every resume.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ FREE = (
     "data.eval_sets",
     "eval",
     "guard",
+    "observe",
     "packing",
     "reward.max_failed_share",
     "reward.memory_mb",
@@ -53,12 +54,12 @@ FREE = (
     "steps",
     "threads_per_rank",
 )
-"""Settings and sections that may differ. Another layout or packing continues equal to rounding; other `steps` move
-what is planned over the whole run (decaying learning rates, annealed pruning)."""
+"""Settings and sections that may differ. With another layout or packing results agree up to rounding; other `steps`
+move what is scheduled over the whole run (decaying learning rates, annealed pruning)."""
 
 
 def fingerprint(config: Config) -> str:
-    """SHA-256 of the settings that a continuation must share."""
+    """SHA-256 of the settings that must not change at a resume."""
     fixed = {key: value for key, value in _flat(config_values(config)).items() if not _under(key, FREE)}
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 

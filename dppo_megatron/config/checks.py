@@ -1,4 +1,4 @@
-"""What the types and ranges of the schema cannot say: files, and settings that contradict each other.
+"""Checks beyond types and ranges: files that must exist, and settings that contradict each other.
 
 All of it runs before a process group or a model is made, so a mistake costs seconds and not a queue slot.
 """
@@ -21,7 +21,7 @@ from dppo_megatron.config.selection import check_selection
 from dppo_megatron.types import UserError
 
 Purpose = Literal["train", "evaluate", "grade"]
-"""What a config is for: an evaluation alone needs no training data, grading no model either."""
+"""What a config is for: an evaluation alone needs no training data, and grading needs no model either."""
 _NEVER_EMPTY = ("data.problem_field", "data.answer_field", "warm_start.completion_field", "reward.function")
 
 
@@ -51,7 +51,7 @@ def check_world_size(config: Config, world_size: int) -> None:
         raise UserError(
             f"actor.layout: tensor_parallel={tp} x pipeline_parallel={pp} x context_parallel={cp} needs a multiple of"
             f" {attention} processes, but the world size is {world_size};"
-            f" launch with torchrun --nproc-per-node {attention} -m dppo_megatron.train ..."
+            f" launch with torchrun --nproc-per-node {attention} -m dppo_megatron train ..."
         )
     if world_size % experts:
         raise UserError(
@@ -61,7 +61,7 @@ def check_world_size(config: Config, world_size: int) -> None:
 
 
 def check_run_dir(config: Config) -> None:
-    """Raise `UserError` unless `run_dir` can be written without touching a run that this is not a continuation of."""
+    """Raise `UserError` unless `run_dir` can be written and holds no other run."""
     if not config.run_dir:
         raise UserError("run_dir is not set; give it in the config file or as run_dir=...")
     check_writable("run_dir", config.run_dir, directory=True)
@@ -151,7 +151,7 @@ def _check_files(config: Config, *, trains: bool) -> None:
 
 
 def _check_text(config: Config) -> None:
-    """No text may hold what cannot be written to a file; names are not empty."""
+    """Refuse text that cannot be written to a file, and empty names."""
     for key, text in texts(config):
         if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
             raise UserError(f"{key} = {text[:80]!r}: holds a NUL or half of a surrogate pair, which is no text")

@@ -1,9 +1,9 @@
 """`key=value` settings of the command line: dotted keys, values by the type that the key has.
 
-A text setting takes what stands behind the `=` as it is, so that no word of a path is YAML; quotes around all of it are
-taken off. Other settings are read as YAML: `steps=20`, `rollout.servers.gpus='["0,1", "2,3"]'`. A name with a dot or an
-equals sign is quoted: `data.eval_paths."math/500.v2"=rows.jsonl`. `key={}` and `key={a: b}` replace all names that a
-mapping had; `key.name=...` adds one.
+A text setting takes everything after the `=` literally, so that nothing in a path is read as YAML; quotes around it are
+removed. Other settings are read as YAML: `steps=20`, `rollout.servers.gpus='["0,1", "2,3"]'`. A name with a dot or an
+equals sign is quoted: `data.eval_paths."math/500.v2"=rows.jsonl`. `key={}` and `key={a: b}` replace a whole
+mapping; `key.name=...` adds one entry.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def read_setting(item: str, root: type) -> Values:
 
 
 def split_key(text: str) -> list[str] | None:
-    """The names in a dotted key, quotes taken off; None if it is none."""
+    """The names in a dotted key, without quotes; None if it is not a dotted key."""
     parts, position = [], 0
     while match := _PART.match(text, position):
         parts.append(next(group for group in match.groups() if group is not None))

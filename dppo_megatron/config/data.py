@@ -1,7 +1,7 @@
 """Settings of problem sets: where their rows are, how a row is read, and how it is shown to the model.
 
-Every set, for training or evaluation, has the same settings. What a set leaves out it takes from `data` itself, so a
-job on one file needs one line, and a job on nine sets says only what differs from set to set.
+Every set, for training or evaluation, has the same settings and inherits from `data` what it leaves out. A job on one
+file needs one line, and a job on nine sets says only what differs.
 """
 
 from __future__ import annotations
@@ -125,12 +125,12 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSet:
-    """One problem set with nothing left to look up."""
+    """One problem set with all inherited settings resolved."""
 
     key: str
     """The settings that name it, for messages and permissions: `data.train_path`, `data.eval_sets.aime24`."""
     path: str
-    """As in `SetConfig`, like all below that say no more."""
+    """As in `SetConfig`; so are the fields below without a description of their own."""
     split: str
     """Empty: the only one."""
     subset: str
@@ -187,7 +187,7 @@ class ResolvedEvalSet(ResolvedSet):
 
 
 def train_set_configs(config: Config) -> dict[str, ResolvedTrainSet]:
-    """The training sets by name, in the order of the config; `data.train_path` is the set `train`."""
+    """The training sets by name, in the order of the config; `data.train_path` becomes the set `train`."""
     data = config.data
     named = {name: (f"data.train_sets.{name}", entry) for name, entry in data.train_sets.items()}
     if data.train_path:
@@ -199,7 +199,7 @@ def train_set_configs(config: Config) -> dict[str, ResolvedTrainSet]:
 
 
 def eval_set_configs(config: Config) -> dict[str, ResolvedEvalSet]:
-    """The evaluation sets by name; what says how to sample comes from `eval` where a set does not say it."""
+    """The evaluation sets by name; sampling settings that a set leaves out come from `eval`."""
     data, defaults = config.data, config.eval
     named = {name: (f"data.eval_paths.{name}", EvalSetConfig(path=path)) for name, path in data.eval_paths.items()}
     named |= {name: (f"data.eval_sets.{name}", entry) for name, entry in data.eval_sets.items()}
@@ -226,7 +226,7 @@ def train_set_weights(config: Config) -> dict[str, float] | None:
 
 
 def example_set_config(config: Config) -> ResolvedSet:
-    """The warm start's worked solutions, read as a set that says nothing of its own."""
+    """The warm start's worked solutions, as a set that inherits all settings."""
     return ResolvedSet(
         **_resolved("warm_start.examples_path", SetConfig(path=config.warm_start.examples_path), config.data)
     )
@@ -240,7 +240,7 @@ def longest_prompt_tokens(config: Config, *, training: bool = False) -> int:
 
 
 def check_data(config: Config, *, trains: bool = True) -> None:
-    """Raise `UserError` for what is out of range, contradicts itself or is not there in the settings of any set.
+    """Raise `UserError` for set settings that are out of range, contradictory or missing.
 
     Args:
         trains: False for an evaluation alone, which reads no training set.
@@ -294,7 +294,7 @@ def _resolved(key: str, entry: SetConfig, data: DataConfig) -> dict[str, Any]:
 
 
 def _template(entry: SetConfig, data: DataConfig) -> Template:
-    """Each of the four settings from the first that says it: the set, its template, `data`, data's template."""
+    """Each of the four settings from the first of: the set, its template, `data`, data's template."""
     chosen: dict[str, Any] = {}
     for item in fields(Template):
         layers = (entry, TEMPLATES.get(entry.template or ""), data, TEMPLATES.get(data.template), PLAIN)
@@ -321,7 +321,7 @@ _RESERVED = {
     "tools",
     "truncation",
 }
-"""Arguments of `apply_chat_template` that are ours to give."""
+"""Arguments of `apply_chat_template` that this code sets itself."""
 
 
 def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:

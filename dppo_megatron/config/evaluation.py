@@ -30,12 +30,12 @@ class EvalConfig:
 
 
 def longest_sequence(config: Config) -> tuple[int, str]:
-    """Tokens of the longest prompt with the longest completion, of training and every evaluation set; and whose."""
+    """Longest prompt plus completion, in tokens, over training and all evaluation sets, and the set it belongs to."""
     found: list[tuple[int, str]] = []
     for name, settings in eval_set_configs(config).items():
         tokens = settings.max_prompt_tokens + settings.max_completion_tokens
         found.append((tokens, f"max_prompt_tokens + max_completion_tokens of evaluation set '{name}'"))
-    if not found or config.data.train_path or config.data.train_sets:  # else an evaluation alone
+    if not found or config.data.train_path or config.data.train_sets:  # not in a standalone evaluation
         own = longest_prompt_tokens(config, training=True) + config.rollout.sampling.max_completion_tokens
         found.insert(0, (own, "data.max_prompt_tokens + rollout.sampling.max_completion_tokens"))
     return max(found, key=lambda item: item[0])

@@ -1,8 +1,8 @@
-"""What an unknown key was meant to be.
+"""Suggests what an unknown key was meant to be.
 
-Most unknown keys are typing mistakes or another trainer's names. For the first, a close name is offered; for the
-second, a table says what the setting is called here. A wrong hint costs more than none, so where neither is sure the
-message only lists what there is.
+Most unknown keys are typing mistakes or another trainer's names. For the first a close name is suggested; for the
+second a table gives our name. A wrong hint is worse than none, so where neither is clear the message only lists the
+known keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import cast
 from dppo_megatron.types import UserError
 
 _FOREIGN = ("actor_rollout_ref", "algorithm", "trainer", "critic", "reward_model", "custom_reward_function", "ray_init")
-"""Sections of verl: nothing of ours is near them, however alike a name is."""
+"""Sections of verl: a name of ours that looks alike means something else."""
 
 OTHER_NAMES = {
     # verl
@@ -157,7 +157,7 @@ OTHER_NAMES = {
     "rollout.top_p": "rollout.sampling.top_p",
     "rollout.top_k": "rollout.sampling.top_k",
 }
-"""Settings of verl (dotted), TRL and slime (plain names), and what says the same here."""
+"""Settings of verl (dotted), TRL and slime (plain names), and ours with the same meaning."""
 
 
 def unknown_key(where: str, key: str, under: list[str], section: type, root: type) -> UserError:

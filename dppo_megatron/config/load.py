@@ -1,10 +1,10 @@
-"""From YAML files and `key=value` overrides to a checked `Config`, with errors that name key, place and fix.
+"""Reads YAML files and `key=value` overrides into a checked `Config`; errors name the key, the place and the fix.
 
     defaults: quickstart.yaml      # or a list; relative to the file that says so
     run_dir: runs/quickstart_grpo
 
-What a file says stands above its parents, the command line above all. Sections are merged setting by setting, mappings
-of names (data.eval_paths) name by name, unless a file or the command line gives `{}`: then the inherited ones are gone.
+A file overrides its parents, the command line overrides all. Sections are merged setting by setting and mappings of
+names (data.eval_paths) name by name; `{}` in a file or on the command line drops the inherited entries.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def load_config(
         writes_run: the caller will write `run_dir`, so it must be given and must not hold a run already.
 
     Raises:
-        UserError: a file is missing or no mapping, a key is unknown, a value has the wrong type or range.
+        UserError: a file is missing or not a mapping, a key is unknown, a value has the wrong type or range.
     """
     config = read_config(path, overrides, layers)
     check_values(config, purpose)
@@ -104,7 +104,7 @@ def _plain(value: Any) -> Any:
 
 
 def _layers(path: Path, chain: tuple[Path, ...]) -> list[Values]:
-    """The settings of a file, behind those of its parents."""
+    """The settings of a file, after those of its parents."""
     source = str(path)
     node = _document(path, chain)
     if node is None:
@@ -135,10 +135,10 @@ def _document(path: Path, chain: tuple[Path, ...]) -> Node | None:
     try:
         circle = [str(p) for p in (*chain, path)] if path.resolve() in [p.resolve() for p in chain] else []
         with open(path, "rb") as file:
-            content = b"" if circle else file.read(4 * MAX_CHARACTERS + 1)  # a device has no end
+            content = b"" if circle else file.read(4 * MAX_CHARACTERS + 1)  # a device could be read for ever
     except FileNotFoundError:
         raise UserError(f"config file '{path}'{of} does not exist (working directory: {Path.cwd()})") from None
-    except (OSError, ValueError, RuntimeError) as error:  # also a name with a NUL, or links in a circle
+    except (OSError, ValueError, RuntimeError) as error:  # ValueError: a NUL in the name; OSError: circular links
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"config file '{str(path)[:200]}'{of} cannot be read: {reason}") from None
     if circle:
@@ -172,7 +172,7 @@ def _resolve(values: Values) -> None:
     defaults = Config()
 
     def look_up(key: str) -> Any:
-        """What the setting is now: in the file, else its default."""
+        """The setting's current value: from the file, else its default."""
         found: Any = values
         default: Any = defaults
         for part in split_key(key) or [key]:
@@ -185,7 +185,7 @@ def _resolve(values: Values) -> None:
         return default if found is None else found
 
     def decode(value: Any, hint: Any, key: str, where: str) -> Any:
-        """A reference's value as the setting that it stands in wants it."""
+        """A reference's value, converted to the type of the setting that holds it."""
         text = value if isinstance(value, str) else yaml.safe_dump(value).partition("\n")[0]
         if hint is str:
             return text
@@ -198,7 +198,7 @@ def _resolve(values: Values) -> None:
     resolver = Resolver(look_up, decode)
 
     def walk(inside: Any, prefix: str) -> None:
-        """Resolve what stands in this section, at any depth."""
+        """Resolve the references in this section, at any depth."""
         for key, value in inside.items() if isinstance(inside, dict) else enumerate(inside):
             name = f"{prefix}[{key}]" if isinstance(inside, list) else f"{prefix}.{key}" if prefix else str(key)
             if isinstance(value, Reference):
@@ -210,7 +210,7 @@ def _resolve(values: Values) -> None:
 
 
 def _build(schema: type[T], values: Values) -> T:
-    """An instance of a settings class; what `values` leave out has its default."""
+    """An instance of a settings class; fields that `values` leave out have their defaults."""
     hints = get_type_hints(schema)
     return schema(**{key: _built(hints[key], value) for key, value in values.items()})
 

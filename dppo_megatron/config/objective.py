@@ -45,7 +45,7 @@ class CorrectionConfig:
 
 @dataclass
 class OverlongConfig:
-    """What DAPO does about completions near or at the length limit (arXiv 2503.14476, section 3.4)."""
+    """DAPO's treatment of completions near or at the length limit (arXiv 2503.14476, section 3.4)."""
 
     buffer_tokens: int = ranged(0, "[0, 100000000]")
     """Soft punishment: the reward falls linearly, by `penalty` in all, over the last so many tokens before
@@ -53,7 +53,7 @@ class OverlongConfig:
     penalty: float = ranged(
         1.0, "[0, 1e6]", why="rewards are squared, and a larger one would leave no digit to the others"
     )
-    """What a completion of max_completion_tokens loses."""
+    """Reward lost by a completion of max_completion_tokens."""
     filter: bool = False
     """Do not train on completions that ran into max_completion_tokens. They still count in their group's advantages.
     A selection by outcome that no weight corrects: a biased row of the ledger."""
@@ -129,7 +129,7 @@ def needs_old_logprobs(config: ObjectiveConfig) -> bool:
 
 
 def zero_advantage_slope(config: ObjectiveConfig) -> float:
-    """About how steep the loss is in a log-probability where the advantage is 0; completion pruning has to know."""
+    """About how steep the loss is in a log-probability at advantage 0, which completion pruning needs to know."""
     return config.kl.coef + config.entropy_coef + config.zero_advantage_slope
 
 

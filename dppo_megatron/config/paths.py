@@ -1,7 +1,7 @@
-"""Whether a path can be read or written, asked before any work is done, in words that name the setting.
+"""Checks that a path can be read or written before any work is done; errors name the setting.
 
-A directory that is to be written is tried, not only asked about: a disk may be mounted read-only, or full, under a
-name with every permission set. Nothing stays behind.
+An output directory is tested by writing to it: permissions say nothing about a full or read-only disk. Nothing is left
+behind.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def check_writable(key: str, path: str | Path, *, directory: bool) -> None:
 
 
 def json_reason(error: Exception) -> str:
-    """Why a text is no usable JSON, for the person who has the file; `error` is what `json.loads` raised."""
+    """Why a text is not usable JSON, for an error message; `error` is what `json.loads` raised."""
     said = str(error).partition("\n")[0]
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
@@ -71,7 +71,7 @@ def json_reason(error: Exception) -> str:
 
 
 def shown(path: str | Path) -> str:
-    """For messages: not what the environment held, and not pages of it."""
+    """The path as messages show it: shortened, and without values from the environment."""
     text = escaped(path) if isinstance(path, str) else str(path)
     return text if len(text) <= 200 else f"{text[:100]}...{text[-60:]}"
 

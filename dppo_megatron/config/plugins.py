@@ -1,6 +1,6 @@
-"""Names of a user's own code in a setting: `module:name`.
+"""Settings that name the user's own code as `module:name`.
 
-Imported late and once, where the job is prepared, so that a misspelt module is a sentence before any model is loaded.
+Imported once, while the job is prepared: a misspelt module is then one line, before any model is loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dppo_megatron.types import UserError
 
 
 def is_plugin(text: str) -> bool:
-    """Whether a setting names code and not one of the built-in choices."""
+    """Whether a setting names code rather than a built-in choice."""
     return ":" in text
 
 
@@ -28,10 +28,10 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
     if not separator:
         raise UserError(f"{key} = '{path}': expected module:function")
     if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())  # an installed command does not look there by itself
+        sys.path.append(os.getcwd())  # a console script does not have it on sys.path
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except (Exception, SystemExit) as error:  # a module is code: whatever it does while it is imported
+    except (Exception, SystemExit) as error:  # importing a module can raise anything
         said = str(error).strip().partition("\n")[0]
         raise UserError(f"{key} = '{path}' cannot be imported: {type(error).__name__}: {said}") from None
     if not callable(function):

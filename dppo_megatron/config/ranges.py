@@ -3,9 +3,9 @@
     prompts_per_step: int = ranged(64, "[1, 65536]")
     p_min: float = ranged(0.2, "(0, 1]", why="0 would leave prompts that can never be drawn")
 
-A range is what makes a value absurd, not what makes it unwise: upper ends are far above anything that was ever run, and
-there so that 2**40 or a value in the wrong unit is a sentence at start and not a hang later. Every number of the
-schema has one (tests/test_config_ranges.py); how settings must fit to one another is in `checks.py` and the sections.
+A range excludes absurd values, not unwise ones: upper ends are far above anything ever run, so that 2**40 or a value in
+the wrong unit is an error at the start and not a hang later. Every number of the schema has one
+(tests/test_config_ranges.py); how settings must fit together is checked in `checks.py` and by the sections.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dppo_megatron.types import UserError
 T = TypeVar("T")
 
 SECONDS = "(0, 1e8]"
-"""Of a time limit: up to three years. Longer ones overflow the timers of sockets and locks."""
+"""For time limits: up to three years. Longer ones overflow the timers of sockets and locks."""
 COUNT = "[0, 1e9]"
-"""Of steps and the like, where 0 means none, all or off."""
+"""For steps and other counts where 0 means none, all or off."""
 _FORM = re.compile(r"(?:0 or )?([\[(])(\S+), (\S+)([\])])")
 
 
@@ -54,7 +54,7 @@ class Range:
         return above and below  # NaN is neither
 
     def wanted(self, value: float) -> str:
-        """What is asked of `value`, which is not in the range: the side that it misses, and why that matters."""
+        """What `value`, which is out of range, must be, and why."""
         if isinstance(value, int) and str(self) == "[0, 1]":
             text = "must be 0 or 1"
         elif self.high <= 1:
@@ -123,7 +123,7 @@ def _is_number(value: object) -> bool:
 
 
 def _number(text: str) -> int | float:
-    return float(text) if "e" in text or "." in text else int(text)  # no float holds 2**63 - 1
+    return float(text) if "e" in text or "." in text else int(text)  # 2**63 - 1 is not representable as a float
 
 
 def _short(number: float) -> str:

@@ -1,9 +1,9 @@
-"""From YAML to values of the schema's types, with nothing guessed and nothing converted.
+"""Reads YAML into the schema's types without guessing or converting.
 
-YAML 1.1 reads `no` as false, `010` as 8, `1:30` as 90 and lets a key stand twice; a general loader hands on what came
-of it, and a configuration then says something that its writer did not. So the text is parsed to nodes, which still know
-how a value was spelled and on which line, and each node is read by the type that its setting has. What YAML reads
-otherwise than it looks is refused, with the spelling that would be right.
+YAML 1.1 reads `no` as false, `010` as 8, `1:30` as 90 and allows a duplicate key, so after a general loader a
+configuration may mean something its writer did not. Here the text is parsed to nodes, which keep the spelling and line
+of each value, and each node is read by the type of its setting. What YAML would read differently from how it looks is
+refused, with the right spelling.
 
 OmegaConf read configurations here first. It resolves `${oc.env:...}` before anything is written, takes the last of two
 equal keys, and keeps no lines; the cost of doing without it is this file and `references.py`. The schema is still one
@@ -44,10 +44,10 @@ _WANTED = {
 
 
 class Entries(dict[str, Any]):
-    """What stands in a setting that maps names to values or sections."""
+    """The value of a setting that maps names to values or sections."""
 
     replaces = False
-    """It stands for all there is (`{}`, or `key={...}` on the command line), instead of being added by name."""
+    """Replaces the whole mapping (`{}`, or `key={...}` on the command line) instead of adding to it by name."""
 
 
 def parse(text: str, source: str) -> Node | None:
@@ -86,7 +86,7 @@ class Reader:
         self._nodes = 0
 
     def where(self, node: Node) -> str:
-        """For messages."""
+        """Where `node` is, for messages."""
         return f"{self._source}:{node.start_mark.line + 1}" if self._has_lines else self._source
 
     def section(self, schema: type, node: Node, prefix: str = "") -> Values:
@@ -103,7 +103,7 @@ class Reader:
         return values
 
     def pairs(self, node: MappingNode, depth: int = 0) -> Iterator[tuple[str, Node, Node]]:
-        """Name, key and value of each entry; raises UserError for a name that stands there twice or is no text."""
+        """Name, key and value of each entry; raises UserError for a duplicate name or one that is not text."""
         self._count(node, depth)
         own: dict[str, tuple[Node, Node]] = {}
         merged: dict[str, tuple[Node, Node]] = {}
@@ -231,7 +231,7 @@ class Reader:
             yield prefix
 
     def _count(self, node: Node, depth: int) -> None:
-        """Aliases make a small file as large as one likes, or endless."""
+        """Refuse documents that aliases blow up to an enormous or endless size."""
         self._nodes += 1
         if self._nodes > _MAX_NODES or depth > _MAX_DEPTH:
             raise UserError(f"{self.where(node)}: nested too deeply, or too large once its aliases are followed")
@@ -258,7 +258,7 @@ _KINDS = ("str", "int", "float", "bool", "null", "map", "seq", "merge", "timesta
 
 
 def _kind(node: Node) -> str:
-    """Which of YAML's types a node has; empty for a tag of somebody's own, for sets and for Python's objects."""
+    """Which of YAML's types a node has; empty for custom tags, sets and Python objects."""
     space, _, name = node.tag.rpartition(":")
     return name if space == "tag:yaml.org,2002" and name in _KINDS else ""
 

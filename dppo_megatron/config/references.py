@@ -1,9 +1,9 @@
 """References in settings: `${seed}` to another setting, `${oc.env:SCRATCH}` to the environment (OmegaConf's notation).
 
-A value from the environment is used, but never written: config.yaml, checkpoints and traces keep the reference, and it
-is resolved again when the run resumes. So a directory that changes with the job (Slurm's scratch) may differ, and a
-file never tells what the environment held. Only paths may use it: other settings end in command lines and messages,
-where a key has no business. `\\${` is the plain text `${`.
+A value from the environment is used but never written: config.yaml, checkpoints and traces keep the reference, which is
+resolved again when the run resumes. So a directory that changes with the job (Slurm's scratch) may differ, and no file
+reveals what the environment held. Only paths may use it: other settings end up in command lines and messages, where
+a key must not appear. `\\${` is the plain text `${`.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def has_reference(text: str) -> bool:
 
 
 def escaped(text: str) -> str:
-    """As it is written to a file, so that reading it gives `text` again."""
+    """Escape `text` for a file, so that reading it gives `text` again."""
     return text.written if isinstance(text, FromEnvironment) else text.replace("${", r"\${")
 
 
 def unescaped(text: str) -> str:
-    """What a text without references says."""
+    """Unescape a text without references."""
     return text.replace(r"\${", "${")
 
 

@@ -1,4 +1,4 @@
-"""Settings of grading: which functions say how good a completion is, and what their failures may cost."""
+"""Settings of grading: which functions reward a completion, their limits, and how many may fail."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class RewardConfig:
 
 
 def check_reward(reward: RewardConfig) -> None:
-    """Raise `UserError` for names that clash and functions that are missing. What a function's path leads to is seen
-    when it is called."""
+    """Raise `UserError` for clashing names and missing functions. Whether a function can be imported is found later,
+    when the grader processes start."""
     if not reward.functions and not reward.function:
         raise UserError("reward.function is empty; set it to a built-in grader (math) or module:function")
     for name, item in reward.functions.items():

@@ -1,7 +1,7 @@
 """Settings of generation: sampling, which engine, how it is reached, and how its weights follow the actor's.
 
-In sections, because most of it is about servers: an embedded engine reads `sampling` and one line of `limits`.
-`check_rollout` says what a type cannot: which settings contradict one another.
+In sections because most of it concerns servers: an embedded engine reads `sampling` and one line of `limits`.
+`check_rollout` finds settings that contradict one another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SamplingConfig:
     """Sampling temperature. The actor's log-probabilities are taken at the same temperature."""
     top_p: float = ranged(1.0, "(0, 1]")
     """Sample from the smallest set of tokens with this much probability. Below 1 the behaviour log-probabilities are
-    those of the cut distribution, which the actor's are not: a mismatch by choice."""
+    those of the truncated distribution and the actor's are not: a mismatch by choice."""
     top_k: int = ranged(0, "[0, 10000000]")
     """Sample from the k most likely tokens; 0: all."""
     stop_token_ids: list[int] = ranged([], "[0, 2147483647]")
@@ -110,13 +110,13 @@ class RolloutConfig:
     async_steps: int = ranged(0, "[0, 1]")
     """1: the next step's completions are generated during this step's update, one policy behind. 0: never stale."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """What a completion is drawn from."""
+    """The distribution that completions are sampled from."""
     servers: ServersConfig = field(default_factory=ServersConfig)
     """Where the servers are, or how they are started; engine=hf has none."""
     sync: SyncConfig = field(default_factory=SyncConfig)
-    """How weights reach the servers, and how it is checked that they did."""
+    """How weights reach the servers, and how their arrival is verified."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
-    """How much at a time, and how long anything may take."""
+    """Concurrency and time limits."""
 
 
 def check_rollout(config: RolloutConfig) -> None:
@@ -165,7 +165,7 @@ def check_rollout(config: RolloutConfig) -> None:
 
 
 def _check_keys(config: RolloutConfig) -> None:
-    """No key may be a setting: settings are written to files. What was given is not repeated here."""
+    """Refuse API keys in settings, which are written to files. The message does not repeat the value."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", config.servers.api_key_env):
         raise UserError(
             "rollout.servers.api_key_env is not the name of an environment variable; it must not be the key itself"
@@ -178,7 +178,7 @@ def _check_keys(config: RolloutConfig) -> None:
 
 
 def _check_endpoint(url: str, config: RolloutConfig) -> None:
-    if "@" in url or "?" in url or "#" in url:  # not repeated: there may be a key in it
+    if "@" in url or "?" in url or "#" in url:  # the value is not shown: it may contain a key
         raise UserError(
             "rollout.servers.endpoints: put no key in an address; rollout.servers.api_key_env names"
             " where it is read from"

@@ -1,8 +1,8 @@
 """Every setting of a training job, once, with its meaning under it.
 
-One tree of plain dataclasses rather than an argument namespace: a room is handed its own branch and nothing else,
-so what a function depends on can be read from its signature. Units are in the names. `load.py` checks the
-types, the range at a field its values, `checks.py` how settings fit together.
+One tree of plain dataclasses rather than an argument namespace: each part of the code is handed its own section and
+nothing else, so a signature shows what a function depends on. Units are in the names. `load.py` checks types, the
+range at each field checks values, `checks.py` checks how settings fit together.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Literal
 from dppo_megatron.config.data import DataConfig
 from dppo_megatron.config.evaluation import EvalConfig
 from dppo_megatron.config.objective import ObjectiveConfig
+from dppo_megatron.config.observe import ObserveConfig
 from dppo_megatron.config.pruning import PruningConfig
 from dppo_megatron.config.ranges import COUNT, SECONDS, ranged
 from dppo_megatron.config.reward import RewardConfig
@@ -147,9 +148,9 @@ class GuardConfig:
     max_skipped_updates: int = ranged(5, COUNT)
     """An update whose loss or gradient is not finite is skipped; this many in a row stop the run. 0: the first."""
     watchdog_s: float = ranged(300.0, "[0, 1e8]")
-    """A rank that gives no sign of life for so long is named, and the others stop. 0: no watchdog."""
+    """If a rank gives no sign of life for this long, it is named and the others stop. 0: no watchdog."""
     rendezvous_timeout_s: float = ranged(600.0, SECONDS)
-    """How long the ranks wait for each other at the start. A rank that is alone then ends and frees its GPU."""
+    """How long the ranks wait for each other at the start; then they exit and free their GPUs."""
 
 
 @dataclass
@@ -188,4 +189,6 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
     guard: GuardConfig = field(default_factory=GuardConfig)
-    """Faults."""
+    """Guards and the watchdog."""
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    """What is left for people to look at."""

@@ -1,7 +1,7 @@
-"""What pruning, objective and rollout say together about a step: how many prompts it plans, and whether that fits.
+"""Checks across the pruning, objective and rollout sections: how many prompts a step plans, and whether they suffice.
 
-Each section is checked for itself elsewhere; these contradictions show only across them. The training job checks them
-before anything is loaded, and `Selector` again, because tests and libraries make one without a job.
+Each section checks itself; these contradictions show only between sections. The training job checks them before
+anything is loaded, and `Selector` checks again because tests and libraries make one without a job.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_selection(config: Config) -> None:
 def too_few_prompts(config: Config, num_prompts: int, where: str = "the prompt set") -> str:
     """Why `num_prompts` are not enough; empty if they are.
 
-    A step of N planned prompts that found only P of them would still divide by N, and no label would know.
+    A step that planned N prompts but found only P would still divide by N: a bias that no ledger label shows.
     """
     planned = planned_prompts(config)
     if num_prompts >= planned:

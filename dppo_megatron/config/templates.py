@@ -1,7 +1,7 @@
-"""Named prompt templates: how a problem is put to a model, where a run does not spell it out itself.
+"""Named prompt templates, so that a run need not spell one out.
 
-A preset fixes all four settings of a template, so that a set which names one depends on nothing that `data` says about
-templates. The texts ask for the final answer in a box because the `math` grader reads the last one.
+A preset fixes all four template settings, so a set that names one is independent of the templates in `data`. The texts
+ask for the final answer in a box because the `math` grader reads the last box.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _BOXED = "Please reason step by step, and put your final answer within \\boxed{}
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The four settings behind a name; the defaults are those of a job that says nothing about templates."""
+    """The four settings of a template; the defaults apply where a job sets none."""
 
     prompt_template: str = "{problem}"
     """{problem} stands for the problem."""

@@ -1,1 +1,1 @@
-"""Problem sets: rows to prompts, worked solutions to training samples, and the order prompts are visited in."""
+"""Problem sets: rows to prompts, worked solutions to training samples, and the order in which prompts are visited."""

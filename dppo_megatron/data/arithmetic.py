@@ -3,11 +3,11 @@
 The quickstart needs a problem set on which reinforcement learning has real work to do: some problems that are always
 solved, many in between, some that never are. Chains of additions and subtractions give a dial for that (one more
 operation, one more chance to slip), every worked step can be checked by a reader, and a few characters are enough
-tokens. A real data set was the alternative; a model that a CPU trains in minutes cannot even read one.
+tokens. A real data set was the alternative, but no model that a CPU trains in minutes can read one.
 
 The demonstrations of the warm start are a mixture: a third works the chain out line by line, the rest states the
-result outright, as text found in the wild does. A model trained on both mostly guesses; that working pays, and how to
-work reliably, is left to reinforcement learning. The hardest level, long products, is never demonstrated.
+result outright, as text found in the wild does. A model trained on both mostly guesses; reinforcement learning teaches
+it to work in steps, and reliably. The hardest level, long products, is never demonstrated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_TOTAL = 30
 With 20 a guesser scored ten points more; with 99 a warm start of this length had hardly learned to add."""
 _MAX_OPERAND = 9
 _DRAWS_WITHOUT_NEWS = 10_000
-"""So many repetitions in a row mean that a level has no new problem left."""
+"""After this many repetitions in a row a level is taken to have no new problem left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Level:
 
 
 LEVELS: tuple[Level, ...] = (
-    # One step has nothing to skip: it is always worked, and so is solved from the start.
+    # A single operation has no steps to skip: it is always worked, and solved from the start.
     Level("level_1", 1, problem_share=0.15, example_share=0.15, guess_share=0.0),
     Level("level_2", 2, problem_share=0.15, example_share=0.25, guess_share=0.65),
     Level("level_3", 3, problem_share=0.20, example_share=0.20, guess_share=0.65),
@@ -173,7 +173,7 @@ def _example_row(exercise: Exercise, *, guess: bool) -> dict[str, Any]:
 
 
 def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Through a temporary file beside it: a reader sees all of the file or none of it."""
+    """Write atomically, through a temporary file beside it."""
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -1,4 +1,4 @@
-"""`dppo-megatron data NAME --out DIR`: a known set of the hub as files in the layout that needs no settings."""
+"""`dppo-megatron data NAME --out DIR`: downloads a known set into files that need no field settings."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class _Part:
                 self.rows.append(row)
 
     def left_out(self) -> str:
-        """What of the split was not written, for a message."""
+        """A message about the rows of the split that were not written."""
         said = []
         if self._incomplete:
             said.append(f"{self._incomplete} without a problem or an answer")
@@ -106,7 +106,7 @@ class _Part:
 
 
 def _rows(known: KnownSet, origin: str, split: str) -> Iterator[dict[str, Any]]:
-    # not at the top: the command line must say its help without tensor libraries
+    # imported late: --help must not need tensor libraries
     from dppo_megatron.data.hub import read_directory, read_hub
 
     subset, hub = known.subset, f"hub:{known.hub}"

@@ -1,7 +1,7 @@
-"""From a row to a problem: which fields are read, and what may stand in them.
+"""Reads a problem from a row: which fields are read, and which values they may have.
 
-A value that is no text is never made one by `str()`: a list of chat messages that became "[{'role': ..." is a problem
-that no model can solve and an answer that no completion can match, and nobody would be told.
+A value that is not text is never converted by `str()`: a list of chat messages turned into "[{'role': ..." would be a
+problem that no model can solve or an answer that no completion can match, without any warning.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _LAYOUTS = (
     ({"question", "final_answer"}, "OlympiadBench", ("question", "final_answer", "")),
     ({"problem", "solution"}, "MATH", ("problem", "solution", "")),
 )
-"""Fields by which a known layout is recognised, its name, and its problem, answer and source fields."""
+"""Fields that identify a known layout, its name, and its problem, answer and source fields."""
 
 
 def get_field(values: Mapping[str, Any], name: str) -> Any:
     """The value of `name`, where dots reach into nested rows; None if it is not there.
 
-    A key that itself holds the dots goes before the nested one.
+    A key that itself contains the dots takes precedence over the nested one.
 
     Example:
         get_field({"a": {"b": 1}}, "a.b")            # 1
@@ -90,7 +90,7 @@ def source_of(row: Row, settings: ResolvedSet) -> str:
     """The subset that the row names, or nothing.
 
     Raises:
-        UserError: what stands there is no name.
+        UserError: the value is not a name.
     """
     value = get_field(row.values, settings.source_field) if settings.source_field else None
     if value is None or (isinstance(value, float) and math.isnan(value)):  # how pandas writes a missing value
@@ -103,7 +103,7 @@ def source_of(row: Row, settings: ResolvedSet) -> str:
 
 
 def level_of(row: Row, settings: ResolvedSet) -> tuple[float | None, bool]:
-    """How hard the row says it is, and whether it says so in a way that is not understood (`easy`, a list)."""
+    """The row's difficulty, and whether it has one in a form that is not understood (`easy`, a list)."""
     if settings.level_field:
         value = get_field(row.values, settings.level_field)
     else:
@@ -127,7 +127,7 @@ def parse_level(value: Any) -> float | None:
 
 
 def check_text(text: str, origin: str, name: str) -> str:
-    """`text`, if it says something and can be encoded.
+    """`text`, if it is not empty and can be encoded.
 
     Raises:
         UserError: it is empty, holds a NUL, or half of a surrogate pair.
@@ -182,7 +182,7 @@ def _find(values: Any, name: str) -> Any:
 
 
 def section_of(settings: ResolvedSet) -> str:
-    """The section whose settings this set reads first: its own, where it has one."""
+    """The section whose settings this set reads first: its own, if it has one."""
     return settings.key if "_sets." in settings.key else "data"
 
 
@@ -192,7 +192,7 @@ def _layout_hint(row: Row, settings: ResolvedSet) -> str:
         if fields <= row.values.keys() and get_field(row.values, problem) is not None:
             wanted = {"problem_field": problem, "answer_field": answer, "source_field": source}
             if isinstance(get_field(row.values, problem), (list, tuple)) and not settings.template.apply_chat_template:
-                wanted["apply_chat_template"] = "true"  # messages have no other text
+                wanted["apply_chat_template"] = "true"  # of messages, the content
             given = " ".join(f"{section}.{key}={value}" for key, value in wanted.items() if value)
             return f". This looks like {name}'s layout: {given}"
     return ""
@@ -214,7 +214,7 @@ def _message(turn: Any, origin: str, name: str) -> dict[str, str]:
     if role not in _ROLES:
         raise UserError(f"{origin}: '{name}.role' is {role!r}; known roles: {', '.join(_ROLES)}"[:500])
     if isinstance(content, (list, tuple)) and content:
-        # as vLLM's chat endpoint does where a template wants text: parts on lines of their own
+        # as in vLLM's chat endpoint: text parts joined by newlines
         content = "\n".join(_part(part, origin, f"{name}.content[{i}]") for i, part in enumerate(content))
     if not isinstance(content, str):
         raise UserError(f"{origin}: '{name}.content' is {kind(content)}; it must be text")

@@ -1,7 +1,7 @@
-"""What exactly a run was trained on, in one hash a set, and whether a resumed run has the same.
+"""One hash per problem set, to check that a resumed run trains on the same data.
 
-The hash is over what was read and not over files: a set may move, change its format or be compressed and still be the
-same set. It covers the token ids too, because another tokenizer or template makes other prompts of the same problems.
+The hash covers what was read, not the files: a set may move, change its format or be compressed and still be the same.
+It includes the token ids, because another tokenizer or template makes other prompts of the same problems.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dppo_megatron.types import Prompt, UserError
 
 
 class _Loaded(Protocol):
-    """The part of a loaded set that is remembered."""
+    """The parts of a loaded set that go into its fingerprint."""
 
     @property
     def key(self) -> str: ...
@@ -33,18 +33,18 @@ class SetHash:
         self._hash = hashlib.sha256()
 
     def add(self, prompt: Prompt) -> None:
-        """The next prompt."""
+        """Add the next prompt."""
         texts = (part.encode("utf-8") for part in (prompt.text, prompt.answer, prompt.source))
         for raw in (*texts, np.array(prompt.token_ids, dtype="<i8").tobytes()):
-            self._hash.update(len(raw).to_bytes(8, "little") + raw)  # the length, so that no two rows read the same
+            self._hash.update(len(raw).to_bytes(8, "little") + raw)  # length-prefixed: unambiguous
 
     def hexdigest(self) -> str:
-        """Of all prompts so far."""
+        """The hash of all prompts so far."""
         return self._hash.hexdigest()
 
 
 def data_fingerprint(train: Mapping[str, _Loaded], evaluated: Mapping[str, _Loaded]) -> dict[str, Any]:
-    """What a checkpoint remembers: for `train` and `eval` each set's key, number of problems and hash, in order."""
+    """Stored in checkpoints: for `train` and `eval` each set's key, number of problems and hash, in order."""
     return {
         part: {name: {"key": s.key, "problems": len(s.prompts), "sha256": s.fingerprint} for name, s in sets.items()}
         for part, sets in (("train", train), ("eval", evaluated))
@@ -52,7 +52,7 @@ def data_fingerprint(train: Mapping[str, _Loaded], evaluated: Mapping[str, _Load
 
 
 def check_data(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: Iterable[str], where: str) -> list[str]:
-    """Compare the data of a run with that of its continuation; returns a line for each difference that is allowed.
+    """Compare the data of a run with the data at its resume; returns a line for each allowed difference.
 
     Evaluation sets may differ. Training sets may where `checkpoint.may_change` names their setting, and as long as
     there are as many problems: the pruning history is kept by a problem's number.
@@ -88,7 +88,7 @@ def check_data(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: Ite
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(what differs, the setting it belongs to) of each set that is new, gone or other than it was."""
+    """(what differs, its setting) of each set that was added, removed or changed."""
     found = []
     for name in [*saved, *(name for name in now if name not in saved)]:
         old, new = saved.get(name), now.get(name)

@@ -1,8 +1,8 @@
-"""Sets that the `datasets` library reads: what it saved to a directory, and repositories of the hub, local or not.
+"""Reads sets through the `datasets` library: directories that it saved, and repositories of the hub, local or remote.
 
-The library is imported only when a set asks for it: it costs two seconds, and a job on JSON Lines needs none of it.
-Rows leave as Arrow tables, so nothing is decoded (images, audio) that a text problem does not have, and no extra of the
-library is wanted. Version 4 is the oldest taken because from it on no repository's own script is run, whoever asks.
+The library is imported only if a set needs it: that takes two seconds, and a job on JSON Lines does not need it. Rows
+are returned as Arrow tables, so images and audio are never decoded and the library's extras are not needed. Version 4
+is the minimum because since then a repository's own script is never run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_hub(path: str, subset: str, split: str) -> Iterator[Row]:
         loaded = datasets.load_dataset(
             match["name"], subset or None, split=split or None, revision=match["revision"] or None
         )
-    except Exception as error:  # the library and what it stands on raise some thirty kinds
+    except Exception as error:  # the library and its dependencies raise some thirty kinds
         raise UserError(f"{path}: {_hub_reason(error)}") from None
     yield from _rows(_one_split(loaded, path, split), path)
 
@@ -54,7 +54,7 @@ def read_directory(path: str, subset: str, split: str) -> Iterator[Row]:
     try:
         if saved:
             loaded = datasets.load_from_disk(path)
-        else:  # streamed, because there is no reason to leave a second copy in the library's cache
+        else:  # streamed, so that no second copy is left in the library's cache
             loaded = datasets.load_dataset(str(Path(path).absolute()), subset or None, streaming=True)
     except Exception as error:
         raise UserError(
@@ -75,7 +75,7 @@ def _import_datasets(path: str) -> Any:
 
 
 def _one_split(loaded: Any, path: str, split: str) -> Any:
-    """The wanted split of what was loaded; without a name, the only one."""
+    """The requested split; without a name, the only one."""
     if not isinstance(loaded, dict):
         if split and str(loaded.split) != split and not path.startswith("hub:"):
             raise UserError(f"{path}: has no split '{split}': it was saved as one set, so leave the split out")
@@ -102,7 +102,7 @@ def _rows(split: Any, origin: str) -> Iterator[Row]:
 
 
 def _hub_reason(error: Exception) -> str:
-    """What to do about a set of the hub that did not load."""
+    """Advice for a set of the hub that did not load."""
     names = {kind.__name__ for kind in type(error).__mro__}
     if os.environ.get("HF_DATASETS_OFFLINE") == "1" or os.environ.get("HF_HUB_OFFLINE") == "1":
         return f"offline (HF_DATASETS_OFFLINE or HF_HUB_OFFLINE is set) and not in the local cache: {_reason(error)}"

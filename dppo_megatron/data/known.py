@@ -1,9 +1,9 @@
-"""The sets that papers train and report on: where each is on the hub, and how its rows become ours.
+"""The sets that papers train and report on: where each is on the hub, and how its rows are converted.
 
-A record says everything about a set; nothing below it knows a set by name. Most sets have several copies on the hub:
-the one named is that of its makers where there is one, else the one that evaluation harnesses read. Rows leave in one
-layout, `{id, problem, answer, source, level, subject}`, so that a config needs no field settings and no template of
-somebody else's inside the problem.
+A record describes a set completely; no code below knows a set by name. Most sets have several copies on the hub: the
+one listed is its authors', if there is one, else the one that evaluation harnesses read. All rows are converted to
+`{id, problem, answer, source, level, subject}`, so that a config needs no field settings and problems contain no
+foreign template.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def as_is(value: Any) -> str:
 
 
 def after_hashes(value: Any) -> str:
-    """What stands behind the last `####` of a GSM8K solution, without thousands separators."""
+    """The text after the last `####` of a GSM8K solution, without thousands separators."""
     _, found, answer = str(value).rpartition("####")
     return answer.strip().replace(",", "") if found else ""
 
@@ -70,17 +70,17 @@ class KnownSet:
     answer: str
     """Field with the answer, or with a solution that ends in it."""
     answer_rule: Callable[[Any], str] = as_is
-    """From that field to the answer."""
+    """Extracts the answer from that field."""
     source: str = ""
     """Value of `source`; empty: the set's name."""
     subset: str = ""
     """The hub's configuration; empty: the default one."""
     carried: Mapping[str, str] = field(default_factory=dict)
-    """Our field to theirs, copied where a row has it: level, subject, id."""
+    """Our field name to theirs, copied if a row has it: level, subject, id."""
     strip: tuple[str, str] = ("", "")
-    """Instruction in front of and behind every problem, taken off: which template to use is the run's choice."""
+    """Instruction before and after every problem, removed: the run chooses the template."""
     deduplicate: bool = False
-    """Keep the first row of every problem: the hub's file repeats them on purpose."""
+    """Keep only the first row of every problem: the hub's file repeats them on purpose."""
 
 
 _DAPO_BEFORE = (
@@ -136,7 +136,7 @@ KNOWN_SETS: dict[str, KnownSet] = {
 
 
 def our_row(values: Mapping[str, Any], known: KnownSet, name: str) -> dict[str, Any]:
-    """A row of the hub in our layout; `problem` or `answer` is empty where it has none."""
+    """A row of the hub in our layout; `problem` or `answer` is empty if it has none."""
     problem = _reach(values, known.problem)
     before, behind = known.strip
     text = problem.strip() if isinstance(problem, str) else ""

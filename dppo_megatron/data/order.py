@@ -1,4 +1,7 @@
-"""Which prompts come next, computed from a position alone: over one set, or over several in fixed shares."""
+"""The order in which prompts are visited, a pure function of the position: over one set, or several in fixed shares.
+
+A checkpoint therefore stores one number, and a resumed run continues with the same prompts.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class Order(Protocol):
         ...
 
     def take(self, position: int, count: int) -> tuple[IntArray, int]:
-        """The next indices, none of them twice, and the position behind them."""
+        """The next indices, no duplicates among them, and the position after them."""
         ...
 
 
@@ -41,10 +44,10 @@ class PromptOrder:
     seed: int
 
     def take(self, position: int, count: int) -> tuple[IntArray, int]:
-        """The next `count` <= num_prompts indices [count] int64, and the position behind them.
+        """The next `count` <= num_prompts indices [count] int64, and the position after them.
 
-        Always from one epoch, so that no prompt comes twice: what is too little at the end of an epoch waits for
-        the next shuffle.
+        Always from one epoch, so that no prompt comes twice: if fewer than `count` are left in an epoch, they are
+        skipped.
         """
         epoch, offset = divmod(position, self.num_prompts)
         if offset + count > self.num_prompts:
@@ -107,9 +110,9 @@ class WeightedOrder:
         return items
 
     def take(self, position: int, count: int) -> tuple[IntArray, int]:
-        """The prompts of the next `count` slots, and the position behind them.
+        """The prompts of the next `count` slots, and the position after them.
 
-        More than `per_take` slots may meet a problem again; it is then left out, so fewer come back.
+        With more than `per_take` slots a problem may repeat; it is then left out, so fewer are returned.
         """
         slots = (position + np.arange(count)) % len(self._pattern)
         sets, item = self._pattern[slots], self.taken(position)
@@ -157,7 +160,7 @@ def make_order(sizes: Mapping[str, int], weights: Mapping[str, float] | None, se
     One set has one order, whatever its weight.
 
     Raises:
-        UserError: a step of `per_take` prompts asks a set for more problems than it has, or for next to none.
+        UserError: a step of `per_take` prompts needs more problems of a set than it has, or hardly any.
     """
     if weights is None or len(sizes) == 1:
         return PromptOrder(sum(sizes.values()), seed)
@@ -185,7 +188,7 @@ def _whole_shares(weights: list[float], names: list[str]) -> list[int]:
 
 
 def _pattern(shares: list[int]) -> npt.NDArray[np.int16]:
-    """[sum(shares)] the set of each slot: by when its items are due, and by its place in the list where two are."""
+    """[sum(shares)] the set of each slot: the one whose next item is due first; ties go by place in the list."""
     # quotients of integers this small are equal exactly where the fractions are, so ties are the true ones
     due = np.concatenate([(2 * np.arange(share) + 1) / share for share in shares])
     owner = np.repeat(np.arange(len(shares)), shares)
@@ -193,7 +196,7 @@ def _pattern(shares: list[int]) -> npt.NDArray[np.int16]:
 
 
 def _spaced(shuffled: IntArray, before: IntArray | None, window: int) -> IntArray:
-    """`shuffled`, changed as little as it takes that no `window` items in a row hold one twice.
+    """`shuffled`, reordered as little as needed so that no `window` consecutive items contain a duplicate.
 
     Args:
         before: the epoch before, whose end this one follows; None: there is none.
@@ -205,7 +208,7 @@ def _spaced(shuffled: IntArray, before: IntArray | None, window: int) -> IntArra
         return shuffled
     size, rank = len(shuffled), np.argsort(shuffled)
     early = shuffled[~np.isin(shuffled, before[size - window + 1 :])]
-    released: list[int] = []  # ranks of the last ones of `before`, from when on they may come again
+    released: list[int] = []  # the first rank at which each of the last items of `before` may come again
     chosen, next_early = [], 0
     for place in range(window - 1):
         if place:

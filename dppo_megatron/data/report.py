@@ -1,7 +1,7 @@
-"""What is said of the data before a run starts, and the first prompts as they are kept beside it.
+"""Reports on the data before a run starts, and saves the first prompt of every set.
 
-Most wasted runs on real data were wasted by their prompts: a template that was not applied, a model left thinking under
-a limit of 1,024 tokens, the instruction in twice. One look at a rendered prompt shows it, so everybody gets that look.
+Runs on real data most often fail because of their prompts: a template that was not applied, a model that thinks under a
+limit of 1,024 tokens, an instruction that appears twice. A look at one rendered prompt shows it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def report_lines(
 
 
 def write_first_prompts(directory: Path, train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> None:
-    """The first prompt of every set, to the character, as `prompts/train-<set>.txt` and `prompts/eval-<set>.txt`."""
+    """Write the first prompt of every set verbatim to `prompts/train-<set>.txt` and `prompts/eval-<set>.txt`."""
     folder = directory / "prompts"
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in _named(train, evaluated):

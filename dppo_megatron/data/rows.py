@@ -1,9 +1,9 @@
-"""Files of problems to rows: one shape of row out of every format, and a sentence for whatever is wrong with a file.
+"""Reads problem files of any format into rows, or says in one line what is wrong with a file.
 
-What a file holds is somebody else's: text in another encoding, numbers of 10,000 digits, objects nested a thousand
-deep, half a download. Everything that a parser can raise is turned into a `UserError` here, with the line where it is
-known, so that the rest of the room sees plain Python values only. JSON is parsed by the standard library and not by a
-faster one because its hooks tell a number's exact text, which is what a grader compares with.
+Files may hold anything: text in another encoding, numbers of 10,000 digits, objects nested a thousand deep, half a
+download. Everything that a parser can raise becomes a `UserError` here, with the line if known, so that the rest of
+`data/` sees plain Python values only. JSON is parsed by the standard library and not a faster one because its hooks
+give a number's exact text, which graders compare with.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dppo_megatron.config.paths import json_reason
 from dppo_megatron.types import UserError
 
 _LONGEST_LINE = 64 * 2**20
-"""Bytes. A problem has thousands; a line of this length is a file of another kind."""
+"""Bytes of a line. A problem has thousands; a longer line means that this is another kind of file."""
 _DEEPEST = 64
 """Levels of nesting. Python can parse about 1,000, but what is nested so deep cannot be sent to a grader's process."""
 
@@ -37,14 +37,14 @@ class Row:
     """`path:line` or `path[row]` (from 0), for messages."""
     values: dict[str, Any]
     exact: Exact | None = None
-    """Gives `values` anew with every number as its text in the file; None where text is not what the file stores."""
+    """Gives `values` again with every number as its text in the file; None if the file does not store text."""
 
 
 def read_file(path: str) -> Iterator[Row]:
     """The rows of a .jsonl, .json, .csv, .tsv or .parquet file, by its name; the text formats also with .gz behind.
 
     Raises:
-        UserError: the name says no format, or the content is not of it.
+        UserError: no known format in the name, or the content does not match it.
     """
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     kind = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
@@ -68,7 +68,7 @@ def table_rows(table: Any, origin: str, first: int) -> Iterator[Row]:
 
 
 def import_pyarrow(path: str) -> Any:
-    """pyarrow, or a sentence about what is missing."""
+    """Import pyarrow, or raise UserError that says what to install."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -97,7 +97,7 @@ def _json_lines(path: str) -> Iterator[Row]:
 
 
 def _json(path: str) -> Iterator[Row]:
-    """A list of objects, {"data": [...]}, or JSON Lines under the other name, which many files are."""
+    """A list of objects, {"data": [...]}, or JSON Lines named .json, as many files are."""
     with _open(path) as file:
         head = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
     if head.startswith(b"{"):
@@ -184,7 +184,7 @@ def _open(path: str) -> IO[bytes]:
 
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:
-    """(number from 1, text with its line end) of a text file; a byte-order mark is no part of the first line."""
+    """(number from 1, text with its line end) of each line, without a byte-order mark."""
     with _open(path) as file:
         number = 0
         while line := file.readline(_LONGEST_LINE + 1):
@@ -235,7 +235,7 @@ def _parse(text: str, origin: str, *, exact: bool = False) -> Any:
         raise UserError(f"{origin}: nested too deep; at most {_DEEPEST} levels") from None
     except ValueError as error:  # an integer of more than 4,300 digits, or a key that stands twice
         raise UserError(f"{origin}: not usable JSON: {json_reason(error)}") from None
-    # counting brackets is cheap; walking every row is not
+    # counting brackets is cheaper than walking every row
     if text.count("[") + text.count("{") > _DEEPEST and _depth(value) > _DEEPEST + 2:
         raise UserError(f"{origin}: nested too deep; at most {_DEEPEST} levels")
     return value

@@ -1,7 +1,7 @@
-"""Problem sets, loaded: rows to prompts, with what was left out, what looks wrong and what exactly was read.
+"""Loads problem sets: rows to prompts, with counts of what was left out, warnings, and a fingerprint.
 
-A set is read once, before a process group or a model is made. Every rank reads it for itself, as every rank needs the
-prompts; what is said about it is said by one of them.
+A set is read once, before a process group or a model is made. Every rank reads it because every rank needs the prompts;
+only one of them reports on it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BATCH = 1000
 
 @dataclass(frozen=True, slots=True)
 class ProblemSet:
-    """A set of problems as it is trained or evaluated on."""
+    """A loaded set of problems."""
 
     name: str
     key: str
@@ -51,9 +51,9 @@ class ProblemSet:
     fingerprint: str
     """SHA-256 of what was read: order, texts, answers, sources and token ids."""
     notes: tuple[str, ...]
-    """What the user should know of its rows: duplicates, levels that are no numbers."""
+    """Warnings about its rows: duplicates, levels that are not numbers."""
     problems: Mapping[bytes, int]
-    """A hash of each problem's text, white space made one, to the place where it first stands: to compare sets by."""
+    """Hash of each problem's text (white space normalized) to where it first occurs; for comparing sets."""
 
 
 def load_set(
@@ -62,7 +62,7 @@ def load_set(
     """Read, render and tokenize one set. Its prompts are numbered from `first_index`.
 
     Raises:
-        UserError: a row that is no problem, a prompt that is too long and may not be filtered, or no problems.
+        UserError: a row without a problem, a prompt that is too long and may not be filtered, or no problems.
     """
     check_template(settings, tokenizer)
     prompts: list[Prompt] = []
@@ -111,7 +111,7 @@ def load_set(
 
 
 def read_set(settings: ResolvedSet) -> Iterator[list[Row]]:
-    """The set's rows from wherever they are, some at a time, at most `limit` in all.
+    """The set's rows from any source, in batches, at most `limit` in all.
 
     Raises:
         UserError: it cannot be read.
@@ -128,10 +128,10 @@ def read_set(settings: ResolvedSet) -> Iterator[list[Row]]:
 
 
 def load_train_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, ProblemSet]:
-    """All sets to train on, their prompts numbered through.
+    """All sets to train on, their prompts numbered consecutively.
 
     Raises:
-        UserError: as `load_set`; or a step asks a set for more problems than it has.
+        UserError: as `load_set`; or a step needs more problems of a set than it has.
     """
     sets: dict[str, ProblemSet] = {}
     settings = train_set_configs(config)
@@ -141,12 +141,12 @@ def load_train_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[
     if too_few := too_few_prompts(config, sum(len(one.prompts) for one in sets.values()), paths):
         raise UserError(too_few)
     sizes, weights = set_sizes(sets), train_set_weights(config)
-    make_order(sizes, weights, config.seed, planned_prompts(config))  # says what is wrong with the shares
+    make_order(sizes, weights, config.seed, planned_prompts(config))  # raises if the shares do not fit
     return sets
 
 
 def load_eval_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, ProblemSet]:
-    """All sets to evaluate on, each numbered for itself.
+    """All sets to evaluate on, each numbered from 0.
 
     Raises:
         UserError: as `load_set`.
@@ -160,7 +160,7 @@ def set_sizes(sets: Mapping[str, ProblemSet]) -> dict[str, int]:
 
 
 def stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """What ends a completion beside the tokenizer's end of sequence: the settings' tokens, those of the model's
+    """Tokens that end a completion besides the tokenizer's end of sequence: the settings' tokens, those of the model's
     generation_config.json, and the end of turn of every chat template in use."""
     sets: Sequence[ResolvedSet] = [*train_set_configs(config).values(), *eval_set_configs(config).values()]
     found = [*config.rollout.sampling.stop_token_ids, *generation_config_stops(config.model.hf_path, tokenizer)]
@@ -170,7 +170,7 @@ def stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 class _Repeats:
-    """Problems that stand in a set more than once.
+    """Finds problems that occur in a set more than once.
 
     Texts are told apart by 128 bits of hash: a million of them as text would be a second copy of the set.
     """
@@ -225,7 +225,7 @@ def overlap_notes(train: Mapping[str, ProblemSet], evaluated: Mapping[str, Probl
 
 
 def _is_too_long(prompt: Prompt, settings: ResolvedSet) -> bool:
-    """Whether to leave the prompt out; raises where it may not be."""
+    """Whether to leave the prompt out; raises UserError if it must not be."""
     if not prompt.token_ids:
         raise UserError(f"{prompt.origin}: the prompt has no tokens under the model's tokenizer")
     if len(prompt.token_ids) <= settings.max_prompt_tokens:
@@ -239,7 +239,7 @@ def _is_too_long(prompt: Prompt, settings: ResolvedSet) -> bool:
 
 
 def _identity(problem: str | Messages) -> str:
-    """The problem by which two rows are the same: of messages that are one user's turn, its text."""
+    """The text by which two problems are compared; a single user message counts as its text."""
     if isinstance(problem, str):
         return " ".join(problem.split())
     if len(problem) == 1:

@@ -1,4 +1,4 @@
-"""Problems to prompts: the template's text, the tokenizer's chat template, and the tokens that end a turn under it."""
+"""Renders problems into prompts: template text, the tokenizer's chat template, and the tokens that end a turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dppo_megatron.data.fields import Messages, section_of
 from dppo_megatron.types import UserError
 
 _MARK = "Xq7turn"
-"""Stands for an assistant's text where a chat template is asked what it puts behind one."""
+"""Placeholder for an assistant's text, to see what the chat template appends to it."""
 
 
 def check_template(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -74,7 +74,7 @@ def render(
 
 
 def turn_end_tokens(template: Template, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special token that the chat template puts behind an assistant's text, unless it is the end of sequence.
+    """The special token that the chat template appends to an assistant's text, unless it is the end of sequence.
 
     Qwen's templates end a turn with <|im_end|>, while the base model's tokenizer says <|endoftext|> ends a sequence: a
     model that has learned to end turns would otherwise go on until the limit.
@@ -88,7 +88,7 @@ def turn_end_tokens(template: Template, tokenizer: PreTrainedTokenizerBase) -> l
                 chat, tokenize=False, add_generation_prompt=False, **template.chat_template_kwargs
             )
         )
-    except Exception:  # a template that takes no assistant turn has no end of one either
+    except Exception:  # a template without assistant turns has no end-of-turn token
         return []
     _, found, behind = text.rpartition(_MARK)
     ids = _encode(tokenizer, behind) if found and behind else []
@@ -114,13 +114,13 @@ def generation_config_stops(hf_path: str, tokenizer: PreTrainedTokenizerBase) ->
     for token in listed:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise UserError(f"{path}: eos_token_id names {token!r}, which is no token")
-    # what the tokenizer does not have (a file left over from another one) cannot end a text of this one
+    # ids that the tokenizer lacks (the file may belong to another one) can never be generated
     known = [token for token in dict.fromkeys(listed) if token < len(tokenizer)]
     return [token for token in known if token != tokenizer.eos_token_id]
 
 
 def _chat(problem: str | Messages, origin: str, template: Template) -> Messages:
-    """The conversation to render; the template's text stands in its last user turn."""
+    """The conversation to render, with the template's text in the last user turn."""
     chat = [{"role": "user", "content": problem}] if isinstance(problem, str) else [dict(turn) for turn in problem]
     if chat[-1]["role"] not in ("user", "tool"):
         raise UserError(f"{origin}: the last message is the {chat[-1]['role']}'s; the model answers a user's")
@@ -168,6 +168,6 @@ def shared_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def in_short(text: str, longest: int = 160) -> str:
-    """`text` on one line, its middle left out where it is long: a template shows at both ends."""
+    """`text` on one line, shortened in the middle: the template is visible at both ends."""
     shown: Any = repr(text)
     return shown if len(shown) <= longest else f"{shown[: longest // 2]} ... {shown[-longest // 2 :]}"

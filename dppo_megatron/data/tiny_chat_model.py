@@ -1,8 +1,8 @@
-"""A tiny Qwen3 with a BPE tokenizer and a chat template, for trying a real-math job where no checkpoint can be had.
+"""Writes a tiny Qwen3 with a BPE tokenizer and a chat template, to test a real-math job without a real checkpoint.
 
-The arithmetic quickstart has one token a character and no chat. A job on MATH meets what that hides: byte-level BPE,
-special tokens that end a turn, a template that thinks unless it is told not to, an end of turn that is not the end of
-sequence. This writes a checkpoint that has all of it, trained on nothing: it generates text, and knows no mathematics.
+The arithmetic quickstart has one token per character and no chat. A job on MATH also needs byte-level BPE, special
+tokens that end a turn, a template that enables thinking by default, and an end of turn that is not the end of sequence.
+This checkpoint has all of that. It is untrained: it generates text but knows no mathematics.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A tiny Qwen3 checkpoint in Hugging Face's format, with a tokenizer of its own for the arithmetic task.
+"""Writes a tiny Qwen3 checkpoint in Hugging Face's format, with a tokenizer for the arithmetic task.
 
-The quickstart starts from files, as a job on Qwen3-4B does, so that nothing on its way is special. The shape keeps
+The quickstart starts from files, as a job on Qwen3-4B does, so that it needs no special path. The shape keeps
 what makes Qwen3's conversion worth testing (grouped-query attention, query and key norms, a vocabulary that tensor
 parallelism has to pad) and divides by two in heads, key-value heads and layers. 0.3 million parameters: two layers of
 width 128 learned the task as well as four of width 96 and took three quarters of the time for a step.
@@ -34,7 +34,7 @@ def write_tiny_qwen3(
 ) -> None:
     """Write a randomly initialised float32 `Qwen3ForCausalLM` and its tokenizer to `directory`.
 
-    The directory appears complete or not at all, and replaces an existing one. The same arguments give the same
+    The directory is written atomically and replaces an existing one. The same arguments give the same
     weights.
     """
     write_model_directory(
@@ -65,7 +65,7 @@ def write_model_directory(
     max_positions: int = 128,
     tie_word_embeddings: bool = False,
 ) -> None:
-    """Write a random `Qwen3ForCausalLM` of this shape beside `tokenizer`; complete or not at all."""
+    """Write a random `Qwen3ForCausalLM` of this shape with `tokenizer`, atomically."""
     config = Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=hidden_size,

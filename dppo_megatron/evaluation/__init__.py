@@ -2,6 +2,6 @@
 
     sets -> sample (evaluator.py) -> grade (grading.py) -> samples (samples.py) -> scores (statistics.py)
 
-Sampling and grading need an engine and a grader; everything behind `samples` is arithmetic on plain values, so scores
-can be computed again from `samples.jsonl` without either.
+Sampling and grading need an engine and a grader. Everything after `samples` is arithmetic on plain values, so scores
+can be recomputed from `samples.jsonl` without either.
 """

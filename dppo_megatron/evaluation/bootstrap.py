@@ -1,8 +1,7 @@
-"""Two evaluations of the same problems: is the difference more than noise? A paired bootstrap over problems.
+"""Paired bootstrap over problems: is the difference between two evaluations more than noise?
 
-Pairing is the point. Problems differ far more in how hard they are than two models differ in what they solve, and a
-problem that both models find hard says nothing about either. Drawing problems, not samples, keeps what belongs
-together: the samples of one problem are not independent of each other.
+Pairing is essential: problems differ in difficulty far more than two models differ in what they solve. Problems are
+resampled rather than samples, because the samples of one problem are not independent of each other.
 """
 
 from __future__ import annotations
@@ -88,6 +87,6 @@ def _difference(name: str, problems: int, a: float, b: float, drawn: FloatArray,
     if not enough:
         return Difference(name, problems, a, b, b - a, None, None, None)
     low, high = (float(value) for value in np.quantile(drawn, (0.025, 0.975)))
-    rounding = 1e-12  # sums of thirds and the like, where the true difference is 0
+    rounding = 1e-12  # rounding of sums of thirds and the like, where the true difference is 0
     beyond = min(int((drawn <= rounding).sum()), int((drawn >= -rounding).sum()))
     return Difference(name, problems, a, b, b - a, low, high, min(1.0, 2 * (beyond + 1) / (len(drawn) + 1)))

@@ -1,8 +1,7 @@
-"""`--sets`: which sets to evaluate, from presets, files and plain paths.
+"""Resolves `--sets`: presets, files of sets, and plain paths.
 
-A file of sets is a config file that holds only `data` and `eval`: what stands there under `eval` and `data` belongs to
-its own sets, so several files can be given together. What the command line says under `eval.` or `data.` replaces
-what a file says of its sets.
+A file of sets is a config file with only `data` and `eval`; these apply to its own sets only, so several files can be
+given together. Settings under `eval.` or `data.` on the command line override those of the files.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def chosen_sets(words: Sequence[str], data: Path | None, settings: Sequence[str]
         settings: of the command line, `key=value`.
 
     Raises:
-        UserError: a name that is in no preset, or a name that comes twice.
+        UserError: a name that is in no preset, or a duplicate name.
     """
     found: dict[str, dict[str, Any]] = {}
     for word in words:
@@ -71,7 +70,7 @@ def chosen_sets(words: Sequence[str], data: Path | None, settings: Sequence[str]
 
 
 def without(values: Mapping[str, Any], said: set[str]) -> dict[str, Any]:
-    """A set's settings without those that the command line says for all sets, as eval.samples or data.template."""
+    """A set's settings without those that the command line sets for all sets, such as eval.samples or data.template."""
     return {key: value for key, value in values.items() if not {f"eval.{key}", f"data.{key}"} & said}
 
 
@@ -96,7 +95,7 @@ def _folder() -> Path:
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """The sets of a file, each with what the file says of all of them."""
+    """The sets of a file, each with the file's common settings."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
@@ -119,7 +118,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _located(sets: dict[str, dict[str, Any]], word: str, data: Path | None) -> dict[str, dict[str, Any]]:
-    """The sets with their relative paths in `data`. Raises UserError for one that is not there."""
+    """The sets with relative paths resolved against `data`. Raises UserError for a missing one."""
     for name, values in sets.items():
         if values["path"].startswith("hub:") or Path(values["path"]).is_absolute():
             continue

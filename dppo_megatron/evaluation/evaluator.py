@@ -1,7 +1,7 @@
-"""Samples and grades the evaluation sets of a job, through whichever engine it has. Shared by all ranks, or alone.
+"""Samples and grades the evaluation sets of a job with any engine; the ranks share the work.
 
-The samples of all sets are handed over at once. An engine then never waits for the slowest answer of one set before
-it begins the next: with six sets of 30 to 700 problems that is most of the time that a set-by-set evaluation takes.
+All sets are submitted at once, so that an engine never waits for the slowest answer of one set before it begins the
+next: with six sets of 30 to 700 problems that wait is most of the time of a set-by-set evaluation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EvalSet:
     """Completions of every problem."""
     sampling: Sampling
     grader: str
-    """Empty: the run's own."""
+    """Grader; empty: the run's own."""
 
     def request(self, problem: int, sample: int) -> Request:
         """Step 0 always: every evaluation of a set draws the same random numbers, so that two of them differ by the
@@ -74,11 +74,11 @@ class Evaluator:
         ]
 
     def sample(self, engine: Engine, watch: Watch | None = None) -> list[EvalSample]:
-        """Every sample of every set that this rank has taken: of all of them, where it is alone."""
+        """This rank's samples of every set, graded; without other ranks, all samples."""
         return self._sample(engine, None, watch)[0]
 
     def close(self) -> None:
-        """End the grader processes that only sets use."""
+        """End the graders that only evaluation sets use."""
         self._graders.close()
 
     def _sample(
@@ -95,7 +95,7 @@ class Evaluator:
         requests = [self.sets[item.set].request(item.problem, item.sample) for item in items]
         completions: dict[int, Completion] = {}
         tokens = 0
-        fallback = Sampling(1, 0.0, 0)  # every request says how it is sampled
+        fallback = Sampling(1, 0.0, 0)  # each request carries its own sampling
         for position, completion in engine.stream(requests, fallback):
             completions[position] = completion
             tokens += len(completion.token_ids)
@@ -147,7 +147,7 @@ class Evaluator:
 
 
 def eval_sets(job: Job) -> list[EvalSet]:
-    """The sets of a job with everything decided that `data` and `eval` leave to defaults."""
+    """The sets of a job with all defaults from `data` and `eval` resolved."""
     config = job.config
     found = []
     for name, settings in eval_set_configs(config).items():

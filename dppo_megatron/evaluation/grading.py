@@ -1,6 +1,6 @@
-"""How an evaluation grades: which grader a set has, what counts as correct, and which answers count as equal.
+"""Grading in evaluations: each set's grader, what counts as correct, and which answers count as equal.
 
-The one place of this room that knows how a grader is called.
+The only file of `evaluation/` that calls graders.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dppo_megatron.types import Grade
 
 
 class SetGraders:
-    """The graders of an evaluation: the run's own, and one for each other that a set names.
+    """The graders of an evaluation: the run's own, and those that sets name.
 
     Args:
         reward: the run's.
-        own: the run's grader, which stays its owner's to close.
+        own: the run's grader; its owner closes it.
     """
 
     def __init__(self, reward: RewardConfig, own: Grader) -> None:
@@ -51,7 +51,7 @@ class SetGraders:
 
 
 def unparsed(grade: Grade) -> bool | None:
-    """Whether no final answer could be read; None where grading failed, or the grader says nothing of answers."""
+    """Whether no final answer could be read; None if grading failed or the grader does not report it."""
     if grade.failure:
         return None
     if "parsed_share" in grade.facts:

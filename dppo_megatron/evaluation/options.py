@@ -1,4 +1,4 @@
-"""The command line of `dppo-megatron eval`. Imports nothing heavy: help and mistakes must not wait for torch."""
+"""The command line of `dppo-megatron eval`. Imports nothing heavy: --help and mistakes must not wait for torch."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def run_eval(arguments: argparse.Namespace) -> int:
-    """Evaluate, compare or rescore; prints the outcome and returns the exit code."""
+    """Evaluate, compare or rescore; prints the results and returns the exit code."""
     from dppo_megatron.evaluation.choice import split_settings
 
     sets, among_sets = split_settings(arguments.sets)
-    # a setting that stands first is not the model
+    # the first word is a setting, not the model
     models, settings = split_settings([*([arguments.model] if arguments.model else []), *arguments.overrides])
     settings += among_sets
     if arguments.compare and arguments.rescore:

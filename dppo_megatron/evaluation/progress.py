@@ -1,4 +1,4 @@
-"""How far an evaluation is and how long it will still take: a bar on a terminal, a line now and then in a pipe."""
+"""Progress of an evaluation and its remaining time: a bar on a terminal, an occasional line in a pipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EVERY_S = 15.0
 class Progress:
     """Counts completions.
 
-    The time left is that of the completions so far, each weighing the same. Long answers come last, so it is too short
+    The remaining time assumes that completions take equally long. Long answers finish last, so it is an underestimate
     near the end.
 
     Args:
@@ -33,7 +33,7 @@ class Progress:
         )
 
     def __call__(self, done: int, tokens: int) -> None:
-        """`done` completions of `tokens` tokens together are there."""
+        """Report that `done` completions with `tokens` tokens in total have finished."""
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
             return
@@ -48,7 +48,7 @@ class Progress:
         print(line, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """End the bar, leaving it on the screen."""
         if self._bar is not None:
             self._bar.close()
 

@@ -1,6 +1,6 @@
-"""samples.jsonl: every sampled answer with its grade, complete enough to be graded again by another program.
+"""samples.jsonl: every sampled answer with its grade, in full, so that another program can grade it again.
 
-One flat JSON object a sample. A file is written under another name and renamed, so it is there whole or not at all.
+One flat JSON object per sample. Files are written under a temporary name and renamed, so they are never incomplete.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EvalSample:
 
     set: str
     problem: str
-    """Id of the problem in its set, from its row where that has one; the same in every evaluation of the set."""
+    """Id of the problem in its set, from its row if it has one; the same in every evaluation of the set."""
     problem_index: int
     """Its place in the set, from 0."""
     sample: int
@@ -45,11 +45,11 @@ class EvalSample:
     correct: bool | None
     """reward >= reward.correct_from; null where the grader failed."""
     extracted: str | None
-    """The final answer that the grader read; null: none, or it does not say."""
+    """The final answer that the grader found; null: none, or not reported."""
     vote: str | None
     """`extracted` in a plain form, equal for equal answers: what maj@k counts."""
     unparsed: bool | None
-    """No final answer could be read; null: the grader does not say, or failed."""
+    """No final answer could be read; null: not reported, or grading failed."""
     why: str = ""
     failure: str = ""
     """Why grading failed; empty if it did not."""
@@ -64,7 +64,7 @@ class EvalSample:
 
 
 def problem_ids(prompts: Sequence[Prompt]) -> list[str]:
-    """An id for each problem of a set: the `id` of its row, its place where rows have none or share one.
+    """An id for each problem of a set: the `id` of its row, made unique by its position; else its position.
 
     Example:
         rows with id "a", "b", "b"  ->  ["a", "b#1", "b#2"]; rows without  ->  ["0", "1", "2"]
@@ -96,7 +96,7 @@ def scores_of(samples: Sequence[EvalSample]) -> list[EvalScores]:
 
 
 def check_out(out: Path, name: str) -> None:
-    """Raise UserError, before anything is generated, where `out` could not take the file `name` or holds it already."""
+    """Raise UserError if `name` cannot be written to `out` or exists there; called before anything is generated."""
     if (out / name).exists():
         what = "a comparison" if name == COMPARISON else "an evaluation"
         raise UserError(f"'{out}' already holds {what}; choose another --out, or remove it")
@@ -108,7 +108,7 @@ def check_out(out: Path, name: str) -> None:
 
 
 def write_text(path: Path, pieces: Iterable[str]) -> None:
-    """Write a file whole or not at all. Raises UserError if it cannot be written."""
+    """Write a file atomically. Raises UserError if it cannot be written."""
     aside = path.with_name(f"{path.name}.{os.getpid()}.incomplete")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def read_samples(path: Path) -> list[EvalSample]:
     """Read back what `write_samples` wrote, from the file or the directory that holds it.
 
     Raises:
-        UserError: no such file, or a line that is no sample, by number.
+        UserError: no such file, or a line that is not a sample, by number.
     """
     if path.is_dir():
         path = path / SAMPLES

@@ -1,4 +1,4 @@
-"""Evaluating a model alone: no trainer, no training data, one process; any engine, any kind of checkpoint."""
+"""Evaluates a model without a trainer or training data, in one process, with any engine and kind of checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _FORMAT = "dppo_megatron evaluation 1"
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the command line asked for."""
+    """The command line's options."""
 
     model: str
     settings: Sequence[str] = ()
@@ -58,7 +58,7 @@ class Order:
 
 
 def evaluate_model(order: Order) -> list[str]:
-    """Evaluate, write results.json and samples.jsonl, and return lines for people.
+    """Evaluate, write results.json and samples.jsonl, and return lines to print.
 
     Raises:
         UserError: anything wrong with the model, the sets or the settings, before anything is generated.
@@ -89,7 +89,7 @@ def evaluate_model(order: Order) -> list[str]:
 
 
 def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
-    """Grade the samples of an evaluation again, without generating; returns lines for people.
+    """Grade the samples of an evaluation again, without generating; returns lines to print.
 
     The reward settings are those of the results.json beside the samples, where there is one, changed by `settings`.
 
@@ -141,7 +141,7 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
 
 
 def table(scores: Sequence[EvalScores]) -> list[str]:
-    """For people: one row a set, and the mean over sets."""
+    """A table with one row per set, and the mean over sets."""
     width = max(4, *(len(one.name) for one in scores))
     lines = [
         f"{'set':<{width}} {'problems':>8} {'samples':>7}  {'pass@1':<14} {'pass@n':<14} {'maj@n':<14}"
@@ -186,7 +186,7 @@ def write_results(
     about: Mapping[str, Any],
     graders: Mapping[str, str] | None = None,
 ) -> None:
-    """samples.jsonl, then results.json: who finds the second can rely on the first."""
+    """Write samples.jsonl, then results.json: if the second exists, the first is complete."""
     settings: dict[str, dict[str, Any]] = {name: asdict(of) for name, of in eval_set_configs(config).items()}
     settings = settings or {name: {"grader": function} for name, function in (graders or {}).items()}
     packages = ("torch", "transformers", "numpy")
@@ -207,7 +207,7 @@ def write_results(
 
 
 def _prepare(order: Order) -> tuple[Config, Path | None, tuple[str, ...]]:
-    """The checked settings, where results go (None: nowhere), and lines for the person who evaluates."""
+    """The checked settings, the output directory (None: no files), and lines to print."""
     if order.limit < 0:
         raise UserError(f"--limit {order.limit}: must not be negative")
     said_keys = {item.split("=")[0] for item in order.settings}
@@ -233,7 +233,7 @@ def _prepare(order: Order) -> tuple[Config, Path | None, tuple[str, ...]]:
         own = data.get("eval_sets") or {}
         data["eval_sets"] = {name: without(values, said_keys) for name, values in own.items()}
     settings["model"] = {**(settings.get("model") or {}), "hf_path": str(target.model)}
-    for key in ("checkpoint", "run_dir", "warm_start"):  # they name files of the run, which need not be here
+    for key in ("checkpoint", "run_dir", "warm_start"):  # they name files of the run, which may be absent here
         settings.pop(key, None)
     for key in ("train_path", "train_sets"):
         data.pop(key, None)
@@ -242,7 +242,7 @@ def _prepare(order: Order) -> tuple[Config, Path | None, tuple[str, ...]]:
 
 
 def _for_evaluation(config: Config, limit: int) -> Config:
-    """Without what only a training run has, and with --limit."""
+    """The settings without those that only a training run has, and with --limit applied."""
     config.data.train_path, config.data.train_sets = "", {}
     config.rollout.servers.colocate = False  # there is no actor whose GPUs the servers could share
     if limit:

@@ -1,8 +1,8 @@
 """Scores of one set from its graded samples: avg@k, pass@k, maj@k and their standard errors. Pure arithmetic.
 
-Everything is estimated for each problem first and then averaged over problems. So a problem whose grading failed a few
-times weighs as much as any other, and the standard error is one over problems: samples of one problem are not
-independent evidence, and treating 30 problems x 32 samples as 960 draws would show an error several times too small.
+Everything is estimated per problem and then averaged over problems. So a problem with a few failed gradings weighs as
+much as any other, and the standard error is over problems: samples of one problem are not independent, and treating
+30 problems x 32 samples as 960 draws would give an error several times too small.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 _LARGEST_FOR_SUBSETS = 512
-"""Above so many samples of a problem, maj@k is given for k = n only: the numbers of subsets leave float64."""
+"""Above this many samples of a problem, maj@k is given for k = n only: the number of subsets overflows float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a sample came to; small, because ranks exchange these."""
+    """The outcome of a sample; small, because ranks exchange these."""
 
     problem: int
     """Index in its set."""
@@ -30,7 +30,7 @@ class Outcome:
     """The final answer it votes for (see `grading.vote_of`); None: it gave none, and abstains."""
     truncated: bool
     unparsed: bool | None
-    """No final answer could be read; None: the grader does not say, or failed."""
+    """No final answer could be read; None: not reported, or grading failed."""
     tokens: int
 
 
@@ -39,34 +39,34 @@ class Estimate:
     """A mean over problems."""
 
     value: float | None
-    """None: there was no problem to average over."""
+    """None if there was no problem to average over."""
     se: float | None
     """Standard error over problems; None with fewer than two."""
     problems: int
-    """That the mean is over."""
+    """Number of problems in the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalScores:
-    """What one set came to. The name is data here, never part of a key that is parsed again: it may hold anything."""
+    """Scores of one set. The name may contain anything, so it is a field here and never part of a key to be parsed."""
 
     name: str
     problems: int
     samples: int
-    """Asked for, of every problem."""
+    """Samples requested for every problem."""
     avg: Estimate
     """Share of correct samples: avg@samples, and pass@1."""
     pass_at: Mapping[int, Estimate]
     maj_at: Mapping[int, Estimate]
-    """Empty where the grader does not say which answer it found."""
+    """Empty if the grader does not report the answer it found."""
     truncated_share: float | None
     unparsed_share: float | None
     failed: int
-    """Samples whose grading failed; they count nowhere else but in truncated_share and completion_tokens_mean."""
+    """Samples whose grading failed; otherwise they count only in truncated_share and completion_tokens_mean."""
     completion_tokens_mean: float | None
 
     def metrics(self) -> dict[str, float | None]:
-        """As keys of metrics.jsonl: `eval/<set>/pass@1` and so on. What the grader does not say has no key (maj@k,
+        """As keys of metrics.jsonl: `eval/<set>/pass@1` and so on. What the grader does not report has no key (maj@k,
         unparsed_share); a mean over nothing, because every grading failed, is None."""
         named = {f"avg@{self.samples}": self.avg}
         named |= {f"pass@{k}": estimate for k, estimate in self.pass_at.items()}
@@ -88,7 +88,7 @@ class EvalScores:
         return asdict(self)
 
     def line(self) -> str:
-        """For the log: `aime24 pass@1 43.3 % ± 5.9`, and what else must not be missed."""
+        """For the log: `aime24 pass@1 43.3 % ± 5.9`, plus pass@n, maj@n and failed gradings."""
         text = f"{self.name} pass@1 {percent(self.avg)}"
         if self.samples > 1:
             text += f", pass@{self.samples} {percent(self.pass_at[self.samples])}"
@@ -100,7 +100,7 @@ class EvalScores:
 
 
 def percent(estimate: Estimate) -> str:
-    """`43.3 % ± 5.9`, or as much of it as there is."""
+    """`43.3 % ± 5.9`, without the parts that are None."""
     if estimate.value is None:
         return "null"
     return f"{100 * estimate.value:.1f} %" + (f" ± {100 * estimate.se:.1f}" if estimate.se is not None else "")
@@ -111,7 +111,7 @@ def score(name: str, problems: int, samples: int, outcomes: Sequence[Outcome]) -
 
     Args:
         problems: in the set.
-        samples: asked for, of every problem.
+        samples: requested for every problem.
         outcomes: of every sample, in any order.
     """
     by_problem: dict[int, list[Outcome]] = {}
@@ -167,7 +167,7 @@ def mean(values: Iterable[float]) -> Estimate:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that k of n samples, drawn without putting back, hold a correct one: 1 - C(n - c, k) / C(n, k).
+    """Chance that k of n samples, drawn without replacement, include a correct one: 1 - C(n - c, k) / C(n, k).
 
     Unbiased for the chance that k fresh samples do (Chen et al. 2021, arXiv 2107.03374), where 1 - (1 - c/n)^k is not.
 
@@ -175,7 +175,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         n: graded samples of the problem; c: correct ones; k: at most n.
 
     Example:
-        pass_at_k(4, 1, 2) == 0.5  # 3 of the 6 pairs hold the one that is correct
+        pass_at_k(4, 1, 2) == 0.5  # 3 of the 6 pairs include the correct one
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
@@ -202,9 +202,9 @@ def ballot(outcomes: Sequence[Outcome]) -> Ballot:
 
 
 def maj_at_k(correct: int, others: Sequence[int], abstentions: int, k: int) -> float:
-    """Chance that the correct answer wins a vote of k samples, drawn without putting back; a tie is drawn by lot.
+    """Chance that the correct answer wins a vote of k samples, drawn without replacement; ties are broken at random.
 
-    Of t answers with equally many votes each wins with chance 1 / t. Where nobody votes, nobody wins.
+    Of t tied answers each wins with probability 1 / t. Without votes there is no winner.
 
     Example:
         maj_at_k(2, (2, 1), 0, 5) == 0.5  # two for the right answer, two for a wrong one: a tie

@@ -1,4 +1,4 @@
-"""What `dppo-megatron eval` was pointed at: a model's directory, a run, a checkpoint of a run, or a config file."""
+"""Resolves the target of `dppo-megatron eval`: a model directory, a run, a checkpoint of a run, or a config file."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Target:
     where: str
     """The file that the settings came from."""
     said: tuple[str, ...] = ()
-    """Lines for the person who evaluates."""
+    """Lines for the log."""
 
 
 def find_target(text: str, step: int | None = None) -> Target:
-    """Make out what `text` names.
+    """Resolve `text` to a target.
 
     Args:
         text: a Hugging Face directory, a run directory, or a checkpoint (checkpoints/step_000020, converted ones too).
@@ -91,7 +91,7 @@ def _of_checkpoint(path: Path) -> Target:
 
 
 def _without_servers(settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """A run's servers may be serving another run by now, and an evaluation would give them other weights."""
+    """Drop the run's server addresses: they may serve another run by now, and an evaluation loads other weights."""
     rollout = dict(settings.get("rollout") or {})
     engine, had_servers = rollout.get("engine", "hf"), rollout.get("engine", "hf") != "hf"
     servers = {key: value for key, value in (rollout.get("servers") or {}).items() if key not in _SERVER_KEYS}
@@ -104,12 +104,12 @@ def _without_servers(settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[st
 
 
 def _defaults(model: Path) -> dict[str, Any]:
-    """For a model alone: its own dtype, and a prompt that asks for a boxed answer, as a chat turn if it can chat."""
+    """Settings for a model alone: its dtype, and a prompt for a boxed answer, as a chat turn if it has a template."""
     try:
         raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
         dtype = str(raw.get("dtype") or raw.get("torch_dtype")) if isinstance(raw, dict) else ""
     except (OSError, ValueError, RecursionError):
-        dtype = ""  # reading the architecture says what is wrong with it
+        dtype = ""  # reading the architecture reports what is wrong
     chats = (model / "chat_template.jinja").is_file() or _has_template(model / "tokenizer_config.json")
     return {
         "model": {"dtype": dtype if dtype in ("float32", "bfloat16") else "bfloat16"},

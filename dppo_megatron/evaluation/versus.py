@@ -1,4 +1,4 @@
-"""`dppo-megatron eval --compare A B`: two evaluations, problem by problem."""
+"""`dppo-megatron eval --compare A B`: compares two evaluations problem by problem."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class _Problem:
 
     reference: str
     share: float | None
-    """Of its graded samples that are correct; None where every grading failed."""
+    """Share of its graded samples that are correct; None if every grading failed."""
 
 
 def compare_evaluations(a: Path, b: Path, *, out: Path | None = None) -> list[str]:
     """Compare two evaluations; returns lines for people.
 
-    Sets that only one of them has are left out, and named. A set that both have must be the same problems in both:
-    those of only one would move its mean, whichever way they are treated.
+    Sets that only one of them has are left out and named. A set that both have must contain the same problems in both:
+    a problem in only one of them would distort the comparison however it is treated.
 
     Args:
         a, b: directories of evaluations, or their samples.jsonl.

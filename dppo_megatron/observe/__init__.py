@@ -1,1 +1,1 @@
-"""Metrics, phase timers, progress and the closing table."""
+"""What a run reports: its directory and logs, phase timers, progress, summary, signals and the watchdog."""

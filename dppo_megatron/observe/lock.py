@@ -1,12 +1,12 @@
-"""One trainer for each run directory: lock.json says which host and process has it.
+"""Allows one trainer per run directory: lock.json names the host and process that has it.
 
-Three signs are asked, because none is enough alone. The kernel's record lock (fcntl) ends with the process, whatever
-becomes of its children, and reaches over NFS and Lustre where their lock managers run. Where they do not, a process of
-this host is looked up by its id and start time. A process of another host is only known by its heartbeat: it touches
-the file every few seconds, and one whose file has not changed for a minute of the file system's own clock is gone.
+Whether the holder still runs is decided by three signs, since none is enough alone. The kernel's record lock (fcntl)
+ends with the process and works over NFS and Lustre where their lock managers run. Without it, a process of this host is
+looked up by its id and start time. A process of another host is known only by its heartbeat: it touches the file every
+few seconds, and if the file has not changed for a minute of the file system's own clock, the holder is gone.
 
-POSIX record locks end as soon as the process closes any descriptor of the file. So this process never opens lock.json
-a second time, and what is read of it is read through the one descriptor.
+POSIX record locks end as soon as the process closes any descriptor of the file, so this process never opens lock.json
+a second time and reads it through the one descriptor.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class RunLock:
-    """Held from its making to `release`.
+    """Held from construction to `release`.
 
     Args:
         directory: the run directory; it exists.
-        say: takes a line for the person who watches: why it waits.
+        say: takes log lines: why it waits.
         stale_s: age of the heartbeat, in seconds, from which a trainer on another host counts as dead.
 
     Raises:
@@ -60,7 +60,7 @@ class RunLock:
             if before and self._lives(before, kernel_locks):
                 raise UserError(self._refusal(before))
             self.took_over = _name(before) if before else ""
-            """The trainer that ended without giving the lock back, if any."""
+            """The trainer that ended without releasing the lock, if any."""
             self._mine = json.dumps(_describe_self()).encode()
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, self._mine, 0)
@@ -76,7 +76,7 @@ class RunLock:
         try:
             theirs = os.stat(self._path).st_ino != os.fstat(self._descriptor).st_ino
         except OSError:
-            return  # a file system that does not answer says nothing about another trainer
+            return  # an unresponsive file system is no sign of another trainer
         if theirs or os.pread(self._descriptor, 65536, 0) != self._mine:
             raise UserError(
                 f"{self._path} was replaced while this trainer ran: another one may have begun to write to"
@@ -84,7 +84,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Give the lock back; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         if self._done.is_set():
             return
         self._done.set()
@@ -95,7 +95,7 @@ class RunLock:
         os.close(self._descriptor)
 
     def _open(self) -> tuple[int, bool]:
-        """A descriptor of the file that has the name now, locked; and whether this file system has locks."""
+        """A locked descriptor of the file that currently has the name, and whether this file system supports locks."""
         while True:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -103,7 +103,7 @@ class RunLock:
                 if os.fstat(descriptor).st_ino == os.stat(self._path).st_ino:
                     return descriptor, kernel_locks
             except FileNotFoundError:
-                pass  # its holder has just given it back and removed it
+                pass  # the holder has just released and removed it
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -126,7 +126,7 @@ class RunLock:
     def _lives(self, holder: dict[str, Any], kernel_locks: bool) -> bool:
         """Whether the process that `holder` describes still runs, as far as can be known here."""
         if holder.get("host") == socket.gethostname() and holder.get("boot") == _boot_id():
-            if kernel_locks:  # in our hands, so no process of this machine can have it
+            if kernel_locks:  # we hold it, so no other process of this machine can
                 return False
             started = _start_of(holder.get("pid"))
             if started and started == holder.get("process_start"):
@@ -143,7 +143,7 @@ class RunLock:
         return False
 
     def _clock_ns(self) -> int:
-        """The time of the file system's clock, which is the one that the heartbeat is written with."""
+        """The time by the file system's clock, with which heartbeats are stamped."""
         probe = self._path.with_name(f".{FILE}.{os.getpid()}")
         probe.touch()
         now = probe.stat().st_mtime_ns
@@ -184,7 +184,7 @@ def _name(holder: dict[str, Any]) -> str:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """What a lock file says; nothing where it is empty, torn or of somebody else's making."""
+    """The contents of a lock file; empty if it is empty, torn or not ours."""
     try:
         holder = json.loads(data)
     except (ValueError, RecursionError):
@@ -200,7 +200,7 @@ def _boot_id() -> str:
 
 
 def _start_of(pid: object) -> str:
-    """When a process of this machine was started, in the kernel's clock ticks; empty if there is none of that id."""
+    """Start time of a process of this machine, in the kernel's clock ticks; empty if there is no such process."""
     try:
         # its name, the second field, may hold spaces and brackets; the start time is the 22nd field of all
         return Path(f"/proc/{int(str(pid))}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]

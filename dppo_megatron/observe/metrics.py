@@ -1,4 +1,4 @@
-"""The phase timers, and the progress that a person watches."""
+"""Phase timers, and the progress display."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Progress:
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
         """Show the end of `step`."""
-        mean = metrics["reward/mean"]  # no number in a step without a reward: all pruned, or all gradings failed
+        mean = metrics["reward/mean"]  # null if the step has no reward: everything pruned, or every grading failed
         text = (
             f"reward {'-' if mean is None or math.isnan(mean) else format(mean, '.3f')}"
             f"  generated {metrics['prune/completions_generated']:.0f}"
@@ -68,6 +68,6 @@ class Progress:
             self.say(f"step {step:>4}/{self._total}  {text}  {metrics['time/step_s']:.2f} s")
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """End the bar, leaving it on the screen."""
         if self._bar is not None:
             self._bar.close()

@@ -1,8 +1,8 @@
-"""metrics.jsonl and trace.jsonl: a line a step, written whole, and put in order again when a run resumes.
+"""metrics.jsonl and trace.jsonl: one line a step, written atomically, and truncated to the checkpoint on resume.
 
-A record is worth more than its file system. A line that does not fit on a full disk waits in memory. A line that is
-damaged, or of a step that is done again, is moved to `old/` beside the record and never thrown away. A checkpoint
-remembers a checksum of every line up to its step, so that a changed digit is noticed too.
+No line is ever lost. One that does not fit on a full disk waits in memory. One that is damaged, or belongs to a step
+that is done again, is moved to `old/` beside the record. A checkpoint stores a checksum of every line up to its step,
+so that even a changed digit is detected.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 OLD = "old"
-"""Where lines and files go that are no longer part of the record, beside it."""
+"""Directory beside the record for lines and files that are no longer part of it."""
 
 _BLANK = b" \t\r"
 _START = b'{"step": '
-"""How a step's line begins, by which one is found again that has lost the newline before it."""
+"""The start of a step's line, by which a line is found whose preceding newline was lost."""
 
 
 class JsonLines:
     """One JSON object a line. A line is one write to the file, so that neither a reader nor a kill sees half of it.
 
-    What is not finite becomes null: NaN and Infinity are not JSON.
+    Non-finite numbers become null: NaN and Infinity are not JSON.
 
     Args:
         sums: CRC-32 of the lines that the file holds, by step.
@@ -45,7 +45,7 @@ class JsonLines:
         return len(self._waiting)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one object. Raises OSError where the disk does not take it; the line is then tried again first."""
+        """Append one object. On OSError the line is kept and written before the next one."""
         line = _line(row)
         if "step" in row:
             self.sums[row["step"]] = zlib.crc32(line)
@@ -53,7 +53,7 @@ class JsonLines:
         self.flush()
 
     def flush(self) -> None:
-        """Write what waits. A line that a full disk takes only in part is taken back before OSError is raised."""
+        """Write the waiting lines. A line that was written only in part is removed again before OSError is raised."""
         while self._waiting:
             rest = memoryview(self._waiting[0])
             end = os.fstat(self._file.fileno()).st_size
@@ -66,7 +66,7 @@ class JsonLines:
             del self._waiting[0]
 
     def sync(self) -> None:
-        """Put everything on the disk. Raises OSError where that is not possible."""
+        """Flush everything to the disk. Raises OSError if that fails."""
         self.flush()
         os.fsync(self._file.fileno())
 
@@ -77,19 +77,19 @@ class JsonLines:
 
 @dataclass
 class _Sorted:
-    """The lines of a record, sorted by what becomes of them."""
+    """The lines of a record, sorted into those kept and those moved to `old/`."""
 
     headers: list[bytes] = field(default_factory=list)
     steps: dict[int, bytes] = field(default_factory=dict)
     later: list[bytes] = field(default_factory=list)
-    """Of steps that are done again."""
+    """Lines of steps that are done again."""
     damaged: list[bytes] = field(default_factory=list)
 
 
 def rewind(path: Path, last_step: int, sums: Mapping[int, int] | None = None) -> tuple[list[str], dict[int, int]]:
-    """Make `path` the record of the steps up to `last_step`: what is damaged or of later steps goes to `old/`.
+    """Truncate the record at `path` to `last_step`: damaged and later lines are moved to `old/`.
 
-    A torn line at the end is what a kill leaves, and is dropped without a word. Good lines out of order are sorted.
+    A torn last line is what a kill leaves; it is dropped silently. Good lines that are out of order are sorted.
 
     Args:
         sums: CRC-32 of the lines as they were when the checkpoint was written, by step; None: unknown.
@@ -118,7 +118,7 @@ def rewind(path: Path, last_step: int, sums: Mapping[int, int] | None = None) ->
 
 
 def move_to_old(path: Path) -> Path | None:
-    """Move a whole record out of the way of a run that begins again; returns where it is now, None if none was there.
+    """Move a whole record to `old/` when a run begins again; returns its new path, None if there was none.
 
     Example: metrics.jsonl becomes old/metrics.0001.jsonl, the next one old/metrics.0002.jsonl.
     """
@@ -132,7 +132,7 @@ def move_to_old(path: Path) -> Path | None:
 
 
 def put_first(path: Path, header: Mapping[str, Any]) -> None:
-    """Give a trace that has lost its first line, or has none yet, one."""
+    """Write a trace's first line if it is missing."""
     rest = path.read_bytes() if path.exists() else b""
     if not rest.startswith(b'{"format"'):
         _replace(path, _line(header) + b"\n" + rest)
@@ -145,7 +145,7 @@ def _sort(data: bytes, last_step: int, sums: Mapping[int, int] | None) -> _Sorte
         for part, step in _whole_lines(line):
             _place(part, step, last_step, sums, result)
     for part, step in _whole_lines(tail):
-        if step is not None:  # what is torn there was not written whole
+        if step is not None:  # a torn line was never completely written
             _place(part, step, last_step, sums, result)
     return result
 
@@ -163,7 +163,7 @@ def _place(
     elif sums is not None and sums.get(step) != zlib.crc32(line):
         result.damaged.append(line)
     elif result.steps.setdefault(step, line) != line:
-        result.damaged.append(line)  # two lines of one step, and no telling which: the first stays
+        result.damaged.append(line)  # two lines for one step, and no checksum to choose by: keep the first
 
 
 def _read(line: bytes) -> int | str | None:
@@ -181,14 +181,14 @@ def _read(line: bytes) -> int | str | None:
 
 
 def _whole_lines(line: bytes) -> list[tuple[bytes, int | str | None]]:
-    """A line and its step; where it is none, the whole lines that a damaged newline has joined in it, and the rest."""
+    """A line and its step; of a damaged one, the whole lines in it that a lost newline has joined, and the rest."""
     if (step := _read(line)) is not None:
         return [(line.strip(_BLANK), step)]
     starts = [0, *(at for at in _occurrences(line, _START) if at)]
     found: list[tuple[bytes, int | str | None]] = []
     for start, end in zip(starts, [*starts[1:], len(line)], strict=True):
-        part = line[start:end].strip(_BLANK)  # a blank where the newline was is good JSON and not the line's
-        # behind a whole object may stand the byte that was its newline
+        part = line[start:end].strip(_BLANK)  # a newline turned into a blank is valid JSON, but not part of the line
+        # after a whole object there may be the byte that was its newline
         found.append((part, step) if (step := _read(part)) is not None else (part[:-1], _read(part[:-1])))
         if found[-1][1] is None:
             found[-1] = (part, None)
@@ -210,7 +210,7 @@ def _append(path: Path, lines: list[bytes]) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    target = Path(os.path.realpath(path))  # of a link, what it points to
+    target = Path(os.path.realpath(path))  # if it is a link, replace its target
     aside = target.with_name(target.name + ".new")
     with open(aside, "wb") as file:
         file.write(data)

@@ -1,4 +1,4 @@
-"""A comparison as one HTML file that needs nothing else: a table and three plots as inline SVG."""
+"""The comparison of methods as one self-contained HTML file: a table, and plots as inline SVG."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Line:
     """One run in a plot."""
 
     label: str
-    """Lines of one label share a colour; the label is shown once."""
+    """Lines with the same label share a colour and one legend entry."""
     x: Sequence[float]
     y: Sequence[float]
 

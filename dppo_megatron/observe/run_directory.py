@@ -1,7 +1,7 @@
-"""A run's directory while it is written: whose it is, the lock on it, and the record in it. Only rank 0 has one.
+"""A run's directory while the run is active: its id, its lock and its logs. Only rank 0 has one.
 
-What could stop a run before it begins (no permission, a file in the way, another trainer, a directory of another run)
-is asked here, before a model is built. Once it runs, a full disk costs no line: what cannot be written waits.
+Whatever could stop a run at the start (no permission, a file in the way, another trainer, another run's directory) is
+checked here, before a model is built. Later a full disk loses no log line: what cannot be written waits.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dppo_megatron.config import save_config
 from dppo_megatron.config.schema import Config
 from dppo_megatron.observe.lock import RunLock
 from dppo_megatron.observe.record import JsonLines, move_to_old, put_first, rewind
+from dppo_megatron.observe.samples import SAMPLES, rewind_samples
 from dppo_megatron.types import UserError
 
 IDENTITY = "run.json"
@@ -28,18 +29,18 @@ RECORDS = ("metrics.jsonl", "trace.jsonl")
 _FORMAT = "dppo_megatron run 1"
 
 Sums = dict[str, dict[int, int]]
-"""CRC-32 of every line of each record, by step: what a checkpoint remembers of them."""
+"""CRC-32 of every line of each log, by step, as stored in checkpoints."""
 
 
 class RunDirectory:
-    """Locked from its making to `close`.
+    """Locked from construction to `close`.
 
     Args:
-        path: made if it is not there.
-        say: takes a line for the person who watches.
+        path: created if missing.
+        say: takes log lines.
 
     Raises:
-        UserError: it cannot be written, another trainer has it, or it holds a run that does not say which.
+        UserError: it cannot be written, another trainer has it, or it holds a run without an id.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
@@ -61,12 +62,12 @@ class RunDirectory:
             say(f"the last trainer of {path} ended without a word: {self._lock.took_over}")
 
     def open_record(self, config: Config, header: dict[str, Any], resumed_step: int | None, sums: Sums) -> None:
-        """Write config.yaml and open the record: as it was after `resumed_step`, or empty where the run begins.
+        """Write config.yaml and open the logs: truncated to `resumed_step`, or empty for a new run.
 
         Args:
             header: the first line of trace.jsonl.
-            resumed_step: the step of the run's own checkpoint that it resumes from; None: it begins.
-            sums: the record's lines as that checkpoint remembers them.
+            resumed_step: the step of the run's own checkpoint that it resumes from; None for a new run.
+            sums: the logs' checksums stored in that checkpoint.
         """
         with _said_as_mistake(self._path):
             aside = self._path / "config.yaml.new"
@@ -83,9 +84,13 @@ class RunDirectory:
                 if name == "trace.jsonl":
                     put_first(path, header)
                 self._lines[name] = JsonLines(path, kept)
+            if resumed_step is not None:
+                rewind_samples(self._path / SAMPLES, resumed_step)
+            elif where := move_to_old(self._path / SAMPLES):
+                self._say(f"warning: {self._path / SAMPLES} is of a run without a checkpoint; it is now {where}")
 
     def write(self, name: str, row: dict[str, Any]) -> None:
-        """Append a line to a record. Where the disk does not take it, it waits, and that is said once."""
+        """Append a line to a log. If the disk is full the line waits, with one warning."""
         try:
             self._lines[name].write(row)
         except OSError as error:
@@ -101,7 +106,7 @@ class RunDirectory:
             self._say(f"{self._path / name} is written again; no line is lost")
 
     def sync(self) -> Sums:
-        """Put the records on the disk: a checkpoint must not survive a power cut that its own step's line does not.
+        """Flush the logs to the disk: after a power cut no checkpoint may exist whose step is not in the logs.
 
         Returns:
             The checksums for that checkpoint.
@@ -122,8 +127,10 @@ class RunDirectory:
         self._lock.check()
 
     def take_back(self) -> None:
-        """Close, and leave a directory that held nothing as it was: the start has failed. Else the settings of a run
-        that never began would bind the one that does. Logs of servers stay."""
+        """Close after a failed start, and empty a directory that was empty before. Server logs stay.
+
+        Otherwise the settings of a run that never began would bind the next attempt.
+        """
         self.close()
         if not self._held_nothing:
             return
@@ -131,11 +138,11 @@ class RunDirectory:
             (self._path / name).unlink(missing_ok=True)
         shutil.rmtree(self._path / "prompts", ignore_errors=True)
         for folder in (self._path / "checkpoints", self._path):
-            with suppress(OSError):  # something else is in it
+            with suppress(OSError):  # it holds something else
                 folder.rmdir()
 
     def close(self) -> None:
-        """Close the records and give the lock back."""
+        """Close the logs and release the lock."""
         for name, lines in self._lines.items():
             try:
                 lines.flush()
@@ -159,7 +166,7 @@ def _said_as_mistake(path: Path) -> Iterator[None]:
 
 
 def _read_identity(path: Path) -> str:
-    """The id in run.json; empty in a directory that holds nothing of a run."""
+    """The id in run.json; empty if the directory holds no run."""
     own = path / IDENTITY
     held = [name for name in RECORDS if (path / name).exists()]
     held += [f"checkpoints/{found.name}" for found in sorted((path / "checkpoints").glob("step_[0-9]*"))[:1]]
@@ -193,7 +200,7 @@ def _begin_identity(path: Path) -> str:
 
 
 def _check_checkpoints(root: Path) -> None:
-    """Raise OSError where no checkpoint could be written: better now than at the first save."""
+    """Raise OSError now, rather than at the first save, if no checkpoint could be written."""
     root.mkdir(exist_ok=True)
     if not os.access(root, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root))

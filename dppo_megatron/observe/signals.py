@@ -1,4 +1,4 @@
-"""SIGTERM, and Slurm's warning before pre-emption, as a request that the loop answers at the end of a step."""
+"""Turns SIGTERM, and Slurm's warning before pre-emption, into a request to stop at the end of the step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 ASKS_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
-"""SIGUSR1 is what jobs commonly ask Slurm for, with `sbatch --signal=USR1@300`."""
+"""SIGUSR1 is what jobs commonly request from Slurm, with `sbatch --signal=USR1@300`."""
 
 
 class StopRequests:
@@ -20,12 +20,12 @@ class StopRequests:
         self._before: dict[signal.Signals, Any] = {}
 
     def listen(self) -> None:
-        """Take the signals over; only the main thread may, elsewhere nothing happens."""
+        """Install the handlers; does nothing outside the main thread, where Python does not allow it."""
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._on_signal) for number in ASKS_TO_STOP}
 
     def restore(self) -> None:
-        """Give the signals back."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

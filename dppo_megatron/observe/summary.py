@@ -1,4 +1,4 @@
-"""summary.json and the closing table: what a run did, in figures that another tool can add up."""
+"""summary.json and the closing table: a run's totals, also for other tools."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Summary:
     """pass@1 by set; None where every grading failed."""
     eval_after: dict[str, float | None] = field(default_factory=dict)
     eval_before_step: dict[str, int] = field(default_factory=dict)
-    """The step that `eval_before` is of, for sets that were added at a resume; 0 for the others."""
+    """The step of `eval_before` for sets added at a resume; 0 for the others."""
     prompts_considered: int = 0
     prompts_generated: int = 0
     completions_generated: int = 0
@@ -52,11 +52,11 @@ class Summary:
         self.train_s = self.phase_s["step"]
 
     def without_before(self, names: Sequence[str]) -> list[str]:
-        """Which of these evaluation sets have not been evaluated before training."""
+        """The evaluation sets in `names` that have no score from before training."""
         return [name for name in names if name not in self.eval_before]
 
     def begin_sets(self, step: int, scores: Mapping[str, float | None], names: Sequence[str]) -> None:
-        """Account for the sets that a resume at `step` has added, and forget the end of those that it has removed.
+        """Add the sets that a resume at `step` has added, and drop the final scores of those it has removed.
 
         Args:
             scores: of the new ones.
@@ -71,7 +71,7 @@ class Summary:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     def table(self) -> str:
-        """The closing table for people."""
+        """The closing table."""
         rows: list[tuple[str, str]] = []
         for name, after in self.eval_after.items():
             before, since = self.eval_before.get(name), self.eval_before_step.get(name, 0)

@@ -1,8 +1,8 @@
-"""Signs of life: a rank that dies or hangs is named, and the others stop instead of waiting for it.
+"""Names a rank that dies or hangs, and stops the others instead of leaving them waiting.
 
-A collective whose peer is gone may fail at once, or wait for the process group's timeout, and says in neither case
-who is missing. Here a thread of each rank counts up a key in the job's store. Rank 0 watches all others and the others
-watch rank 0, so the store serves a number of requests that grows with the ranks and not with their square.
+A collective whose peer is gone fails at once or waits for the process group's timeout, and never says who is missing.
+Here a thread of each rank increments a key in the job's store. Rank 0 watches all others and the others watch rank 0,
+so the load on the store grows with the number of ranks and not with its square.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Watchdog:
     Args:
         store: torch's key-value store of the job; this keeps a connection of its own.
         timeout_s: silence after which a rank counts as dead.
-        leave: ends this process; given the message. Tests replace it.
+        leave: ends this process with a message. Tests replace it.
     """
 
     def __init__(
@@ -46,22 +46,22 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Show the first sign of life and begin to watch."""
+        """Send the first sign of life and begin to watch."""
         self._show(0)
         self._thread.start()
 
     def stop(self) -> None:
-        """No more signs, and nobody is watched."""
+        """Stop sending signs and watching."""
         self._done.set()
         self._thread.join()
 
     def silent(self) -> list[str]:
-        """The watched ranks that have not been heard for three intervals, by name."""
+        """Names of the watched ranks that have been silent for three intervals."""
         now = time.monotonic()
         return [self._name(rank) for rank, (_, at) in self._heard.items() if now - at > 3 * self._interval_s]
 
     def wait_for_silence(self) -> list[str]:
-        """After an error: give a rank that has just died the time to be missed. The names of those that are."""
+        """After an error: wait until a rank that has just died counts as silent; returns the silent ranks."""
         deadline = time.monotonic() + 5 * self._interval_s
         while not self.silent() and time.monotonic() < deadline:
             time.sleep(self._interval_s / 2)

@@ -1,8 +1,8 @@
-"""Where a sequence lies in a micro-batch: what the parallel layout and the number format ask of its offsets.
+"""Alignment of sequences in a micro-batch, as the parallel layout and the number format require.
 
-Slots are rounded up per sample only where a split cuts every sample (context and sequence parallel). What the number
-format asks of the whole micro-batch is one closing dummy segment: growing the last real sequence instead corrupts
-training under FP8 (Transformer Engine issue 2892).
+Slots are rounded up per sample only where a split cuts every sample (context and sequence parallel). Padding that the
+number format requires of the whole micro-batch is a dummy segment at the end: growing the last real sequence instead
+corrupts training under FP8 (Transformer Engine issue 2892).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RECIPE_MULTIPLE: dict[Recipe, int] = {"bf16": 1, "tensorwise": 16, "delayed": 16
 
 @dataclass(frozen=True, slots=True)
 class PackingLayout:
-    """What the planner must know of the parallel layout."""
+    """The part of the parallel layout that the planner needs."""
 
     data_parallel: int = 1
     context_parallel: int = 1

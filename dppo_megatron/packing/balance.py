@@ -1,9 +1,8 @@
-"""Bins to data-parallel ranks: a step is as slow as its slowest rank.
+"""Assigns bins to data-parallel ranks and evens them out: a step is as slow as its slowest rank.
 
-Dealing the costliest bin to the lightest rank is good for many bins and poor for the three or four that a rank of a
-wide job has. So the slowest rank then exchanges bins, or single samples where there is room, with the lightest ones
-for as long as that helps, a bounded number of times. One exchange is a few numpy calls on a matrix of the two ranks'
-samples.
+Giving the costliest bin to the lightest rank works well for many bins and poorly for three or four a rank, as in wide
+jobs. So the slowest rank then exchanges bins, or single samples where there is room, with the lightest ones while that
+helps, a bounded number of times. One exchange is a few numpy calls on a matrix of the two ranks' samples.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _PARTNERS = 4
 """Ranks, lightest first, that the slowest one tries to exchange with before the search ends."""
 
 _LEVEL = 5e-4
-"""A slowest rank within this share of the mean is level: kernels' own scatter is larger."""
+"""Stop when the slowest rank is within this share of the mean: kernel times scatter more than that."""
 
 
 def deal(bins: Bins, costs: Sequence[float], num_ranks: int) -> list[Bins]:

@@ -1,9 +1,9 @@
-"""Filling bins of one capacity: the greedy rules that the planner chooses from.
+"""Greedy rules for filling bins of one capacity, from which the planner chooses.
 
-All take slots in a canonical order and return bins of positions, and none goes over the capacity. They differ in what
-they are good at. Best fit leaves the fewest bins, some of them nearly empty. Levelling by cost needs a number of bins
-to level to, and fails where they are nearly full. The window needs to see only the next few sequences.
-Everything is O(n log n): a plan is made in every step, on one rank, while all others wait.
+All take slots in a canonical order and return bins of positions, none over the capacity. Best fit leaves the fewest
+bins, some of them nearly empty. Levelling by cost needs the number of bins beforehand, and fails if they are nearly
+full. The window needs to see only the next few sequences. Everything is O(n log n): a plan is made in every step, on
+one rank, while all others wait.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Bins = list[list[int]]
 
 
 def best_fit(order: Sequence[int], slots: Sequence[int], capacity: int) -> Bins:
-    """Each into the fullest bin that has room; with a descending `order` this is best-fit decreasing."""
+    """Each slot into the fullest bin that has room; with a descending `order` this is best-fit decreasing."""
     bins: Bins = []
     _best_fit_into(bins, [], order, slots, capacity)
     return bins
@@ -41,7 +41,7 @@ def _best_fit_into(
 
 
 def first_fit(order: Sequence[int], slots: Sequence[int], capacity: int) -> Bins:
-    """Each into the oldest bin that has room; a tree of maxima over the bins finds it in O(log n)."""
+    """Each slot into the oldest bin that has room; a tree of maxima over the bins finds it in O(log n)."""
     leaves = 1 << max(len(order) - 1, 0).bit_length()
     most_room = [capacity] * (2 * leaves)
     bins: Bins = []
@@ -97,7 +97,7 @@ def window_greedy(stream: Sequence[int], slots: Sequence[int], capacity: int, wi
 
 @dataclass
 class _Levelling:
-    """Bins by cost, the lightest first; those that had no room wait until slots are small enough again."""
+    """Bins by cost, the lightest first; bins without room are set aside until slots are small enough."""
 
     capacity: int
     count: int

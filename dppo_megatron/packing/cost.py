@@ -1,4 +1,4 @@
-"""What a sequence costs to train, from the model's shape: the only figure that balancing needs.
+"""The training cost of a sequence, derived from the model's shape; the planner balances it.
 
 Tokens alone mislead: attention grows with the square of the length, so a micro-batch of one long sequence runs longer
 than one of many short ones. The ratio of the two terms depends on the model, and a constant taken from one model is

@@ -12,9 +12,9 @@ Invariants, asserted by the tests, in every mode:
   - the plan depends on the samples' lengths and ids, not on the order they come in.
 
 Objective: fewest micro-batches, then the least time of the slowest rank by the cost model, one after the other.
-Costs are levelled under the cap over the lower bound of micro-batches, which also evens what a pipeline waits for, its
-largest micro-batch. Where that finds no room, best and first fit say how many are needed. Samples are then exchanged
-between ranks.
+First, costs are levelled over the smallest possible number of micro-batches, which also keeps the largest one small: a
+pipeline waits for it. If that finds no room, best fit and first fit determine how many are needed. Then samples are
+exchanged between ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GREEDY_SHARES = (1.0, 0.5)
 
 
 class Packable(Protocol):
-    """What is read of a sample: its length and, for ties, its name. A `TrainSample` is one."""
+    """What the planner reads of a sample: its length and, for ties, its id. A `TrainSample` is one."""
 
     @property
     def id(self) -> str: ...
@@ -47,11 +47,11 @@ class Packable(Protocol):
 
 
 class SampleSize(NamedTuple):
-    """A sample that is somewhere else."""
+    """The size of a sample whose tokens are on another rank."""
 
     id: str
     num_tokens: int
-    """That the model reads."""
+    """Tokens that the model reads."""
 
 
 def plan_microbatches(
@@ -88,7 +88,7 @@ def plan_microbatches(
     capacity = usable_capacity(layout, max_tokens_per_microbatch)
     slots = layout.slots(np.array(lengths, dtype=np.int64))
     _check_fit(samples, slots, layout, max_tokens_per_microbatch)
-    # From here on a sample is its place in this order: longest first, then by id. What ties in both is alike.
+    # From here on a sample is its position in this order: longest first, then by id.
     by_id = np.array(sorted(range(len(samples)), key=lambda i: samples[i].id), dtype=np.int64)
     stream = np.argsort(-slots[by_id], kind="stable")
     origin = by_id[stream]
@@ -153,7 +153,7 @@ def _balanced(
     slots: IntArray, costs: FloatArray, capacity: int, count_of: Callable[[int], int], layout: PackingLayout
 ) -> list[Bins]:
     order, sizes = range(len(slots)), slots.tolist()
-    # Where all micro-batches have one length it is the longest one's, so tokens are levelled, and stay so.
+    # If all micro-batches are padded to the longest, levelling tokens (not costs) is what counts.
     one_length = layout.virtual_pipeline > 1
     prices = [float(size) for size in sizes] if one_length else costs.tolist()
     # Two samples of more than half the capacity never share a micro-batch.
@@ -162,7 +162,7 @@ def _balanced(
     if bins is None:
         tightest = min((fit(order, sizes, capacity) for fit in (best_fit, first_fit)), key=len)
         needed = count_of(len(tightest))
-        # Levelling has failed at `count`; at a larger number it is the better choice if it succeeds.
+        # Levelling failed at `count`; with more micro-batches it is preferred if it succeeds.
         bins = _levelled(order, sizes, prices, capacity, needed) if needed > count else None
         bins = split_to(tightest, prices, needed) if bins is None else bins
     if one_length:

@@ -1,10 +1,10 @@
-"""How many tokens a step may train on without another round of micro-batches: what packing tells pruning.
+"""Tells pruning how many tokens a step can train on without another round of micro-batches.
 
 The number of micro-batches is a multiple of the data-parallel size times the interleaved schedule's group, so that
-after pruning a plan is often far from full. The completion policy may raise its probabilities into that room before it
-draws. To stay unbiased it may know only what the draw does not change, so the room is computed from all candidates and
-their probabilities, and not from a plan of what was drawn. The drawn tokens scatter about their expectation; a margin
-of standard deviations keeps the draw that needs one more round rare.
+after pruning a plan often has spare room, and the completion policy can raise its probabilities to use it. To stay
+unbiased, that decision must not depend on the draw, so the room is computed from all candidates and their
+probabilities and not from a plan of what was drawn. The drawn token total scatters about its expectation; a margin of
+standard deviations makes a draw that needs one more round rare.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TokenCapacity:
     layout: PackingLayout
     max_tokens_per_microbatch: int
     achievable_fill: float = 0.98
-    """Share of the cap that the planner fills when it has to; measured in docs/packing.md."""
+    """Share of the cap that the planner can be relied on to fill; measured in docs/packing.md."""
     margin_sd: float = 2.0
     """Standard deviations of the drawn token total that stay free."""
 

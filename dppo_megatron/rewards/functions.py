@@ -1,4 +1,4 @@
-"""The user's side of grading: finding a grader, how it is called, and what may come back from it.
+"""Loads a user's grader, calls it, and checks what it returns.
 
 Runs in the grader processes, which must start fast: the standard library only, no numpy and no torch unless the grader
 imports them.

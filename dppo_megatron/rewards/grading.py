@@ -1,9 +1,9 @@
-"""From completions to graded groups. A grading that fails is counted, not scored 0: a broken grader must not look like
-a weak model."""
+"""Grades completions into groups. A failed grading is counted, not scored 0: a broken grader must not look like a weak
+model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -64,18 +64,27 @@ def task_of(prompt: Prompt, completion: str, label: str) -> GradeTask:
 
 
 def grade_groups(
-    grader: Grader, selected: Sequence[SelectedPrompt], completions: Sequence[Completion], size: int
+    grader: Grader,
+    selected: Sequence[SelectedPrompt],
+    completions: Sequence[Completion],
+    size: int,
+    known: Mapping[int, Grade] | None = None,
 ) -> list[Group]:
     """The groups of `selected`, graded in one call.
 
     Args:
         completions: [len(selected) * size], the groups one after another.
+        known: position in `completions` -> its grade, where a rollout client has graded it already.
     """
-    tasks = [
-        task_of(selected[i // size].prompt, c.text, f"prompt {selected[i // size].prompt.index}, completion {i % size}")
-        for i, c in enumerate(completions)
-    ]
-    grades = grader.grade(tasks)
+    graded = dict(known or {})
+    open_ones = [i for i in range(len(completions)) if i not in graded]
+    if open_ones:
+        tasks = []
+        for i in open_ones:
+            prompt = selected[i // size].prompt
+            tasks.append(task_of(prompt, completions[i].text, f"prompt {prompt.index}, completion {i % size}"))
+        graded |= zip(open_ones, grader.grade(tasks), strict=True)
+    grades = [graded[i] for i in range(len(completions))]
     groups = []
     for position, item in enumerate(selected):
         mine = slice(position * size, (position + 1) * size)

@@ -1,4 +1,4 @@
-"""What a step's gradings come to as metrics, and how many of them may fail before the run stops."""
+"""Metrics of a step's gradings, and the guard that stops the run when too many of them fail."""
 
 from __future__ import annotations
 

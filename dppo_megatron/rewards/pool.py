@@ -5,16 +5,16 @@ inside C code cannot be interrupted from within, so each sample has a deadline a
 replaced. Such a grading is a failure with a reason; it is never a reward of 0.
 
 Samples go out in chunks, since most gradings cost less than a message: a chunk is as long as about 5 ms of work at the
-speed seen so far. Deadlines are still each sample's own, by the board that the process keeps (`wire.py`). What stands
-behind a slow sample in its chunk is not charged with its time: it goes to whoever is idle, or else to the process that
-replaces the killed one. So k hangs over p processes cost about ceil(k / p) timeouts:
+speed seen so far. Each sample still has its own deadline, by the board that the process keeps (`wire.py`). Samples
+queued after a slow one in its chunk are not charged with its time: they go to an idle process, or else to the process
+that replaces the killed one. So k hangs over p processes cost about ceil(k / p) timeouts:
 
     four samples, two processes, timeout 1 s; h hangs, a to c do not
     chunks [h a] [b c]  ->  b, c done, a taken from behind h and done, h given up after 1 s
 
-Where it is not certain which sample ended a process (it could not write its answers, say), those that come into
-question are graded again, one at a time; who then ends a process alone has done it. So a process is lost at most twice
-for a sample, and no mix of behaviours goes on for ever.
+If it is unclear which sample ended a process (it could not write its answers, say), the candidates are graded again one
+at a time, and a sample that then ends a process alone is the cause. So a sample costs at most two processes, and no
+mix of behaviours can repeat for ever.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The trainer's end of one grader process: starting it, feeding it without ever blocking, and knowing what it is at."""
+"""The trainer's end of one grader process: start it, feed it without blocking, and know which sample it is grading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A grader is tried before anything expensive exists: on three made-up answers, then on the references themselves.
+"""Tries a grader before anything expensive is built: on three made-up answers, then on the references themselves.
 
 A wrong signature or a grader that returns None would otherwise show after the first rollout, as failures; a grader that
 cannot read the references would never show, because it looks like a weak model: with the first built-in grader 23 % of

@@ -1,9 +1,9 @@
 """What the trainer and a grader process share: frames on two pipes, and a board of numbers in shared memory.
 
-Requests are pickled and answers are JSON. A pickle carries whatever a row holds (dates, arrays), but reading one runs
-code, and a grader may write nonsense into any file that it finds open: the trainer must be able to read that and live.
+Requests are pickled and answers are JSON. A pickle can carry whatever a row holds (dates, arrays), but reading one runs
+code, and a grader may write nonsense into any open file, which the trainer must survive.
 
-The board is why a chunk needs no message for each sample. The process writes there which sample it is at and since
+Thanks to the board a chunk needs no message per sample. The process writes there which sample it is grading and since
 when; the trainer reads it when a deadline is near, or when the process has died. A message for each sample would cost
 512 system calls and as many wake-ups of the trainer, which was most of what 512 cheap gradings cost.
 """

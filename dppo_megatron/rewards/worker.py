@@ -1,10 +1,10 @@
 """One grader process: reads chunks of samples from a pipe and answers through another one.
 
-A plain program, neither a fork nor multiprocessing: a fork would copy the threads' locks of torch and of the process
-group, and spawning would import the trainer's main module again. It imports the grader's module and nothing of torch.
+A plain program, neither a fork nor multiprocessing: a fork would copy held locks of torch and of the process group, and
+spawning would import the trainer's main module again. It imports the grader's module and nothing of torch.
 
-Graders do the strangest things, and each costs its own sample only. What they print goes to the trainer's stderr, what
-they read is empty, and a child that they fork and forget does not go on as a second grader. Memory is limited by
+Whatever a grader does must cost its own sample only. Its output goes to the trainer's stderr, its stdin is empty, and
+a child that it forks and forgets does not continue as a second grader. Memory is limited by
 RLIMIT_DATA and not by RLIMIT_AS: it counts what can be written, where the address space also counts what is only
 reserved (64 MiB for each thread's malloc, more for BLAS), so that a limit in it would fail graders by the number of the
 machine's cores. What runs out of it is a MemoryError that Python reports; a limit is set beyond what the process has

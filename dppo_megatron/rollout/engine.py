@@ -11,11 +11,11 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 from dppo_megatron.distributed import share
-from dppo_megatron.types import Completion, Prompt
+from dppo_megatron.types import Completion, Grade, Prompt
 
 Weights: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Starts a pass over all weights: every (Hugging Face name, full tensor) once. Called again for a retry; collective
-where the actor is sharded."""
+"""Starts a pass over all weights: every (Hugging Face name, full tensor) once, given to the ranks in
+`Engine.receivers`. Called again for a retry; collective where the actor is sharded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,13 @@ class Engine(Protocol):
     description: str
     """One line for the log: what generates, where, and how weights reach it."""
 
-    def load_weights(self, weights: Weights) -> None:
-        """Replace all weights and count the weights version up by one."""
+    @property
+    def receivers(self) -> Sequence[int] | None:
+        """Ranks that must be given the weights; None: all. The same on every rank."""
+
+    def load_weights(self, weights: Weights) -> bool:
+        """Replace all weights and count the weights version up by one. Returns whether the canary is due: engines
+        without servers never ask for one."""
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Begin to sample a completion for each request; the caller may do something else before `finish`.
@@ -108,6 +113,9 @@ class Engine(Protocol):
 
         Every request is held by exactly one rank, and a prompt's completions by the same one.
         """
+
+    def take_grades(self) -> dict[int, Grade]:
+        """Position in the requests of the last `finish` -> grade, of what was graded where it arrived; else nothing."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """`start` and `finish`: this rank's completions, in the order of their requests."""

@@ -22,7 +22,7 @@ from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.engine import Request, Sampling, Weights, own_requests
 from dppo_megatron.rollout.hf_names import by_checkpoint_name
 from dppo_megatron.rollout.kv_cache import growing_cache
-from dppo_megatron.types import BoolArray, Completion, FloatArray, IntArray
+from dppo_megatron.types import BoolArray, Completion, FloatArray, Grade, IntArray
 from dppo_megatron.weights.hf_files import WeightReader, check_finite
 
 _COMPACT_BELOW = 0.75
@@ -54,8 +54,13 @@ class HFEngine:
         self.has_servers = False
         self.description = "rollout: transformers, embedded in every rank"
 
+    @property
+    def receivers(self) -> None:
+        """See `Engine.receivers`: every rank has its own model."""
+        return None
+
     @torch.no_grad()
-    def load_weights(self, weights: Weights) -> None:
+    def load_weights(self, weights: Weights) -> bool:
         """Copy every tensor into the model. Raises ValueError if a parameter was not given."""
         self._version += 1
         missing = set(self._state)
@@ -64,6 +69,7 @@ class HFEngine:
             missing.discard(name)
         if missing:
             raise ValueError(f"the weight stream lacks {sorted(missing)}")
+        return False
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """See `Engine.generate`."""
@@ -88,6 +94,10 @@ class HFEngine:
     def finish(self) -> dict[int, Completion]:
         """What `start` was asked for."""
         return dict(sorted(self.stream(*self._started)))
+
+    def take_grades(self) -> dict[int, Grade]:
+        """Nothing: the ranks grade."""
+        return {}
 
     def abort(self) -> None:
         """Forget what `start` was asked for."""

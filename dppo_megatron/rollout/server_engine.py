@@ -9,19 +9,17 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.distributed import barrier, from_rank_zero
+from dppo_megatron.distributed import barrier, from_rank_zero, gather_all
 from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory, grades_of
 from dppo_megatron.rollout.client.holding import spans_of
 from dppo_megatron.rollout.client.messages import Address
@@ -38,21 +36,21 @@ from dppo_megatron.rollout.client.remote import (
 )
 from dppo_megatron.rollout.engine import Request, Sampling, Weights
 from dppo_megatron.rollout.grouping import completion_of, grouped
-from dppo_megatron.rollout.servers.connect import Connection, configured_key, connect
+from dppo_megatron.rollout.servers.connect import ChannelName, Connection, configured_key, connect
 from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
-from dppo_megatron.rollout.servers.http import Refused, Unreachable
-from dppo_megatron.rollout.servers.member import Member
-from dppo_megatron.rollout.servers.protocol import generate
-from dppo_megatron.rollout.servers.wire import Expected, Sampled
-from dppo_megatron.rollout.sync.channels import BroadcastChannel, Channel, DiskChannel, SharedMemoryChannel, on_each
-from dppo_megatron.rollout.sync.receipts import Digests, differing
-from dppo_megatron.rollout.sync.weight_sync import pause_for_update, put_to_sleep, resume_and_confirm, wake
-from dppo_megatron.types import Completion, Grade, GuardStop
+from dppo_megatron.rollout.servers.seats import RankDevice, Seats, this_device
+from dppo_megatron.rollout.servers.wire import Expected
+from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
+from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
+from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
+from dppo_megatron.rollout.sync.receipts import ask_for_canary
+from dppo_megatron.rollout.sync.weight_sync import WeightSync
+from dppo_megatron.types import Completion, Grade
 from dppo_megatron.weights.architecture import Architecture
 
 _PROBE_S = 120.0
-_PROBE_TOKENS = 64
-_RETRY_S = 1.0
+_Way: TypeAlias = tuple[ChannelName, dict[str, int], Seats]
+"""How weights get to the servers: the channel, each server's number of workers, who hands to them in memory."""
 
 
 class ServerEngine:
@@ -80,37 +78,42 @@ class ServerEngine:
         self._nodes = _nodes()
         self._grades: dict[int, Grade] = {}
         self._grades_in_client = client_hook is not None
-        self._version = 0
-        self._weights: Weights | None = None
         self._statistics: dict[str, float] = {}
         self._started: _Background | None = None
         self._connection: Connection | None = None
         self.has_servers = True
         self._clients: Clients | None = None
         self._client: NodeClient | None = None
+        self._channel: Channel | None = None
         self._owners: set[int] = set()
         """Nodes whose client asks servers."""
         try:
-            self.description, meeting = from_rank_zero(lambda: self._connect(config, architecture, say))
+            devices = gather_all([this_device()])
+            self.description, meeting, how = from_rank_zero(lambda: self._connect(config, architecture, say, devices))
             self._secret, self._owners = meeting.secret, from_rank_zero(lambda: self._owners)
             self._take_path = meeting.take_path(self._nodes.node)
             if self._nodes.is_first and self._nodes.node in self._owners:
                 self._start_client(meeting, self._detokenizer, client_hook)
             from_rank_zero(lambda: self._await_clients(say))
+            fleet = self._connection.fleet if self._connection is not None else None
+            self._channel = self._make_channel(*how)
         except BaseException:
             self.close()
             raise
+        self._sync = WeightSync(config.rollout, self._channel, fleet, self._settle_requests)
 
-    def load_weights(self, weights: Weights) -> None:
-        """Sync every server that answers; see `sync.py`. Raises GuardStop if none has the weights in the end."""
-        self._version += 1
-        self._weights = weights
+    @property
+    def receivers(self) -> Sequence[int]:
+        """See `Engine.receivers`: rank 0, or the ranks on the servers' GPUs."""
+        return self._sync.receivers
+
+    def load_weights(self, weights: Weights) -> bool:
+        """Sync every server that answers; see `sync/weight_sync.py`. Raises GuardStop if none has the weights in the
+        end."""
         if self._config.rollout.servers.colocate:
             torch.cuda.empty_cache()  # what the update has freed is the servers' now, and torch would keep it
             barrier()
-        if self._connection is not None:
-            self._fleet.expect(str(self._version))
-        self._sync()
+        return self._sync.to(weights)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """See `Engine.generate`."""
@@ -130,7 +133,7 @@ class ServerEngine:
                     yield from self._take(places).items()
                 break
             except NeedsWeights:
-                self._sync()
+                self._sync.again()
         yield from self._take(places).items()
         self._count(work)
 
@@ -148,7 +151,7 @@ class ServerEngine:
         assert started is not None, "start comes first"
         self._started = None
         while from_rank_zero(started.wait):
-            self._sync()
+            self._sync.again()
             if self._connection is not None:
                 started.begin(self._fleet)
         if self._connection is not None:
@@ -162,44 +165,19 @@ class ServerEngine:
         return taken
 
     def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
-        """See `Engine.probe`: at most 64 tokens, all servers at once. One that fails is no outage: it may be busy.
+        """See `Engine.probe`. All servers at once. One that gives no whole answer in time is left out, which is said;
+        whether it is out is for its health probe to find."""
+        return from_rank_zero(lambda: self._probe(self._plan(requests, sampling)[0]))
 
-        Raises:
-            GuardStop: nobody has answered, which is no proof of anything.
-        """
-        sampling = replace(sampling, max_completion_tokens=min(_PROBE_TOKENS, sampling.max_completion_tokens))
-        return from_rank_zero(lambda: self._probe(*self._plan(requests, sampling)))
-
-    def _probe(self, work: Work, places: list[list[int]]) -> list[tuple[str, Completion]]:
+    def _probe(self, work: Work) -> list[tuple[str, Completion]]:
         """On rank 0."""
-        members = self._fleet.live
-
-        def ask(member: Member) -> list[Sampled]:
-            return [
-                one
-                for group in work.groups
-                for one in generate(member.server, group, work.expected, timeout_s=_PROBE_S)
-                if len(one.token_ids)
-            ]
-
         answers: list[tuple[str, Completion]] = []
-        problems = []
-        with ThreadPoolExecutor(max(1, len(members)), thread_name_prefix="canary") as threads:
-            for member, asked in [(member, threads.submit(ask, member)) for member in members]:
-                try:
-                    sampled = asked.result()
-                except (Unreachable, Refused) as error:
-                    problems.append(f"{member.name}: {error}")
-                    continue
-                texts = self._detokenizer.decode([one.token_ids for one in sampled])
-                answers += [
-                    (member.name, completion_of(one.token_ids, one.logprobs, one.finish_reason, spans_of(one), text))
-                    for one, text in zip(sampled, texts, strict=True)
-                ]
-        if not answers:
-            raise GuardStop(f"no rollout server has answered a canary request: {'; '.join(problems) or 'none is live'}")
-        for problem in problems:
-            self._fleet.say(f"rollout: no answer to a canary request from {problem}")
+        for name, sampled in ask_for_canary(self._fleet, work.groups, work.expected, _PROBE_S):
+            texts = self._detokenizer.decode([one.token_ids for one in sampled])
+            answers += [
+                (name, completion_of(one.token_ids, one.logprobs, one.finish_reason, spans_of(one), text))
+                for one, text in zip(sampled, texts, strict=True)
+            ]
         return answers
 
     def abort(self) -> None:
@@ -214,25 +192,17 @@ class ServerEngine:
     def pause(self) -> None:
         """Every live server; one that fails is marked out."""
         if self._connection is not None:
-            pause_for_update(
-                self._fleet,
-                self._fleet.live,
-                self._config.rollout.sync.in_flight,
-                self._config.rollout.limits.sync_timeout_s,
-            )
+            self._sync.pause(self._fleet.live)
 
     def resume(self) -> None:
         """After `pause`."""
         if self._connection is not None:
-            timeout_s = self._config.rollout.limits.sync_timeout_s
-            on_each(
-                self._fleet, self._fleet.live, lambda member: member.server.resume(timeout_s=timeout_s), doing="resume"
-            )
+            self._sync.resume(self._fleet.live)
 
     def rest(self) -> None:
         """No generation until the next `load_weights`: colocated servers give their device memory back."""
         if self._config.rollout.servers.colocate:  # every rank waits: its GPU is not its own before
-            from_rank_zero(self._put_to_sleep)
+            from_rank_zero(lambda: self._sync.sleep())
 
     def health(self) -> dict[str, str]:
         """Rank 0's view."""
@@ -240,7 +210,8 @@ class ServerEngine:
 
     def statistics(self) -> dict[str, float]:
         """`rollout/retries`, `cut_completions`, `servers_live`, `sync_s` and `tensors_verified`, since last asked."""
-        taken, self._statistics = self._statistics, {}
+        taken, self._statistics = self._statistics | self._sync.measured, {}
+        self._sync.measured = {}
         return taken
 
     def close(self) -> None:
@@ -252,24 +223,23 @@ class ServerEngine:
             self._client.close()
         if self._connection is not None:
             self._fleet.close()
+        if self._channel is not None:
             self._channel.close()
-
-    def _put_to_sleep(self) -> None:
-        """Also those that are just starting or have come back, which would take their memory during the update."""
-        assert self._connection is not None
-        self._fleet.wait_for_starting(self._config.rollout.limits.start_timeout_s)
-        self._fleet.revive()
-        put_to_sleep(self._fleet, self._config.rollout.limits.sync_timeout_s)
 
     @property
     def _fleet(self) -> Fleet:
         assert self._connection is not None
         return self._connection.fleet
 
-    def _connect(self, config: Config, architecture: Architecture, say: Callable[[str], None]) -> tuple[str, Meeting]:
+    def _connect(
+        self,
+        config: Config,
+        architecture: Architecture,
+        say: Callable[[str], None],
+        devices: Sequence[RankDevice],
+    ) -> tuple[str, Meeting, _Way]:
         """On rank 0: reach or start every server, and wait for the clients from now on."""
-        self._connection = connection = connect(config, architecture, say)
-        self._channel = self._make_channel(connection)
+        self._connection = connection = connect(config, architecture, say, devices)
         members, listener = connection.fleet.members, Listener(self._nodes.count)
         launched = any(member.process is not None for member in members)
         owned_by = owners([member.name for member in members], self._nodes.count, only_first=launched)
@@ -277,7 +247,8 @@ class ServerEngine:
         self._clients = Clients(listener, addresses, owned_by)
         connection.fleet.intake = self._clients
         self._owners = set(owned_by)
-        return connection.description, listener.meeting
+        way = connection.channel, connection.world_sizes, connection.seats
+        return connection.description, listener.meeting, way
 
     def _await_clients(self, say: Callable[[str], None]) -> None:
         assert self._clients is not None
@@ -298,112 +269,26 @@ class ServerEngine:
         )
         self._client = NodeClient(setup)
 
-    def _make_channel(self, connection: Connection) -> Channel:
-        rollout, fleet, name = self._config.rollout, connection.fleet, connection.channel
+    def _make_channel(self, name: ChannelName, world_sizes: dict[str, int], seats: Seats) -> Channel:
+        """On every rank: some take part in a sync though only rank 0 talks to servers."""
+        rollout, fleet = self._config.rollout, self._connection.fleet if self._connection is not None else None
         bucket_bytes, timeout_s = rollout.sync.bucket_mb << 20, rollout.limits.sync_timeout_s
         if name == "disk":
             directory = Path(rollout.sync.dir or Path(self._config.run_dir) / "sync")
             return DiskChannel(fleet, directory, self._config.model.hf_path, bucket_bytes, timeout_s)
         if name == "ipc":
-            return SharedMemoryChannel(fleet, bucket_bytes, timeout_s)
-        return BroadcastChannel(fleet, name, connection.world_sizes, bucket_bytes, timeout_s)
+            return SharedMemoryChannel(fleet, seats, OFFERS[rollout.engine], bucket_bytes, timeout_s)
+        return BroadcastChannel(fleet, name, world_sizes, bucket_bytes, timeout_s)
 
-    def _sync(self) -> None:
-        """Passes over the weights until whoever can have them has them."""
-        assert self._weights is not None, "load_weights comes first"
-        started = time.perf_counter()
-        passes, wait_until, again = 0, 0.0, True
-        while again:
-            problem = self._pass_to_the_end(self._weights())
-            passes += 1
-            wait_until = wait_until or time.monotonic() + self._config.rollout.limits.engine_wait_s
-
-            def decide(problem: Exception | None = problem, passes: int = passes, until: float = wait_until) -> bool:
-                return self._needs_another_pass(problem, passes, until)
-
-            again = from_rank_zero(decide)
-        self._statistics["rollout/sync_s"] = time.perf_counter() - started
-
-    def _pass_to_the_end(self, tensors: Iterable[tuple[str, Tensor]]) -> Exception | None:
-        """One pass, and what went wrong in it: the stream is collective, so every rank walks it to its end first."""
-        stream = iter(tensors)
-        problem: Exception | None = None
-        if self._connection is not None:
-            try:
-                self._pass(stream)
-            except Exception as error:  # whatever it is: alone, this rank would leave the others in the stream
-                problem = error
-        for _ in stream:
-            pass
-        return problem
-
-    def _pass(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        rollout, fleet, version = self._config.rollout, self._fleet, str(self._version)
-        timeout_s = rollout.limits.sync_timeout_s
-        fleet.restart_dead()
-        fleet.revive()
-        members = [member for member in fleet.members if member.state == "stale"]
-        digests = Digests() if self._verifies else None
-        wake(fleet, members, "weights", timeout_s)
-        if self._started is not None and rollout.sync.in_flight == "finish":
+    def _settle_requests(self) -> None:
+        """On rank 0, before a sync that waits for running requests."""
+        if self._started is not None:
             self._started.join()
-        pause_for_update(fleet, members, rollout.sync.in_flight, timeout_s)
-        self._channel.push(digests.watch(tensors) if digests else tensors, members, version)
-        wake(fleet, members, "kv_cache", timeout_s)
-        resume_and_confirm(fleet, members, version, timeout_s)
-        if digests is not None:
-            self._compare(digests)
-
-    @property
-    def _verifies(self) -> bool:
-        every = self._config.rollout.sync.verify_every
-        return every > 0 and (self._version - 1) % every == 0
-
-    def _compare(self, digests: Digests) -> None:
-        compared = 0
-        for member in self._fleet.live:
-            try:
-                held = member.server.checksums(timeout_s=self._config.rollout.limits.sync_timeout_s)
-            except (Unreachable, Refused) as error:
-                self._fleet.mark_out(member, f"no receipt for weight sync {self._version}: {error}")
-                continue
-            names, compared = differing(digests.found, held)
-            if names:
-                raise GuardStop(
-                    f"{member.name} holds other bytes than weight sync {self._version} sent: {', '.join(names[:8])}"
-                    f" ({len(names)} of {compared} tensors compared)"
-                )
-        self._statistics["rollout/tensors_verified"] = compared
-
-    def _needs_another_pass(self, problem: Exception | None, passes: int, wait_until: float) -> bool:
-        """A server that failed and answers again gets one more chance now, and the next at the next sync. With nobody
-        left, whoever comes back before `wait_until` gets one. Raises GuardStop if nobody does."""
-        if isinstance(problem, GuardStop):
-            raise problem
-        if problem is not None:
-            raise GuardStop(f"weight sync {self._version} over {self._channel.name} failed: {problem}") from problem
-        if self._fleet.live:
-            return passes < 2 and self._any_stale()
-        if passes > 1:
-            time.sleep(_RETRY_S)
-        while passes < 2 or time.monotonic() < wait_until:
-            self._fleet.restart_dead()
-            if self._any_stale():
-                return True
-            if time.monotonic() >= wait_until:
-                break
-            time.sleep(_RETRY_S)
-        states = "; ".join(f"{name} {state}" for name, state in self._fleet.health().items())
-        raise GuardStop(f"no rollout server has taken weight sync {self._version} ({states})")
-
-    def _any_stale(self) -> bool:
-        self._fleet.revive()
-        return any(member.state == "stale" for member in self._fleet.members)
 
     def _plan(self, requests: Sequence[Request], sampling: Sampling) -> tuple[Work, list[list[int]]]:
         """The requests in groups, and where each group's completions go. The same on every rank."""
         groups, places = grouped(requests, sampling, self._config.rollout.completions_per_prompt, self._stop_ids)
-        expected = Expected(self._vocab_size, self._version, self._version + 1)
+        expected = Expected(self._vocab_size, self._sync.version, self._sync.version + 1)
         trains = not any(request.stream for request in requests)
         prompts = []
         if trains and self._grades_in_client and self._connection is not None:
@@ -431,7 +316,7 @@ class ServerEngine:
         """On rank 0."""
         spans = [span for landed in work.done.values() for span in landed.spans]
         if spans:
-            stale = sum((self._version - version) * tokens for version, tokens in spans)
+            stale = sum((self._sync.version - version) * tokens for version, tokens in spans)
             self._statistics["rollout/staleness_mean"] = stale / max(1, sum(tokens for _, tokens in spans))
         counts = {"rollout/retries": work.retries, "rollout/cut_completions": work.cut_completions}
         for name, count in counts.items():

@@ -2,4 +2,4 @@
 
 from dppo_megatron.platform import prepare
 
-prepare()  # `sharded` imports Megatron; this only makes that possible and imports nothing itself
+prepare()  # makes Megatron importable for `sharded`; imports nothing itself

@@ -1,7 +1,7 @@
-"""What the shape of a Hugging Face checkpoint is, read from its config.json.
+"""Reads the architecture of a Hugging Face checkpoint from its config.json.
 
-Read as JSON key by key, so that a key this code does not know how to obey is refused by name (`config_keys.py`), and
-then compared with what transformers' own config class makes of the same file (`transformers_view.py`).
+The JSON is read key by key, so that a key this code does not implement is refused by name (`config_keys.py`), and the
+result is compared with what transformers' config class makes of the same file (`transformers_view.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Experts:
     ffn_size: int
     """Of one expert."""
     normalize_weights: bool
-    """The chosen experts' router weights are made to sum to 1."""
+    """Normalize the router weights of the chosen experts to sum 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Architecture:
 
 
 def read_architecture(hf_path: str | Path, given_as: str = "model.hf_path =") -> Architecture:
-    """Read config.json of a Hugging Face checkpoint directory, as transformers reads it or not at all.
+    """Read config.json of a Hugging Face checkpoint directory exactly as transformers does, or refuse it.
 
     Args:
         given_as: the setting or option that named the directory, for messages.
@@ -171,13 +171,13 @@ def read_architecture(hf_path: str | Path, given_as: str = "model.hf_path =") ->
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # a name of more than 4,096 characters, or a directory that is not ours to look into
+    except OSError:  # a name of more than 4,096 characters, or a directory without permission
         return False
 
 
 _MOST_EXPERTS = 2**17
-"""Of all layers together, so that a damaged size is an error and not minutes of listing names; the largest open models
-have 23,000."""
+"""Over all layers, so that a damaged size is an error and not minutes of listing names; the largest open models have
+23,000."""
 
 
 def _family(raw: Mapping[str, Any], path: Path) -> str:
@@ -202,7 +202,7 @@ def _check_sizes(values: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_pad_token(raw: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
-    """transformers gives it to the embedding, which refuses a row that it does not have."""
+    """transformers passes pad_token_id to the embedding, which refuses an index out of range."""
     pad, vocab_size = raw.get("pad_token_id"), values["vocab_size"]
     if pad is not None and not (type(pad) is int and -vocab_size <= pad < vocab_size):
         raise UserError(f"{path}: pad_token_id = {shown(pad)}: must be a row of the {vocab_size} of the vocabulary")

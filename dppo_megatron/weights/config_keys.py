@@ -1,9 +1,9 @@
-"""The table of config.json: which keys are read, which may only hold the value that this code computes, which are left.
+"""The keys of config.json: which are read, which must have the one value this code implements, which are ignored.
 
-A config.json says how a checkpoint computes, and a key that nobody reads is a model that is silently another one. So
-every key that transformers knows for a family stands here, and `check_keys` refuses by name what it does not find
-harmless. docs/actor.md holds this table (`tools/write_actor_table.py` writes it), and tests compare it with what
-transformers' own code reads while it builds and runs a model.
+A key that changes the computation and is not read silently makes it another model. So every key that transformers knows
+for a family is listed here, and `check_keys` refuses by name whatever is not listed as harmless. docs/actor.md has this
+table (`tools/write_actor_table.py` writes it), and tests compare it with what transformers' own code reads while it
+builds and runs a model.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What this code does about one key (or several of one kind) of config.json."""
+    """How this code treats one key of config.json, or several of one kind."""
 
     names: tuple[str, ...]
     takes: Size | Number | OneOf | str
-    """The values that are taken; a sentence where a function of its own checks them, or where any is."""
+    """The accepted values; a text if any value is accepted or a separate function checks them."""
     why: str = ""
     families: frozenset[str] = _ALL
     nullable: bool = False
-    """null is the same as leaving the key out."""
+    """null means the same as a missing key."""
 
 
 _POSITIVE = 2**31 - 1
@@ -203,7 +203,7 @@ FIXED = (
         "may name code on the Hub",
     ),
 )
-"""Keys that may only say what this code computes anyway: any other value is refused."""
+"""Keys whose only accepted value is what this code computes."""
 
 LEFT = (
     Key(("initializer_range", "use_cache", "pretraining_tp"), "any", "changes no logits"),
@@ -216,11 +216,11 @@ LEFT = (
     Key(("vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy"), "any", "there is no vision"),
     Key(("id2label", "label2id", "problem_type"), "any", "classification"),
 )
-"""Keys that are left alone, because they change nothing that is computed here."""
+"""Ignored keys: they change nothing that is computed here."""
 
 
 def default_of(family: str, key: str, raw: Mapping[str, Any]) -> Any:
-    """What transformers takes for a key of `READ` that is left out (or null); None if it must be there."""
+    """transformers' default for a key of `READ` that is missing or null; None if it is required."""
     heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
     defaults: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "norm_topk_prob": False}
     if key == "num_key_value_heads":
@@ -235,7 +235,7 @@ def read_keys(raw: Mapping[str, Any], family: str, path: Path) -> dict[str, Any]
     """The value of every key of `READ` that has a plain range, with transformers' defaults filled in.
 
     Raises:
-        UserError: a key is missing, or holds what it must not.
+        UserError: a key is missing or has a wrong value.
     """
     values: dict[str, Any] = {}
     for key in READ:
@@ -257,7 +257,7 @@ def read_keys(raw: Mapping[str, Any], family: str, path: Path) -> dict[str, Any]
 
 
 def check_keys(raw: Mapping[str, Any], family: str, path: Path, known: Collection[str]) -> None:
-    """Refuse every key that says something this code does not do.
+    """Refuse every key that asks for something this code does not implement.
 
     Args:
         known: names that mean something to transformers' config class beside those of the tables.

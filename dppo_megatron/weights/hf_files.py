@@ -1,8 +1,9 @@
-"""Hugging Face checkpoint directories: lazy reading, streamed and atomic writing, and an account of every tensor.
+"""Reads and writes Hugging Face checkpoint directories with one tensor in memory at a time.
 
-Both directions hold one tensor at a time. Reading maps one file at a time and copies out of it, so that the pages of
-files already read do not stay resident. Writing lays the files out from the shapes, which are known beforehand, and
-puts each tensor where it belongs as it comes: the safetensors library would want a whole file in memory, twice.
+Every tensor is accounted for: missing, unknown and misshapen ones are named. Reading maps one file at a time and copies
+out of it, so that pages of files already read do not stay resident. Writing lays the files out from the shapes, which
+are known beforehand, and writes each tensor into its place as it arrives: the safetensors library would need a whole
+file in memory, twice.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dppo_megatron.weights.shapes import Shape, hf_shapes
 
 INPUT_NAME, OUTPUT_NAME = "model.embed_tokens.weight", "lm_head.weight"
 MAX_SHARD_BYTES = 5 * 10**9
-"""Size of a written file, as transformers has it; only a single larger tensor makes a larger file."""
+"""Largest size of a written file, as in transformers; only a single larger tensor exceeds it."""
 
 _NOT_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
 _DTYPES = {
@@ -41,20 +42,20 @@ _DTYPES = {
 
 
 class WeightReader(Protocol):
-    """Full tensors by their Hugging Face names, from whatever kind of checkpoint."""
+    """Full tensors by their Hugging Face names, from any kind of checkpoint."""
 
     names: list[str]
     """Every tensor of the architecture."""
 
     def get(self, name: str) -> Tensor:
-        """One full tensor, on the CPU; the receiver's to keep."""
+        """One full tensor, on the CPU; the caller owns it."""
 
 
 class CheckpointReader:
     """Reads single tensors of a safetensors checkpoint, sharded or not, without loading the rest.
 
     Raises:
-        UserError: no safetensors file, an unreadable one, an index that does not fit, or tensors that are missing,
+        UserError: no safetensors file, an unreadable one, an index that does not match, or tensors that are missing,
             unknown or of another shape; all of them are named.
     """
 
@@ -78,7 +79,7 @@ class CheckpointReader:
         check_index(directory, index, self.files)
         expected = hf_shapes(architecture)
         self.redundant = {OUTPUT_NAME} & set(shapes) if architecture.tied_embeddings else set()
-        """Tensors that the checkpoint holds beside those of the architecture: a tied model's second copy."""
+        """Tensors that a checkpoint may hold beyond the architecture's: a tied model's second copy."""
         copies = {name: shapes.pop(name) for name in self.redundant}
         check_shapes(f"checkpoint '{hf_path}'", expected, shapes)
         self.names = list(expected)
@@ -93,13 +94,13 @@ class CheckpointReader:
         """One full tensor, on the CPU."""
         path = self.files[name]
         if self._open is None or self._open[0] != path:
-            self._open = None  # first, so that two files are never mapped at a time
+            self._open = None  # before the next, so that only one file is mapped at a time
             self._open = (path, _open(path))
         try:
             tensor: Tensor = self._open[1].get_tensor(name)
         except (SafetensorError, OSError, RuntimeError) as error:
             raise UserError(f"{path}: {name} cannot be read: {error}") from None
-        return tensor.clone()  # the mapping ends with the last view of it
+        return tensor.clone()  # the copy lets the mapping be released
 
 
 def check_shapes(where: str, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
@@ -138,7 +139,7 @@ class _Slot:
 class HFWriter:
     """A checkpoint that `transformers` loads, written tensor by tensor in any order.
 
-    Everything is written to `<target>.incomplete`; `finish` gives it its name, when all is there and on the disk.
+    Everything is written to `<target>.incomplete`; `finish` renames it once everything is there and on the disk.
 
     Args:
         source: directory with config.json and tokenizer, which are copied.
@@ -183,16 +184,16 @@ class HFWriter:
         self._missing.discard(name)
 
     def finish(self) -> None:
-        """Make the directory appear under its name. Raises ValueError if a tensor was not put."""
+        """Rename the directory to its final name. Raises ValueError if a tensor is missing."""
         if self._missing:
             raise ValueError(f"not written: {sorted(self._missing)}")
         self._close()
         publish(self._aside, self._target)
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
+        """Remove everything written so far."""
         for file in self._files:
-            with contextlib.suppress(OSError):  # what a full disk would not take when it is flushed
+            with contextlib.suppress(OSError):  # flushing can fail on a full disk
                 file.close()
         shutil.rmtree(self._aside, ignore_errors=True)
 
@@ -220,7 +221,7 @@ class HFWriter:
                 slots[name] = _Slot(file, offset, shapes[name])
                 weight_map[name], offset = file_name, end
             text = json.dumps(header).encode()
-            text += b" " * (-len(text) % 8)  # the format wants the data aligned to 8 bytes
+            text += b" " * (-len(text) % 8)  # the format wants 8-byte alignment
             file.write(len(text).to_bytes(8, "little") + text)
             for name in names:
                 slots[name].offset += 8 + len(text)
@@ -232,7 +233,7 @@ class HFWriter:
     def _write_config(self) -> None:
         path = self._aside / "config.json"
         config = read_object(path)
-        largest = max(self._bytes, key=lambda name: self._bytes[name])  # norms may be kept in another type
+        largest = max(self._bytes, key=lambda name: self._bytes[name])  # norms may have another dtype
         config["dtype" if "dtype" in config else "torch_dtype"] = str(self._dtypes[largest]).removeprefix("torch.")
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -264,10 +265,10 @@ def write_checkpoint(target: Path, source: str | Path, tensors: Iterable[tuple[s
 
 
 def copy_assets(source: str | Path, target: Path) -> None:
-    """Copy config.json, tokenizer and the like: all that a checkpoint needs beside its weights."""
+    """Copy config.json, tokenizer and the like: everything in a checkpoint except weights."""
     for pattern in _NOT_WEIGHTS:
         for path in Path(source).glob(pattern):
-            # those are about the source's own files
+            # they describe the source's own files
             if path.is_file() and path.name not in (INDEX, "metadata.json", "manifest.json"):
                 shutil.copy(path, target / path.name)
 
@@ -303,7 +304,7 @@ def sync(path: Path) -> None:
 
 def _open(path: Path) -> Any:
     try:
-        if not path.is_file():  # and not a pipe, which would be waited for
+        if not path.is_file():  # not a pipe, on which reading would block
             raise UserError(f"{path} is not a readable safetensors file: no such file")
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -1,9 +1,8 @@
-"""Which files of a model directory hold its weights.
+"""Finds the weight files of a model directory.
 
-Readers disagree where a directory is ambiguous: transformers takes `model.safetensors` before an index, vLLM the
-index, and a directory of shards without an index is the last file's for one and an error for the other. So one
-reading is taken (an index decides, else every safetensors file counts) and what another reader would see otherwise
-is an error.
+Readers disagree on ambiguous directories: transformers prefers `model.safetensors` to an index, vLLM the index; shards
+without an index are an error for one and mean the last file for the other. Here an index decides, else every
+safetensors file counts, and a directory that another reader would read differently is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def holds_safetensors(directory: str | Path) -> bool:
-    """Whether the directory has safetensors weights, or an index of some: then they decide what it holds."""
+    """Whether the directory has safetensors weights or an index of them; they then take precedence."""
     return (Path(directory) / INDEX).exists() or any(Path(directory).glob("*.safetensors"))
 
 
@@ -28,7 +27,7 @@ def weight_files(directory: Path, given_as: str) -> tuple[list[Path], dict[str, 
     """The files that hold the weights, and the index: tensor name to file name, empty without one.
 
     Raises:
-        UserError: no safetensors file, an adapter, two readings of the directory, or an index that leaves it.
+        UserError: no safetensors file, an adapter, an ambiguous directory, or an index that points outside it.
     """
     if (directory / "adapter_config.json").exists():
         raise UserError(
@@ -74,7 +73,7 @@ def _read_index(directory: Path) -> dict[str, str]:
             raise UserError(
                 f"{path}: {plain(name)} lies in {shown(file)}: must be the name of a .safetensors file in '{directory}'"
             )
-    # a symbolic link is let through: the Hub's cache is made of them, and whoever can place one here owns the directory
+    # symbolic links are allowed: the Hub's cache consists of them, and whoever can place one here owns the directory
     missing = sorted({file for file in index.values() if not (directory / file).is_file()})
     if missing:
         listed = ", ".join(plain(name) for name in missing[:8])

@@ -1,7 +1,7 @@
-"""JSON of a model directory, read strictly: whatever is wrong with the file ends in one sentence.
+"""Strict reading of a model directory's JSON files: anything wrong with one is a one-line UserError.
 
-Stricter than `json.loads` in one point: a key that stands twice in an object is an error, because Python keeps the
-last one and other readers the first, so two engines could run two models.
+Stricter than `json.loads` in one point: a duplicate key is an error. Python keeps the last one and other readers the
+first, so two engines could run two models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def read_object(path: Path) -> dict[str, Any]:
         UserError: no such file, not readable, not JSON, a key that stands twice, or no object.
     """
     try:
-        if not path.is_file():  # and not a pipe, which would be waited for
+        if not path.is_file():  # not a pipe, on which reading would block
             raise UserError(f"{path}: no such file")
         if path.stat().st_size > _MAX_BYTES:
             raise UserError(f"{path}: larger than {_MAX_BYTES} bytes")

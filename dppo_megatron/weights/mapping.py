@@ -1,8 +1,8 @@
 """The one table of names: a Megatron parameter's global key and the Hugging Face tensors it is made of.
 
 Keys are those of Megatron's sharded state dict: global, the same for every tensor / pipeline split and for the
-local and the Transformer Engine layer specs. So one line here serves loading, saving and the live weight sync in
-every layout; where a shard lies inside the full tensor is Megatron's own knowledge (`sharded.py`).
+local and the Transformer Engine layer specs. So one row serves loading, saving and the weight sync in every layout;
+Megatron itself knows where a shard lies in the full tensor (`sharded.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rotary position embeddings as config.json describes them, in the several places where it may.
+"""Reads rotary position embeddings from the several places in config.json that may describe them.
 
 transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`, and a file may hold all of
-them: transformers then takes `rope_scaling` whole and forgets `rope_parameters`. A model with its YaRN in the one and
-plain RoPE in the other is 0.5 nats a token away from itself, so what disagrees is refused rather than ranked.
+them: transformers then uses `rope_scaling` alone and ignores `rope_parameters`. With YaRN in one and plain RoPE in the
+other, the two readings differ by 0.5 nats a token, so contradictions are refused rather than resolved.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_rope(raw: Mapping[str, Any], path: Path) -> Rope:
     """The position embedding that transformers would build from `raw`.
 
     Raises:
-        UserError: two places disagree, or a type, key or constant that the actor does not have.
+        UserError: two places disagree, or a type, key or constant that the actor does not implement.
     """
     top = _checked("rope_theta", raw["rope_theta"], _THETA, path) if "rope_theta" in raw else None
     found = {name: _read_one(name, raw, top, path) for name in _SOURCES if raw.get(name)}

@@ -1,7 +1,7 @@
-"""How big every tensor of an architecture is: the sizes that belong to the names in `mapping.py`.
+"""The shape of every tensor named in `mapping.py`.
 
-Shapes are written down once, for Megatron's full (unsharded) tensors. Those of the Hugging Face tensors follow from
-them by splitting an empty tensor as `mapping.split` would split a real one, so the two sides cannot disagree.
+Shapes are written once, for Megatron's full (unsharded) tensors. Those of the Hugging Face tensors are derived by
+splitting an empty tensor with `mapping.split`, so the two sides cannot disagree.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The tokenizer of a model directory: loaded without its code, and checked against the model it belongs to.
+"""Loads the tokenizer of a model directory without running its code, and checks it against the model.
 
-transformers is lenient here, and each leniency is a run that trains on the wrong thing: without tokenizer files it
-makes a tokenizer of one token, and an end-of-sequence token that no file gives an id to is added as a new one, whose
-embedding nobody trained.
+transformers is lenient here, and each leniency leads to training on the wrong thing: without tokenizer files it makes a
+tokenizer of one token, and an end-of-sequence token without an id in any file is added as a new, untrained one.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def load_tokenizer(
         given_as: the setting or option that named the directory, for messages.
 
     Raises:
-        UserError: none there, damaged, code of its own, tokens that the model has no row for, or no end of sequence.
+        UserError: missing, damaged, needs its own code, has tokens without a row in the model, or no end of sequence.
     """
     where = f"{given_as} '{directory}'"
     settings = _settings(Path(directory))
@@ -48,7 +47,7 @@ def load_tokenizer(
         tokenizer.decode(probe)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a damaged file surfaces as anything; the Rust library's panics are no Exceptions
+    except BaseException as error:  # a damaged file can raise anything; the Rust library's panics are not Exceptions
         raise UserError(f"{where}: its tokenizer cannot be loaded: {_one_line(error)}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise UserError(f"{where}: its tokenizer is a {type(tokenizer).__name__}, which is for another kind of model")
@@ -81,7 +80,7 @@ def _check_ids(
 
 
 def _check_end(tokenizer: PreTrainedTokenizerBase, directory: Path, settings: Mapping[str, Any], where: str) -> None:
-    """An end of sequence that the model was trained with: one that a file gives an id to."""
+    """Require an end-of-sequence token with an id in some file: the model was then trained with it."""
     if tokenizer.eos_token_id is None:
         raise UserError(f"{where}: its tokenizer has no end-of-sequence token (eos_token in tokenizer_config.json)")
     end = tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)
@@ -99,7 +98,7 @@ def _has_id(token: str, directory: Path, settings: Mapping[str, Any]) -> bool:
     ):
         return True
     if not (directory / "tokenizer.json").is_file():
-        return True  # older formats keep theirs in binary files or several; transformers has read them
+        return True  # older formats keep it in binary or several files, which transformers has read
     fast = read_object(directory / "tokenizer.json")
     added, model = fast.get("added_tokens"), fast.get("model")
     if isinstance(added, list) and any(isinstance(entry, dict) and entry.get("content") == token for entry in added):

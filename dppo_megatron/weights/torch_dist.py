@@ -1,10 +1,10 @@
-"""Megatron distributed checkpoints (`torch_dist`) read and written tensor by tensor, by one process.
+"""Reads and writes Megatron distributed checkpoints (`torch_dist`) tensor by tensor in one process.
 
-Megatron's own save wants the whole model in memory and a process group. The format underneath is PyTorch's
-distributed checkpoint: one global tensor for each key, cut into chunks that say where they lie. So a converter needs
-neither: it describes all chunks first and supplies each when its turn comes, and it reads any box of any key. Here a
-chunk is one tensor of one layer (and expert), and a file is one layer; whatever layout loads it takes the boxes it
-needs. Only public interfaces of torch.distributed.checkpoint are used.
+Megatron's own save needs the whole model in memory and a process group. The format underneath is PyTorch's distributed
+checkpoint: one global tensor per key, cut into chunks with offsets. So a converter needs neither: it describes all
+chunks first and supplies each in turn, and it can read any slice of any key. Here a chunk is one tensor of one layer
+(and expert), and a file is one layer; each layout that loads it reads the slices it needs. Only public interfaces of
+torch.distributed.checkpoint are used.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _FORMAT = {
     "common_backend_version": 1,
 }
 _NOT_MODEL = ("optimizer.", "reference.")
-"""Prefixes of what a training checkpoint holds beside the model."""
+"""Key prefixes of what a training checkpoint holds beside the model."""
 
 
 def is_torch_dist(directory: str | Path) -> bool:
@@ -90,7 +90,7 @@ def write_torch_dist(
     ]
     writer = FileSystemWriter(directory)
     writer.set_up_storage_writer(is_coordinator=True)
-    # one plan for each layer, as if each were written by a rank of its own: so each becomes a file of its own
+    # one plan per layer, as if each were written by its own rank, so that each becomes its own file
     plans, metadata = planner.create_global_plan([SavePlan(items) for items in by_layer])
     plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
     results = [writer.write_data(plan, planner).wait() for plan in plans]

@@ -1,7 +1,7 @@
-"""The `.metadata` of a distributed checkpoint: read without running it (`safe_pickle.py`), and checked before use.
+"""Reads the `.metadata` of a distributed checkpoint without running its code (`safe_pickle.py`), and checks it.
 
-What comes out of a damaged or hostile file is still any arrangement of the listed classes, so the attributes that are
-used later are looked at here, and no tensor may lie outside the checkpoint's own directory.
+A damaged or hostile file can still produce any arrangement of the allowed classes, so every attribute that is used
+later is checked here, and no tensor may lie outside the checkpoint's directory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dppo_megatron.types import UserError
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """What the checkpoint holds and where it lies.
+    """What the checkpoint holds, and in which files.
 
     Raises:
         UserError: unreadable, naming anything but plain data, or paths that leave `directory`.
@@ -36,11 +36,11 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def _check_tensors(tensors: Any, path: Path) -> None:
-    """Names to descriptions, each with the attributes that are used."""
+    """Names to descriptions; checks the attributes that are used."""
     if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
         raise UserError(f"{path}: holds no table of tensors")
     for name, tensor in tensors.items():
-        if isinstance(tensor, TensorStorageMetadata) and not _is_whole(tensor):  # else bytes, which are not read
+        if isinstance(tensor, TensorStorageMetadata) and not _is_whole(tensor):  # others are bytes, not read
             raise UserError(f"{path}: the description of {name!a} is damaged")
 
 

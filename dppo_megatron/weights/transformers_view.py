@@ -1,8 +1,8 @@
-"""What transformers makes of a config.json, compared with what we made of it.
+"""Compares transformers' reading of a config.json with ours.
 
-The actor takes its sizes from our own reading, the embedded engine and everybody who later loads the checkpoint from
-transformers' config class. Both readings are made at start, and a difference is an error that names both values: a new
-version of transformers that reads a key in another way is then a sentence, and not a run on two models.
+The actor takes its sizes from our reading; the embedded engine, and whoever loads the checkpoint later, from
+transformers' config class. Both are read at the start and a difference is an error that names both values. Should a new
+version of transformers read a key differently, that is an error message and not a run on two different models.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check_agreement(raw: Mapping[str, Any], model_type: str, ours: Mapping[str, 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(raw)))
-    except Exception as error:  # its validators raise classes of their own, and plain TypeErrors from deep inside
+    except Exception as error:  # its validators raise their own classes, and TypeErrors from deep inside
         raise UserError(f"{path}: transformers refuses it: {_one_line(error)}") from None
     theirs = {
         name: getattr(config, name, None) for name in ours if name not in ("head_dim", "rope_theta", "rope_factor")

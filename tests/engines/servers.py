@@ -63,8 +63,7 @@ def local_settings(engine: str, *more_arguments: str) -> dict[str, Any]:
 
 
 def start_servers(engine: str, files: Path, run_dir: Path, count: int) -> list[LaunchedServer]:
-    """`count` servers of the job's model, ready. They hold its weights and ask for `API_KEY`: vLLM is told it by the
-    environment, SGLang by its command line, which only a test may do."""
+    """`count` servers of the job's model, ready. They hold its weights and ask for `API_KEY`."""
     config = job_config(
         files,
         run_dir,
@@ -73,8 +72,6 @@ def start_servers(engine: str, files: Path, run_dir: Path, count: int) -> list[L
         rollout__limits__max_concurrent_sequences=64,
         **local_settings(engine),
     )
-    if engine == "sglang":
-        config.rollout.servers.args += ["--api-key", API_KEY]
     before = os.environ.get(config.rollout.servers.api_key_env)
     os.environ[config.rollout.servers.api_key_env] = API_KEY
     try:

@@ -50,6 +50,16 @@ class Asked:
         await self.writer.drain()
 
 
+_ABOUT_ITSELF: dict[str, Any] = {
+    "version": {"version": "0.32.0"},
+    "v1/models": {"data": [{"id": "policy", "root": "/no/such/model", "max_model_len": 4096}]},
+    "server_info": {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}, "version": "0.5.23"},
+    "weight_info": {"weight_version": VERSION},
+    "get_world_size": {"world_size": 1},
+    "model_info": {"model_path": "/no/such/model", "weight_version": VERSION},
+}
+"""Enough for the trainer to take a stub for either engine."""
+
 Behaviour = Callable[[Asked], Awaitable[None]]
 
 
@@ -68,7 +78,7 @@ class StubServers:
         def serve() -> None:
             self._loop = asyncio.new_event_loop()
             asyncio.set_event_loop(self._loop)
-            server = self._loop.run_until_complete(asyncio.start_server(self._connection, "127.0.0.1", 0))
+            server = self._loop.run_until_complete(asyncio.start_server(self._connection, "0.0.0.0", 0))
             self.port = server.sockets[0].getsockname()[1]
             started.set()
             self._loop.run_forever()
@@ -109,7 +119,7 @@ class StubServers:
                 elif rest in ("health", "server_info") and name in self.health:
                     await self.health[name](asked)
                 else:
-                    await asked.reply("{}")
+                    await asked.reply(json.dumps(_ABOUT_ITSELF.get(rest.partition("?")[0], {})))
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:

@@ -1,4 +1,4 @@
-"""Where a completion says what its final answer is.
+"""Finds the final answer in a completion.
 
 A mark is, in this order: the last `\\boxed{}` (`\\fbox{}`), `<answer>...</answer>`, `#### x`, and "the answer is x" at
 the end. A stronger mark that is broken (an unterminated box, an empty

@@ -1,4 +1,4 @@
-"""From a cleaned text to the answer that it states."""
+"""Parses a cleaned text into the answer that it states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers with a form of their own: words, choice letters, digits in a base, times, matrices, whole sets."""
+"""Answers with special forms: words, choice letters, digits in a base, times, matrices, whole sets."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from dppo_megatron.rollout.servers.http import (
     BadAnswer,
     Refused,
     Unreachable,
+    brief,
     excerpt,
     retry_after_s,
 )
@@ -97,7 +98,7 @@ class Asker:
             return await self._exchange(server, call, max_bytes, flags)
         except (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError) as error:
             if not flags.reused:
-                raise Unreachable(f"{server.url}{call.path}: {type(error).__name__}: {error}") from None
+                raise Unreachable(f"{server.url}{call.path}: {brief(error)}") from None
         except Exception as error:
             raise self._told(error, server, call) from None
         try:
@@ -138,7 +139,7 @@ class Asker:
                 f"the rollout client can open no more connections ({error.strerror}); it keeps to {self._sockets}, for"
                 " its limit on open files (ulimit -n)"
             )
-        return Unreachable(f"{server.url}{call.path}: {type(error).__name__}: {error}")
+        return Unreachable(f"{server.url}{call.path}: {brief(error)}")
 
 
 async def _note_reuse(session: aiohttp.ClientSession, context: Any, parameters: Any) -> None:

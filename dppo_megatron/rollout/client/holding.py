@@ -30,6 +30,9 @@ class HeldGroup:
     texts: list[bytes] = field(default_factory=list)
     grades: bytes = b""
     is_ready: bool = False
+    number: int = 0
+    """In the order in which the client's groups have landed: what shares go by. Not by their index in the rollout, of
+    which one client may have every second."""
 
 
 class Holdings:
@@ -38,10 +41,12 @@ class Holdings:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._groups: dict[int, HeldGroup] = {}
+        self._landed = 0
 
     def put(self, ticket: int, group: HeldGroup) -> None:
         """Keep an answer."""
         with self._lock:
+            group.number, self._landed = self._landed, self._landed + 1
             self._groups[ticket] = group
 
     def drop(self, tickets: Sequence[int]) -> None:
@@ -68,7 +73,7 @@ class Holdings:
         """What is ready and belongs to a share, in the order of the groups; it is held no longer."""
         with self._lock:
             mine = [
-                ticket for ticket, group in self._groups.items() if group.is_ready and group.index % shares == share
+                ticket for ticket, group in self._groups.items() if group.is_ready and group.number % shares == share
             ]
             return sorted((self._groups.pop(ticket) for ticket in mine), key=lambda group: group.index)
 

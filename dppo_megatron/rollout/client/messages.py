@@ -49,7 +49,7 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
 
 
 class Take(msgspec.Struct, frozen=True):
-    """A rank of the client's node asks for its share of what is ready: groups with index % shares == share."""
+    """A rank of the client's node asks for its share of what is ready: every `shares`-th group, from `share` on."""
 
     share: int
     shares: int

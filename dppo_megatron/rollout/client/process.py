@@ -44,7 +44,7 @@ from dppo_megatron.rollout.client.messages import (
     Lost,
     Servers,
 )
-from dppo_megatron.rollout.servers.http import BadAnswer, Refused, Unreachable
+from dppo_megatron.rollout.servers.http import BadAnswer, Refused, Unreachable, brief
 from dppo_megatron.rollout.servers.intake import Ask, Failed, Landed, Ready
 from dppo_megatron.rollout.servers.wire import Sampled
 
@@ -136,7 +136,7 @@ class Client:
         except OurFault as error:
             self._fail(Failed(ask.ticket, "ours", str(error)))
         except Exception as error:  # an answer that we do not foresee must not leave its request waiting
-            self._fail(Failed(ask.ticket, "bad", f"{type(error).__name__}: {error}"))
+            self._fail(Failed(ask.ticket, "bad", brief(error)))
         else:
             self._asks.pop(ask.ticket, None)
             self._held.put(ask.ticket, HeldGroup(ask.index, sampled))
@@ -166,7 +166,7 @@ class Client:
 
     def _lost(self, error: BaseException) -> None:
         """From any thread: this client cannot do its work."""
-        self._loop.call_soon_threadsafe(self._send, Lost(f"{type(error).__name__}: {error}"))
+        self._loop.call_soon_threadsafe(self._send, Lost(brief(error)))
 
     def _fail(self, message: Failed) -> None:
         self._asks.pop(message.ticket, None)

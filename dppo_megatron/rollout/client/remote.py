@@ -178,14 +178,13 @@ def take(path: str, secret: bytes, share: int, shares: int) -> Iterator[Arrived]
         GuardStop: the client is gone.
     """
     try:
-        peer = frames.connect(path, _HANDSHAKE_S)
+        with frames.connect(path, _HANDSHAKE_S) as peer:
+            peer.settimeout(_TAKE_S)
+            frames.connect_handshake(peer, secret)
+            frames.send(peer, ENCODER.encode(Take(share, shares)))
+            yield from take_over(peer)
     except OSError as error:
         raise GuardStop(f"this node's rollout client has ended: {error}") from None
-    with peer:
-        peer.settimeout(_TAKE_S)
-        frames.connect_handshake(peer, secret)
-        frames.send(peer, ENCODER.encode(Take(share, shares)))
-        yield from take_over(peer)
 
 
 def owners(urls: Sequence[str], num_clients: int, *, only_first: bool) -> list[int]:

@@ -11,7 +11,6 @@ import secrets
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +23,7 @@ from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http, Refused, Unreachable, clean_key
 from dppo_megatron.rollout.servers.launch import LaunchedServer
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
+from dppo_megatron.rollout.servers.seats import CPU, RankDevice, Seats, seats, visible_devices
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer, vllm_command, vllm_environment
 from dppo_megatron.rollout.transfer import shared_memory
@@ -46,12 +46,19 @@ class Connection:
     world_sizes: dict[str, int]
     """Workers of each server, by address."""
     description: str
+    seats: Seats
+    """Under the channel ipc, the rank that hands weights to each worker; else empty."""
     keys: dict[str, str]
     """API key of each launched server, by address; what is configured goes to all others."""
 
 
-def connect(config: Config, architecture: Architecture, say: Callable[[str], None]) -> Connection:
+def connect(
+    config: Config, architecture: Architecture, say: Callable[[str], None], devices: Sequence[RankDevice]
+) -> Connection:
     """Reach or start every server and check it.
+
+    Args:
+        devices: where each rank of the actor computes.
 
     Raises:
         UserError: what is wrong with which server.
@@ -71,9 +78,13 @@ def connect(config: Config, architecture: Architecture, say: Callable[[str], Non
         for server, info in zip(servers, infos, strict=True):
             check_server(server.http.url, info, config, architecture)
         on_gpu = torch.cuda.is_available()
+        found = _seats(launched, infos, devices)
         channel, why = choose_channel(
             rollout.sync.channel,
-            [_reachable(info.channels, own) for info, own in zip_longest(infos, launched)],
+            [
+                [name for name in info.channels if name != "ipc" or found.get(server.http.url)]
+                for server, info in zip(servers, infos, strict=True)
+            ],
             on_gpu=on_gpu,
             colocated=rollout.servers.colocate,
         )
@@ -85,6 +96,7 @@ def connect(config: Config, architecture: Architecture, say: Callable[[str], Non
         fleet=Fleet(servers, rollout, say, processes=launched),
         channel=channel,
         keys={server.url: server.api_key for server in launched},
+        seats={url: ranks for url, ranks in found.items() if ranks} if channel == "ipc" else {},
         world_sizes={server.http.url: info.world_size for server, info in zip(servers, infos, strict=True)},
         description=(
             f"rollout: {rollout.engine} {infos[0].engine_version} at {', '.join(urls)}; weight sync: {channel} ({why})"
@@ -92,19 +104,21 @@ def connect(config: Config, architecture: Architecture, say: Callable[[str], Non
     )
 
 
-def _reachable(channels: Sequence[str], launched: LaunchedServer | None) -> list[str]:
-    """`ipc` only for a server of ours whose first GPU is the one where rank 0 has the weights."""
-    shares = launched is not None and shared_memory.is_supported()
-    if launched is not None and torch.cuda.is_available():
-        mine = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
-        theirs = launched.variables.get("CUDA_VISIBLE_DEVICES", mine)
-        shares = shares and first_device(mine) == first_device(theirs)
-    return [name for name in channels if name != "ipc" or shares]
-
-
-def first_device(visible: str) -> str:
-    """The first of a CUDA_VISIBLE_DEVICES."""
-    return visible.split(",")[0].strip()
+def _seats(
+    launched: Sequence[LaunchedServer], infos: Sequence[ServerInfo], devices: Sequence[RankDevice]
+) -> dict[str, tuple[int, ...] | None]:
+    """For each server of ours by address the ranks that share its workers' devices; None for one with a worker on a
+    device without a rank."""
+    if not shared_memory.is_supported():
+        return {}
+    found = {}
+    for turn, (server, info) in enumerate(zip(launched, infos, strict=False)):  # others' servers have none
+        workers = info.devices
+        if not workers and torch.cuda.is_available():
+            visible = server.variables.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
+            workers = tuple(visible_devices(visible)[: info.world_size])
+        found[server.url] = seats(devices, workers or (CPU,) * info.world_size, turn)
+    return found
 
 
 def configured_key(rollout: RolloutConfig) -> str:
@@ -211,8 +225,8 @@ def _check_cuts(url: str, info: ServerInfo, rollout: RolloutConfig, vocab_size: 
 def launch_servers(config: Config) -> list[LaunchedServer]:
     """Start `rollout.servers.count` processes, without waiting for them.
 
-    vLLM servers get a key through their environment, and ask for it at every endpoint (`in_engine/dppo_vllm_guard.py`):
-    other users of this machine can reach the port too. SGLang takes a key on its command line only, and logs it.
+    Each gets a key of its own through its environment, and asks for it at every endpoint (`in_engine`): other users of
+    this machine can reach the port too.
     """
     rollout = config.rollout
     key = configured_key(rollout)
@@ -230,8 +244,8 @@ def launch_servers(config: Config) -> list[LaunchedServer]:
         for index in range(rollout.servers.count):
             gpus = {"CUDA_VISIBLE_DEVICES": rollout.servers.gpus[index]} if rollout.servers.gpus else {}
             log = Path(config.run_dir) / "servers" / f"server_{index}.log"
-            own_key = (key or secrets.token_urlsafe(32)) if vllm else key
-            guard = {"VLLM_API_KEY": own_key} if vllm else {}
+            own_key = key or secrets.token_urlsafe(32)
+            guard = {"VLLM_API_KEY" if vllm else "DPPO_SERVER_KEY": own_key}
             servers.append(LaunchedServer(command, variables | gpus | guard, log, own_key))
             servers[-1].start()
     except UserError:

@@ -245,6 +245,8 @@ class Fleet:
     def _is_back(self, member: Member) -> None:
         with self.lock:
             member.answers()
+        # a probe that was begun while it hung would say so after it has come back
+        self._probing[member.name].answer = None
         self.say(f"rollout: {member.name} answers again; it gets requests after a weight sync")
 
 
@@ -271,8 +273,8 @@ class _Rollout:
                 for event in self._intake.events(_TICK_S):
                     if (landed := self._settle(event)) is not None:
                         yield landed
+                self._drop_the_lost()  # before a probe can call them back
                 self._fleet.probe_all()
-                self._drop_the_lost()
                 self._cut_stragglers()
                 self._watch()
             if work.given_up:
@@ -366,6 +368,8 @@ class _Rollout:
     def _blame(self, attempt: _Attempt, why: str) -> None:
         """A failure of this server, and one of this request's few."""
         work, member = self._work, attempt.member
+        if member.state == "out":  # it broke many connections at once, and another one's end was told first
+            return
         said = work.failures.setdefault(attempt.index, [])
         said.append(f"{member.name}: {why}")
         self._fleet.mark_out(member, why)

@@ -120,7 +120,7 @@ class Http:
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise BadAnswer(f"{self.url}{path}: its answer is no JSON: {error}") from None
+            raise BadAnswer(f"{self.url}{path}: its answer is no JSON: {brief(error)}") from None
 
     def _request(self, method: str, path: str, payload: bytes | None, timeout_s: float, max_bytes: int) -> bytes:
         deadline, cuts = time.monotonic() + timeout_s, self._cuts
@@ -142,7 +142,7 @@ class Http:
             self._drop(connection)
             if isinstance(error, OSError) and error.errno in OUR_ERRORS:
                 raise GuardStop(f"the trainer cannot open a connection to {self.url}: {error}") from None
-            raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+            raise Unreachable(f"{self.url}{path}: {brief(error)}") from None
         with self._lock:
             self._busy.discard(connection)
             self._idle.append(connection)
@@ -252,6 +252,12 @@ def retry_after_s(header: str | None) -> float | None:
     except ValueError:
         return None
     return seconds if 0 <= seconds < math.inf else None
+
+
+def brief(error: BaseException) -> str:
+    """An error in a line: libraries quote what they could not read, which may be a whole answer."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
 
 
 def excerpt(content: bytes) -> str:

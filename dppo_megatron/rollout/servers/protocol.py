@@ -10,18 +10,17 @@ import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
-
-from torch import Tensor
+from typing import Any, Literal, Protocol, TypeAlias
 
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.wire import AnyDialect, Expected, GenerateRequest, Sampled, checked
 from dppo_megatron.rollout.transfer.groups import BroadcastGroup, Meeting
-from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 from dppo_megatron.types import UserError
 
 InFlight = Literal["finish", "abort", "continue"]
 DeviceMemory = Literal["weights", "kv_cache"]
+Offer: TypeAlias = dict[str, Any] | str
+"""How a worker maps memory of the trainer: JSON for vLLM, a pickle of handles in base64 for SGLang."""
 DEVICE_MEMORY: frozenset[DeviceMemory] = frozenset(("weights", "kv_cache"))
 
 
@@ -45,6 +44,8 @@ class ServerInfo:
     """Log-probabilities under a cut are given for a top_k of at most this, also for top_p alone; None: always."""
     cuts_in_order: bool = True
     """top_p is measured on what top_k leaves, as everywhere else; not on the whole distribution."""
+    devices: tuple[str, ...] = ()
+    """UUID of each worker's GPU, or `cpu`; empty: it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,22 +95,21 @@ class Server(Protocol):
 class BucketServer(Server, Protocol):
     """A server that takes weights in buckets, between `begin_update` and `end_update`."""
 
-    def join_group(self, meeting: Meeting, *, timeout_s: float) -> None:
-        """Have the workers join a broadcast group as ranks 1 ... world_size - 1, and leave an earlier one."""
+    def join_group(self, meeting: Meeting, first_rank: int, *, timeout_s: float) -> None:
+        """Have the workers join a broadcast group as ranks `first_rank` and following, and leave an earlier one. Other
+        servers' workers have the ranks before and after. Returns when all members have joined."""
 
     def own_group(self, meeting: Meeting) -> BroadcastGroup:
-        """The trainer's end of that group, as `groups.send` takes it. Returns when all have joined."""
+        """The trainer's end of that group. Returns when all have joined."""
 
     def begin_update(self, *, timeout_s: float) -> None:
         """A server that was left in the middle of an earlier update begins afresh."""
 
     def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
-        """Take part in one broadcast for each of these tensors."""
+        """Take part in one broadcast, of these tensors end to end."""
 
-    def receive_shared(
-        self, buffer: SharedBuffer, views: Sequence[Tensor], tensors: Sequence[TensorNote], *, timeout_s: float
-    ) -> None:
-        """Take these tensors from memory of the trainer: `views` into `buffer`, end to end from its front."""
+    def receive_shared(self, offers: Sequence[Offer], tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
+        """Take these tensors from memory of the trainer's ranks; one offer for each worker, in their order."""
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
         """Leaves no cached prefix, as `load_from_disk`."""

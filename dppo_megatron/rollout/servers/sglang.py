@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers.http import Http, Refused
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
     InFlight,
+    Offer,
     ServerInfo,
     TensorNote,
     architecture_of,
@@ -26,10 +26,11 @@ from dppo_megatron.rollout.servers.protocol import (
     too_old,
 )
 from dppo_megatron.rollout.servers.wire import SGLangDialect
-from dppo_megatron.rollout.transfer.groups import BroadcastGroup, Meeting, torch_group
+from dppo_megatron.rollout.transfer.groups import Broadcast, BroadcastGroup, Meeting
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer, pickled
 from dppo_megatron.types import UserError
 
+_IN_ENGINE = Path(__file__).parent / "in_engine"
 MINIMUM_VERSION = "0.5.23"
 _PAUSE_MODE: dict[InFlight, str] = {"finish": "retract", "abort": "abort", "continue": "retract"}
 """`retract` frees the cache of running requests, which are then prefilled again under the new weights; the trainer
@@ -123,7 +124,7 @@ class SGLangServer:
         found: dict[str, str] = answer["ranks"][0]["checksums"]
         return found
 
-    def join_group(self, meeting: Meeting, *, timeout_s: float) -> None:
+    def join_group(self, meeting: Meeting, first_rank: int, *, timeout_s: float) -> None:
         """Every tensor-parallel worker joins. A server that was started again has no group to leave: no failure."""
         if self._group:
             with contextlib.suppress(Refused):
@@ -132,7 +133,7 @@ class SGLangServer:
         body = {
             "master_address": meeting.host,
             "master_port": meeting.store.port,
-            "rank_offset": 1,
+            "rank_offset": first_rank,
             "world_size": meeting.world_size,
             "group_name": meeting.name,
             "backend": meeting.backend,
@@ -141,7 +142,7 @@ class SGLangServer:
 
     def own_group(self, meeting: Meeting) -> BroadcastGroup:
         """SGLang's end is a process group of torch's."""
-        return torch_group(meeting)
+        return Broadcast(meeting, as_torch_does=True)
 
     def begin_update(self, *, timeout_s: float) -> None:
         """Opens a session; one that an interrupted sync has left open is closed first."""
@@ -152,22 +153,20 @@ class SGLangServer:
             self.http.post("/begin_weight_update", {}, timeout_s=timeout_s)
 
     def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
-        """See `_FLUSH`. The version is given after the last bucket."""
+        """See `_FLUSH`. One broadcast of bytes, end to end. The version is given after the last bucket."""
         body = {
             "names": [note.name for note in tensors],
             "dtypes": [note.dtype for note in tensors],
             "shapes": [list(note.shape) for note in tensors],
             "group_name": self._group,
+            "load_format": "flattened_bucket",
             **_FLUSH,
         }
         self.http.post("/update_weights_from_distributed", body, timeout_s=timeout_s)
 
-    def receive_shared(
-        self, buffer: SharedBuffer, views: Sequence[Tensor], tensors: Sequence[TensorNote], *, timeout_s: float
-    ) -> None:
-        """Handles of the trainer's memory, for each worker its own: torch counts who has mapped what."""
-        named = [(note.name, view) for note, view in zip(tensors, views, strict=True)]
-        body = {"serialized_named_tensors": [pickled(named) for _ in range(self._workers)], **_FLUSH}
+    def receive_shared(self, offers: Sequence[Offer], tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
+        """Handles of the trainer's memory, one pickle a worker."""
+        body = {"serialized_named_tensors": list(offers), **_FLUSH}
         self.http.post("/update_weights_from_tensor", body, timeout_s=timeout_s)
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
@@ -194,13 +193,20 @@ class SGLangServer:
             raise Refused(409, f"{path}: {answer.get('message')}")
 
 
+def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
+    """How one worker finds `tensors` at the front of `buffer`: handles in a pickle, made on the rank that has filled
+    it."""
+    views = buffer.views(tensors[0].dtype, [note.shape for note in tensors])
+    return pickled([(note.name, view) for note, view in zip(tensors, views, strict=True)])
+
+
 def sglang_command(
     config: RolloutConfig, python: str, model: str, max_tokens: int, dtype: str, *, cpu: bool
 ) -> list[str]:
     """The command line of a launched server."""
     on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
     return [
-        *(python, "-m", "sglang.launch_server", "--model-path", model, "--served-model-name", "policy"),
+        *(python, str(_IN_ENGINE / "dppo_sglang_server.py"), "--model-path", model, "--served-model-name", "policy"),
         *("--host", "127.0.0.1", "--port", "{port}", "--dtype", dtype, "--context-length", str(max_tokens)),
         *("--max-running-requests", str(config.limits.max_concurrent_sequences), "--skip-server-warmup"),
         *(["--enable-memory-saver"] if config.servers.colocate and not cpu else []),

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from torch import Tensor
-
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers.http import Http, Refused
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
     InFlight,
+    Offer,
     ServerInfo,
     TensorNote,
     architecture_of,
@@ -29,7 +28,7 @@ from dppo_megatron.rollout.servers.protocol import (
     too_old,
 )
 from dppo_megatron.rollout.servers.wire import VLLMDialect
-from dppo_megatron.rollout.transfer.groups import BroadcastGroup, Meeting, bare_group
+from dppo_megatron.rollout.transfer.groups import CHUNK_BYTES, Broadcast, BroadcastGroup, Chain, Meeting
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 from dppo_megatron.types import UserError
 
@@ -50,7 +49,6 @@ class VLLMServer:
     _model: str = field(default="", init=False)
     _extended: bool = field(default=False, init=False)
     """The server runs our worker extension."""
-    _workers: int = field(default=1, init=False)
     _seeded: bool = field(default=True, init=False)
     """Requests may carry a seed; not on a CPU with chunked prefill, see `_WHOLE_PREFILL`."""
 
@@ -73,11 +71,13 @@ class VLLMServer:
         chunked = (engine_config.get("scheduler_config") or {}).get("enable_chunked_prefill", True)
         on_cpu = "cpu" in str((engine_config.get("device_config") or {}).get("device", "")).lower()
         self._seeded = not (on_cpu and chunked)
-        self._workers = int(self.http.get("/get_world_size", timeout_s=timeout_s)["world_size"])
+        workers = int(self.http.get("/get_world_size", timeout_s=timeout_s)["world_size"])
         if self._extended:
-            [model, *_] = self._rpc("dppo_model", timeout_s)["results"]
-            architecture, vocab_size = model["architecture"], model["vocab_size"]
+            models = self._rpc("dppo_model", timeout_s)["results"]
+            architecture, vocab_size = models[0]["architecture"], models[0]["vocab_size"]
+            devices = tuple(str(model["device"]) for model in models)
         else:
+            devices = ()
             architecture, vocab_size = architecture_of(card.get("root") or "")
         return ServerInfo(
             engine_version=version["version"],
@@ -86,8 +86,9 @@ class VLLMServer:
             architecture=architecture,
             vocab_size=vocab_size,
             channels=("disk", "gloo", "nccl", "ipc") if transfer.get("backend") == "dppo" else ("disk",),
-            world_size=self._workers,
+            world_size=workers,
             logprobs_are_processed=engine_config["model_config"].get("logprobs_mode") == "processed_logprobs",
+            devices=devices,
         )
 
     def healthy(self, *, timeout_s: float) -> None:
@@ -115,23 +116,23 @@ class VLLMServer:
         self._forget_prefixes(timeout_s)
         self.http.post("/update_weight_version", {"new_version": version}, timeout_s=timeout_s)
 
-    def join_group(self, meeting: Meeting, *, timeout_s: float) -> None:
-        """Through vLLM's weight transfer interface, with our receiver; what there was before is shut down."""
-        with contextlib.suppress(Refused):  # there may be nothing
-            self._after_an_interruption("/shutdown_weight_transfer_engine", timeout_s)
+    def join_group(self, meeting: Meeting, first_rank: int, *, timeout_s: float) -> None:
+        """Through vLLM's weight transfer interface, with our receiver, which leaves an earlier group by itself."""
         info = {
             "backend": meeting.backend,
             "master_address": meeting.host,
             "master_port": meeting.store.port,
-            "rank_offset": 1,
+            "rank_offset": first_rank,
             "world_size": meeting.world_size,
-            "timeout_s": timeout_s,
+            "joining_s": meeting.joining.total_seconds(),
+            "timeout_s": meeting.timeout.total_seconds(),
+            "chunk_bytes": CHUNK_BYTES,
         }
         self.http.post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=timeout_s)
 
     def own_group(self, meeting: Meeting) -> BroadcastGroup:
         """As our receiver makes its end."""
-        return bare_group(meeting)
+        return Chain(meeting) if meeting.backend == "gloo" else Broadcast(meeting, as_torch_does=False)
 
     def begin_update(self, *, timeout_s: float) -> None:
         """Layers are ready to take checkpoint tensors."""
@@ -141,12 +142,9 @@ class VLLMServer:
         """One bucket of one dtype."""
         self.http.post("/update_weights", {"update_info": _update_info(tensors)}, timeout_s=timeout_s)
 
-    def receive_shared(
-        self, buffer: SharedBuffer, views: Sequence[Tensor], tensors: Sequence[TensorNote], *, timeout_s: float
-    ) -> None:
-        """One bucket of one dtype; our receiver maps the buffer, each worker by a handle of its own: torch counts who
-        has mapped what."""
-        info = [_update_info(tensors) | {"memory": buffer.handle()} for _ in range(self._workers)]
+    def receive_shared(self, offers: Sequence[Offer], tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
+        """One bucket of one dtype; our receiver maps the buffer."""
+        info = [_update_info(tensors) | {"memory": offer} for offer in offers]
         self.http.post("/update_weights", {"update_info": info}, timeout_s=timeout_s)
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
@@ -200,6 +198,11 @@ class VLLMServer:
             if error.status == 404:
                 return None
             raise
+
+
+def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
+    """How one worker finds `tensors` at the front of `buffer`; made on the rank that has filled it."""
+    return buffer.handle()
 
 
 def _update_info(tensors: Sequence[TensorNote]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dppo_megatron.rollout.servers.http import BadAnswer
+from dppo_megatron.rollout.servers.http import BadAnswer, brief
 
 _HIGHEST_LOGPROB = 1e-3
 """Rounding of a log-softmax in bfloat16 may lift a certain token a little above 0."""
@@ -374,7 +374,7 @@ def _decoded(decoder: msgspec.json.Decoder[Any], content: bytes) -> Any:
     try:
         return decoder.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadAnswer(f"its answer cannot be read: {error}") from None
+        raise BadAnswer(f"its answer cannot be read: {brief(error)}") from None
 
 
 AnyDialect = VLLMDialect | SGLangDialect

@@ -2,23 +2,42 @@
 
 Digests show what the engine's parameters are; the canary shows what it computes with. Both are needed: vLLM on a CPU
 multiplies with a packed copy of a weight, which can be old while the parameter is new. Engines join tensors (queries,
-keys and values to one), so the actor's are joined the same way before they are hashed.
+keys and values to one), so the actor's are joined the same way before they are hashed; SHA-256 takes about a second
+for a gigabyte, so it runs in threads beside the stream.
+
+No answer is no proof: a receipt that no server has answered is not taken, which is said; it is due again at the next
+sync, and after `MOST_MISSED` in a row the run stops. Nor is it an outage: a server that is late with a canary may have
+other work, and whether it is alive is the health probes' question.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dppo_megatron.types import GuardStop
+from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.rollout.engine import Engine, Request, Sampling
+from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.member import Member
+from dppo_megatron.rollout.servers.protocol import generate
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Sampled
+from dppo_megatron.rollout.sync.channels import FAILURES, at_once
+from dppo_megatron.types import Completion, GuardStop, Prompt
 
+MOST_MISSED = 3
+CANARY_TOKENS = 64
+CANARY_COMPLETIONS = 8
+Score: TypeAlias = Callable[[Prompt, Sequence[Completion]], Sequence[npt.NDArray[np.floating[Any]]]]
+"""Log-probabilities [num_tokens] of each completion under the actor's present weights; collective."""
 _JOINED = (
     (re.compile(r"(.*self_attn\.)([qkv])_proj\.(weight|bias)"), r"\1qkv_proj.\3", 3),
     (re.compile(r"(.*mlp\.)(gate|up)_proj\.(weight)"), r"\1gate_up_proj.\3", 2),
@@ -29,39 +48,93 @@ _VOCABULARY_MULTIPLE = 64
 _EMPTY = hashlib.sha256().hexdigest()
 
 
-class Digests:
-    """SHA-256 of a stream of tensors, by the engine's joined names; holds the parts of one joined tensor at a time."""
+class Receipt:
+    """Whether one kind of proof has been taken of late."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name, self._missed = name, 0
+
+    @property
+    def is_overdue(self) -> bool:
+        """Nobody answered the last time."""
+        return self._missed > 0
+
+    def settle(self, answered: int, asked: int, say: Callable[[str], None]) -> None:
+        """Note how many of the servers that were asked have answered. Raises GuardStop for none too often."""
+        if answered or not asked:
+            self._missed = 0
+            return
+        self._missed += 1
+        if self._missed >= MOST_MISSED:
+            raise GuardStop(
+                f"no rollout server has answered for its {self._name} after {self._missed} weight syncs in a row:"
+                " nothing shows that they generate with the actor's weights"
+            )
+        say(
+            f"rollout: receipt not taken: none of {asked} servers answered for its {self._name};"
+            " the next sync asks again"
+        )
+
+
+class Digests:
+    """SHA-256 of a stream of tensors, by the engine's joined names. Hashed in threads, which hold up the stream only
+    when more than `max_waiting_bytes` wait for them."""
+
+    def __init__(self, max_waiting_bytes: int = 1 << 30) -> None:
         self._parts: dict[str, list[Tensor]] = {}
-        self.found: dict[str, tuple[str, ...]] = {}
-        """The digests that are right for each name."""
+        self._found: dict[str, Future[tuple[str, ...]]] = {}
+        self._waiting: deque[tuple[int, Future[tuple[str, ...]]]] = deque()
+        self._waiting_bytes, self._max_waiting_bytes = 0, max_waiting_bytes
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="digests")
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """The same stream, hashed on its way."""
+        """The same stream. Its tensors must stay as they are until they are hashed."""
         for name, tensor in tensors:
             yield name, tensor
             self._add(name, tensor)
+
+    def result(self) -> dict[str, tuple[str, ...]]:
+        """The digests that are right for each name, when all are there."""
+        self._threads.shutdown()
+        return {name: digests.result() for name, digests in self._found.items()}
 
     def _add(self, name: str, tensor: Tensor) -> None:
         for pattern, joined, count in _JOINED:
             if pattern.fullmatch(name):
                 key = pattern.sub(joined, name)
                 parts = self._parts.setdefault(key, [])
-                parts.append(tensor.detach().cpu().clone())
+                parts.append(tensor.detach())
                 if len(parts) == count:  # the actor streams them in the order in which engines join them
-                    self.found[key] = (digest(torch.cat(self._parts.pop(key))),)
+                    self._hash(key, self._parts.pop(key))
                 return
-        self.found[name] = (digest(tensor),)
-        if name in _PER_TOKEN:
-            padding = tensor.new_zeros(-tensor.shape[0] % _VOCABULARY_MULTIPLE, *tensor.shape[1:])
-            self.found[name] += (digest(torch.cat([tensor, padding])),)
+        self._hash(name, [tensor.detach()])
+
+    def _hash(self, name: str, parts: list[Tensor]) -> None:
+        num_bytes = sum(part.nbytes for part in parts)
+        while self._waiting and self._waiting_bytes + num_bytes > self._max_waiting_bytes:
+            done_bytes, future = self._waiting.popleft()
+            future.result()
+            self._waiting_bytes -= done_bytes
+        self._found[name] = self._threads.submit(_digests, name, parts)
+        self._waiting.append((num_bytes, self._found[name]))
+        self._waiting_bytes += num_bytes
 
 
-def digest(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's bytes."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+def _digests(name: str, parts: list[Tensor]) -> tuple[str, ...]:
+    plain = digest(*parts)
+    if name not in _PER_TOKEN:
+        return (plain,)
+    [tensor] = parts
+    return plain, digest(tensor, tensor.new_zeros(-tensor.shape[0] % _VOCABULARY_MULTIPLE, *tensor.shape[1:]))
+
+
+def digest(*parts: Tensor) -> str:
+    """SHA-256 of tensors' bytes, one after the other."""
+    found = hashlib.sha256()
+    for part in parts:
+        flat = part.detach().cpu().contiguous().reshape(-1)
+        found.update(flat.view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def differing(sent: dict[str, tuple[str, ...]], held: dict[str, str]) -> tuple[list[str], int]:
@@ -72,6 +145,67 @@ def differing(sent: dict[str, tuple[str, ...]], held: dict[str, str]) -> tuple[l
     """
     shared = [name for name in sent if not _EMPTY.startswith(held.get(name, ""))]
     return [name for name in shared if not any(right.startswith(held[name]) for right in sent[name])], len(shared)
+
+
+class Canary:
+    """The canary of a run: a few short completions of one prompt from every server, scored by the actor.
+
+    Its sampling is its own: `CANARY_TOKENS` at most, whatever a step's completions may have, and uncut, since the
+    actor's log-probabilities are. Made on every rank; all count alike, because all are told the same answers.
+    """
+
+    def __init__(self, rollout: RolloutConfig, seed: int, stop_token_ids: tuple[int, ...], say: Callable[[str], None]):
+        self._bound = rollout.sync.max_canary_logprob_diff
+        self._count = min(CANARY_COMPLETIONS, rollout.completions_per_prompt)
+        tokens = min(CANARY_TOKENS, rollout.sampling.max_completion_tokens)
+        self._sampling = Sampling(tokens, rollout.sampling.temperature, seed, stop_token_ids=stop_token_ids)
+        self._receipt, self._say = Receipt("canary"), say
+
+    @property
+    def is_overdue(self) -> bool:
+        """Nobody answered the last one."""
+        return self._receipt.is_overdue
+
+    def take(self, engine: Engine, prompt: Prompt, score: Score) -> dict[str, float]:
+        """Ask all servers at once and compare. Collective.
+
+        Returns:
+            `rollout/canary_servers`, how many answered, and `rollout/canary_logprob_diff` if any did.
+
+        Raises:
+            GuardStop: a server computes with other weights, or nobody answers time after time.
+        """
+        asked = sum(state == "live" for state in engine.health().values())
+        answers = engine.probe([Request(prompt, index, 0) for index in range(self._count)], self._sampling)
+        servers = [server for server, _ in answers]
+        answered = len(set(servers))
+        self._receipt.settle(answered, asked, self._say)
+        if not answers:
+            return {"rollout/canary_servers": 0.0}
+        scored = score(prompt, [completion for _, completion in answers])
+        worst = canary_difference(servers, [completion.logprobs for _, completion in answers], scored, self._bound)
+        return {"rollout/canary_servers": float(answered), "rollout/canary_logprob_diff": worst}
+
+
+def ask_for_canary(
+    fleet: Fleet, groups: Sequence[GenerateRequest], expected: Expected, timeout_s: float
+) -> list[tuple[str, list[Sampled]]]:
+    """(server, completions) of the same requests from all live servers, which are asked at once; on rank 0. One that
+    gives no whole answer in time is left out and named in the log, and is as live as before."""
+
+    def ask(member: Member) -> list[Sampled]:
+        """One server."""
+        answers = [generate(member.server, group, expected, timeout_s=timeout_s) for group in groups]
+        return [one for sampled in answers for one in sampled if len(one.token_ids)]
+
+    found = []
+    for member, answer in at_once(fleet.live, ask):
+        error = answer.exception()
+        if isinstance(error, FAILURES):
+            fleet.say(f"rollout: no answer to a canary request from {member.name}: {error}")
+        else:
+            found.append((member.name, answer.result()))
+    return found
 
 
 def canary_difference(

@@ -1,66 +1,257 @@
-"""Around a weight sync: what becomes of requests in flight, and when a server counts as up to date."""
+"""All of a weight sync: who gets the weights, in what order a server is asked, when it counts as up to date, and what
+proves it.
+
+One sync is one or more passes over the actor's stream. Every rank walks every pass, because the stream is collective;
+rank 0 speaks to the servers, all of them at the same time in each step of the line:
+
+    reviving ─▶ waking ─▶ pausing ─▶ sending ─▶ finishing ─▶ proving ─▶ done
+       ▲                                                       │
+       └────────── somebody stale answers: another pass ───────┘
+
+A server is live when it names the version that it was sent, and no sooner. Who failed in a pass gets one more chance in
+this sync if it answers, and the next at the next sync; who only lost a pass because a neighbour in the broadcast failed
+has not failed. With nobody live, the sync waits `limits.engine_wait_s` for somebody, then stops the run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
 
+from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.distributed import from_rank_zero
+from dppo_megatron.rollout.engine import Weights
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused
 from dppo_megatron.rollout.servers.member import Member
-from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory, InFlight
-from dppo_megatron.rollout.sync.channels import on_each
+from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory
+from dppo_megatron.rollout.sync.channels import FAILURES, Channel, Tensors, at_once, drain, on_each
+from dppo_megatron.rollout.sync.receipts import Digests, Receipt, differing
+from dppo_megatron.types import GuardStop
+
+Stage = Literal["done", "reviving", "waking", "pausing", "sending", "finishing", "proving"]
+_RETRY_S = 1.0
 
 
-def pause_for_update(fleet: Fleet, members: Sequence[Member], in_flight: InFlight, timeout_s: float) -> None:
-    """Before an update: running requests are treated as `in_flight` says, leftovers of an outage are ended, since their
-    ids come back; new ones wait at the server."""
+class WeightSync:
+    """The syncs of a run. Made on every rank, and every call but `sleep` is collective.
 
-    def pause(member: Member) -> None:
-        """One server."""
-        member.server.pause("abort" if member.has_leftovers else in_flight, timeout_s=timeout_s)
+    Args:
+        fleet: on rank 0; None elsewhere.
+        settle_requests: called on rank 0 before the servers are paused: waits for what is to finish first.
 
-    on_each(fleet, members, pause)
+    Example:
+        sync = WeightSync(rollout, channel, fleet, settle_requests)
+        sync.sleep()                          # the actor needs the memory; only colocated servers
+        proven = sync.to(actor.weights)       # version 1; wakes them, live ones generate with it
+        sync.again()                          # the same version to who has come back meanwhile
+    """
 
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        channel: Channel,
+        fleet: Fleet | None,
+        settle_requests: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._rollout, self._channel, self._all = rollout, channel, fleet
+        self._settle_requests = settle_requests
+        self._timeout_s = rollout.limits.sync_timeout_s
+        self._weights: Weights | None = None
+        self._checksums = Receipt("checksums")
+        self._proves = False
+        """The present sync is proven: the first, every `verify_every`-th, one after a proof that nobody answered."""
+        self.version = 0
+        """Number of the last sync that was begun; the one counter of syncs."""
+        self.stage: Stage = "done"
+        """How far the present pass is."""
+        self.measured: dict[str, float] = {}
+        """`rollout/sync_s`, `rollout/tensors_verified`; taken away by who reads them."""
 
-def put_to_sleep(fleet: Fleet, timeout_s: float) -> None:
-    """Device memory back to the actor, from every server that answers and is awake. What still runs there has been
-    given up: by this run, in an outage, or by an earlier one."""
+    @property
+    def receivers(self) -> Sequence[int]:
+        """Ranks of the actor that must be given the stream."""
+        return self._channel.receivers
 
-    def sleep(member: Member) -> None:
-        """One server. On a timeout we assume that it sleeps."""
-        awake = DEVICE_MEMORY - member.asleep
-        with fleet.lock:
-            member.slept()
-        member.server.sleep(awake, timeout_s=timeout_s)
+    def to(self, weights: Weights) -> bool:
+        """Count one version up and bring it to every server that answers.
 
-    awake = [member for member in fleet.members if member.asleep != DEVICE_MEMORY]
-    on_each(fleet, awake, sleep, doing="going to sleep")
+        Returns:
+            Whether this sync is one of those that are proven: checksums were asked for, and the canary is due.
 
+        Raises:
+            GuardStop: nobody has the weights in the end, or a server holds others than it was sent.
+        """
+        self.version += 1
+        self._weights = weights
+        every = self._rollout.sync.verify_every
+        self._proves = every > 0 and ((self.version - 1) % every == 0 or self._checksums.is_overdue)
+        if self._all is not None:
+            self._all.expect(str(self.version))
+        self.again()
+        return self._proves
 
-def wake(fleet: Fleet, members: Sequence[Member], what: DeviceMemory, timeout_s: float) -> None:
-    """Weights before an update and the cache after it: both beside the actor's update would not fit."""
+    def again(self) -> None:
+        """Passes over the present weights until whoever can have them has them."""
+        assert self._weights is not None, "a sync comes first"
+        started, wait_until, passes, is_over = time.perf_counter(), 0.0, 0, False
+        while not is_over:
+            problem = self._pass_to_the_end(self._weights())
+            passes += 1
+            wait_until = wait_until or time.monotonic() + self._rollout.limits.engine_wait_s
 
-    def wake_one(member: Member) -> None:
-        """One server."""
-        member.server.wake(what, timeout_s=timeout_s)
-        with fleet.lock:
-            member.woke(what)
+            def decide(problem: Exception | None = problem, passes: int = passes, until: float = wait_until) -> bool:
+                """On rank 0."""
+                return not self._needs_another_pass(problem, passes, until)
 
-    on_each(fleet, [member for member in members if what in member.asleep], wake_one, doing="waking up")
+            is_over = from_rank_zero(decide)
+        self.stage = "done"
+        self.measured["rollout/sync_s"] = time.perf_counter() - started
 
+    def sleep(self) -> None:
+        """On rank 0: device memory back to the actor, from every server that answers and is awake. What still runs
+        there has been given up: by this run, in an outage, or by an earlier one."""
+        fleet = self._fleet
+        fleet.wait_for_starting(self._rollout.limits.start_timeout_s)  # else they would take it during the update
+        fleet.revive()
 
-def resume_and_confirm(fleet: Fleet, members: Sequence[Member], version: str, timeout_s: float) -> None:
-    """After an update: generate again, and read the version back. Those that agree are live."""
+        def sleep(member: Member) -> None:
+            """One server. On a timeout we assume that it sleeps."""
+            awake = DEVICE_MEMORY - member.asleep
+            with fleet.lock:
+                member.slept()
+            member.server.sleep(awake, timeout_s=self._timeout_s)
 
-    def finish(member: Member) -> None:
-        """One server; Refused if it names other weights than it was sent."""
-        server = member.server
-        server.resume(timeout_s=timeout_s)
-        found = server.weights_version(timeout_s=timeout_s)
-        if found != version:
-            raise Refused(409, f"its weights version is '{found}' after the sync of '{version}'")
+        on_each(fleet, [m for m in fleet.members if m.asleep != DEVICE_MEMORY], sleep, doing="going to sleep")
 
-    took = on_each(fleet, members, finish)
-    with fleet.lock:
-        for member in took:
-            member.took(version)
+    def pause(self, members: Sequence[Member]) -> None:
+        """On rank 0: running requests are treated as `sync.in_flight` says, leftovers of an outage are ended, since
+        their ids come back; new ones wait at the server."""
+        on_each(
+            self._fleet,
+            members,
+            lambda m: m.server.pause(
+                "abort" if m.has_leftovers else self._rollout.sync.in_flight, timeout_s=self._timeout_s
+            ),
+        )
+
+    def resume(self, members: Sequence[Member]) -> None:
+        """On rank 0: after `pause`, without a sync."""
+        on_each(self._fleet, members, lambda m: m.server.resume(timeout_s=self._timeout_s), doing="resuming")
+
+    def _pass_to_the_end(self, tensors: Tensors) -> Exception | None:
+        """One pass, and what went wrong in it: every rank walks the stream to its end first."""
+        stream = iter(tensors)
+        if self._all is None:
+            self._channel.take_part(stream)
+            return None
+        problem: Exception | None = None
+        try:
+            self._pass(stream)
+        except Exception as error:  # whatever it is: alone, this rank would leave the others in the stream
+            problem = error
+        drain(stream)
+        return problem
+
+    def _pass(self, tensors: Tensors) -> None:
+        """On rank 0: the line at the head of this file."""
+        fleet, version = self._fleet, str(self.version)
+        self.stage = "reviving"
+        fleet.restart_dead()
+        fleet.revive()
+        members = [member for member in fleet.members if member.state == "stale"]
+        self.stage = "waking"
+        self._wake(members, "weights")
+        self.stage = "pausing"
+        if self._rollout.sync.in_flight == "finish":
+            self._settle_requests()
+        self.pause(members)
+        self.stage = "sending"
+        digests = Digests() if self._proves else None
+        took = self._channel.push(digests.watch(tensors) if digests else tensors, members, version)
+        self.stage = "finishing"
+        self._wake(took, "kv_cache")
+        self._finish(took, version)
+        if digests is not None and fleet.live:
+            self.stage = "proving"
+            self._compare(digests)
+
+    def _wake(self, members: Sequence[Member], what: DeviceMemory) -> None:
+        """Weights before an update and the cache after it: both beside the actor's update would not fit."""
+
+        def wake(member: Member) -> None:
+            """One server."""
+            member.server.wake(what, timeout_s=self._timeout_s)
+            with self._fleet.lock:
+                member.woke(what)
+
+        on_each(self._fleet, [m for m in members if what in m.asleep], wake, doing="waking up")
+
+    def _finish(self, members: Sequence[Member], version: str) -> None:
+        """Generate again, and read the version back. Those that agree are live."""
+
+        def finish(member: Member) -> None:
+            """One server; Refused if it names other weights than it was sent."""
+            member.server.resume(timeout_s=self._timeout_s)
+            found = member.server.weights_version(timeout_s=self._timeout_s)
+            if found != version:
+                raise Refused(409, f"its weights version is '{found}' after the sync of '{version}'")
+
+        for member in on_each(self._fleet, members, finish):
+            with self._fleet.lock:
+                member.took(version)
+
+    def _compare(self, digests: Digests) -> None:
+        """Checksums of all live servers at the same time. One that does not answer is no outage, and no proof."""
+        compared, answered = 0, 0
+        sent = digests.result()
+        live = self._fleet.live
+        for member, answer in at_once(live, lambda m: m.server.checksums(timeout_s=self._timeout_s)):
+            error = answer.exception()
+            if isinstance(error, FAILURES):
+                self._fleet.say(f"rollout: no checksums of weight sync {self.version} from {member.name}: {error}")
+                continue
+            names, compared = differing(sent, answer.result())
+            answered += 1
+            if names:
+                raise GuardStop(
+                    f"{member.name} holds other bytes than weight sync {self.version} sent: {', '.join(names[:8])}"
+                    f" ({len(names)} of {compared} tensors compared)"
+                )
+        self.measured["rollout/tensors_verified"] = compared
+        self._checksums.settle(answered, len(live), self._fleet.say)
+
+    def _needs_another_pass(self, problem: Exception | None, passes: int, wait_until: float) -> bool:
+        """On rank 0. Raises GuardStop if nobody has the weights and nobody has come for them."""
+        if isinstance(problem, GuardStop):
+            raise problem
+        if problem is not None:
+            raise GuardStop(
+                f"weight sync {self.version} over {self._channel.name} failed while {self.stage}: {problem}"
+            ) from problem
+        fleet = self._fleet
+        if any(member.state == "stale" and member.name in self._channel.not_to_blame for member in fleet.members):
+            return True
+        if fleet.live:
+            return passes < 2 and self._any_stale()
+        if passes > 1:
+            time.sleep(_RETRY_S)
+        while passes < 2 or time.monotonic() < wait_until:
+            fleet.restart_dead()
+            if self._any_stale():
+                return True
+            if time.monotonic() >= wait_until:
+                break
+            time.sleep(_RETRY_S)
+        states = "; ".join(f"{name} {state}" for name, state in fleet.health().items())
+        raise GuardStop(f"no rollout server has taken weight sync {self.version} ({states})")
+
+    def _any_stale(self) -> bool:
+        self._fleet.revive()
+        return any(member.state == "stale" for member in self._fleet.members)
+
+    @property
+    def _fleet(self) -> Fleet:
+        assert self._all is not None, "rank 0 talks to the servers"
+        return self._all

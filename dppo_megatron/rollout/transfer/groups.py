@@ -1,7 +1,10 @@
-"""The trainer's end of a broadcast group with an engine's workers: rank 0 of a group outside torch's default one.
+"""The trainer's end of a broadcast group with the workers of all servers: rank 0 of a group outside torch's own.
 
-Both ends must agree on the keys under which they find each other, and each engine has its own: vLLM's workers run our
-receiver, which takes a bare backend; SGLang builds torch's full process group, so the trainer has to as well.
+    trainer (rank 0) ── one copy ──▶ workers of server A (1 ... a), of server B (a + 1 ... a + b), ...
+
+Both ends must agree on how they find each other and on what goes over the wire, and each engine has its own ideas:
+vLLM's workers run our receiver (`in_engine/dppo_wire.py`), which over gloo is a chain; SGLang builds torch's full
+process group and takes torch's broadcast, so the trainer has to as well. A bucket crosses as one flat piece of bytes.
 """
 
 from __future__ import annotations
@@ -9,18 +12,22 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixStore
 
 BroadcastBackend = Literal["gloo", "nccl"]
+CHUNK_BYTES = 4 << 20
+"""Of the chain. Smaller ones fill it sooner, larger ones wake fewer threads; a chain of n workers lags by n chunks."""
 _PREFIX = "dppo"
+_GIVEN_UP = "given up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,10 @@ class Meeting:
     host: str
     store: TCPStore
     world_size: int
+    joining: timedelta
+    """For everybody to come."""
     timeout: timedelta
+    """For one transfer."""
 
 
 def listening_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
@@ -45,79 +55,97 @@ def listening_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
     return TCPStore(host, port, world_size, True, timeout, wait_for_workers=False, master_listen_fd=handed_over)
 
 
-BroadcastGroup: TypeAlias = dict[str, Any]
-"""A torch backend (ProcessGroupGloo or ProcessGroupNCCL) for each kind of device. In no register of torch's, so that
-one whose other end hangs cannot hold up the end of the job's own group."""
+class BroadcastGroup(ABC):
+    """What the trainer holds of a group. In no register of torch's, so that one whose other end hangs cannot hold up
+    the end of the job's own group."""
+
+    @abstractmethod
+    def send(self, memory: Tensor) -> None:
+        """Send a flat piece of bytes to all members. Returns when it may be written to again. Raises RuntimeError."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Leave a group of which a member may have failed, without waiting for anything."""
 
 
-def bare_group(meeting: Meeting) -> BroadcastGroup:
-    """One backend under one prefix, as `in_engine/dppo_vllm_extension.py` joins it. Returns when all are there."""
-    device = "cuda" if meeting.backend == "nccl" else "cpu"
-    return {device: _backend(meeting, PrefixStore(_PREFIX, meeting.store))}
+class Chain(BroadcastGroup):
+    """Over gloo to our own receivers: to the first worker, which passes it on. Returns when all have joined."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._backend: Any = _backend(meeting, PrefixStore(_PREFIX, meeting.store))
+
+    def send(self, memory: Tensor) -> None:
+        parts = torch.split(memory.cpu(), CHUNK_BYTES)  # gloo sends from the host
+        begun = [self._backend.send([part], 1, tag) for tag, part in enumerate(parts)]
+        for work in begun:
+            work.wait()
+
+    def abandon(self) -> None:
+        self._backend = None  # closes its sockets when the last sender is done with it
 
 
-def torch_group(meeting: Meeting) -> BroadcastGroup:
-    """What `torch.distributed` makes of a backend's name, as SGLang does: one backend for all kinds of device that it
-    serves, under a prefix named after the first of them."""
-    devices = list(BackendConfig(Backend(meeting.backend)).get_device_backend_map())
-    prefixed = PrefixStore(f"{meeting.name}/", PrefixStore(meeting.name, meeting.store))
-    return dict.fromkeys(devices, _backend(meeting, PrefixStore(f"{devices[0]}/", prefixed)))
+class Broadcast(BroadcastGroup):
+    """Through torch's broadcast: NCCL to our own receivers, either backend to SGLang's. Returns when all have joined.
+
+    Args:
+        as_torch_does: find each other as `torch.distributed` does for a backend's name: SGLang calls it.
+    """
+
+    def __init__(self, meeting: Meeting, *, as_torch_does: bool) -> None:
+        self._store = meeting.store
+        prefixed = PrefixStore(_PREFIX, meeting.store)
+        if as_torch_does:
+            devices = list(BackendConfig(Backend(meeting.backend)).get_device_backend_map())
+            prefixed = PrefixStore(f"{meeting.name}/", PrefixStore(meeting.name, meeting.store))
+            prefixed = PrefixStore(f"{devices[0]}/", prefixed)
+        self._backend: Any = _backend(meeting, prefixed)
+
+    def send(self, memory: Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self._backend.broadcast([memory], options).wait()
+        if memory.is_cuda:
+            torch.cuda.synchronize(memory.device)  # `wait` only orders streams
+
+    def abandon(self) -> None:
+        """NCCL's is aborted. Its destructor waits for pending broadcasts, and where a killed receiver never answers
+        torch's watchdog would end this whole process after the group's timeout; the members' kernels are told through
+        the store."""
+        backend, self._backend = self._backend, None
+        if backend.name() == "nccl":  # gloo's ends with its sockets
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_GIVEN_UP, "")
+            threading.Thread(target=_abort, args=(backend,), name="abandoned group", daemon=True).start()
 
 
 class Sending:
-    """Broadcasts from rank 0, begun in a thread of their own: NCCL connects in the first one, and blocks until the
-    other ends do too. They are sent from where they lie, without a copy."""
+    """One `BroadcastGroup.send` in a thread of its own: NCCL connects in the first one, and blocks until the other ends
+    do too; and a send to somebody who has hung blocks until the group's timeout."""
 
-    def __init__(self, group: BroadcastGroup, tensors: Sequence[Tensor]) -> None:
-        self._begun: list[Any] = []
+    def __init__(self, group: BroadcastGroup, memory: Tensor) -> None:
         self._error: BaseException | None = None
-        self._forgotten = False
-        self._thread = threading.Thread(target=self._begin, args=(group, tensors), name="broadcast", daemon=True)
+        self._thread = threading.Thread(target=self._send, args=(group, memory), name="broadcast", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when all have been received. Raises RuntimeError if that fails or cannot begin in time."""
+        """Return when all has left. Raises RuntimeError if that fails or takes longer."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise RuntimeError(f"the broadcast could not begin in {timeout_s:g} s")
+            raise RuntimeError(f"the broadcast was not taken in {timeout_s:g} s")
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
-        while self._begun:
-            self._begun.pop().wait()
 
-    def forget(self) -> None:
-        """Drop the references to pending broadcasts."""
-        self._forgotten = True
-        self._begun.clear()
-
-    def _begin(self, group: BroadcastGroup, tensors: Sequence[Tensor]) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
+    def _send(self, group: BroadcastGroup, memory: Tensor) -> None:
         try:
-            for tensor in tensors:
-                self._begun.append(group[tensor.device.type].broadcast([tensor.contiguous()], options))
-                if self._forgotten:
-                    self._begun.clear()
-                    return
+            group.send(memory)
         except Exception as error:
-            self._error = error
+            # its words only: the traceback would keep the group alive, and others wait until our sockets close
+            self._error = RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def abandon(group: BroadcastGroup) -> None:
-    """Drop a group whose other end may have failed, in a thread of its own: ending it can wait for what was begun.
-
-    NCCL's is aborted first. Its destructor waits for pending broadcasts, and where a killed receiver never answers
-    torch's watchdog would end this whole process after the group's timeout.
-    """
-    threading.Thread(target=_end, args=(group,), name="abandoned group", daemon=True).start()
-
-
-def _end(group: BroadcastGroup) -> None:
-    for backend in {id(backend): backend for backend in group.values()}.values():
-        if backend.name() == "nccl":  # gloo's ends with its sockets
-            with contextlib.suppress(RuntimeError):
-                backend.abort()
-    group.clear()
+def _abort(backend: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        backend.abort()
 
 
 def _backend(meeting: Meeting, store: PrefixStore) -> Any:
@@ -126,4 +154,6 @@ def _backend(meeting: Meeting, store: PrefixStore) -> Any:
         # longer than the request's: torch ends this whole process when a broadcast is what times out first
         options._timeout = 2 * meeting.timeout
         return dist.ProcessGroupNCCL(store, 0, meeting.world_size, options)
-    return dist.ProcessGroupGloo(store, 0, meeting.world_size, meeting.timeout)
+    group = dist.ProcessGroupGloo(store, 0, meeting.world_size, meeting.joining)
+    group.set_timeout(meeting.timeout)
+    return group

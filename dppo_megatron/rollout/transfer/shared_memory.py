@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -41,21 +42,21 @@ class SharedBuffer:
     def _path(self) -> str:
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
-    def fill(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy `tensors`, all of one dtype, end to end to the buffer's front; returns them as views of it."""
-        views, start = [], 0
-        for tensor in tensors:
-            view = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            if view.is_cuda:
-                view.copy_(tensor)
-            else:  # one thread: torch's would meet those of an engine that waits on the same cores by spinning
-                source = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-                np.copyto(view.reshape(-1).view(torch.uint8).numpy(), source)
-            views.append(view)
-            start += tensor.nbytes
-        if self.memory.is_cuda:
+    def fill(self, flat: Tensor) -> None:
+        """Copy a flat tensor of bytes to the buffer's front."""
+        target = self.memory[: flat.nbytes]
+        if target.is_cuda:
+            target.copy_(flat)
             torch.cuda.synchronize(self.memory.device)  # a reader in another process knows nothing of our stream
-        return views
+        else:  # one thread: torch's would meet those of an engine that waits on the same cores by spinning
+            np.copyto(target.numpy(), flat.numpy())
+
+    def views(self, dtype: str, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Tensors of these shapes, end to end from the buffer's front."""
+        kind = getattr(torch, dtype)
+        sizes = [math.prod(shape) * kind.itemsize for shape in shapes]
+        parts = torch.split(self.memory[: sum(sizes)], sizes)
+        return [part.view(kind).view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
     def handle(self) -> dict[str, Any]:
         """How to map it, as JSON: path, size and the inode that names it, or CUDA's description in base64."""

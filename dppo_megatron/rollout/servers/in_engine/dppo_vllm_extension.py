@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from dppo_wire import Arrival, Broadcast, Chain
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -32,6 +32,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+_BUFFERS = 2
+"""Of the trainer's, mapped at a time."""
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
@@ -41,8 +44,11 @@ class InitInfo(WeightTransferInitInfo):
     master_address: str
     master_port: int
     rank_offset: int
+    """Of this server's first worker: the trainer is rank 0, and other servers' workers may come before."""
     world_size: int
+    joining_s: float
     timeout_s: float
+    chunk_bytes: int
 
 
 @dataclass
@@ -53,39 +59,35 @@ class UpdateInfo(WeightTransferUpdateInfo):
     shapes: list[list[int]]
     dtype: str
     memory: dict[str, Any] | None = None
-    """Where they lie end to end in memory of the trainer (`shared_memory.py`); None: each is broadcast."""
+    """Where they lie end to end in memory of the trainer (`shared_memory.py`); None: they are broadcast as one."""
 
 
 class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives Hugging Face tensors in buckets: from rank 0 of a group of its own, or from memory that it maps."""
+    """Receives Hugging Face tensors in buckets: in a group with the trainer and other servers' workers, or from memory
+    that it maps."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    _group: Any = None
-    _memory: torch.Tensor | None = None
-    """Takes what is broadcast. Kept between syncs on a CPU, where touching fresh memory costs as much as filling it."""
-    _mapped: tuple[str, torch.Tensor] | None = None
-    """The trainer's buffer and what names it."""
+    _group: Chain | Broadcast | None = None
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._mapped: dict[str, torch.Tensor] = {}
+        """The trainer's buffers, by what names them: it fills one while the other is read."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join the group; the trainer is rank 0 and holds the store."""
-        config, timeout = self.parallel_config, timedelta(seconds=init_info.timeout_s)
+        """Join the group; the trainer is rank 0 and holds the store. An earlier group is left first: its members may
+        be waiting for us."""
+        self._group = None
+        config = self.parallel_config
+        joining, timeout = timedelta(seconds=init_info.joining_s), timedelta(seconds=init_info.timeout_s)
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
-        store = dist.TCPStore(
-            init_info.master_address,
-            init_info.master_port,
-            init_info.world_size,
-            False,
-            timeout,
-            wait_for_workers=False,
-        )
-        prefixed = PrefixStore("dppo", store)
+        address = (init_info.master_address, init_info.master_port, init_info.world_size)
+        store = dist.TCPStore(*address, False, joining, wait_for_workers=False)
         if init_info.backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(prefixed, rank, init_info.world_size, options)
+            self._group = Broadcast(store, rank, init_info.world_size, timeout, self.device)
         else:
-            self._group = dist.ProcessGroupGloo(prefixed, rank, init_info.world_size, timeout)
+            self._group = Chain(store, rank, init_info.world_size, joining, timeout, init_info.chunk_bytes)
 
     def start_weight_update(self) -> None:
         """The layers take tensors in checkpoint form from here on. One that an update left half loaded, when a bucket
@@ -101,48 +103,60 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         dtype = getattr(torch, update_info.dtype)
         shapes = [torch.Size(shape) for shape in update_info.shapes]
         sizes = [shape.numel() * dtype.itemsize for shape in shapes]
-        memory = self._own(sum(sizes)) if update_info.memory is None else self._map(update_info.memory)
-        tensors = [
-            part.view(dtype).view(shape) for part, shape in zip(memory[: sum(sizes)].split(sizes), shapes, strict=True)
-        ]
-        arriving = self._receive(tensors) if update_info.memory is None else tensors
-        self.model.load_weights(zip(update_info.names, arriving, strict=True))
+        arrival: Arrival | None = None
+        try:
+            if update_info.memory is None:
+                arrival = self._begin(sum(sizes))
+                memory = arrival.memory
+            else:
+                memory = self._map(update_info.memory)[: sum(sizes)]
+            tensors = [part.view(dtype).view(shape) for part, shape in zip(memory.split(sizes), shapes, strict=True)]
+            self.model.load_weights(zip(update_info.names, _arriving(tensors, arrival), strict=True))
+        except RuntimeError:
+            self._group = arrival = None  # closes our sockets, so that whoever waits for us learns of it
+            raise
         keep_what_waits(self.model, memory)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the trainer fills the same memory again when it has our answer
 
-    def _receive(self, tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """All broadcasts are begun at once; each tensor is loaded while the next ones come."""
+    def _begin(self, num_bytes: int) -> Arrival:
         if self._group is None:
             raise RuntimeError("no weight transfer group: init_weight_transfer_engine comes first")
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        begun = [self._group.broadcast([tensor], options) for tensor in tensors]
-        for tensor, work in zip(tensors, begun, strict=True):
-            work.wait()
-            yield tensor
-
-    def _own(self, num_bytes: int) -> torch.Tensor:
-        if self._memory is None or self._memory.nbytes < num_bytes:
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return self._memory
+        return self._group.receive(num_bytes)
 
     def _map(self, memory: dict[str, Any]) -> torch.Tensor:
         name = json.dumps(memory, sort_keys=True)
-        if self._mapped is None or self._mapped[0] != name:
-            self._mapped = name, _map_cuda(memory) if "uuid" in memory else _map_file(memory)
-        return self._mapped[1]
+        if name not in self._mapped:
+            while len(self._mapped) >= _BUFFERS:  # the oldest: a server that has missed a sync has old ones
+                self._mapped.pop(next(iter(self._mapped)))
+            self._mapped[name] = _map_cuda(memory) if "uuid" in memory else _map_file(memory)
+        return self._mapped[name]
 
     def finish_weight_update(self) -> None:
         """Layers go back to their kernels' form."""
         finalize_layerwise_reload(self.model, self.model_config)
         refresh_packed(self.model)
         if self.device.type == "cuda":
-            self._memory = self._mapped = None
+            self._mapped.clear()
+            if self._group is not None:
+                self._group.free()
 
     def shutdown(self) -> None:
         """Leave the group and unmap."""
-        self._group = self._memory = self._mapped = None
+        self._group = None
+        self._mapped.clear()
+
+
+def _arriving(tensors: list[torch.Tensor], arrival: Arrival | None) -> Iterator[torch.Tensor]:
+    """Each tensor as soon as it is there, so that it is loaded while the next ones come."""
+    end = 0
+    for tensor in tensors:
+        end += tensor.nbytes
+        if arrival is not None:
+            arrival.wait_for(end)
+        yield tensor
+    if arrival is not None:
+        arrival.finish()
 
 
 class WorkerExtension:
@@ -151,7 +165,9 @@ class WorkerExtension:
     def dppo_model(self) -> dict[str, Any]:
         """What is served, for a trainer that cannot read the server's files."""
         config = self.get_model().config  # type: ignore[attr-defined]
-        return {"architecture": config.architectures[0], "vocab_size": config.vocab_size}
+        device = self.device  # type: ignore[attr-defined]
+        uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+        return {"architecture": config.architectures[0], "vocab_size": config.vocab_size, "device": uuid}
 
     def dppo_refresh_packed(self) -> int:
         """After `reload_weights`: see `refresh_packed`."""

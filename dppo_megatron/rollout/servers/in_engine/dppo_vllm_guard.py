@@ -20,12 +20,12 @@ App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], A
 
 
 class RequireKey:
-    """ASGI middleware: 401 for a request without `Authorization: Bearer` and the key in VLLM_API_KEY."""
+    """ASGI middleware: 401 for a request without `Authorization: Bearer` and the key that `variable` holds."""
 
-    def __init__(self, app: App) -> None:
-        key = os.environ.get("VLLM_API_KEY", "")
+    def __init__(self, app: App, variable: str = "VLLM_API_KEY") -> None:
+        key = os.environ.get(variable, "")
         if not key:
-            raise RuntimeError("dppo_vllm_guard.RequireKey: the environment variable VLLM_API_KEY is not set")
+            raise RuntimeError(f"dppo_vllm_guard.RequireKey: the environment variable {variable} is not set")
         self._app, self._wanted = app, f"Bearer {key}".encode()
 
     async def __call__(

@@ -1,0 +1,279 @@
+"""samples/: every recorded completion with what became of it and why, as parquet files that pandas and polars read.
+
+A file holds whole steps of one rank and is there whole or not at all: it gets its name when it is complete. A step is
+its own file at first, so that a killed run has its last step; sixty-four of them are then merged into one, because a
+parallel file system counts files and not bytes.
+
+    loop (every rank)          thread "samples"
+    write(step, groups) ──▶ queue of 4 ──▶ arrow columns ──▶ steps_000012-000012.rank0000.parquet
+      never waits: where the disk is        every 64: ──▶ steps_000001-000064.rank0000.parquet
+      slower than the steps, a step's       above max_gb: the oldest file goes
+      samples are dropped, and said
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dppo_megatron.config.observe import SamplesConfig
+from dppo_megatron.types import BoolArray, Completion, FloatArray, Group, IntArray
+
+SAMPLES = "samples"
+"""The directory, in that of the run."""
+_NAME = re.compile(r"steps_(\d+)-(\d+)\.rank(\d+)\.parquet")
+_MERGE = 64
+"""Steps of a merged file."""
+_QUEUE = 4
+"""Steps that may wait for the disk. Each holds the completions of its recorded groups in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroup:
+    """One group with what was decided about it. Arrays are [G]."""
+
+    position: int
+    """Which group of the step it is."""
+    group: Group
+    advantages: FloatArray
+    completion_prob: FloatArray
+    """Inclusion probability given the group; NaN where the completion was not up for the draw."""
+    weights: FloatArray
+    """Product of the weights of all selections; 0 where not kept."""
+    kept: BoolArray
+    why: tuple[str, ...]
+    """Why each completion was kept or not (docs/run_directory.md)."""
+    actor_logprobs: dict[int, FloatArray] = field(default_factory=dict)
+    """Completion index -> the actor's log-probability of each token, where this rank has computed them."""
+
+
+def add_actor_logprobs(groups: Sequence[RecordedGroup], rows: IntArray, values: Mapping[int, FloatArray]) -> None:
+    """Note the actor's log-probabilities of those completions of an update that are recorded here.
+
+    Args:
+        rows: [n] of the update's plan: position of the group times G, plus the completion.
+        values: place in `rows` -> [completion tokens].
+    """
+    by_position = {one.position: one for one in groups}
+    for place, logprobs in values.items() if groups else ():
+        position, index = divmod(int(rows[place]), len(groups[0].kept))
+        if position in by_position:
+            by_position[position].actor_logprobs[index] = logprobs
+
+
+class SampleWriter:
+    """Writes this rank's recorded groups from a thread of its own, until `close`.
+
+    Nothing that goes wrong here stops a run: it is said once, and the samples of that step are missing.
+
+    Args:
+        directory: `samples/` of the run; made with the first file.
+        say: takes a line for the person who watches.
+    """
+
+    def __init__(
+        self, directory: Path, rank: int, world_size: int, settings: SamplesConfig, say: Callable[[str], None]
+    ) -> None:
+        self._directory, self._rank, self._world_size, self._say = directory, rank, world_size, say
+        self._max_bytes = int(settings.max_gb * 1e9 / world_size)
+        self._queue: queue.Queue[tuple[int, list[RecordedGroup]] | None] = queue.Queue(_QUEUE)
+        self._said: set[str] = set()
+        self.cpu_s = 0.0
+        """CPU seconds that the thread has taken."""
+        self._thread: threading.Thread | None = None
+
+    def write(self, step: int, groups: list[RecordedGroup]) -> None:
+        """Hand over a step's recorded groups; returns at once. They must not change any more."""
+        if not groups:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
+            self._thread.start()
+        try:
+            self._queue.put_nowait((step, groups))
+        except queue.Full:
+            self._warn("slow", f"the disk is slower than the steps: samples of step {step} and perhaps others are left")
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Write what waits, and end."""
+        if self._thread is None:
+            return
+        try:
+            self._queue.put(None, timeout=timeout_s)
+            self._thread.join(timeout_s)
+        except queue.Full:
+            self._warn("stuck", "the disk does not answer: the last steps' samples are left")
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                self._write(*item)
+            except Exception as error:  # a look at the samples is not worth a run
+                self._warn(type(error).__name__, f"samples of step {item[0]} cannot be written: {error}")
+            self.cpu_s = time.thread_time()
+
+    def _write(self, step: int, groups: Sequence[RecordedGroup]) -> None:
+        self._directory.mkdir(exist_ok=True)
+        _store([to_table(step, groups)], self._directory / _name(step, step, self._rank))
+        files = self._own()
+        singles = [one for one in files if one.first == one.last]
+        if len(singles) >= _MERGE:
+            merged = self._directory / _name(singles[0].first, singles[-1].last, self._rank)
+            _store([_read(one.path) for one in singles], merged)
+            for one in singles:
+                one.path.unlink()
+            files = self._own()
+        sizes = [one.path.stat().st_size for one in files]
+        while len(files) > 1 and sum(sizes) > self._max_bytes:
+            files.pop(0).path.unlink()
+            sizes.pop(0)
+
+    def _own(self) -> list[SampleFile]:
+        """Also the files of ranks that a run on more ranks had."""
+        return [one for one in sample_files(self._directory) if one.rank % self._world_size == self._rank]
+
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            self._say(f"warning: {text} (rank {self._rank}, said once)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SampleFile:
+    """One file of samples/, ordered by its steps."""
+
+    first: int
+    last: int
+    rank: int
+    path: Path
+
+
+def sample_files(directory: Path) -> list[SampleFile]:
+    """The complete files, oldest first. Of a merge that a kill has cut short, the merged file and not its parts."""
+    found = []
+    for path in directory.glob("steps_*.parquet"):
+        if match := _NAME.fullmatch(path.name):
+            first, last, rank = map(int, match.groups())
+            found.append(SampleFile(first, last, rank, path))
+    wide = [one for one in found if one.last > one.first]
+    parts = {
+        one
+        for one in found
+        for other in wide
+        if other.rank == one.rank and one != other and other.first <= one.first and one.last <= other.last
+    }
+    return sorted(set(found) - parts)
+
+
+def rewind_samples(directory: Path, last_step: int) -> None:
+    """Leave the samples of the steps up to `last_step`, as the other records of a run that resumes there."""
+    if not directory.is_dir():
+        return
+    keep = sample_files(directory)
+    whole = {one.path for one in keep if one.last <= last_step}
+    for one in keep:
+        if one.first <= last_step < one.last:
+            table = _read(one.path)
+            cut = one.path.with_name(_name(one.first, last_step, one.rank))
+            _store([table.filter(table["step"].to_numpy() <= last_step)], cut)
+            whole.add(cut)
+    for path in directory.iterdir():
+        if path not in whole and path.is_file():
+            path.unlink()
+
+
+def to_table(step: int, groups: Sequence[RecordedGroup]) -> Any:
+    """A step's completions as a pyarrow table, a row each, groups in their order."""
+    import pyarrow as pa
+
+    rows = [(one, index) for one in sorted(groups, key=lambda one: one.position) for index in range(len(one.kept))]
+    done = [one.group.completions[index] for one, index in rows]
+    grades = [one.group.grades[index] if one.group.grades else None for one, index in rows]
+    prompts = [one.group.selected for one, _ in rows]
+    weights = [float(one.weights[index]) for one, index in rows]
+    actor = [one.actor_logprobs.get(index) for one, index in rows]
+    columns: dict[str, tuple[Any, Any]] = {
+        "step": ([step] * len(rows), pa.int32()),
+        "group": ([one.position for one, _ in rows], pa.int32()),
+        "completion": ([index for _, index in rows], pa.int32()),
+        "prompt_index": ([item.prompt.index for item in prompts], pa.int64()),
+        "source": ([_text(item.prompt.source) for item in prompts], pa.string()),
+        "prompt": ([_text(item.prompt.text) for item in prompts], pa.string()),
+        "reference": ([_text(item.prompt.answer) for item in prompts], pa.string()),
+        "text": ([_text(one.text) for one in done], pa.string()),
+        "extracted": ([_text(one.extracted) if one else None for one in grades], pa.string()),
+        "reward": ([_number(one.group.rewards[index]) for one, index in rows], pa.float64()),
+        "reward_why": ([_text(one.failure or one.why) if one else "" for one in grades], pa.string()),
+        "advantage": ([float(one.advantages[index]) for one, index in rows], pa.float64()),
+        "kept": ([bool(one.kept[index]) for one, index in rows], pa.bool_()),
+        "why": ([one.why[index] for one, index in rows], pa.string()),
+        "prompt_prob": ([item.inclusion_prob for item in prompts], pa.float64()),
+        "prompt_weight": ([item.weight for item in prompts], pa.float64()),
+        "completion_prob": ([_number(one.completion_prob[index]) for one, index in rows], pa.float64()),
+        "completion_weight": ([w / item.weight for w, item in zip(weights, prompts, strict=True)], pa.float64()),
+        "weight": (weights, pa.float64()),
+        "tokens": ([len(one.token_ids) for one in done], pa.int32()),
+        "finish_reason": ([one.finish_reason for one in done], pa.string()),
+        "weights_version_first": ([_version(one, 0) for one in done], pa.int64()),
+        "weights_version_last": ([_version(one, -1) for one in done], pa.int64()),
+    }
+    arrays = {name: pa.array(values, kind) for name, (values, kind) in columns.items()}
+    arrays["token_ids"] = _lists([one.token_ids for one in done], np.dtype(np.int32))
+    arrays["logprobs"] = _lists([one.logprobs for one in done], np.dtype(np.float32))
+    arrays["actor_logprobs"] = _lists(actor, np.dtype(np.float32))
+    return pa.table(arrays)
+
+
+def _lists(values: Sequence[Any], kind: np.dtype[Any]) -> Any:
+    """A column of arrays, or nulls; without a Python object a number, which is where the time would go."""
+    import pyarrow as pa
+
+    offsets = np.zeros(len(values) + 1, dtype=np.int32)
+    np.cumsum([0 if one is None else len(one) for one in values], out=offsets[1:])
+    flat = np.concatenate([np.empty(0, kind), *(np.asarray(one, kind) for one in values if one is not None)])
+    absent = pa.array([one is None for one in values], pa.bool_())
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), mask=absent)
+
+
+def _store(tables: Sequence[Any], path: Path) -> None:
+    """One row group a step and table, so that a reader skips the others; under its name when it is complete."""
+    import pyarrow.parquet as pq
+
+    aside = path.with_name(f".{path.name}.incomplete")
+    with pq.ParquetWriter(aside, tables[0].schema, compression="zstd") as file:
+        for table in tables:
+            for step in table["step"].unique().to_pylist():
+                file.write_table(table.filter(table["step"].to_numpy() == step))
+    aside.replace(path)
+
+
+def _read(path: Path) -> Any:
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(path).read()  # read_table would look at the directory's name for partitions
+
+
+def _name(first: int, last: int, rank: int) -> str:
+    return f"steps_{first:06d}-{last:06d}.rank{rank:04d}.parquet"
+
+
+def _text(value: str | None) -> str | None:
+    """A model can write lone surrogates, which UTF-8 has no form for."""
+    return value if value is None or value.isascii() else value.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _number(value: Any) -> float | None:
+    return None if np.isnan(value) else float(value)
+
+
+def _version(completion: Completion, place: int) -> int | None:
+    versions = completion.weights_versions
+    return int(versions[place]) if versions is not None and len(versions) else None

@@ -1,0 +1,188 @@
+"""The receiving end of a weight sync's broadcast: rank 0 is the trainer, the workers of all servers are the others.
+
+    trainer ──▶ worker 1 ──▶ worker 2 ──▶ ... ──▶ worker n          gloo: a chain, in chunks
+
+Over gloo every worker passes each chunk on as soon as it has it, so that one copy of the weights leaves the trainer
+however many servers there are (gloo's own broadcast is a tree: log2(n) copies). Who waits for whom: worker i for the
+chunks of worker i - 1. If that one dies, the kernel closes its sockets, the wait ends with an error, and leaving the
+group closes ours, so the next one down the chain learns of it in its turn. What is behind us never makes us fail.
+Over NCCL a broadcast is such a chain already. Its kernel does not notice that a member has died, so a thread waits for
+the trainer to say so in the group's store, and aborts.
+
+Imports torch only: it runs in the engine's environment, and in the receivers of benchmarks/data_plane.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+PREFIX = "dppo"
+GIVEN_UP = "given up"
+"""Key that the trainer sets when a member has failed: the group is of no more use to the others."""
+
+
+class Arrival(Protocol):
+    """A bucket that is being received."""
+
+    memory: torch.Tensor
+    """Where, [bytes]. Belongs to the end that receives: it is filled again two buckets later."""
+
+    def wait_for(self, num_bytes: int) -> None:
+        """Return when the first `num_bytes` are there. Raises RuntimeError if they will not come."""
+
+    def finish(self) -> None:
+        """Return when all of it is there."""
+
+
+_BUCKETS = 2
+
+
+class Chain:
+    """One worker's place in the chain."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        joining: timedelta,
+        timeout: timedelta,
+        chunk_bytes: int,
+    ) -> None:
+        self._group = dist.ProcessGroupGloo(PrefixStore(PREFIX, store), rank, world_size, joining)
+        self._group.set_timeout(timeout)
+        self._previous, self._next = rank - 1, rank + 1 if rank + 1 < world_size else None
+        self._chunk_bytes = chunk_bytes
+        self._passing: deque[_Passing] = deque()
+        """Two buckets' memory in turns, kept between syncs: touching fresh memory costs as much as filling it."""
+
+    def receive(self, num_bytes: int) -> Arrival:
+        """Begin to receive that much and to pass it on."""
+        memory = None
+        if len(self._passing) == _BUCKETS:
+            before = self._passing.popleft()
+            before.join()  # it may still be passed on
+            memory = before.whole if before.whole.nbytes >= num_bytes else None
+        if memory is None:
+            memory = torch.empty(num_bytes, dtype=torch.uint8)
+        passing = _Passing(self._group, memory, num_bytes, self._previous, self._next, self._chunk_bytes)
+        self._passing.append(passing)
+        return passing
+
+    def free(self) -> None:
+        """Between syncs the memory is kept."""
+
+
+class _Passing(threading.Thread):
+    """Receives chunks and passes each on, while another thread loads what has come. Nobody waits for them to be passed
+    on: a neighbour that has died may leave that open until the group's timeout."""
+
+    def __init__(
+        self,
+        group: Any,
+        whole: torch.Tensor,
+        num_bytes: int,
+        previous: int,
+        following: int | None,
+        chunk_bytes: int,
+    ) -> None:
+        super().__init__(name="weights", daemon=True)
+        self._group, self._following = group, following
+        self.whole, self.memory = whole, whole[:num_bytes]
+        self._chunks = self.memory.split(chunk_bytes)
+        self._arriving = [group.recv([chunk], previous, tag) for tag, chunk in enumerate(self._chunks)]
+        self._there = 0
+        self._error = ""
+        self._changed = threading.Condition()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._pass_on()
+        finally:
+            self._group, self._arriving = None, []  # the group's sockets close with the last who knows it
+
+    def _pass_on(self) -> None:
+        leaving = []
+        for tag, (chunk, work) in enumerate(zip(self._chunks, self._arriving, strict=True)):
+            try:
+                work.wait()
+            except Exception as error:
+                with self._changed:
+                    self._error = str(error) or type(error).__name__  # not itself: its traceback knows the group
+                    self._changed.notify_all()
+                return
+            if self._following is not None:
+                try:
+                    leaving.append(self._group.send([chunk], self._following, tag))
+                except RuntimeError:
+                    self._following = None
+            with self._changed:
+                self._there += chunk.nbytes
+                self._changed.notify_all()
+        for work in leaving:
+            with contextlib.suppress(RuntimeError):
+                work.wait()
+
+    def wait_for(self, num_bytes: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._there >= num_bytes or bool(self._error))
+            if self._there < num_bytes:
+                raise RuntimeError(f"the weights stopped coming: {self._error}")
+
+    def finish(self) -> None:
+        self.wait_for(self.memory.nbytes)
+
+
+class Broadcast:
+    """One worker's end of an NCCL group. Not run by us for want of GPUs."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        self._group = dist.ProcessGroupNCCL(PrefixStore(PREFIX, store), rank, world_size, options)
+        # a client of its own: one that waits holds up every other question
+        threading.Thread(target=_abort_when_given_up, args=(store.clone(), self._group), daemon=True).start()
+
+    def receive(self, num_bytes: int) -> Arrival:
+        """Begin to receive that much."""
+        if self._memory.nbytes < num_bytes:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._memory.device)
+        memory = self._memory[:num_bytes]
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        return _Whole(self._group.broadcast([memory], options), memory)
+
+    def free(self) -> None:
+        """Between syncs the engine needs the memory."""
+        self._memory = self._memory.new_empty(0)
+
+
+class _Whole:
+    """A broadcast that comes in one piece."""
+
+    def __init__(self, work: Any, memory: torch.Tensor) -> None:
+        self._work, self.memory = work, memory
+
+    def wait_for(self, num_bytes: int) -> None:
+        self._work.wait()
+
+    def finish(self) -> None:
+        self._work.wait()
+        torch.cuda.synchronize(self.memory.device)  # an aborted broadcast says so here
+
+
+def _abort_when_given_up(store: dist.Store, group: Any) -> None:
+    """Ends with the store, which ends with the trainer's end of the group."""
+    with contextlib.suppress(RuntimeError):
+        store.wait([GIVEN_UP], timedelta(days=365))
+        group.abort()

@@ -1,0 +1,71 @@
+"""Which rank of the actor shares a device with which worker of a server: such a pair passes weights in device memory.
+
+No wire is needed between them, and no other GPU. GPUs are known by UUID, because engine and trainer may number them
+differently; where an engine does not say its workers' UUIDs (SGLang), by the entry of
+CUDA_VISIBLE_DEVICES with which the trainer has started it. On CPUs all ranks of a machine share its memory with all
+servers there, and take turns.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+CPU = "cpu"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+Seats: TypeAlias = dict[str, tuple[int, ...]]
+"""For each server by address, the rank that hands weights to each of its workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankDevice:
+    """Where one rank computes."""
+
+    host: str
+    names: frozenset[str]
+    """What its device is called: a UUID and an entry of CUDA_VISIBLE_DEVICES, or `cpu`."""
+
+
+def this_device() -> RankDevice:
+    """This rank's."""
+    if not torch.cuda.is_available():
+        return RankDevice(socket.gethostname(), frozenset((CPU,)))
+    index = torch.cuda.current_device()
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    return RankDevice(socket.gethostname(), frozenset((uuid, visible_devices(os.environ.get(_VISIBLE))[index])))
+
+
+def visible_devices(setting: str | None) -> list[str]:
+    """The entries of a CUDA_VISIBLE_DEVICES; all devices by number if it is not set.
+
+    Example:
+        visible_devices("2, 3") == ["2", "3"]
+    """
+    if setting:
+        return [entry.strip() for entry in setting.split(",")]
+    return [str(index) for index in range(max(1, torch.cuda.device_count()))]
+
+
+def seats(ranks: Sequence[RankDevice], workers: Sequence[str], turn: int) -> tuple[int, ...] | None:
+    """For each worker of a server on rank 0's machine, the rank that hands it weights; None if one has no rank.
+
+    Args:
+        workers: the name of each one's device.
+        turn: of several ranks on a device, server `turn` is served by the `turn`-th, and so on around.
+
+    Example:
+        GPUs a, b; ranks 0 and 1 on them; a server with workers on b, a  ->  (1, 0)
+        both ranks on `cpu`; server 3 with one worker  ->  (1,)
+    """
+    found = []
+    for worker in workers:
+        near = [rank for rank, own in enumerate(ranks) if own.host == ranks[0].host and worker in own.names]
+        if not near:
+            return None
+        found.append(near[turn % len(near)])
+    return tuple(found) or None

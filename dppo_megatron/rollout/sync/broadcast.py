@@ -1,0 +1,165 @@
+"""Weights by broadcast: one group of this rank and the workers of all servers, so that one copy leaves the trainer.
+
+What a common group costs is that one server's death breaks it for all. The rules:
+
+- A group is kept from sync to sync while those to be synced are the same and none has been out. Else it is made anew,
+  of exactly those: a broadcast needs all of its members.
+- A pass in which somebody fails is broken: the rest of it is not sent, its members stay stale, and `WeightSync` begins
+  another without the one that failed. Nobody is left with a part of the weights: a pass starts with tensor one.
+- Who failed? A server whose connection breaks or times out. Those that answer "the weights stopped coming" are its
+  neighbours in the group, and are not to blame. If every server answers, those that refuse are.
+
+Servers give up a broadcast before the request for it times out (`_SHORTER`), so that they can say that they live.
+"""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch import Tensor
+
+from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.http import Unreachable
+from dppo_megatron.rollout.servers.member import Member
+from dppo_megatron.rollout.sync.channels import FAILURES, Bucket, BucketChannel, Tensors, at_once, in_thread, receiver
+from dppo_megatron.rollout.transfer.groups import (
+    BroadcastBackend,
+    BroadcastGroup,
+    Meeting,
+    Sending,
+    listening_store,
+)
+
+_SHORTER = 0.75
+_JOINING_S = 60.0
+"""Those who wait for a member that does not join can do nothing else meanwhile."""
+_MARGIN_S = 5.0
+
+
+class BroadcastChannel(BucketChannel):
+    """Broadcast over gloo or NCCL from rank 0 to the workers of all servers.
+
+    Args:
+        world_sizes: workers of each server, by address.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet | None,
+        backend: BroadcastBackend,
+        world_sizes: dict[str, int],
+        bucket_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(fleet, bucket_bytes, timeout_s)
+        self.name: str = backend
+        self._backend, self._world_sizes = backend, world_sizes
+        self._group: BroadcastGroup | None = None
+        self._joined: list[tuple[str, int]] = []
+        """Who is in the group, and how often each had been out then."""
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.abandon()
+        self._group, self._joined = None, []
+
+    def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
+        """As for every bucket channel, but that a pass in which somebody fails is nobody's."""
+        took = super().push(tensors, members, version)
+        self.not_to_blame = [member.name for member in members if member not in took and member.state != "out"]
+        return took
+
+    def _prepare(self, members: Sequence[Member]) -> list[Member]:
+        """A group of exactly these members."""
+        present = [(member.name, member.outages) for member in members]
+        if present != self._joined:
+            self.close()
+            self._group = self._join(members) if members else None
+            self._joined = present if self._group is not None else []
+        return list(members) if self._group is not None else []
+
+    def _join(self, members: Sequence[Member]) -> BroadcastGroup | None:
+        """The trainer's end, when all members have joined. None if one does not; that one is marked out."""
+        joining_s = min(_JOINING_S, self._timeout_s)
+        world_size = 1 + sum(self._world_sizes[member.name] for member in members)
+        host = _own_address([member.name for member in members])
+        meeting = Meeting(
+            name=f"dppo-{uuid.uuid4().hex}",
+            backend=self._backend,
+            host=host,
+            store=listening_store(host, world_size, timedelta(seconds=joining_s)),
+            world_size=world_size,
+            joining=timedelta(seconds=joining_s),
+            timeout=timedelta(seconds=_SHORTER * self._timeout_s),
+        )
+        first_ranks, following = {}, 1
+        for member in members:
+            first_ranks[member.name], following = following, following + self._world_sizes[member.name]
+        own = in_thread(lambda: receiver(members[0]).own_group(meeting))
+        answers = at_once(
+            members,
+            lambda m: receiver(m).join_group(meeting, first_ranks[m.name], timeout_s=joining_s + _MARGIN_S),
+        )
+        begun: list[Future[Any]] = [own, *(answer for _, answer in answers)]
+        wait(begun, return_when=FIRST_EXCEPTION)
+        if any(answer.done() and isinstance(answer.exception(), Unreachable) for _, answer in answers):
+            answers = [(member, answer) for member, answer in answers if answer.done()]  # the others wait in vain
+        if not self._blame(answers, "it did not join the broadcast: "):
+            return own.result()
+        return None
+
+    def _blame(self, answers: Sequence[tuple[Member, Future[None]]], doing: str = "") -> bool:
+        """Mark out who broke the group, if any of `answers` is a failure: servers that cannot be reached, or, if all
+        answer, those that refuse."""
+        failed = {member: error for member, answer in answers if (error := answer.exception()) is not None}
+        for error in failed.values():
+            if not isinstance(error, FAILURES):
+                raise error
+        gone = [member for member, error in failed.items() if isinstance(error, Unreachable)]
+        for member in gone or failed:
+            self._fleet.mark_out(member, f"weight sync failed: {doing}{failed[member]}")
+        return bool(failed)
+
+    def _hand_over(self, members: Sequence[Member], bucket: Bucket) -> list[Member]:
+        if not members or self._group is None:
+            return []
+        if self._broadcast(members, bucket.flat(), bucket):
+            return list(members)
+        self.close()
+        return []
+
+    def _broadcast(self, members: Sequence[Member], flat: Tensor, bucket: Bucket) -> bool:
+        """One bucket to all; False if the group is broken, and who broke it is out. The broadcast and the requests to
+        take part in it go at the same time: over NCCL the first one begins when the workers are there."""
+        assert self._group is not None
+        sending = Sending(self._group, flat)
+        answers = at_once(members, lambda m: receiver(m).receive(bucket.notes, timeout_s=self._timeout_s))
+        wait([answer for _, answer in answers], return_when=FIRST_EXCEPTION)
+        if any(answer.done() and answer.exception() for _, answer in answers):
+            self._group.abandon()  # lets go of those that wait for a member that will not come
+        if self._blame(answers):
+            return False
+        sending.wait(self._timeout_s)  # all have it, so it has left
+        return True
+
+
+def _own_address(urls: Sequence[str]) -> str:
+    """This machine's address as the servers can reach it: one that other machines see, if one of them is elsewhere."""
+    found = []
+    for url in urls:
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        # a datagram socket only asks the routing table: the server need not answer, nor even live
+        family, kind, *_, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            found.append(str(probe.getsockname()[0]))
+    return next((address for address in found if not ip_address(address).is_loopback), found[0])

@@ -1,0 +1,151 @@
+"""Weights through memory that servers on this machine map: CUDA IPC on GPUs, a shared anonymous file on CPUs.
+
+Every rank that shares a device with a worker hands over a buffer of its own, so that nothing crosses between GPUs and a
+tensor-parallel server reads from all of its GPUs at the same time. Rank 0 alone speaks to the servers:
+
+    rank 0     fill A(k) | take the offers of k |  ask servers to read A(k) (thread)  | take the offers of k + 1 | ...
+                         |                      |  fill B(k + 1)                      |
+    rank r     fill A(k) | offer k              |  fill B(k + 1)                      | offer k + 1              | ...
+
+Each rank has two buffers in turn. The exchange of offers is where ranks wait for each other: rank 0 comes to that of
+k + 1 when all servers have read k, so whoever leaves it may fill again the buffer that k was in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+
+from dppo_megatron.rollout.servers import sglang, vllm
+from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.member import Member
+from dppo_megatron.rollout.servers.protocol import Offer, TensorNote
+from dppo_megatron.rollout.servers.seats import Seats
+from dppo_megatron.rollout.sync.channels import Bucket, Tensors, buckets, drain, on_each, receiver
+from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
+
+MakeOffer: TypeAlias = Callable[[SharedBuffer, Sequence[TensorNote]], Offer]
+OFFERS: dict[str, MakeOffer] = {"vllm": vllm.offer, "sglang": sglang.offer}
+Offers: TypeAlias = dict[tuple[str, int], Offer]
+"""By server and worker."""
+
+
+class SharedMemoryChannel:
+    """The channel `ipc`. Made on every rank; collective.
+
+    Args:
+        fleet: on rank 0.
+        offer: how this engine's workers are told where tensors lie.
+    """
+
+    name = "ipc"
+    not_to_blame: Collection[str] = ()
+
+    def __init__(
+        self, fleet: Fleet | None, seats: Seats, offer: MakeOffer, bucket_bytes: int, timeout_s: float
+    ) -> None:
+        self._fleet, self._seats, self._offer = fleet, seats, offer
+        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        self.receivers: Sequence[int] = sorted({0, *(rank for ranks in seats.values() for rank in ranks)})
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._group: Any = None
+        if len(self.receivers) > 1:
+            self._group = dist.new_group(list(self.receivers), backend="gloo")
+        self._buffers: list[SharedBuffer | None] = [None, None]
+
+    def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
+        """On rank 0. The others are in `take_part` meanwhile, so nothing is raised before the stream's end."""
+        assert self._fleet is not None
+        fleet, timeout_s = self._fleet, self._timeout_s
+        problem: BaseException | None = None
+        try:
+            taking_part = on_each(fleet, members, lambda m: receiver(m).begin_update(timeout_s=timeout_s))
+        except Exception as error:
+            taking_part, problem = [], error
+        handed: Future[list[Member]] = _done(taking_part)
+        with ThreadPoolExecutor(1, thread_name_prefix="sender") as sender:
+            for turn, bucket in enumerate(buckets(tensors, self._bucket_bytes)):
+                mine = self._offers(bucket, turn)
+                problem = handed.exception() or problem
+                offers = self._exchange(mine)
+                taking_part = [] if problem is not None else handed.result()
+                handed = sender.submit(self._hand_over, taking_part, bucket.notes, offers)
+            problem = handed.exception() or problem
+        self._exchange({})  # all have been read: the buffers are their owners' again
+        self._give_back()
+        if problem is not None:
+            raise problem
+        return on_each(fleet, handed.result(), lambda m: receiver(m).end_update(version, timeout_s=timeout_s))
+
+    def take_part(self, tensors: Tensors) -> None:
+        """On the other ranks: offer each bucket in its turn, if a server's worker reads from here."""
+        if self._rank not in self.receivers:
+            return drain(tensors)
+        for turn, bucket in enumerate(buckets(tensors, self._bucket_bytes)):
+            self._exchange(self._offers(bucket, turn))
+        self._exchange({})
+        self._give_back()
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        for turn, buffer in enumerate(self._buffers):
+            if buffer is not None:
+                buffer.close()
+            self._buffers[turn] = None
+
+    def _offers(self, bucket: Bucket, turn: int) -> Offers | str:
+        """Fill a buffer; how each worker that reads here finds it. Text: what went wrong."""
+        readers = [(url, w) for url, ranks in self._seats.items() for w, rank in enumerate(ranks) if rank == self._rank]
+        if not readers:
+            return {}
+        try:
+            flat = bucket.flat()
+            buffer = self._buffers[turn % 2]
+            if buffer is None or buffer.memory.nbytes < flat.nbytes:
+                if buffer is not None:
+                    buffer.close()
+                buffer = SharedBuffer(max(flat.nbytes, self._bucket_bytes), flat.device)
+                self._buffers[turn % 2] = buffer
+            buffer.fill(flat)
+            return {reader: self._offer(buffer, bucket.notes) for reader in readers}
+        except (RuntimeError, OSError) as error:  # alone, this rank would leave the others waiting
+            return f"rank {self._rank} could not offer its memory: {error}"
+
+    def _exchange(self, mine: Offers | str) -> list[Offers | str]:
+        if self._group is None:
+            return [mine]
+        found: list[Offers | str] = [{} for _ in self.receivers]
+        dist.all_gather_object(found, mine, group=self._group)
+        return found
+
+    def _hand_over(self, members: Sequence[Member], notes: list[TensorNote], found: list[Offers | str]) -> list[Member]:
+        """Have all `members` read a bucket; returns those that did."""
+        assert self._fleet is not None
+        offers: Offers = {}
+        for part in found:
+            if isinstance(part, dict):
+                offers |= part
+        failures = "; ".join(part for part in found if isinstance(part, str))
+
+        def read(member: Member) -> None:
+            own = [offers.get((member.name, worker)) for worker in range(len(self._seats[member.name]))]
+            if any(offer is None for offer in own):
+                raise RuntimeError(failures)
+            receiver(member).receive_shared(own, notes, timeout_s=self._timeout_s)  # type: ignore[arg-type]
+
+        return on_each(self._fleet, members, read)
+
+    def _give_back(self) -> None:
+        """On a GPU the buffers go back to the allocator: the actor needs their memory."""
+        if any(buffer is not None and buffer.memory.is_cuda for buffer in self._buffers):
+            self.close()
+
+
+def _done(members: list[Member]) -> Future[list[Member]]:
+    """As if a bucket before the first had been handed to `members`."""
+    future: Future[list[Member]] = Future()
+    future.set_result(members)
+    return future

@@ -1,0 +1,48 @@
+"""What the weight table says of a model directory, beside what transformers makes of the same config.json.
+
+    python examples/weight_table.py runs/task_seed0/model
+
+The first thing to run after adding rows for a new family: it builds nothing but empty tensors, so it takes seconds at
+any size. Exit code 1 if a name or a shape differs.
+"""
+
+import sys
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dppo_megatron.rollout.hf_names import by_checkpoint_name
+from dppo_megatron.types import UserError
+from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.weights.mapping import table
+from dppo_megatron.weights.shapes import full_shape, hf_shapes
+
+
+def differences(hf_path: str) -> list[str]:
+    """A line for each tensor that only one side has, or that has another shape there."""
+    ours = hf_shapes(read_architecture(hf_path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(hf_path))
+    theirs = {name: tuple(parameter.shape) for name, parameter in by_checkpoint_name(model).items()}
+    return [
+        f"{name}: {ours.get(name, 'not in the table')} here, {theirs.get(name, 'none')} in transformers"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+def main(hf_path: str) -> int:
+    """Print the table, then what differs."""
+    architecture = read_architecture(hf_path)
+    for key, names in table(architecture).items():
+        print(f"{key:<55} {full_shape(key, architecture)!s:<16} {' + '.join(names)}")
+    found = differences(hf_path)
+    print("\n".join(found) if found else f"{architecture.name}: every name and shape is that of transformers")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1]))
+    except UserError as error:
+        sys.exit(str(error))

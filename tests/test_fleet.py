@@ -1,0 +1,433 @@
+"""Who is asked, what a failure means and when waiting ends: the fleet over fake servers, with a clock of the test's.
+
+A fake server is its health; a fake intake is a function from an `Ask` to what comes of it. Nothing here sleeps: when
+nothing happens the intake lets the clock go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.settings import rollout_config
+
+from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
+from dppo_megatron.rollout.servers.http import Unreachable
+from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Landed, Ready
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
+from dppo_megatron.types import GuardStop
+
+
+@dataclass
+class FakeServer:
+    """Healthy, or not."""
+
+    name: str
+    healthy_now: bool = True
+
+    @property
+    def http(self) -> Any:
+        return self
+
+    @property
+    def url(self) -> str:
+        return self.name
+
+    def healthy(self, *, timeout_s: float) -> None:
+        if not self.healthy_now:
+            raise Unreachable("no answer")
+
+    def close(self) -> None: ...
+
+
+class Inline(Executor):
+    """Questions are answered before `submit` returns."""
+
+    def submit(self, action: Callable[..., Any], /, *arguments: Any, **more: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(action(*arguments, **more))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def answered(ask: Ask, reason: str = "stop", length: int = 2) -> Landed:
+    count = ask.group.count
+    return Landed(ask.ticket, [length] * count, [reason] * count, [(1, length * count)])
+
+
+def broken(ask: Ask, text: str = "connection reset") -> Failed:
+    return Failed(ask.ticket, "unreachable", text)
+
+
+@dataclass
+class World:
+    """Servers, a clock, and `reply`: what comes of an attempt now; None if nothing yet."""
+
+    reply: Callable[[Ask], Event | None] = answered
+    now: float = 0.0
+    asked: list[Ask] = field(default_factory=list)
+    open: dict[int, Ask] = field(default_factory=dict)
+    cancelled: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    late: list[Event] = field(default_factory=list)
+    """Events that were on their way when their ticket was cancelled."""
+    said: list[str] = field(default_factory=list)
+    rooms: int = 1000
+
+    def fleet(self, count: int = 2, **limits: Any) -> Fleet:
+        config = rollout_config({f"limits.{name}": value for name, value in limits.items()})
+        self.servers = [FakeServer(name) for name in "abcdefgh"[:count]]
+        fleet = Fleet(self.servers, config, self.said.append, self, (), lambda: self.now, Inline())  # type: ignore[arg-type]
+        synced(fleet)
+        return fleet
+
+    def room(self, server: int) -> int:
+        return self.rooms
+
+    def ask(self, ask: Ask) -> None:
+        self.asked.append(ask)
+        self.open[ask.ticket] = ask
+
+    def end(self, tickets: Sequence[int]) -> None:
+        self.ended += tickets
+
+    def cancel(self, tickets: Sequence[int]) -> None:
+        self.cancelled += tickets
+        for ticket in tickets:
+            if self.open.pop(ticket, None) is not None:
+                self.late.append(Landed(ticket, [2], ["stop"], [(1, 2)]))
+
+    def events(self, timeout_s: float) -> list[Event]:
+        found, self.late = self.late, []
+        for ask in list(self.open.values()):
+            event = self.reply(ask)
+            if event is not None:
+                del self.open[ask.ticket]
+                found += [event, Ready(ask.ticket)] if isinstance(event, Landed) else [event]
+        if not found:
+            self.now += timeout_s
+        return found
+
+
+def synced(fleet: Fleet) -> None:
+    fleet.expect("1")
+    with fleet.lock:
+        for member in fleet.members:
+            member.took("1")
+
+
+def groups(*counts: int, tokens: int = 4) -> list[GenerateRequest]:
+    return [GenerateRequest(f"1-{i}-0", (1,), count, 0, max_tokens=tokens) for i, count in enumerate(counts)]
+
+
+def work_of(requests: Sequence[GenerateRequest], **values: Any) -> Work:
+    return Work(requests, Expected(19, 1, 2), **values)
+
+
+def nothing_in_flight(fleet: Fleet) -> bool:
+    return all((m.groups, m.completions, m.outstanding_tokens) == (0, 0, 0) for m in fleet.members)
+
+
+def test_equal_groups_are_shared_evenly() -> None:
+    """Eight groups of one size on two servers: four each, alternately."""
+    world = World()
+    fleet = world.fleet()
+    assert sorted(fleet.run(work_of(groups(*[3] * 8)))) == list(range(8))
+    assert [ask.server for ask in world.asked] == [0, 1] * 4 and nothing_in_flight(fleet)
+
+
+def test_the_fewest_outstanding_tokens_decide() -> None:
+    """A long group weighs as much as all short ones behind it."""
+    world = World()
+    fleet = world.fleet()
+    list(fleet.run(work_of([*groups(8, tokens=100), *groups(1, 1, 1, 1)])))
+    assert [ask.server for ask in world.asked] == [0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("counts", [[1] * 40, [8] * 7, [1, 8, 3, 8, 8, 2, 1, 1, 8], [20, 20]])
+def test_a_server_is_given_as_many_completions_as_it_runs(counts: Sequence[int]) -> None:
+    """Groups of one fill it as groups of eight do, never over its limit; a group beyond the limit goes alone."""
+    limit, world, most = 16, World(), [0]
+
+    def reply(ask: Ask) -> Event | None:
+        in_flight = sum(one.group.count for one in world.open.values())
+        most[0] = max(most[0], in_flight)
+        return answered(ask)
+
+    world.reply = reply
+    fleet = world.fleet(1, max_concurrent_sequences=limit)
+    assert sorted(fleet.run(work_of(groups(*counts)))) == list(range(len(counts)))
+    first = 0
+    for count in counts:  # in order, as many as fit
+        if first and first + count > limit:
+            break
+        first += count
+    assert most[0] <= max(limit, *counts) and most[0] >= first
+    assert nothing_in_flight(fleet)
+
+
+def test_no_more_groups_than_sockets() -> None:
+    world = World(rooms=3)
+    seen: list[int] = []
+    world.reply = lambda ask: (seen.append(len(world.open)), answered(ask))[1]
+    fleet = world.fleet(1)
+    list(fleet.run(work_of(groups(*[1] * 20))))
+    assert max(seen) == 3
+
+
+def test_a_broken_connection_sends_all_of_a_servers_groups_elsewhere() -> None:
+    """One failure marks it out; its other groups are cut and asked again under the same ids, and what they had on the
+    way is not counted twice."""
+    world = World()
+    world.reply = lambda ask: broken(ask) if ask.server == 0 else answered(ask)
+    fleet, work = world.fleet(), work_of(groups(*[2] * 6))
+    landed = list(fleet.run(work))
+    assert sorted(landed) == list(range(6)) and len(set(landed)) == 6
+    assert all(world.asked[ticket - 1].server == 1 for ticket in work.landed)
+    assert fleet.members[0].state != "live" and fleet.members[0].outages == 1
+    assert [len(said) for said in work.failures.values()] == [1]
+    assert work.retries == 3 and world.said[0] == "rollout: a is out: connection reset"
+    assert nothing_in_flight(fleet)
+
+
+def test_who_comes_back_is_asked_only_after_a_sync() -> None:
+    """Its probe succeeds at once, and still it gets nothing; alone, the fleet asks for weights."""
+    world, failed = World(), []
+
+    def reply(ask: Ask) -> Event | None:
+        if not failed:
+            failed.append(ask)
+            return broken(ask)
+        return answered(ask)
+
+    world.reply = reply
+    fleet, work = world.fleet(1), work_of(groups(1, 1, 1))
+    with pytest.raises(NeedsWeights):
+        list(fleet.run(work))
+    assert fleet.members[0].state == "stale" and len(world.open) == 0
+    asked = len(world.asked)
+    synced(fleet)
+    assert sorted(work.done) == [1, 2], "what had come before stays"
+    assert list(fleet.run(work)) == [0] and len(world.asked) == asked + 1
+
+
+def test_a_server_that_fails_its_probe_is_out() -> None:
+    """Nothing breaks, nothing answers: only the probe tells."""
+    world = World()
+    world.reply = lambda ask: answered(ask) if ask.server == 1 else None
+    fleet, work = world.fleet(probe_every_s=5.0), work_of(groups(1, 1))
+    world.servers[0].healthy_now = False
+    assert sorted(fleet.run(work)) == [0, 1] and world.now < 12
+    assert "no answer to its health probe" in fleet.members[0].reason
+
+
+def test_a_request_that_always_fails_is_named_after_four_answers() -> None:
+    """However many servers there are, and although each comes back and is synced again."""
+    world = World()
+    world.reply = lambda ask: broken(ask, f"HTTP 500 from {ask.server}") if ask.index == 1 else answered(ask)
+    fleet, work = world.fleet(2), work_of(groups(1, 1, 1))
+    with pytest.raises(GuardStop, match=r"request 1-1-0 has failed 4 times: b: HTTP 500") as stop:
+        while True:
+            try:
+                list(fleet.run(work))
+            except NeedsWeights:
+                synced(fleet)
+    assert str(stop.value).count("HTTP 500") == 4
+    assert sum(ask.index == 1 for ask in world.asked) <= 8
+
+
+def test_cut_attempts_are_no_failures_of_their_requests() -> None:
+    """A server that dies ten times takes all groups with it each time; only the one that was answered badly counts."""
+    world, deaths = World(), []
+
+    def reply(ask: Ask) -> Event | None:
+        if ask.server == 0 and ask.index == len(deaths) % 8 and len(deaths) < 10:
+            deaths.append(ask.index)
+            return broken(ask)
+        return answered(ask) if len(deaths) >= 10 else None
+
+    world.reply = reply
+    fleet, work = world.fleet(1), work_of(groups(*[1] * 8))
+    while True:
+        try:
+            list(fleet.run(work))
+            break
+        except NeedsWeights:
+            synced(fleet)
+    assert len(work.done) == 8 and max(len(said) for said in work.failures.values()) == 2
+
+
+def test_a_request_has_an_age() -> None:
+    """Counted from its first try: three servers that each hold it for 4 s, and a limit of 10."""
+    world, since = World(), {}
+
+    def reply(ask: Ask) -> Event | None:
+        if ask.index != 0:
+            return answered(ask)
+        held = world.now - since.setdefault(ask.ticket, world.now)
+        return broken(ask) if held > 4 else None
+
+    world.reply = reply
+    fleet = world.fleet(3, request_timeout_s=10.0, probe_every_s=1000.0)
+    with pytest.raises(GuardStop, match=r"request_timeout_s = 10 s since their first try: 1-0-0") as stop:
+        list(fleet.run(work_of(groups(1, 1))))
+    assert 10 < world.now < 11 and "on " in str(stop.value)
+
+
+@pytest.mark.parametrize(("status", "wanted", "seconds"), [(429, None, 0.5), (503, 7.0, 7.0), (408, 1e9, 30.0)])
+def test_a_busy_server_rests_and_is_no_outage(status: int, wanted: float | None, seconds: float) -> None:
+    """As long as it asks for, within bounds; without a word half a second, then twice as long each time."""
+    world, refused = World(), []
+
+    def reply(ask: Ask) -> Event | None:
+        if len(refused) < 3:
+            refused.append(world.now)
+            return Failed(ask.ticket, "refused", f"HTTP {status}: busy", status, wanted)
+        return answered(ask)
+
+    world.reply = reply
+    fleet, work = world.fleet(1), work_of(groups(1))
+    assert list(fleet.run(work)) == [0]
+    assert fleet.members[0].state == "live" and fleet.members[0].outages == 0 and not work.failures
+    first, second = refused[1] - refused[0], refused[2] - refused[1]
+    assert first == pytest.approx(seconds, abs=0.41) and second == pytest.approx(seconds if wanted else 1.0, abs=0.41)
+
+
+def test_a_refusal_ends_the_run_and_names_the_request() -> None:
+    world = World()
+    world.reply = lambda ask: Failed(ask.ticket, "refused", "HTTP 400: context too long", 400)
+    with pytest.raises(GuardStop, match=r"a refused request 1-0-0: HTTP 400: context too long"):
+        list(world.fleet().run(work_of(groups(1))))
+
+
+def test_what_this_machine_lacks_is_no_servers_fault() -> None:
+    """EMFILE: the run ends with the number, and nobody is marked out."""
+    world = World()
+    world.reply = lambda ask: Failed(ask.ticket, "ours", "can open no more connections; it keeps to 960")
+    fleet = world.fleet()
+    with pytest.raises(GuardStop, match=r"request 1-0-0: can open no more connections; it keeps to 960"):
+        list(fleet.run(work_of(groups(1, 1))))
+    assert [member.state for member in fleet.members] == ["live", "live"]
+
+
+def test_with_nobody_left_waiting_ends() -> None:
+    world = World()
+    world.reply = broken
+    fleet = world.fleet(2, engine_wait_s=60.0)
+    for server in world.servers:
+        server.healthy_now = False
+    with pytest.raises(GuardStop, match=r"engine_wait_s = 60 s \(a out: .*waiting requests: 1-"):
+        list(fleet.run(work_of(groups(1, 1, 1))))
+    assert 60 < world.now < 62
+
+
+def test_an_abort_by_a_sync_is_asked_again_and_one_by_nobody_has_an_end() -> None:
+    """Eight times it may be a sync's; the ninth counts as a failure of the server."""
+    world, aborted = World(), []
+
+    def reply(ask: Ask) -> Event | None:
+        aborted.append(ask.ticket)
+        return answered(ask, "abort") if len(aborted) < 4 else answered(ask)
+
+    world.reply = reply
+    work = work_of(groups(2))
+    assert list(world.fleet(1).run(work)) == [0] and work.retries == 3 and not work.failures
+    assert set(aborted[:3]) <= set(world.cancelled), "what an aborted attempt brought is dropped"
+    world.reply = lambda ask: answered(ask, "abort")
+    fleet, work = world.fleet(1), work_of(groups(2))
+    with pytest.raises(NeedsWeights):
+        list(fleet.run(work))
+    assert "ended the request 9 times" in work.failures[0][0]
+
+
+def test_stragglers_are_cut_once_enough_have_finished() -> None:
+    """Three of four groups are there: the rest is ended where it is, and counted as cut. An evaluation waits."""
+    for may_be_cut in (True, False):
+        world = World()
+
+        def reply(ask: Ask, world: World = world) -> Event | None:
+            if ask.index < 3:
+                return answered(ask)
+            if ask.ticket in world.ended:
+                return answered(ask, "abort")
+            return answered(ask) if world.now > 50 else None
+
+        world.reply = reply
+        work = work_of(groups(2, 2, 2, 2), may_be_cut=may_be_cut)
+        assert sorted(world.fleet(straggler_share=0.75).run(work)) == [0, 1, 2, 3]
+        assert (work.cut_completions, bool(world.ended), world.now > 50) == (2 * may_be_cut, may_be_cut, not may_be_cut)
+
+
+def test_what_is_given_up_ends_at_the_servers() -> None:
+    world = World()
+    world.reply = lambda ask: None
+    fleet, work = world.fleet(), work_of(groups(1, 1))
+    run = fleet.run(work)
+    work_events = world.events
+
+    def events(timeout_s: float) -> list[Event]:
+        work.given_up = True
+        return work_events(timeout_s)
+
+    world.events = events  # type: ignore[method-assign]
+    assert list(run) == []
+    assert set(world.ended) == set(world.cancelled) == {1, 2} and nothing_in_flight(fleet)
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data(), counts=st.lists(st.integers(1, 8), min_size=1, max_size=12), servers=st.integers(1, 4))
+def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, counts: list[int], servers: int) -> None:
+    """Servers that fail, rest, abort, hang for a while or go away at any moment, with syncs whenever they are asked
+    for: each group lands exactly once, or one message names a request. Nothing stays on any server's account."""
+    world = World()
+    kinds = st.sampled_from(["ok"] * 6 + ["later", "broken", "bad", "busy", "abort"])
+
+    def reply(ask: Ask) -> Event | None:
+        kind = data.draw(kinds)
+        if kind == "later":
+            return None
+        if kind == "busy":
+            return Failed(ask.ticket, "refused", "HTTP 429", 429)
+        if kind == "bad":
+            return Failed(ask.ticket, "bad", "a log-probability of 5")
+        return {"ok": answered, "broken": broken}.get(kind, lambda ask: answered(ask, "abort"))(ask)
+
+    world.reply = reply
+    fleet, work = world.fleet(servers, request_timeout_s=600.0, engine_wait_s=30.0), work_of(groups(*counts))
+    landed: list[int] = []
+    try:
+        while not work.is_complete:
+            try:
+                landed.extend(fleet.run(work))
+            except NeedsWeights:
+                synced(fleet)
+        assert sorted(landed) == list(range(len(counts)))
+    except GuardStop as stop:
+        assert "1-" in str(stop)
+        assert len(set(landed)) == len(landed)
+    assert nothing_in_flight(fleet)
+    tickets = [ticket for ticket in world.open if ticket not in world.cancelled]
+    assert not tickets, "no attempt is left behind"
+
+
+def test_a_probe_from_before_it_came_back_says_nothing() -> None:
+    """Begun while the server hung, it fails after the server has been synced: that is no outage."""
+    world = World()
+    fleet, _ = world.fleet(probe_every_s=5.0), work_of(groups(1))
+    member = fleet.members[0]
+    fleet.mark_out(member, "hangs")
+    late: Future[None] = Future()
+    late.set_exception(Unreachable("timed out"))
+    fleet._probing[member.name].answer = late
+    fleet.revive()
+    with fleet.lock:
+        member.took(member.expected)
+    fleet.probe_all()
+    assert member.state == "live" and member.outages == 1

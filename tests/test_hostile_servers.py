@@ -1,0 +1,108 @@
+"""Servers that answer wrongly in every way that we know: a right result from another server, or one message.
+
+The table is tests/engines/hostile.py. All of it goes through a real rollout client in a process of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "engines"))
+from hostile import ENGINES, SLOW, WRONG
+from rig import Rig, requests, run
+from stub import StubServers, completion, good
+
+from dppo_megatron.rollout.client.holding import Arrived
+from dppo_megatron.types import GuardStop
+
+LIMIT = 12
+
+
+@dataclass
+class Stage:
+    """A client that knows every server of the table, and a good one of each engine."""
+
+    rig: Rig
+    stubs: StubServers
+    places: dict[str, int]
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    cases = [*WRONG, *SLOW, *((f"good {engine}", engine, good) for engine in ENGINES)]
+    names = {case[0]: f"case-{number}" for number, case in enumerate(cases)}
+    with StubServers({names[name]: behave for name, _, behave in cases}) as stubs:
+        rig = Rig([(engine, stubs.url(names[name])) for name, engine, _ in cases])
+        yield Stage(rig, stubs, {name: place for place, (name, _, _) in enumerate(cases)})
+        rig.close()
+
+
+def right(arrived: list[Arrived], count: int, size: int) -> bool:
+    """Every completion once, and the one that its request draws."""
+    places = sorted((one.index, one.position) for one in arrived)
+    assert places == [(index, position) for index in range(count) for position in range(size)]
+    for one in arrived:
+        tokens, logprobs, reason = completion(1000 * one.index + one.position, LIMIT)
+        assert one.token_ids.tolist() == tokens and one.reason == reason
+        np.testing.assert_allclose(one.logprobs, logprobs, rtol=1e-6)
+        assert one.spans == [(1, len(tokens))]
+    return True
+
+
+def test_the_table_is_long_enough() -> None:
+    for engine in ENGINES:
+        assert sum(of == engine for _, of, _ in [*WRONG, *SLOW]) >= 60
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_good_server_is_understood(stage: Stage, engine: str) -> None:
+    fleet = stage.rig.fleet([stage.places[f"good {engine}"]], {})
+    work = run(fleet, requests(5))
+    assert work.retries == 0 and right(stage.rig.take(), 5, 3)
+    fleet.close()
+
+
+@pytest.mark.parametrize(("name", "engine"), [(name, engine) for name, engine, _ in WRONG], ids=lambda value: value)
+def test_beside_a_good_server(stage: Stage, name: str, engine: str) -> None:
+    """All right completions come, none of them wrong; or the run is ended by a message that names a request."""
+    places = [stage.places[name], stage.places[f"good {engine}"]]
+    fleet = stage.rig.fleet(places, {"request_timeout_s": 20.0}, lambda line: None)
+    try:
+        run(fleet, requests(3))
+    except GuardStop as stop:
+        assert "request r-" in str(stop) and len(str(stop)) < 2000, str(stop)
+        stage.rig.take()
+    else:
+        assert right(stage.rig.take(), 3, 3)
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize(("name", "engine"), [(name, engine) for name, engine, _ in WRONG], ids=lambda value: value)
+def test_alone(stage: Stage, name: str, engine: str) -> None:
+    """It answers every health probe and takes every sync, and the run still ends, with the request's id."""
+    fleet = stage.rig.fleet([stage.places[name]], {"request_timeout_s": 1.0}, lambda line: None)
+    try:
+        run(fleet, requests(1))
+    except GuardStop as stop:
+        assert "r-0" in str(stop) and len(str(stop)) < 4000, str(stop)
+        assert not stage.rig.take(), "nothing of it is kept"
+    else:
+        assert right(stage.rig.take(), 1, 3), "wrong for some requests only"
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize(("name", "engine"), [(name, engine) for name, engine, _ in SLOW], ids=lambda value: value)
+def test_a_call_has_a_deadline_as_a_whole(stage: Stage, name: str, engine: str) -> None:
+    """Bytes that come now and then, or not, hold nobody for longer than a request may take."""
+    fleet = stage.rig.fleet([stage.places[name]], {"request_timeout_s": 0.5}, lambda line: None)
+    with pytest.raises(GuardStop, match=r"request_timeout_s = 0.5 s since their first try: r-0 on"):
+        run(fleet, requests(1))
+    fleet.close()

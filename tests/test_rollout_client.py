@@ -1,0 +1,255 @@
+"""The rollout client: graded while others are generated, shared by the ranks of a node, over TCP, and when it dies."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.hooks import RaisingHook
+from support.job import job_config, write_job_files
+from support.launch import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent / "engines"))
+from rig import Rig, requests, run, sync
+from stub import StubServers, completion, good
+
+from dppo_megatron.config.reward import RewardConfig
+from dppo_megatron.config.schema import Config
+from dppo_megatron.job import prepare_job
+from dppo_megatron.rewards.lanes import GradeInClient
+from dppo_megatron.rollout import server_engine
+from dppo_megatron.rollout.client import frames
+from dppo_megatron.rollout.client.grading import Detokenizer, grades_of
+from dppo_megatron.rollout.client.holding import HeldGroup, hand_over, take_over
+from dppo_megatron.rollout.client.remote import Nodes, owners, take
+from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.grouping import grouped
+from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.servers.wire import Sampled
+from dppo_megatron.types import Completion, Grade, GuardStop, Prompt
+
+LIMIT = 12
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job_files(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture
+def stubs() -> Iterator[StubServers]:
+    with StubServers({"a": good, "b": good}) as servers:
+        yield servers
+
+
+def _encoded(prompt: Prompt) -> bytes:
+    return pickle.dumps(prompt)
+
+
+def test_groups_are_graded_as_they_land(files: Path, stubs: StubServers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the configured grader, with the trainer's own text of the tokens: as if graded here afterwards."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    job = prepare_job(job_config(files, files / "run"), 1)
+    reward = RewardConfig(function="support.faulty:length_parity", processes=2)
+    rig = Rig([("vllm", stubs.url("a"))], GradeInClient(reward), Detokenizer.of(job.tokenizer))
+    try:
+        prompts = [_encoded(Prompt(index, "", (), str(index), "")) for index in range(6)]
+        run(rig.fleet([0], {}), requests(6), prompts=prompts)
+        arrived = rig.take()
+        assert len(arrived) == 18
+        for one in arrived:
+            text = job.tokenizer.decode(one.token_ids, skip_special_tokens=True)
+            assert one.text == text
+            grade = grades_of(one.grades)[one.position]
+            assert grade.reward == float(len(text) % 2) or np.isnan(grade.reward) == bool(grade.failure)
+        assert any(grades_of(one.grades)[one.position].reward == 1.0 for one in arrived)
+    finally:
+        rig.close()
+
+
+def test_a_hook_that_raises_ends_the_run(stubs: StubServers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its error, rather than with a rollout that waits for grades."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    rig = Rig([("vllm", stubs.url("a"))], RaisingHook)
+    try:
+        with pytest.raises(GuardStop, match=r"cannot go on: ValueError: this hook is broken"):
+            run(rig.fleet([0], {}), requests(2), prompts=[_encoded(Prompt(0, "", (), "", ""))] * 2)
+    finally:
+        rig.close()
+
+
+def test_a_client_that_dies_is_said(stubs: StubServers) -> None:
+    rig = Rig([("vllm", stubs.url("a"))])
+    rig.node.process.kill()
+    with pytest.raises(GuardStop, match="rollout client of node 0 has ended"):
+        run(rig.fleet([0], {}), requests(2))
+    with pytest.raises(GuardStop, match="this node's rollout client has ended"):
+        rig.take()
+    rig.close()
+
+
+def test_shares_of_a_node(stubs: StubServers) -> None:
+    """Three ranks take each group once, whole, and nothing is left."""
+    rig = Rig([("sglang", stubs.url("a"))])
+    try:
+        run(rig.fleet([0], {}), requests(8))
+        shares = [list(take(rig.path, rig.secret, share, 3)) for share in range(3)]
+        groups = [{one.index for one in share} for share in shares]
+        assert sorted(map(len, groups)) == [2, 3, 3] and set.union(*groups) == set(range(8))
+        assert all(len(share) == 3 * len({one.index for one in share}) for share in shares)
+        assert not rig.take()
+    finally:
+        rig.close()
+
+
+def test_who_does_not_hold_the_key_gets_nothing(stubs: StubServers) -> None:
+    """Neither a share nor rank 0's ear; the client goes on."""
+    rig = Rig([("vllm", stubs.url("a"))])
+    try:
+        run(rig.fleet([0], {}), requests(2))
+        with pytest.raises((frames.HandshakeFailed, GuardStop)):
+            list(take(rig.path, bytes(32), 0, 1))
+        assert len(rig.take()) == 6
+    finally:
+        rig.close()
+
+
+def test_both_ends_prove_the_key() -> None:
+    """A listener without it learns nothing that a connecting client would accept."""
+    for listens, connects in ((b"k", b"k"), (b"k", b"x"), (b"x", b"k")):
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.settimeout(5)
+        errors: list[Exception] = []
+
+        def accept(ours: socket.socket = ours, key: bytes = listens, errors: list[Exception] = errors) -> None:
+            try:
+                frames.accept_handshake(ours, key)
+            except Exception as error:
+                errors.append(error)
+            finally:
+                ours.close()
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        if listens == connects:
+            frames.connect_handshake(theirs, connects)
+        else:
+            with pytest.raises((frames.HandshakeFailed, ConnectionError)):
+                frames.connect_handshake(theirs, connects)
+        thread.join()
+        theirs.close()
+        assert bool(errors) == (listens != connects)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=8), st.data())
+def test_frames_survive_any_cutting(messages: list[bytes], data: st.DataObject) -> None:
+    stream = b"".join(map(frames.framed, messages))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
+    buffer, found = frames.FrameBuffer(), []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        found += buffer.feed(stream[start:end])
+    assert found == messages
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), max_size=6), st.randoms())
+def test_what_is_handed_over_is_what_was_held(lengths: list[list[int]], random: object) -> None:
+    """Groups of any sizes, empty completions among them, and texts of any characters, through one memory file."""
+    rng = np.random.default_rng(len(lengths))
+    held = []
+    for index, sizes in enumerate(lengths):
+        sampled = [
+            Sampled(
+                rng.integers(0, 1 << 31, size).astype(np.int32),
+                rng.standard_normal(size).astype(np.float32),
+                "stop",
+                ((str(index + 1), 0, size),) if size else (),
+            )
+            for size in sizes
+        ]
+        grades = msgspec.msgpack.encode([Grade(float(i), extracted="ü") for i in range(len(sizes))])
+        held.append(HeldGroup(index, sampled, [f"ü{i}\n".encode() for i in range(len(sizes))], grades))
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        thread = threading.Thread(target=hand_over, args=(ours, held))
+        thread.start()
+        arrived = list(take_over(theirs))
+        thread.join()
+    expected = [(group, position) for group in held for position in range(len(group.sampled))]
+    assert len(arrived) == len(expected)
+    for one, (group, position) in zip(arrived, expected, strict=True):
+        sampled = group.sampled[position]
+        assert (one.index, one.position, one.text) == (group.index, position, f"ü{position}\n")
+        assert one.token_ids.tolist() == sampled.token_ids.tolist()
+        assert one.logprobs.tolist() == sampled.logprobs.tolist()
+        assert sum(tokens for _, tokens in one.spans) == len(one.token_ids)
+        assert [grade.reward for grade in grades_of(one.grades)] == [float(i) for i in range(len(group.sampled))]
+
+
+def test_ranks_and_servers_find_their_clients() -> None:
+    nodes = Nodes.of(["x", "x", "y", "y", "x"], 3)
+    assert (nodes.node, nodes.neighbours, nodes.is_first, nodes.count) == (1, [2, 3], False, 2)
+    urls = ["http://a:1", "http://b:1", "http://127.0.0.1:2", "http://c:1"]
+    assert owners(urls, 2, only_first=False) == [0, 1, 0, 0] and owners(urls, 2, only_first=True) == [0, 0, 0, 0]
+
+
+def _generate(config: Config, two_nodes: bool) -> tuple[dict[int, Completion], int]:
+    """On every rank: two rollouts through the job's clients, without a weight sync."""
+    import torch.distributed as dist
+
+    if two_nodes:
+        server_engine.this_node = lambda: f"node {dist.get_rank() // 2}"  # type: ignore[assignment]
+    job = prepare_job(config, dist.get_world_size())
+    engine = ServerEngine(config, job.architecture, job.tokenizer)
+    try:
+        engine._version = 1
+        if engine._connection is not None:
+            sync(engine._fleet)
+        for step in (1, 2):
+            asked = [Request(Prompt(i, "", (2, 3), "", ""), c, step) for i in range(10) for c in range(3)]
+            engine.start(asked, Sampling(LIMIT, 1.0, 0))
+            found = engine.finish()
+            dist.barrier()  # as the loop's collectives: nobody closes while another one takes
+        return found, engine._nodes.count
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(("ranks", "two_nodes"), [(1, False), (3, False), (4, True)])
+def test_every_rank_holds_a_share(files: Path, tmp_path: Path, ranks: int, two_nodes: bool) -> None:
+    """On one machine through one client, and as two machines of two ranks through two, the second one's over TCP:
+    every completion is held by one rank, a prompt's by the same, and is what its seed draws."""
+    with StubServers({"a": good, "b": good}) as stubs:
+        values = {"rollout__servers__endpoints": f"[{stubs.url('a')},{stubs.url('b')}]", "rollout__engine": "vllm"}
+        if two_nodes:  # another name for loopback, which is not taken for rank 0's alone
+            values = {name: value.replace("127.0.0.1", "127.0.0.2") for name, value in values.items()}
+            values["rollout__servers__allow_remote_endpoints"] = "true"
+        config = job_config(files, tmp_path, rollout__completions_per_prompt=3, **values)
+        shares = run_ranks(_generate, ranks, config, two_nodes)
+    positions = [position for share, _ in shares for position in share]
+    assert sorted(positions) == list(range(30)) and all(count == 1 + two_nodes for _, count in shares)
+    prompts = [{position // 3 for position in share} for share, _ in shares]
+    assert sum(map(len, prompts)) == 10 and all(
+        len(share) == 3 * len(mine) for (share, _), mine in zip(shares, prompts, strict=True)
+    )
+    assert all(mine for mine in prompts), "each rank of each node has some"
+    asked = [Request(Prompt(i, "", (2, 3), "", ""), c, 2) for i in range(10) for c in range(3)]
+    groups, places = grouped(asked, Sampling(LIMIT, 1.0, 0), 3)
+    for share, _ in shares:
+        for position, one in share.items():
+            group = groups[position // 3]
+            tokens, logprobs, reason = completion(group.seed + position % 3, LIMIT)
+            assert one.token_ids.tolist() == tokens and one.finish_reason == reason
+            np.testing.assert_allclose(one.logprobs, logprobs, rtol=1e-6)
+            assert places[position // 3][position % 3] == position and (one.weights_versions == 1).all()

@@ -1,0 +1,231 @@
+"""samples/: what is written is what happened, in bounds, and in order again after a resume."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from support.job import job_config, write_job_files
+
+from dppo_megatron.config.observe import SamplesConfig
+from dppo_megatron.config.schema import Config
+from dppo_megatron.observe.samples import (
+    RecordedGroup,
+    SampleWriter,
+    add_actor_logprobs,
+    rewind_samples,
+    sample_files,
+    to_table,
+)
+from dppo_megatron.selection import Rollouts
+from dppo_megatron.types import Completion, Grade, Group, Prompt, SelectedPrompt
+from dppo_megatron.verdicts import reasons_of, recorded_positions
+
+
+def _group(position: int, size: int = 2, tokens: int = 3, text: str = "answer") -> RecordedGroup:
+    prompt = Prompt(100 + position, f"problem {position}", (1, 2), "42", "algebra")
+    completion = Completion(np.arange(tokens), np.full(tokens, -0.5, np.float32), "stop", text, np.full(tokens, 7))
+    rewards = np.array([1.0] + [np.nan] * (size - 1))
+    grades = (Grade(1.0, "42", "exact"),) + (Grade(np.nan, failure="timed out"),) * (size - 1)
+    return RecordedGroup(
+        position,
+        Group(SelectedPrompt(prompt, 0.5, 2.0), (completion,) * size, rewards, grades),
+        advantages=np.linspace(1, -1, size),
+        completion_prob=np.array([0.25] + [np.nan] * (size - 1)),
+        weights=np.array([8.0] + [0.0] * (size - 1)),
+        kept=np.array([True] + [False] * (size - 1)),
+        why=("score",) + ("failed",) * (size - 1),
+    )
+
+
+def _writer(path: Path, **settings: Any) -> SampleWriter:
+    return SampleWriter(path / "samples", 0, 1, SamplesConfig(**settings), print)
+
+
+def _write(path: Path, steps: range, **settings: Any) -> None:
+    writer = _writer(path, **settings)
+    for step in steps:
+        writer._directory.mkdir(exist_ok=True)
+        writer._write(step, [_group(0)])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A real run, and the samples' CPU seconds."""
+    from dppo_megatron.job import prepare_job
+    from dppo_megatron.run import Run
+    from dppo_megatron.train import train
+
+    files = write_job_files(tmp_path_factory.mktemp("task"))
+    run_dir = tmp_path_factory.mktemp("samples") / "run"
+    job = prepare_job(job_config(files, run_dir), 1)
+    with Run(job) as run:
+        train(run)
+    return run_dir, run._samples.cpu_s
+
+
+def test_a_run_leaves_what_its_trace_says(finished: tuple[Path, Any]) -> None:
+    """trace.jsonl and metrics.jsonl come from rank 0's arrays, the samples from the groups themselves."""
+    run_dir, _ = finished
+    frame = pd.read_parquet(run_dir / "samples")
+    trace = [json.loads(line) for line in (run_dir / "trace.jsonl").read_text().splitlines()][1:]
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:]
+    for row, measured in zip(trace, metrics, strict=True):
+        mine = frame[frame.step == row["step"]].sort_values(["group", "completion"])
+        groups = mine.groupby("group").first()
+        assert groups.prompt_index.tolist() == row["prompts"]
+        assert groups.prompt_prob.tolist() == pytest.approx(row["inclusion_prob"], rel=1e-5)
+        assert mine.reward.tolist() == pytest.approx(np.ravel(row["rewards"]).tolist(), rel=1e-5)
+        assert mine.tokens.tolist() == np.ravel(row["lengths"]).tolist()
+        assert np.flatnonzero(mine.kept).tolist() == row["kept"]
+        assert mine.tokens[mine.kept].sum() == measured["tokens/trained"]
+        weight = mine.weight[mine.kept]
+        if len(weight):
+            assert weight.sum() ** 2 / (weight**2).sum() == pytest.approx(measured["prune/ess"], rel=1e-9)
+        assert (mine.advantage[mine.why == "zero advantage"] == 0).all()
+        kept = mine[mine.kept]
+        assert (kept.completion_prob > 0).all()
+        # Horvitz-Thompson: every weight is one over a probability
+        assert (kept.completion_weight * kept.completion_prob).to_numpy() == pytest.approx(1.0)
+        # the embedded engine and the actor have the same weights: equal to rounding
+        scored = kept[kept.actor_logprobs.notna()]
+        assert len(scored) == len(kept)
+        for mine_, theirs in zip(scored.logprobs, scored.actor_logprobs, strict=True):
+            assert theirs == pytest.approx(mine_, abs=1e-3)
+
+
+def test_polars_reads_it_too(finished: tuple[Path, Any]) -> None:
+    polars = pytest.importorskip("polars")
+    run_dir, _ = finished
+    assert len(polars.read_parquet(run_dir / "samples" / "*.parquet")) == len(pd.read_parquet(run_dir / "samples"))
+
+
+def test_a_row() -> None:
+    table = to_table(5, [_group(1), _group(0, text="\ud800 lone")])
+    rows = table.to_pylist()
+    places = [(row["step"], row["group"], row["completion"]) for row in rows]
+    assert places == [
+        (5, 0, 0),
+        (5, 0, 1),
+        (5, 1, 0),
+        (5, 1, 1),
+    ]
+    assert rows[0]["text"] == "\\ud800 lone"  # has no form in UTF-8
+    assert rows[2] | {"token_ids": None, "logprobs": None} == {
+        "step": 5, "group": 1, "completion": 0, "prompt_index": 101, "source": "algebra", "prompt": "problem 1",
+        "reference": "42", "text": "answer", "extracted": "42", "reward": 1.0, "reward_why": "exact",
+        "advantage": 1.0, "kept": True, "why": "score", "prompt_prob": 0.5, "prompt_weight": 2.0,
+        "completion_prob": 0.25, "completion_weight": 4.0, "weight": 8.0, "tokens": 3, "finish_reason": "stop",
+        "weights_version_first": 7, "weights_version_last": 7, "token_ids": None, "logprobs": None,
+        "actor_logprobs": None,
+    }  # fmt: skip
+    assert (rows[3]["reward"], rows[3]["reward_why"], rows[3]["completion_prob"]) == (None, "timed out", None)
+
+
+def test_actor_logprobs_find_their_completion() -> None:
+    """Places count in the update's rows, which are groups times G plus the completion; other ranks' are not here."""
+    groups = [_group(2), _group(4)]
+    add_actor_logprobs(groups, np.array([1, 5, 8]), {0: np.zeros(3), 1: np.ones(3), 2: np.full(3, 2.0)})
+    assert [list(one.actor_logprobs) for one in groups] == [[1], [0]]
+    assert to_table(1, groups)["actor_logprobs"].to_pylist() == [None, [1.0] * 3, [2.0] * 3, None]
+    add_actor_logprobs([], np.array([1]), {0: np.zeros(3)})
+
+
+@pytest.mark.parametrize(("last", "back_to"), [(3, 0), (70, 64), (130, 100), (63, 200)])
+def test_rewound_to_a_step(last: int, back_to: int, tmp_path: Path) -> None:
+    path = tmp_path
+    _write(path, range(1, last + 1))
+    assert len(sample_files(path / "samples")) < 64 + last // 64
+    rewind_samples(path / "samples", back_to)
+    left = [pd.read_parquet(one.path) for one in sample_files(path / "samples")]
+    assert [step for frame in left for step in frame.step.unique()] == list(range(1, min(last, back_to) + 1))
+
+
+def test_a_merge_that_was_cut_short(tmp_path: Path) -> None:
+    """The merged file is there and some of its parts are as well: no step is read twice, and a resume clears up."""
+    _write(tmp_path, range(1, 64))
+    parts = {one.path: one.path.read_bytes() for one in sample_files(tmp_path / "samples")}
+    _write(tmp_path, range(64, 65))
+    for path, data in list(parts.items())[20:]:
+        path.write_bytes(data)
+    (tmp_path / "samples" / ".half.incomplete").write_bytes(b"x")
+    assert [(one.first, one.last) for one in sample_files(tmp_path / "samples")] == [(1, 64)]
+    rewind_samples(tmp_path / "samples", 64)
+    assert len(list((tmp_path / "samples").iterdir())) == 1
+    assert pd.read_parquet(tmp_path / "samples").step.nunique() == 64
+
+
+def test_the_oldest_go_where_the_bound_is_reached(tmp_path: Path) -> None:
+    _write(tmp_path, range(1, 3))
+    one = sample_files(tmp_path / "samples")[0].path.stat().st_size
+    _write(tmp_path, range(3, 40), max_gb=5.5 * one / 1e9)
+    files = sample_files(tmp_path / "samples")
+    assert files[-1].last == 39
+    assert sum(one.path.stat().st_size for one in files) <= 5.5 * one
+
+
+def test_trouble_is_said_once_and_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "samples").write_text("a file where the directory should be")
+    said: list[str] = []
+    writer = SampleWriter(tmp_path / "samples", 3, 4, SamplesConfig(), said.append)
+    for step in range(3):
+        writer.write(step, [_group(0)])
+    writer.close()
+    assert len(said) == 1
+    assert "samples of step 0 cannot be written" in said[0] and "rank 3" in said[0]
+
+
+def test_less_than_a_hundredth_of_a_step() -> None:
+    """256 completions of 2,000 tokens: 0.5 M tokens take a step of minutes on any machine that holds a model. The
+    bound is that of a step of 60 s, in CPU seconds, which other processes do not change."""
+    groups = [_group(position, size=8, tokens=2000, text="x" * 6000) for position in range(32)]
+    before = time.process_time()
+    to_table(1, groups)
+    assert time.process_time() - before < 0.6
+
+
+def test_which_groups_are_recorded() -> None:
+    config = Config(seed=3)
+    count = 2000
+    rollouts = Rollouts(np.zeros((count, 2)), np.full((count, 2), 10), np.zeros((count, 2)))
+    index = np.arange(count)[::-1]
+    config.observe.samples = SamplesConfig(share=0.2, fixed_share=0.1, max_mb_per_step=100)
+    steps = [set(recorded_positions(config, step, index, rollouts).tolist()) for step in range(1, 9)]
+    always = set.intersection(*steps)
+    # 0.1 fixed and 0.2 of the others: 0.28 each step, of which by chance 0.1 + 0.9 * 0.2^8 in all; 5 deviations
+    assert all(abs(len(one) / count - 0.28) < 5 * np.sqrt(0.28 * 0.72 / count) for one in steps)
+    assert abs(len(always) / count - 0.1) < 5 * np.sqrt(0.09 / count)
+    config.observe.samples.max_mb_per_step = len(always) * 0.5 * 16 * 20 / 1e6
+    small = set(recorded_positions(config, 1, index, rollouts).tolist())
+    assert small < always and len(small) == len(always) // 2
+    config.observe.samples = SamplesConfig(share=0.0)
+    assert len(recorded_positions(config, 1, index, rollouts)) == 0
+
+
+def test_reasons() -> None:
+    """A completion for each: reward, advantage, probability, kept, truncated -> why."""
+    cases = [
+        (1.0, 1.0, 1.0, True, False, "certain"),
+        (1.0, 1.0, 0.4, True, False, "score"),
+        (1.0, 1.0, 0.4, False, False, "score"),
+        (1.0, 1.0, 0.05, False, False, "floor"),
+        (1.0, 1.0, 0.05, True, False, "floor"),
+        (1.0, 1.0, 0.0, False, False, "rank"),
+        (1.0, 0.0, 0.0, False, False, "zero advantage"),
+        (1.0, 0.0, 1.0, True, False, "certain"),
+        (np.nan, 0.0, 0.0, False, False, "failed"),
+        (1.0, 1.0, np.nan, False, True, "overlong"),
+        (1.0, 1.0, np.nan, False, False, "group"),
+    ]
+    config = Config()
+    config.objective.overlong.filter = True
+    reward, advantage, prob, kept, truncated, why = (np.array(column) for column in zip(*cases, strict=True))
+    rollouts = Rollouts(reward[:, None], np.ones((len(cases), 1), int), np.ones((len(cases), 1)), None, truncated)
+    decision = SimpleNamespace(kept=kept, advantages=advantage, completion_prob=prob)
+    assert reasons_of(config, decision, rollouts).tolist() == why.tolist()  # type: ignore[arg-type]

@@ -1,0 +1,117 @@
+"""The stream of full tensors out of a sharded model: what every layout gives, to whom, and in how many exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from support.launch import run_ranks
+from support.tiny import Parallel, build_actor, write_model
+
+from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.weights.hf_files import CheckpointReader
+from dppo_megatron.weights.sharded import nearest
+
+SMALL = 40_000
+"""Bytes of a bucket here: the tiny models come in five to ten of them, and some tensors are larger."""
+DENSE = [
+    Parallel(tp=2),
+    Parallel(pp=2, vpp=2),
+    Parallel(tp=2, cp=2),
+    Parallel(tp=2, pp=2, dp=2, distributed_optimizer=True),
+]
+EXPERTS = [Parallel(ep=2, dp=2), Parallel(tp=2, etp=2), Parallel(tp=2, ep=2, etp=1, pp=2)]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("dense"), vocab_size=37)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tied"), vocab_size=37, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("experts"), family="qwen3_moe", vocab_size=37)
+
+
+def _streams(model_path: Path, parallel: Parallel) -> dict[str, Any]:
+    """What this rank is given when everybody asks, when the first does, and when the last two do; and its exchanges."""
+    actor = build_actor(model_path, parallel)
+    world = parallel.world_size
+    exchanges, messages = _count(dist.batch_isend_irecv)
+    dist.batch_isend_irecv = exchanges
+    given: dict[str, Any] = {"buckets": actor.num_weight_buckets(SMALL)}
+    for name, to in (("all", None), ("first", [0]), ("last", list(range(world))[-2:])):
+        messages.clear()
+        given[name] = {key: tensor.numpy().copy() for key, tensor in actor.weights(to, SMALL)}
+        given[f"{name} exchanges"], given[f"{name} messages"] = len(messages), sum(messages)
+    return given
+
+
+def _count(call: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
+    sizes: list[int] = []
+
+    def counted(operations: list[Any]) -> Any:
+        sizes.append(len(operations))
+        return call(operations)
+
+    return counted, sizes
+
+
+def _check(model_path: Path, parallel: Parallel) -> list[dict[str, Any]]:
+    """Every tensor of the checkpoint, bit for bit, on the ranks that asked and nowhere else; one exchange a bucket."""
+    reader = CheckpointReader(model_path, read_architecture(model_path))
+    results = run_ranks(_streams, parallel.world_size, model_path, parallel)
+    world = len(results)
+    for rank, given in enumerate(results):
+        for name, asks in (("all", True), ("first", rank == 0), ("last", rank >= world - 2)):
+            assert set(given[name]) == (set(reader.names) if asks else set())
+            for key, array in given[name].items():
+                assert np.array_equal(array, reader.get(key).numpy()), f"{parallel}, rank {rank}: {key}"
+            assert given[f"{name} exchanges"] <= given["buckets"]
+    return results
+
+
+@pytest.mark.parametrize("parallel", DENSE, ids=str)
+def test_every_layout_gives_the_checkpoint(dense: Path, parallel: Parallel) -> None:
+    """What was loaded comes back bit for bit: this is what a sync sends."""
+    _check(dense, parallel)
+
+
+@pytest.mark.parametrize("parallel", EXPERTS, ids=str)
+def test_experts_too(experts: Path, parallel: Parallel) -> None:
+    """Expert shards lie on other ranks than the rest of their layer."""
+    results = _check(experts, parallel)
+    assert results[0]["buckets"] < len(results[0]["first"]), "a bucket holds many experts"
+
+
+def test_a_tied_output_layer_is_streamed_once(tied: Path) -> None:
+    """Both ends of a pipeline hold the embedding; the stream names it once."""
+    _check(tied, Parallel(pp=2))
+
+
+def test_replicas_send_nothing(dense: Path) -> None:
+    """Every rank of a data-parallel job holds all of the model: no rank sends or waits."""
+    for given in _check(dense, Parallel(dp=2)):
+        assert [given[f"{name} messages"] for name in ("all", "first", "last")] == [0, 0, 0]
+
+
+def test_only_holders_and_receivers_take_part(dense: Path) -> None:
+    """With TP 2 and DP 2, rank 0 is sent what rank 1 has, by rank 1; the other replica, ranks 2 and 3, is left alone.
+    There is one message a bucket."""
+    results = _check(dense, Parallel(tp=2, dp=2))
+    assert [given["first messages"] for given in results[2:]] == [0, 0]
+    assert results[0]["first messages"] == results[1]["first messages"] == results[0]["buckets"]
+
+
+def test_the_nearest_holder_sends() -> None:
+    """Itself, else the next by number; of two as near, the lower."""
+    assert nearest([0, 2, 4], 2) == 2 and nearest([1, 5], 4) == 5 and nearest([1, 5], 3) == 1

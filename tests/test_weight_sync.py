@@ -1,0 +1,340 @@
+"""A weight sync over servers that only take weights, each in a process of its own: what arrives, in which order servers
+are asked, who is live when one dies or hangs, and what counts as a proof."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from support.launch import run_ranks
+from support.settings import rollout_config
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from receivers import PipeServer
+
+from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.rollout.servers import vllm
+from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.http import Unreachable
+from dppo_megatron.rollout.servers.member import Member
+from dppo_megatron.rollout.servers.seats import RankDevice, seats, visible_devices
+from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
+from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, buckets
+from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
+from dppo_megatron.rollout.sync.receipts import MOST_MISSED, Canary
+from dppo_megatron.rollout.sync.weight_sync import WeightSync
+from dppo_megatron.rollout.transfer.groups import Chain
+from dppo_megatron.types import Completion, GuardStop, Prompt
+
+BUCKET = 5 << 20
+SHAPES = [(640, 1024)] * 6 + [(7,), (3, 5), (2000, 1024), (11,)]
+"""Six of 2.6 MB, of which two make a bucket; small ones; and one of 8.2 MB, larger than a bucket and than a chunk."""
+
+
+def _weights(seed: int) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(f"t{i}", torch.randn(shape, generator=generator)) for i, shape in enumerate(SHAPES)]
+
+
+def _digest(weights: Sequence[tuple[str, torch.Tensor]]) -> str:
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for _, tensor in weights)).hexdigest()
+
+
+def _config(**values: Any) -> RolloutConfig:
+    base = {"engine": "vllm", "servers.launch": "local", "sync.verify_every": 0, "limits.probe_timeout_s": 1.0}
+    return rollout_config(base | {"limits.engine_wait_s": 5.0, "limits.sync_timeout_s": 60.0} | values)
+
+
+class Running:
+    """Servers of a test, ended with it."""
+
+    def __init__(self) -> None:
+        self.servers: list[PipeServer] = []
+        self.said: list[str] = []
+
+    def sync(self, *servers: PipeServer, **values: Any) -> tuple[WeightSync, Fleet, BroadcastChannel]:
+        self.servers += servers
+        for server in servers:
+            server.healthy(timeout_s=60)  # until it has started
+            server.calls.clear()
+        config = _config(**values)
+        fleet = Fleet(servers, config, self.said.append)  # type: ignore[arg-type]
+        sizes = {server.http.url: 1 for server in servers}
+        channel = BroadcastChannel(fleet, "gloo", sizes, BUCKET, config.limits.sync_timeout_s)
+        return WeightSync(config, channel, fleet), fleet, channel
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    found = Running()
+    yield found
+    for server in found.servers:
+        server.stop()
+
+
+def _noting(send: Callable[[torch.Tensor], None], sent: list[int], memory: torch.Tensor) -> None:
+    sent.append(memory.nbytes)
+    send(memory)
+
+
+def _holds(server: PipeServer, weights: Sequence[tuple[str, torch.Tensor]], version: str) -> bool:
+    """All bytes of these weights and no others, under this version."""
+    right = server.checksums(timeout_s=20)["all"] == _digest(weights)
+    return right and server.weights_version(timeout_s=20) == version
+
+
+def test_all_servers_get_the_same_bytes_in_one_broadcast(running: Running) -> None:
+    """Three servers, two syncs: the trainer sends each bucket once, and joins them to one group, once."""
+    servers = [PipeServer(i) for i in range(3)]
+    sync, fleet, channel = running.sync(*servers)
+    sent: list[int] = []
+    for version, seed in enumerate((1, 2), start=1):
+        weights = _weights(seed)
+        sync.to(lambda w=weights: w)
+        assert all(_holds(server, weights, str(version)) for server in servers)
+        group = channel._group
+        assert isinstance(group, Chain)
+        group.send = partial(_noting, group.send, sent)  # type: ignore[method-assign]
+    assert len(fleet.live) == 3 and [server.calls.count("join") for server in servers] == [1, 1, 1]
+    assert sum(sent) == sum(tensor.nbytes for _, tensor in weights), "one copy leaves, whatever the number of servers"
+
+
+def test_a_killed_server_costs_the_others_one_more_pass(running: Running) -> None:
+    """It dies in the second bucket: the others are live with all of the new weights when the sync returns, and it is
+    out. Started again, it is live after a later sync, of all tensors."""
+    servers = [PipeServer(0), PipeServer(1, dies_at=1), PipeServer(2), PipeServer(3)]
+    sync, fleet, _ = running.sync(*servers)
+    sync.to(lambda: _weights(1))
+    assert [member.state for member in fleet.members] == ["live", "out", "live", "live"]
+    assert fleet.members[1].condition.startswith("out: weight sync failed")
+    assert all(_holds(servers[i], _weights(1), "1") for i in (0, 2, 3))
+    assert [servers[i].calls.count("begin") for i in (0, 2, 3)] == [2, 2, 2]
+    servers[1].start(dies_at=-1)
+    servers[1].healthy(timeout_s=60)  # until it has started
+    sync.to(lambda: _weights(2))
+    assert len(fleet.live) == 4 and all(_holds(server, _weights(2), "2") for server in servers)
+
+
+def test_a_hung_server_does_not_take_the_others_with_it(running: Running) -> None:
+    """SIGSTOP in the second bucket: its neighbours in the broadcast give up before their requests time out, and are not
+    to blame. It comes back by a later sync."""
+    servers = [PipeServer(0), PipeServer(1, hangs_at=1), PipeServer(2)]
+    sync, fleet, _ = running.sync(*servers, **{"limits.sync_timeout_s": 4.0})
+    sync.to(lambda: _weights(3))
+    assert [member.state for member in fleet.members] == ["live", "out", "live"]
+    assert _holds(servers[0], _weights(3), "1") and _holds(servers[2], _weights(3), "1")
+    os.kill(servers[1].process.pid, signal.SIGCONT)
+    for _ in range(4):  # it may first have to find out that what it waits for does not come
+        sync.to(lambda: _weights(4))
+        if len(fleet.live) == 3:
+            break
+    assert len(fleet.live) == 3 and all(_holds(server, _weights(4), str(sync.version)) for server in servers)
+
+
+def test_with_nobody_left_the_sync_says_so(running: Running) -> None:
+    """The only server dies and stays dead: the run is stopped, with its name."""
+    sync, _, _ = running.sync(PipeServer(0, dies_at=0), **{"limits.engine_wait_s": 1.0})
+    with pytest.raises(
+        GuardStop, match=r"no rollout server has taken weight sync 1 \(pipe.*:0 out: weight sync failed"
+    ):
+        sync.to(lambda: _weights(1))
+
+
+def test_servers_wake_in_two_steps_around_the_weights(running: Running) -> None:
+    """Weights before the update, the cache after it, and no token before the version was read back."""
+    server = PipeServer(0)
+    sync, fleet, _ = running.sync(server)
+    sync.sleep()
+    sync.to(lambda: _weights(1))
+    assert [call for call in server.calls if call not in ("healthy", "receive")] == [
+        "sleep", "wake weights", "pause", "begin", "join", "end", "wake kv_cache", "resume", "version",
+    ]  # fmt: skip
+    assert fleet.live and sync.stage == "done"
+
+
+class _Nameless:
+    """A server that is not asked for anything."""
+
+    http = type("Address", (), {"url": "pipe://nobody"})
+
+
+class OneBehind(BucketChannel):
+    """Takes a bucket only when the stream has been asked for the next one."""
+
+    def __init__(self, fleet: Fleet, asked: list[threading.Event]) -> None:
+        super().__init__(fleet, 4, 10.0)
+        self.asked, self.in_time = asked, []
+
+    def _prepare(self, members: Sequence[Member]) -> list[Member]:
+        return list(members)
+
+    def _hand_over(self, members: Sequence[Member], bucket: Bucket) -> list[Member]:
+        following = len(self.in_time) + 1
+        self.in_time.append(following == len(self.asked) or self.asked[following].wait(10))
+        return list(members)
+
+    def close(self) -> None: ...
+
+
+def test_the_next_bucket_is_gathered_while_one_is_handed_over() -> None:
+    """And no more than the next: what has been asked for when bucket k is taken is k + 1."""
+    asked = [threading.Event() for _ in range(5)]
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, event in enumerate(asked):
+            event.set()
+            assert number < 3 or len(channel.in_time) >= number - 2, "the stream runs away"
+            yield str(number), torch.ones(1)
+
+    channel = OneBehind(Fleet([cast(Any, _Nameless())], _config(), print), asked)
+    assert channel.push(stream(), [], "1") == [] and channel.in_time == [True] * 5
+
+
+def test_a_bucket_is_sent_as_it_lies() -> None:
+    """Tensors that the stream has laid end to end are not copied; loose ones are. No bucket spans two such pieces."""
+    memory = torch.arange(24, dtype=torch.float32)
+    first, second = memory[:6].view(2, 3), memory[6:24]
+    flat = Bucket([("a", first), ("b", second)]).flat()
+    assert flat.data_ptr() == memory.data_ptr() and torch.equal(flat, memory.view(torch.uint8))
+    loose = Bucket([("a", first), ("b", torch.ones(2))]).flat()
+    assert torch.equal(loose.view(torch.float32), torch.cat([first.flatten(), torch.ones(2)]))
+    other = torch.zeros(4)
+    found = [
+        [name for name, _ in bucket.tensors] for bucket in buckets([("a", first), ("b", second), ("c", other)], 999)
+    ]
+    assert found == [["a", "b"], ["c"]]
+
+
+def _through_memory(config: RolloutConfig, servers: list[PipeServer]) -> Any:
+    """Two ranks, a server beside each; rank 0 speaks to both over the pipes that it has inherited."""
+    fleet = Fleet(servers, config, print) if torch.distributed.get_rank() == 0 else None  # type: ignore[arg-type]
+    beside = {server.http.url: (rank,) for rank, server in enumerate(servers)}
+    channel = SharedMemoryChannel(fleet, beside, _noted(vllm.offer), BUCKET, 60)
+    sync = WeightSync(config, channel, fleet)
+    right = []
+    for version, seed in enumerate((1, 2), start=1):
+        sync.to(lambda s=seed: _weights(s))
+        right += [_holds(server, _weights(seed), str(version)) for server in servers if fleet is not None]
+    return list(channel.receivers), len(OFFERED), right
+
+
+OFFERED: list[str] = []
+
+
+def _noted(offer: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*arguments: Any) -> Any:
+        found = offer(*arguments)
+        OFFERED.append(found["path"])
+        assert found["path"].startswith(f"/proc/{os.getpid()}/"), "each rank offers memory of its own"
+        return found
+
+    return noted
+
+
+def test_each_rank_hands_its_buffer_to_the_server_beside_it(running: Running) -> None:
+    """Both ranks take part in every bucket, each for its own server; rank 0 alone speaks to both."""
+    running.servers += [PipeServer(0), PipeServer(1)]
+    results = run_ranks(_through_memory, 2, _config(), running.servers)
+    (receivers, offers, right), (_, offers_of_other, _) = results
+    num_buckets = len(list(buckets(_weights(1), BUCKET)))
+    assert receivers == [0, 1] and right == [True] * 4
+    assert offers == offers_of_other == 2 * num_buckets
+
+
+def test_ranks_are_found_by_their_devices() -> None:
+    """By UUID whatever the numbers; a worker on a GPU without a rank has none; ranks of a CPU take turns."""
+    ranks = [RankDevice("here", frozenset(names)) for names in (("GPU-a", "0"), ("GPU-b", "1"))]
+    assert seats(ranks, ("GPU-b", "GPU-a"), 0) == (1, 0) and seats(ranks, ("0",), 5) == (0,)
+    assert seats(ranks, ("GPU-a", "GPU-c"), 0) is None and seats(ranks, (), 0) is None
+    assert seats([*ranks, RankDevice("elsewhere", frozenset(("GPU-c",)))], ("GPU-c",), 0) is None
+    shared = [RankDevice("here", frozenset(("cpu",)))] * 2
+    assert [seats(shared, ("cpu", "cpu"), turn) for turn in range(3)] == [(0, 0), (1, 1), (0, 0)]
+    assert visible_devices("2, 3") == ["2", "3"]
+
+
+class Silent(PipeServer):
+    """Takes weights, and gives no checksums while it is silent; all of them are asked before any answers."""
+
+    together = threading.Barrier(1)
+    silent = False
+
+    def checksums(self, *, timeout_s: float) -> dict[str, str]:
+        self.together.wait(30)
+        if self.silent:
+            raise Unreachable(f"{self.http.url}: TimeoutError: timed out")
+        return super().checksums(timeout_s=timeout_s)
+
+
+def test_no_answer_is_no_proof_and_no_outage(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `verify_every` far away: the first sync is proven, and so is each after one that nobody answered for, until
+    somebody answers. Too often in a row is the end. All servers are asked at the same time."""
+    monkeypatch.setattr(Silent, "together", threading.Barrier(2))
+    servers = [Silent(0), Silent(1)]
+    sync, fleet, _ = running.sync(*servers, **{"sync.verify_every": 1000})
+    monkeypatch.setattr(Silent, "silent", True)
+    proven = [sync.to(lambda: _weights(1)) for _ in range(MOST_MISSED - 1)]
+    assert proven == [True] * (MOST_MISSED - 1) and len(fleet.live) == 2
+    assert sum("receipt not taken" in line for line in running.said) == MOST_MISSED - 1
+    monkeypatch.setattr(Silent, "silent", False)
+    assert sync.to(lambda: _weights(1)) and not sync.to(lambda: _weights(1))
+    monkeypatch.setattr(Silent, "silent", True)
+    sync._proves = True
+    sync._checksums._missed = MOST_MISSED - 1
+    with pytest.raises(GuardStop, match="no rollout server has answered for its checksums"):
+        sync.to(lambda: _weights(1))
+
+
+class Answering:
+    """An engine of which only `probe` and `health` are asked."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[str, Completion]] = []
+        self.asked: list[Any] = []
+
+    def health(self) -> dict[str, str]:
+        return {"a": "live", "b": "live", "c": "out: no answer"}
+
+    def probe(self, requests: Any, sampling: Any) -> list[tuple[str, Completion]]:
+        self.asked.append((len(requests), sampling))
+        return self.answers
+
+
+def _completion(logprob: float) -> Completion:
+    return Completion(np.array([3, 4]), np.full(2, logprob, np.float32), "length", "", np.array([1, 1]))
+
+
+def test_the_canary_is_short_and_silence_does_not_pass() -> None:
+    """At most 64 tokens and no cut, whatever the run samples. One answer of two is compared and counted; none is said,
+    is due again, and stops the run the third time in a row."""
+    said: list[str] = []
+    values = {"sampling.max_completion_tokens": 32768, "sampling.top_p": 0.9, "completions_per_prompt": 16}
+    canary, engine = Canary(_config(**values), 0, (), said.append), Answering()
+    prompt = Prompt(0, "q", (1, 2), "a", "")
+
+    def score(_: Prompt, completions: Sequence[Completion]) -> list[Any]:
+        return [np.full(len(one.token_ids), -1.0) for one in completions]
+
+    engine.answers = [("a", _completion(-1.01))]
+    found = canary.take(engine, prompt, score)  # type: ignore[arg-type]
+    assert found == {"rollout/canary_servers": 1.0, "rollout/canary_logprob_diff": pytest.approx(0.01, abs=1e-6)}
+    count, sampling = engine.asked[0]
+    assert count == 8 and (sampling.max_completion_tokens, sampling.top_p, sampling.top_k) == (64, 1.0, 0)
+    engine.answers = []
+    for _ in range(MOST_MISSED - 1):
+        assert canary.take(engine, prompt, score) == {"rollout/canary_servers": 0.0} and canary.is_overdue  # type: ignore[arg-type]
+    assert len(said) == MOST_MISSED - 1 and "none of 2 servers answered for its canary" in said[0]
+    with pytest.raises(GuardStop, match=r"no rollout server has answered for its canary after 3 weight syncs"):
+        canary.take(engine, prompt, score)  # type: ignore[arg-type]
+    engine.answers = [("b", _completion(-2.0))]
+    with pytest.raises(GuardStop, match=r"^b scores a canary"):
+        canary.take(engine, prompt, score)  # type: ignore[arg-type]
