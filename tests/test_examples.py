@@ -103,7 +103,7 @@ def _train(files: Path, run_dir: Path, engine: bool = False) -> None:
 
 def test_a_run_with_all_of_them(files: Path, tmp_path: Path) -> None:
     """Loss, graders and policies of one's own in one run: each has acted, and the ledger says what it did."""
-    run_ranks(_train, 1, files, tmp_path / "run", timeout_s=120)
+    run_ranks(_train, 1, files, tmp_path / "run")
     rows = read_metrics(tmp_path / "run")[1:]
     assert len(rows) == 4
     for row in rows:
@@ -116,7 +116,7 @@ def test_a_run_with_all_of_them(files: Path, tmp_path: Path) -> None:
 
 def test_a_run_with_the_example_engine(files: Path, tmp_path: Path) -> None:
     """The loop trains on what it is given: tokens all over the vocabulary, whose log-probability is that of chance."""
-    run_ranks(_train, 1, files, tmp_path / "run", True, timeout_s=120)
+    run_ranks(_train, 1, files, tmp_path / "run", True)
     rows = read_metrics(tmp_path / "run")[1:]
     assert len(rows) == 4
     assert all(row["tokens/generated"] > 0 and row["mismatch/logprob_abs_diff_mean"] > 0.1 for row in rows)
@@ -185,7 +185,7 @@ def test_the_engine_keeps_the_contract() -> None:
     requests = [Request(prompt, index, 1) for prompt in prompts for index in range(4)]
     sampling = Sampling(50, temperature=1.0, seed=0, stop_token_ids=(5,))
     alone = _tokens(requests, sampling)
-    shares = run_ranks(_tokens, 2, requests, sampling, timeout_s=60)
+    shares = run_ranks(_tokens, 2, requests, sampling)
     assert sorted([*shares[0], *shares[1]]) == list(range(12))
     assert {position // 4 for position in shares[0]}.isdisjoint(position // 4 for position in shares[1])
     vocabulary = len(make_tokenizer())
