@@ -219,6 +219,7 @@ class Run:
             self.progress.close()
             left = sorted(name for name in os.listdir(self._directory) if name != LOCK)  # which goes at the end
             print(f"\n{self.summary.table()}\n\n{self._directory}/: {', '.join(left)}")
+            print(f"see it: dppo-megatron report {self._directory}")
 
     def _write_end(self) -> None:
         """On rank 0: the end of the record and summary.json."""
