@@ -35,6 +35,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/python tools/make_quickstart.py --out $(TASK) --seed $(SEED)
 	rm -rf $(RUN)
 	$(TRAIN) $(CONFIG) $(SETTINGS)
+	$(BIN)/dppo-megatron report $(RUN)
 
 test: $(VENV)/.installed $(VLLM_VENV)/.installed
 	DPPO_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -n $(WORKERS) $(TESTS)

@@ -224,6 +224,7 @@ class Run:
             self.progress.close()
             left = sorted(name for name in os.listdir(self._directory) if name != LOCK)  # removed when the run closes
             print(f"\n{self.summary.table()}\n\n{self._directory}/: {', '.join(left)}")
+            print(f"see it: dppo-megatron report {self._directory}")
 
     def _write_end(self) -> None:
         """Flush the record and write summary.json. On rank 0."""
