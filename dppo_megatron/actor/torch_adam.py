@@ -14,8 +14,10 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from dppo_megatron.actor.optimizer_state import LeanDistributedOptimizer
 
-class TorchAdamDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
+
+class TorchAdamDistributedOptimizer(LeanDistributedOptimizer):
     """A `DistributedOptimizer` whose state can be saved at any time and loaded again."""
 
     def state_dict(self) -> Any:
@@ -73,8 +75,8 @@ def _fuse(adam: torch.optim.Optimizer) -> None:
 
 
 def repair(optimizer: MegatronOptimizer) -> None:
-    """Make every distributed optimizer over torch's Adam in `optimizer` a `TorchAdamDistributedOptimizer`, in place."""
+    """Give every distributed optimizer in `optimizer` this project's way with checkpoints, in place."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        torch_adam = isinstance(getattr(part, "optimizer", None), (torch.optim.Adam, torch.optim.AdamW))
-        if type(part) is DistributedOptimizer and torch_adam:
-            part.__class__ = TorchAdamDistributedOptimizer
+        if type(part) is DistributedOptimizer:
+            torch_adam = isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW))
+            part.__class__ = TorchAdamDistributedOptimizer if torch_adam else LeanDistributedOptimizer
