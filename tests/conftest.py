@@ -29,6 +29,8 @@ LONGEST = (
     "test_lint",
     "test_updates_per_step",
     "test_pool",
+    "test_examples",
+    "test_weight_sync",
     "test_pruning_labels",
     "test_pruning_custom",
     "test_fuzz_config",

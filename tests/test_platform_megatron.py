@@ -198,7 +198,7 @@ def save_and_resume(folder: Path, steps_before: int) -> tuple[list[float], list[
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_distributed_optimizer_resumes_exactly(tmp_path: Path, steps_before: int) -> None:
     """Needs all three checkpoint fixes; the second and third show only after steps (a KeyError; wrong norms)."""
-    results = run_ranks(save_and_resume, 2, tmp_path / "checkpoint", steps_before, timeout_s=60)
+    results = run_ranks(save_and_resume, 2, tmp_path / "checkpoint", steps_before)
     for going_on, resumed, weights_equal, _ in results:
         assert resumed == going_on
         assert weights_equal
