@@ -285,6 +285,7 @@ class Run:
     def _save(self, step: int) -> bool:
         """Save a checkpoint; returns whether it could be written. Collective."""
         self.summary.wall_s = time.perf_counter() - self._started
+        self._samples.flush()
         try:
             record = from_rank_zero(lambda: self._files.sync() if self._files else {})
             state = {"step": step, "loop": self.loop.state_dict(), "summary": vars(self.summary), "record": record}

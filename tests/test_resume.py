@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -56,13 +57,20 @@ def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 
 def assert_same_run(mine: Path, theirs: Path) -> None:
-    """All of metrics.jsonl but the clock, the selection's trace, and every byte of the weights."""
+    """All of metrics.jsonl but the clock, the selection's trace, the samples, and every byte of the weights."""
     assert read_metrics(mine) == read_metrics(theirs)
     rows = [[json.loads(line) for line in (run / "trace.jsonl").read_text().splitlines()] for run in (mine, theirs)]
     for left, right in zip(*rows, strict=True):
         assert {k: v for k, v in left.items() if k not in ("seconds", "config")} == {
             k: v for k, v in right.items() if k not in ("seconds", "config")
         }
+    samples = [
+        pd.read_parquet(run / "samples").sort_values(["step", "group", "completion"], ignore_index=True)
+        for run in (mine, theirs)
+    ]
+    # engines count their weight syncs from the trainer's start; the actor's log-probabilities depend on the layout
+    differ = ["weights_version_first", "weights_version_last", "actor_logprobs"]
+    pd.testing.assert_frame_equal(*(one.drop(columns=differ) for one in samples))
     weights = [load_file(run / "hf" / "model.safetensors") for run in (mine, theirs)]
     assert weights[0].keys() == weights[1].keys()
     for name, tensor in weights[1].items():

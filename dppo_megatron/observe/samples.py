@@ -18,6 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ class SampleWriter:
     ) -> None:
         self._directory, self._rank, self._world_size, self._say = directory, rank, world_size, say
         self._max_bytes = int(settings.max_gb * 1e9 / world_size)
-        self._queue: queue.Queue[tuple[int, list[RecordedGroup]] | None] = queue.Queue(_QUEUE)
+        self._queue: queue.Queue[tuple[int, list[RecordedGroup]] | threading.Event | None] = queue.Queue(_QUEUE)
         self._said: set[str] = set()
         self.cpu_s = 0.0
         """CPU seconds that the thread has taken."""
@@ -102,6 +103,15 @@ class SampleWriter:
         except queue.Full:
             self._warn("slow", f"the disk is slower than the steps: samples of step {step} and perhaps others are left")
 
+    def flush(self, timeout_s: float = 10.0) -> None:
+        """Wait for what was handed over: a run that resumes from a checkpoint has the samples up to it."""
+        if self._thread is None:
+            return
+        done = threading.Event()
+        with suppress(queue.Full):
+            self._queue.put(done, timeout=timeout_s)
+            done.wait(timeout_s)
+
     def close(self, timeout_s: float = 60.0) -> None:
         """Write what waits, and end."""
         if self._thread is None:
@@ -114,6 +124,9 @@ class SampleWriter:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
             try:
                 self._write(*item)
             except Exception as error:  # a look at the samples is not worth a run
