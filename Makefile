@@ -2,6 +2,7 @@
 # make test         the whole test suite, in two processes (docs/testing.md)
 # make test-quick   without the tests marked slow: the inner loop
 # make test-sglang  the engine tests against real SGLang servers on this CPU (3.4 GB more to install)
+# make test-newest  the Megatron part of the suite with the newest megatron-core (Python 3.12; torch brings CUDA libraries)
 # All make .venv first if it is not there, test also .venv-vllm, test-sglang .venv-sglang. NPROC, TP, PP, SEED and CONFIG change
 # the quickstart, WORKERS and TESTS the tests: make test-quick WORKERS=4 TESTS='tests/rewards -x'.
 
@@ -12,6 +13,12 @@ VLLM_VENV ?= .venv-vllm
 SGLANG_VENV ?= .venv-sglang
 WORKERS ?= 2
 TESTS ?= tests
+NEWEST_VENV ?= .venv-newest
+PYTHON_NEWEST ?= $(shell command -v python3.12 || command -v python3.13 || echo python3.12)
+MEGATRON_NEWEST ?= 0.19.2
+MEGATRON_TESTS := $(addprefix tests/,$(addsuffix .py,test_platform test_platform_megatron test_hf_parity \
+  test_actor_layouts test_rotary test_optimizer_state test_fused_adam test_checkpoints test_resume test_unbiased_actor \
+  test_conversion))
 SEED ?= 0
 NPROC ?= 1
 TP ?= 1
@@ -29,12 +36,13 @@ else
 TRAIN = OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node $(NPROC) -m dppo_megatron train
 endif
 
-.PHONY: quickstart test test-quick test-sglang lint clean
+.PHONY: quickstart test test-quick test-sglang test-newest lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python tools/make_quickstart.py --out $(TASK) --seed $(SEED)
 	rm -rf $(RUN)
 	$(TRAIN) $(CONFIG) $(SETTINGS)
+	$(BIN)/dppo-megatron report $(RUN)
 
 test: $(VENV)/.installed $(VLLM_VENV)/.installed
 	DPPO_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -n $(WORKERS) $(TESTS)
@@ -44,6 +52,15 @@ test-quick: $(VENV)/.installed
 
 test-sglang: $(VENV)/.installed $(SGLANG_VENV)/.installed
 	DPPO_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(BIN)/python -m pytest tests -k sglang
+
+test-newest:
+	@command -v $(PYTHON_NEWEST) > /dev/null || { \
+	  echo "test-newest: megatron-core $(MEGATRON_NEWEST) needs Python 3.12 or newer; none found (PYTHON_NEWEST=...)"; exit 2; }
+	test -x $(NEWEST_VENV)/bin/python || $(PYTHON_NEWEST) -m venv $(NEWEST_VENV)
+	$(NEWEST_VENV)/bin/pip install --quiet torch==2.13.0
+	$(NEWEST_VENV)/bin/pip install --quiet '.[dev]'
+	$(NEWEST_VENV)/bin/pip install --quiet --upgrade megatron-core==$(MEGATRON_NEWEST)
+	PYTHONPATH=$(CURDIR) $(NEWEST_VENV)/bin/python -m pytest $(MEGATRON_TESTS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -71,4 +88,4 @@ $(SGLANG_VENV)/.installed: requirements-sglang-cpu.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(NEWEST_VENV)

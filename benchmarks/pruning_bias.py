@@ -213,7 +213,7 @@ def method_config(config: Config, level: str, method: str, rate: float) -> Confi
     pruning = changed.pruning
     if level == "completions":
         pruning.prompt = replace(pruning.prompt, method="none")
-        pruning.completion = replace(pruning.completion, rate=rate, rollout_cost_ratio=1.0)
+        pruning.completion = replace(pruning.completion, rate=rate, max_design_effect=0.0, rollout_cost_ratio=1.0)
     else:
         pruning.completion = replace(pruning.completion, method="none")
         refill = replace(pruning.prompt.refill, enabled=False)

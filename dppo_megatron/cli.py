@@ -23,6 +23,7 @@ from dppo_megatron.data.command import add_data_command
 from dppo_megatron.distributed import launched_rank, launched_world_size
 from dppo_megatron.evaluation.options import add_eval
 from dppo_megatron.pruning.methods import METHODS, parse_methods
+from dppo_megatron.report.command import add_report
 from dppo_megatron.types import GuardStop, UserError
 
 _METHODS = "grpo,cppo,greso,dppo_paper,dppo,dppo_auto"
@@ -156,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.choices["train"].add_argument(
         "--resume",
         metavar="auto|never|DIR",
-        help="checkpoint.resume: go on with the run in run_dir if there is one (default), never, or from a checkpoint",
+        help="checkpoint.resume: resume the run in run_dir if there is one (default), never, or from a checkpoint",
     )
     compare = commands.choices["compare"]
     compare.add_argument("--methods", default=_METHODS, metavar="A,B,...", help=f"default: {_METHODS}")
@@ -170,6 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--out", type=Path, default=Path("compare"), help="where to write (default: compare/)")
     add_eval(commands)
+    add_report(commands)
     _add_simulate(commands)
     doctor = commands.add_parser(
         "doctor",

@@ -47,7 +47,7 @@ def hf_to_megatron(
         verify: read the result back and compare every tensor byte for byte.
 
     Returns:
-        Lines for the person who converts.
+        Lines to print.
 
     Raises:
         UserError: whatever is wrong with the input, the target or the disk.

@@ -1,8 +1,8 @@
-"""Random numbers that belong to what they decide, not to when or where they are asked for.
+"""Counter-based random numbers: a function of what they decide, not of when or where they are drawn.
 
-Every number is a function of (seed, purpose, counters, id): the same prompt gets the same number whatever the order
-of the batch, the number of ranks, the retries before it or the restarts between. There is no generator state to save.
-The cost is a hash per draw instead of a stream; 16k numbers take about 2 ms.
+Every number is a function of (seed, purpose, counters, id): a prompt gets the same number whatever the order of the
+batch, the number of ranks, and earlier retries or restarts. There is no generator state to save. The cost is a hash per
+draw instead of a stream; 16k numbers take about 2 ms.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
     Args:
         seed: the run's seed.
         purpose: name of the decision; different names are independent.
-        counters: step, epoch, mini-batch: whatever tells this decision from its repetitions.
+        counters: step, epoch, mini-batch: whatever distinguishes this decision from its repetitions.
     """
     return np.random.Generator(np.random.Philox(key=_key(seed, purpose, counters, 16)))
 

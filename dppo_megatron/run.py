@@ -39,6 +39,7 @@ from dppo_megatron.observe.signals import StopRequests
 from dppo_megatron.observe.summary import Summary
 from dppo_megatron.observe.watchdog import Watchdog
 from dppo_megatron.pruning import LedgerRow, biased_rows
+from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.step import Step
 from dppo_megatron.trace import trace_header, trace_seconds
 from dppo_megatron.types import GuardStop, UserError
@@ -223,6 +224,7 @@ class Run:
             self.progress.close()
             left = sorted(name for name in os.listdir(self._directory) if name != LOCK)  # removed when the run closes
             print(f"\n{self.summary.table()}\n\n{self._directory}/: {', '.join(left)}")
+            print(f"see it: dppo-megatron report {self._directory}")
 
     def _write_end(self) -> None:
         """Flush the record and write summary.json. On rank 0."""
@@ -256,7 +258,7 @@ class Run:
         assert self._files is not None
         self._files.open_record(
             self._config,
-            trace_header(job.config, set_sizes(job.train_sets)),
+            trace_header(job.config, set_sizes(job.train_sets), PromptFeatures.of(job.train_prompts)),
             own.step if own is not None else None,
             own.record_sums if own is not None else {},
         )

@@ -58,6 +58,11 @@ class Prediction:
     gradient's variance at equal length, if completions' gradients are uncorrelated."""
     imputed_share: float
     """Groups whose outcome was not recorded at that step and came from another visit."""
+    without_gradient: float
+    """Share of all nominal tokens in completions without an advantage: what can be dropped exactly."""
+    prompt_effect: tuple[float, float, float] | None
+    """Growth of the variance by skipping prompts as the method measured it last, its standard error, and the growth by
+    random skipping at the same cost; None where it measures none."""
 
 
 def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | None) -> CostModel:
@@ -91,10 +96,10 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
 def simulate(trace: Trace, method: str, costs: CostModel) -> Prediction:
     """Replay `method` over the trace."""
     config = with_method(trace.config, method)
-    selector = Selector(config, trace.num_prompts, set_sizes=trace.set_sizes)
+    selector = Selector(config, trace.num_prompts, set_sizes=trace.set_sizes, features=trace.features)
     outcomes = _Outcomes(trace)
     totals: dict[str, float] = dict.fromkeys(("prompts", "completions", "trained", "generated_t", "trained_t"), 0.0)
-    labels, kept_variance, kept_scale, full_variance, seconds = {"exact"}, 0.0, 0.0, 0.0, 0.0
+    labels, kept_variance, kept_scale, full_variance, seconds, idle, nominal = {"exact"}, *[0.0] * 6
     for traced in trace.steps:
         step = traced.step
         rollouts = outcomes.of(selector.begin(step).prompt_index, step)
@@ -118,7 +123,9 @@ def simulate(trace: Trace, method: str, costs: CostModel) -> Prediction:
         kept_variance += step_variance
         kept_scale += float(np.sum(decision.weight * np.square(scores)))
         everything = outcomes.of(decision.offered[: selector.prompts_per_step], step)
-        full_variance += float(np.sum(np.square(selector.full_scores(everything))))
+        scores = selector.full_scores(everything)
+        full_variance += float(np.sum(np.square(scores)))
+        idle, nominal = idle + float(everything.lengths[scores == 0].sum()), nominal + float(everything.lengths.sum())
         selector.feedback(StepCost(step, rollout_s, update_s, costs.fixed_s, step_variance**0.5))
     count = len(trace.steps)
     scale = kept_scale / full_variance if full_variance else 1.0
@@ -135,14 +142,63 @@ def simulate(trace: Trace, method: str, costs: CostModel) -> Prediction:
         scale=scale,
         variance_ratio=kept_variance / full_variance / scale**2 if full_variance and scale else 1.0,
         imputed_share=outcomes.imputed / max(outcomes.asked, 1),
+        without_gradient=idle / max(nominal, 1.0),
+        prompt_effect=_prompt_effect(decision),
     )
 
 
+def like_for_like(one: Prediction, base: Prediction) -> tuple[float, float] | None:
+    """How much sooner than `base` it is where `base` gets to: between the first and the second figure.
+
+    The second is the quotient of the seconds of a step, for a run that more noise does not slow down (a batch above its
+    critical size). The first also divides by the growth of the variance, for one that noise alone limits: steps needed
+    are proportional to it. None for a biased method, which gets elsewhere.
+
+    Example: steps of 10 s and 4 s, 1.25 times the variance: 2.0 to 2.5.
+    """
+    if one.label == "biased":
+        return None
+    faster = base.step_s / one.step_s
+    return faster / max(one.variance_ratio / base.variance_ratio, 1.0), faster
+
+
+def limits(predictions: list[Prediction], costs: CostModel) -> list[str]:
+    """What bounds the gain on this trace, from the first method (meant to be unpruned), a line each."""
+    base = predictions[0]
+    rollout_s, update_s = costs.seconds(base.tokens_generated, base.tokens_trained)
+    share = 1.0 - update_s / (rollout_s + update_s + costs.fixed_s)
+    exact = 1.0 / (share + (1.0 - share) * (1.0 - base.without_gradient))
+    lines = [
+        f"{share:.0%} of a step of {base.method} is rollout and what is fixed: dropping completions alone is at most"
+        f" {1.0 / share:.2f}x; {base.without_gradient:.0%} of the tokens have no gradient, and dropping just those,"
+        f" which is exact, is {exact:.2f}x"
+        if base.tokens_trained == base.tokens_generated
+        else f"no limits can be told: {base.method}, the first method, prunes; begin --methods with grpo"
+    ]
+    for one in predictions:
+        if one.prompt_effect and one.prompts_generated < base.prompts_generated:
+            realised, error, uniform = one.prompt_effect
+            verdict = "helps" if realised + error < uniform else "does not help here, a smaller batch would do as well"
+            lines.append(
+                f"{one.method}: skipping prompts has {realised:.2f} +- {error:.2f} times the variance, random skipping"
+                f" at the same cost {uniform:.2f}: the score {verdict}"
+            )
+    return lines
+
+
+def _prompt_effect(decision: Decision) -> tuple[float, float, float] | None:
+    realised, error, uniform = (
+        decision.metrics.get(f"prune/prompt_{name}") for name in ("realised_effect", "realised_error", "uniform_effect")
+    )
+    return None if realised is None or error is None or uniform is None else (realised, error, uniform)
+
+
 def table(predictions: list[Prediction], costs: CostModel) -> str:
-    """A table to print; speed-up is in seconds a step against the first method."""
+    """A table to print; speed-up is in seconds a step against the first method. Below it, what limits the gain."""
     header = (
         f"{'method':<18}{'label':<10} {'prompts':>8} {'generated':>10} {'trained':>8} {'gen. tok':>9}"
-        f" {'train. tok':>10} {'s/step':>7} {'speed-up':>9} {'scale':>6} {'variance':>9} {'imputed':>8}"
+        f" {'train. tok':>10} {'s/step':>7} {'speed-up':>9} {'like for like':>14} {'scale':>6} {'variance':>9}"
+        f" {'imputed':>8}"
     )
     lines = [
         f"cost model: {costs.rollout_s_per_1k_tokens:.3g} s for 1,000 generated tokens,"
@@ -150,18 +206,21 @@ def table(predictions: list[Prediction], costs: CostModel) -> str:
         header,
     ]
     for p in predictions:
+        alike = like_for_like(p, predictions[0])
+        between = "-" if alike is None else f"{alike[0]:.2f}-{alike[1]:.2f}x"
         lines.append(
             f"{p.method:<18}{p.label:<10} {p.prompts_generated:>8.1f} {p.completions_generated:>10.1f}"
             f" {p.completions_trained:>8.1f} {p.tokens_generated:>9.0f} {p.tokens_trained:>10.0f} {p.step_s:>7.3f}"
-            f" {predictions[0].step_s / p.step_s:>8.2f}x {p.scale:>6.2f} {p.variance_ratio:>9.2f}"
+            f" {predictions[0].step_s / p.step_s:>8.2f}x {between:>14} {p.scale:>6.2f} {p.variance_ratio:>9.2f}"
             f" {p.imputed_share:>7.0%}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *limits(predictions, costs)])
 
 
 def as_json(predictions: list[Prediction], costs: CostModel) -> dict[str, object]:
     """As JSON, for other tools."""
-    return {"costs": asdict(costs), "methods": [asdict(p) for p in predictions]}
+    methods = [asdict(p) | {"like_for_like": like_for_like(p, predictions[0])} for p in predictions]
+    return {"costs": asdict(costs), "methods": methods, "limits": limits(predictions, costs)}
 
 
 class _Outcomes:

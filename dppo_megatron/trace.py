@@ -14,6 +14,7 @@ import numpy as np
 from dppo_megatron.config.load import config_from_values, config_values
 from dppo_megatron.config.paths import check_file, json_reason
 from dppo_megatron.config.schema import Config
+from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.selection import Decision, Rollouts
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError
 
@@ -43,16 +44,24 @@ class Trace:
     num_prompts: int
     set_sizes: dict[str, int] | None
     """Problems of each training set; None in older traces, of one set."""
+    features: PromptFeatures | None
+    """What the prompts' rows say; None in older traces."""
     steps: list[TracedStep]
 
 
-def trace_header(config: Config, set_sizes: dict[str, int]) -> dict[str, Any]:
-    """The first line; `set_sizes` are the problems of each training set."""
+def trace_header(config: Config, set_sizes: dict[str, int], features: PromptFeatures) -> dict[str, Any]:
+    """The first line; `set_sizes` are the problems of each training set, `features` what their rows say."""
     return {
         "format": _FORMAT,
         "num_prompts": sum(set_sizes.values()),
         "set_sizes": set_sizes,
         "config": config_values(config),
+        "features": {
+            "prompt_tokens": features.prompt_tokens.tolist(),
+            "level": [None if np.isnan(level) else level for level in features.level.tolist()],
+            "source": features.source.tolist(),
+            "sources": list(features.sources),
+        },
     }
 
 
@@ -102,9 +111,25 @@ def read_trace(path: str) -> Trace:
         raise UserError(f"trace '{path}': holds no steps")
     try:
         config = config_from_values(rows[0]["config"], where=path)
-        return Trace(config, rows[0]["num_prompts"], rows[0].get("set_sizes"), [_read_step(row) for row in rows[1:]])
+        head, steps = rows[0], [_read_step(row) for row in rows[1:]]
+        return Trace(config, head["num_prompts"], head.get("set_sizes"), _read_features(head), steps)
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise UserError(f"trace '{path}': a step lacks or garbles a field: {error}") from None
+
+
+def _read_features(head: dict[str, Any]) -> PromptFeatures | None:
+    values = head.get("features")
+    if values is None:
+        return None
+    features = PromptFeatures(
+        prompt_tokens=np.array(values["prompt_tokens"], dtype=np.int64),
+        level=np.array(values["level"], dtype=np.float64),  # null becomes NaN
+        source=np.array(values["source"], dtype=np.int64),
+        sources=tuple(values["sources"]),
+    )
+    if not len(features.prompt_tokens) == len(features.level) == len(features.source) == head["num_prompts"]:
+        raise ValueError("the features are not of as many prompts as there are")
+    return features
 
 
 def _read_step(row: dict[str, Any]) -> TracedStep:

@@ -29,9 +29,14 @@ class UniformEngine:
         self._tokenizer = tokenizer
         self._started: tuple[Sequence[Request], Sampling] | None = None
 
-    def load_weights(self, weights: Weights) -> None:
+    @property
+    def receivers(self) -> None:
+        return None  # every rank is given the weights
+
+    def load_weights(self, weights: Weights) -> bool:
         for _name, _tensor in weights():  # every rank must take part: the stream is collective
             pass
+        return False  # no canary: there is no server whose weights could differ
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
         self._started = requests, sampling

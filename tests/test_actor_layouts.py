@@ -18,10 +18,11 @@ from dppo_megatron.algorithms.objectives import clipped_surrogate
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.types import PackPlan, TrainSample
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 VOCAB = 37
 
-slow = pytest.mark.slow
 LAYOUTS = [
     Parallel(tp=2),
     Parallel(tp=2, sequence_parallel=False),
@@ -37,8 +38,8 @@ LAYOUTS = [
     Parallel(cp=2),
     Parallel(cp=2, pp=2),
     Parallel(tp=2, cp=2, dp=2, distributed_optimizer=True),
-    pytest.param(Parallel(tp=2, pp=2, dp=2, distributed_optimizer=True), marks=slow),
-    pytest.param(Parallel(tp=2, pp=2, vpp=2, cp=2, distributed_optimizer=True), marks=slow),
+    Parallel(tp=2, pp=2, dp=2, distributed_optimizer=True),
+    Parallel(tp=2, pp=2, vpp=2, cp=2, distributed_optimizer=True),
 ]
 MOE_LAYOUTS = [
     Parallel(ep=2, dp=2),
@@ -46,7 +47,7 @@ MOE_LAYOUTS = [
     Parallel(tp=2, etp=2),
     Parallel(tp=2, ep=2, etp=1, pp=2),
     Parallel(cp=2, ep=2),
-    pytest.param(Parallel(ep=2, dp=2, pp=2, vpp=2, distributed_optimizer=True), marks=slow),
+    Parallel(ep=2, dp=2, pp=2, vpp=2, distributed_optimizer=True),
 ]
 
 

@@ -20,6 +20,7 @@ from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.checkpoint.manifest import read_manifest, write_manifest
 from dppo_megatron.checkpoint.shelf import named
 from dppo_megatron.cli import main
+from dppo_megatron.types import UserError
 
 pytestmark = pytest.mark.slow
 
@@ -169,12 +170,12 @@ SPOIL = {
     "byte": (lambda d: _flip(next(d.glob("__3_*.distcp"))), "has another checksum"),
     "metadata": (lambda d: _flip(d / ".metadata"), ".metadata has another checksum"),
     "loop": (lambda d: _flip(d / "loop.pt"), "loop.pt has another checksum"),
-    "short": (lambda d: (d / "common.pt").write_bytes(b"x"), "common.pt has 1 bytes instead of"),
+    "short": (lambda d: (d / "metadata.json").write_bytes(b"x"), "metadata.json has 1 bytes instead of"),
     "gone": (lambda d: next(d.glob("__0_*.distcp")).unlink(), "cannot be read (No such file or directory)"),
     "manifest": (lambda d: (d / "manifest.json").write_text('{"format"'), "its manifest.json cannot be read"),
     "manifest_digit": (lambda d: _replace(d / "manifest.json", '"step": 2', '"step": 1'), "has another checksum"),
     "foreign": (lambda d: _rewrite(d, run="another"), "it is of another run: another (seed 1), and this run is"),
-    "no_files": (lambda d: _rewrite(d, files={}), "lists no .metadata, metadata.json, common.pt, loop.pt, *.distcp"),
+    "no_files": (lambda d: _rewrite(d, files={}), "lists no .metadata, metadata.json, loop.pt, *.distcp"),
     "renamed": (lambda d: _rewrite(d, step=7), "it is the checkpoint of step 7 under another name"),
     "outside": (
         lambda d: _rewrite(d, files=read_manifest(d).files | {"../../x": (1, "")}),  # type: ignore[union-attr]
@@ -206,6 +207,22 @@ def test_what_crashes_leave_is_swept(model: Path, saved: Path, tmp_path: Path) -
     assert run_ranks(_newest_good, 1, model, root) == [("step_000002", [])]
     assert [step for step, _ in named(root)] == [2]
     assert {path.name for path in root.iterdir()} == {"latest", "step_000002"}
+
+
+def test_a_newer_megatrons_checkpoint_is_named(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 0.17 on there is no common.pt; 0.16 would die in Megatron with an AttributeError."""
+    from dppo_megatron.checkpoint import store
+
+    directory = tmp_path / "step_000002"
+    shutil.copytree(saved / "step_000002", directory)
+    store._check_reader(directory)
+    (directory / "common.pt").unlink(missing_ok=True)
+    _rewrite(directory, versions={"megatron_core": "0.19.2"})
+    monkeypatch.setattr(store, "megatron_version", "0.16.1")
+    with pytest.raises(UserError, match=r"written by megatron-core 0\.19\.2, and 0\.16\.1 cannot read it"):
+        store._check_reader(directory)
+    monkeypatch.setattr(store, "megatron_version", "0.19.2")
+    store._check_reader(directory)
 
 
 def test_manifest_lists_every_file(saved: Path) -> None:

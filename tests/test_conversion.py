@@ -83,6 +83,7 @@ def _reload_and_save(source: Path, converted: Path, resaved: Path, parallel: Par
     return actor.logprobs(SAMPLES, plan_for(SAMPLES, parallel))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_round_trip_through_megatron_at_every_layout(tmp_path: Path, family: str, tied: bool) -> None:

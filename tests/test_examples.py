@@ -22,7 +22,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.data.tiny_model import make_tokenizer
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import StepCost
-from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.engine import Engine, Request, Sampling
 from dppo_megatron.run import Run
 from dppo_megatron.selection import Selector
 from dppo_megatron.train import train
@@ -64,7 +64,7 @@ def test_paths_on_the_page_exist() -> None:
     assert named and not missing
 
 
-def test_lines_that_the_page_replaces_exist() -> None:
+def test_lines_that_the_diffs_build_on_exist() -> None:
     """The page's diffs still fit the package."""
     replaced = 0
     for block in re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL):
@@ -72,7 +72,7 @@ def test_lines_that_the_page_replaces_exist() -> None:
         for line in block.splitlines():
             if line.startswith("--- "):
                 source = (REPOSITORY / line.split()[1]).read_text(encoding="utf-8")
-            elif line.startswith("-"):
+            elif line[:1] in "- ":
                 assert f"\n{line[1:]}\n" in source, line
                 replaced += 1
     assert replaced
@@ -103,7 +103,7 @@ def _train(files: Path, run_dir: Path, engine: bool = False) -> None:
 
 def test_a_run_with_all_of_them(files: Path, tmp_path: Path) -> None:
     """Loss, graders and policies of one's own in one run: each has acted, and the ledger says what it did."""
-    run_ranks(_train, 1, files, tmp_path / "run", timeout_s=120)
+    run_ranks(_train, 1, files, tmp_path / "run")
     rows = read_metrics(tmp_path / "run")[1:]
     assert len(rows) == 4
     for row in rows:
@@ -116,7 +116,7 @@ def test_a_run_with_all_of_them(files: Path, tmp_path: Path) -> None:
 
 def test_a_run_with_the_example_engine(files: Path, tmp_path: Path) -> None:
     """The loop trains on what it is given: tokens all over the vocabulary, whose log-probability is that of chance."""
-    run_ranks(_train, 1, files, tmp_path / "run", True, timeout_s=120)
+    run_ranks(_train, 1, files, tmp_path / "run", True)
     rows = read_metrics(tmp_path / "run")[1:]
     assert len(rows) == 4
     assert all(row["tokens/generated"] > 0 and row["mismatch/logprob_abs_diff_mean"] > 0.1 for row in rows)
@@ -174,13 +174,18 @@ def _tokens(rank_requests: list[Request], sampling: Sampling) -> dict[int, Compl
     return engine.finish()
 
 
+def test_the_engine_has_all_that_the_loop_may_call() -> None:
+    asked = {name for name in {**vars(Engine), **Engine.__annotations__} if not name.startswith("_")}
+    assert asked and not {name for name in asked if not hasattr(UniformEngine, name)}
+
+
 def test_the_engine_keeps_the_contract() -> None:
     """Each request is held by one rank, groups stay whole, and tokens do not depend on the number of ranks."""
     prompts = [Prompt(i, "", (3, 4), "", "") for i in range(3)]
     requests = [Request(prompt, index, 1) for prompt in prompts for index in range(4)]
     sampling = Sampling(50, temperature=1.0, seed=0, stop_token_ids=(5,))
     alone = _tokens(requests, sampling)
-    shares = run_ranks(_tokens, 2, requests, sampling, timeout_s=60)
+    shares = run_ranks(_tokens, 2, requests, sampling)
     assert sorted([*shares[0], *shares[1]]) == list(range(12))
     assert {position // 4 for position in shares[0]}.isdisjoint(position // 4 for position in shares[1])
     vocabulary = len(make_tokenizer())

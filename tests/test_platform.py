@@ -305,6 +305,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_torch_is_untouched_and_a_second_process_rewrites_nothing(tmp_path: Path) -> None:
     first = run_python(IMPORT_AND_COMPARE, DPPO_CACHE_DIR=str(tmp_path))
     second = run_python(IMPORT_AND_COMPARE, DPPO_CACHE_DIR=str(tmp_path))
@@ -316,6 +317,7 @@ def test_torch_is_untouched_and_a_second_process_rewrites_nothing(tmp_path: Path
     assert second["rewritten"] == 0 and second["cached"] == first["rewritten"]
 
 
+@pytest.mark.slow
 def test_refuses_where_cuda_is_available(tmp_path: Path) -> None:
     result = run_python(
         """
@@ -356,6 +358,7 @@ def test_refuses_where_cuda_is_available(tmp_path: Path) -> None:
     assert result["default"] == "cuda" and not result["jit_fuser_off"]
 
 
+@pytest.mark.slow
 def test_enabling_after_megatron_was_imported_is_an_error() -> None:
     result = run_python(
         """

@@ -36,6 +36,7 @@ def _config(prompt: str = "dppo", completion: str = "dppo") -> Config:
     config = Config(steps=1000)
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = N, G
     config.pruning.prompt.method, config.pruning.completion.method = prompt, completion
+    config.pruning.completion.rate, config.pruning.completion.max_design_effect = 0.5, 0.0
     return config
 
 

@@ -16,7 +16,7 @@ from dppo_megatron.cli import main
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning.methods import METHODS
 from dppo_megatron.run import Run
-from dppo_megatron.simulate import CostModel, fit_costs, simulate
+from dppo_megatron.simulate import CostModel, Prediction, fit_costs, like_for_like, limits, simulate
 from dppo_megatron.trace import read_trace
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
@@ -107,7 +107,9 @@ def test_simulate_command(still: Path, tmp_path: Path, capsys: pytest.CaptureFix
     """The command prints a row a method and writes the same figures; bad input is one clear line."""
     trace, out = str(still / "trace.jsonl"), tmp_path / "out.json"
     assert main(["simulate", trace, "--methods", "grpo,dppo", "--rollout-cost", "1", "--json", str(out)]) == 0
-    assert capsys.readouterr().out.count("\n") == 4
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said[1:4]] == ["method", "grpo", "dppo"]
+    assert "of a step of grpo is rollout" in said[4]
     assert [row["method"] for row in json.loads(out.read_text())["methods"]] == ["grpo", "dppo"]
     for arguments, expected in (
         ([str(tmp_path / "none.jsonl")], "no such file"),
@@ -157,3 +159,44 @@ def test_compare_command(files: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert all(value >= 1 for value in results["speedups"]["grpo"])
     page = (tmp_path / "c" / "report.html").read_text()
     assert page.count("<svg") == 3 and "http" not in page.replace("http://www.w3.org", "").split("<svg")[0]
+
+
+def _prediction(**changes: Any) -> Prediction:
+    values: dict[str, Any] = {
+        "method": "grpo",
+        "label": "exact",
+        "prompts_generated": 8.0,
+        "completions_generated": 64.0,
+        "completions_trained": 64.0,
+        "tokens_generated": 1000.0,
+        "tokens_trained": 1000.0,
+        "step_s": 10.0,
+        "scale": 1.0,
+        "variance_ratio": 1.0,
+        "imputed_share": 0.0,
+        "without_gradient": 0.5,
+        "prompt_effect": None,
+    }
+    return Prediction(**(values | changes))
+
+
+def test_like_for_like_is_between_noise_limits_all_and_nothing() -> None:
+    """The docstring's example; a biased method gets elsewhere, and less variance promises no fewer steps."""
+    base = _prediction()
+    assert like_for_like(_prediction(step_s=4.0, variance_ratio=1.25), base) == (2.0, 2.5)
+    assert like_for_like(_prediction(step_s=4.0, variance_ratio=0.9), base) == (2.5, 2.5)
+    assert like_for_like(_prediction(step_s=4.0, label="biased"), base) is None
+
+
+def test_what_bounds_the_gain_is_said() -> None:
+    """COSTS: 2 s of rollout, 5 s of update and 0.5 s fixed, half of the tokens without gradient: 7.5 / 2.5 and
+    7.5 / 5 at most. Skipping that measures no better than a smaller batch is named as that."""
+    base = _prediction()
+    helps = _prediction(method="a", prompts_generated=6.0, prompt_effect=(1.1, 0.02, 1.3))
+    no_help = _prediction(method="b", prompts_generated=6.0, prompt_effect=(1.29, 0.02, 1.3))
+    first, second, third = limits([base, helps, no_help], COSTS)
+    assert first.startswith("33% of a step of grpo is rollout and what is fixed")
+    assert "at most 3.00x" in first and "50% of the tokens have no gradient" in first and "is 1.50x" in first
+    assert second.endswith("the score helps") and "does not help here, a smaller batch would do as well" in third
+    [warned] = limits([_prediction(tokens_trained=10.0)], COSTS)
+    assert "begin --methods with grpo" in warned

@@ -23,6 +23,9 @@ from dppo_megatron.types import FloatArray, TrainSample
 CAP = 20480
 
 
+RATE_75 = CompletionPruningConfig(rate=0.75, max_design_effect=0.0)
+
+
 def make_batch(groups: int, size: int, seed: int) -> CompletionBatch:
     """Binary rewards, log-normal lengths, prompts of 100 tokens."""
     rng = np.random.default_rng(seed)
@@ -85,9 +88,7 @@ def test_probabilities_do_not_depend_on_the_draw() -> None:
     """Other seeds and steps draw others with the same probabilities."""
     batch = make_batch(16, 8, seed=2)
     selections = [
-        make_completion_policy(CompletionPruningConfig(rate=0.75), seed=seed, total_steps=10).prune(
-            batch, step=step, capacity=capacity()
-        )
+        make_completion_policy(RATE_75, seed=seed, total_steps=10).prune(batch, step=step, capacity=capacity())
         for seed in range(3)
         for step in range(3)
     ]
@@ -187,7 +188,7 @@ def test_one_more_round_is_rare_and_variance_falls(layout: PackingLayout) -> Non
     for seed in range(60):
         batch = make_batch(64, 8, seed)
         assert batch.tokens is not None
-        policy = make_completion_policy(CompletionPruningConfig(rate=0.75), seed=seed, total_steps=10)
+        policy = make_completion_policy(RATE_75, seed=seed, total_steps=10)
         plain = policy.prune(batch, step=1)
         selection = policy.prune(batch, step=1, capacity=room)
         if selection.metrics["slack_filled_tokens"] == 0:
@@ -210,9 +211,7 @@ def test_one_more_round_is_rare_and_variance_falls(layout: PackingLayout) -> Non
 def test_design_effect_is_of_the_filled_probabilities() -> None:
     """The reported figure is sum(s^2/pi)/sum(s^2) of what was drawn with."""
     batch = make_batch(16, 8, seed=5)
-    selection = make_completion_policy(CompletionPruningConfig(rate=0.75), seed=0, total_steps=10).prune(
-        batch, step=1, capacity=capacity()
-    )
+    selection = make_completion_policy(RATE_75, seed=0, total_steps=10).prune(batch, step=1, capacity=capacity())
     score = np.abs(batch.advantages) * batch.surprisal / batch.denominator
     assert selection.metrics["design_effect"] == pytest.approx(design_effect(score, selection.inclusion_prob))
     assert selection.metrics["rate_effective"] == pytest.approx(1 - selection.inclusion_prob.mean())

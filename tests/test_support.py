@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from typing import Any
 
+import pytest
+from megatron.core import parallel_state
 from support.launch import run_ranks
 
 
 class _OwnedByParent:
-    """Garbage whose destructor waits for a thread of the process that made it, as a process group's does."""
+    """Its destructor waits for a thread of the process that made it, as a process group's does."""
 
     def __init__(self) -> None:
-        self.owner, self.cycle = os.getpid(), self
+        self.owner = os.getpid()
 
     def __del__(self) -> None:
         if os.getpid() != self.owner:
@@ -24,7 +27,16 @@ def test_a_rank_leaves_the_garbage_of_earlier_tests_alone() -> None:
     """Collected in a forked rank, it would wait for a thread that the fork left behind."""
     gc.disable()
     try:
-        _OwnedByParent()
-        assert run_ranks(gc.collect, 1, timeout_s=20) is not None
+        garbage: Any = _OwnedByParent()
+        garbage.cycle = garbage
+        del garbage
+        assert run_ranks(gc.collect, 1, timeout_s=60) is not None
     finally:
         gc.enable()
+
+
+def test_a_rank_ends_no_group_that_an_earlier_job_has_left_in_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron forgets some groups when it destroys all; the next job in a rank puts its own in their place."""
+    name = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO"
+    monkeypatch.setattr(parallel_state, name, _OwnedByParent())
+    assert run_ranks(lambda: setattr(parallel_state, name, None), 1, timeout_s=60) == [None]

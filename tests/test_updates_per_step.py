@@ -131,6 +131,7 @@ def test_mean_of_minibatch_gradients_is_the_full_gradient(tmp_path: Path) -> Non
         assert distance < 1e-12, normalization
 
 
+@pytest.mark.slow
 def test_expected_estimate_of_each_minibatch_is_its_full_one() -> None:
     """Both levels pruned at 50 %, 600 draws: each mini-batch within 4.5 standard errors of its own full estimate, and
     uncorrelated, although both hold prompts with the same outcomes: their draws have nothing in common."""

@@ -31,6 +31,7 @@ from dppo_megatron.actor.layout import Layout
 from dppo_megatron.actor.logprobs import LogprobStore
 from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
 from dppo_megatron.actor.model import build_model, transformer_config
+from dppo_megatron.actor.offload import Offload
 from dppo_megatron.actor.optimizer import build_optimizer, build_schedule
 from dppo_megatron.algorithms.objectives import Objective
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
@@ -85,11 +86,20 @@ class Actor:
         self._optimizer: Any = None
         self._schedule: Any = None
         self._reference: list[Tensor] | None = None
+        self._memory = Offload(self._model, layout.device)
 
     def start_phase(self, optimizer: OptimizerConfig, total_steps: int) -> None:
         """Begin a training phase with a fresh optimizer and schedule; the weights stay."""
+        self._memory.come_back(self._optimizer)
+        self._memory.forget_optimizer()
         self._optimizer = build_optimizer(optimizer, self._model, self._dtype)
         self._schedule = build_schedule(optimizer, self._optimizer, total_steps)
+
+    def offload(self, *, weights: bool = False) -> None:
+        """Leave the device to servers that share it: gradients are freed, the optimizer's state goes to the host, and
+        with `weights` the weights too (after they were synced). What a later call needs comes back with it: `update`
+        brings all, `own_logprobs` and `weights` the weights; a checkpoint is written from the host."""
+        self._memory.leave(self._optimizer, weights=weights)
 
     def update(
         self,
@@ -140,6 +150,7 @@ class Actor:
         Returns:
             The loss hook's sums over the job.
         """
+        self._memory.come_back(self._optimizer)
         for model in self._model:
             model.zero_grad_buffer()
             model.train()
@@ -174,6 +185,7 @@ class Actor:
             store.add(microbatch, values)
             return torch.zeros((), device=hidden.device), {}
 
+        self._memory.come_back(self._optimizer, weights_only=True)
         for model in self._model:
             model.eval()
         with torch.no_grad():
@@ -198,12 +210,14 @@ class Actor:
 
     def freeze_reference(self) -> None:
         """Keep a copy of the current weights, on the host, as the reference policy of a KL term."""
+        self._memory.come_back(self._optimizer, weights_only=True)
         self._reference = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
         """Swap the reference policy's weights in for the length of the block. Call `freeze_reference` before."""
         assert self._reference is not None, "freeze_reference has not been called"
+        self._memory.come_back(self._optimizer, weights_only=True)
         self._swap_with_reference()
         try:
             yield
@@ -215,6 +229,7 @@ class Actor:
     ) -> Iterator[tuple[str, Tensor]]:
         """All parameters as full tensors under their Hugging Face names, on the ranks in `to` (None: all); the other
         ranks iterate too and are given nothing. Collective; see `WeightStream.tensors`."""
+        self._memory.come_back(self._optimizer, weights_only=True)
         return self._stream.tensors(to, bucket_bytes)
 
     def num_weight_buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> int:
@@ -223,6 +238,7 @@ class Actor:
 
     def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
         """Megatron's sharded state dict of model, optimizer and schedule, for saving or as a template to load into."""
+        self._memory.come_back(self._optimizer, weights_only=not loading)
         metadata = {
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
             "distrib_optim_sharding_type": "fully_reshardable",
@@ -242,6 +258,7 @@ class Actor:
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Restore a state that was loaded into the template of `sharded_state(loading=True)`."""
+        self._memory.forget_optimizer()  # its tensors are about to be others
         for index, chunk in enumerate(self._chunks):
             loaded = state["model" if len(self._chunks) == 1 else f"model{index}"]
             missing, unexpected = chunk.load_state_dict(loaded, strict=False)

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dppo_megatron.actor.context import ContextShare
+from dppo_megatron.actor.rotary import Rotary, Rotating, Rotation
 from dppo_megatron.actor.varlen import find_kernel
 from dppo_megatron.types import PackedMicrobatch
 
@@ -57,6 +58,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     slots: tuple[int, ...] = (0,)
     context: ContextShare = field(default_factory=ContextShare)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _rotations: dict[tuple[Rotary, torch.dtype], Rotation] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: PackedMicrobatch, context: ContextShare, device: torch.device) -> PackedSequences:
@@ -78,6 +80,19 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
             context=context,
             device=device,
         )
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """[T / CP] int64: position in its sequence of each token that this rank holds."""
+        whole = torch.cat([torch.arange(end - start) for start, end in pairwise(self.slots)])
+        return whole[self.context.indices(self.slots)].to(self.device)
+
+    def rotation(self, rotary: Rotary, dtype: torch.dtype) -> Rotation:
+        """The rotary angles of this rank's tokens; made at the first layer and kept for the others."""
+        key = rotary, dtype
+        if key not in self._rotations:
+            self._rotations[key] = rotary.at(self.position_ids, dtype)
+        return self._rotations[key]
 
     @cached_property
     def whole_pack_index(self) -> Tensor:
@@ -126,7 +141,7 @@ def _bucket(members: Sequence[tuple[int, int]], context: ContextShare) -> tuple[
     return LengthBucket(query_index, key_index.flatten(), len(members), mask), (row < local_length).flatten()
 
 
-class PackedAttention(MegatronModule):  # type: ignore[misc]
+class UnrotatedAttention(MegatronModule):  # type: ignore[misc]
     """Causal attention inside each sequence of a pack (Megatron's CoreAttention interface)."""
 
     def __init__(
@@ -197,6 +212,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         shares = gather_from_sequence_parallel_region(tensor.contiguous(), group=self._context_group)
         whole: Tensor = shares.index_select(0, packed.whole_pack_index)
         return whole
+
+
+class PackedAttention(Rotating, UnrotatedAttention):
+    """The local spec's core attention: rotary embedding, then attention inside each sequence."""
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -23,8 +23,6 @@ class Microbatch:
     """Positions of the packed samples in the step's list of samples."""
     tokens: Tensor
     """[1, T] int64."""
-    position_ids: Tensor
-    """[1, T] int64, restarting at 0 in each sequence."""
     packed: PackedSequences
     targets: Tensor
     """[T] int64, the next token; 0 on padding."""
@@ -52,8 +50,8 @@ class Microbatch:
 
     @property
     def local_position_ids(self) -> Tensor:
-        """[1, T / CP]."""
-        return self.position_ids[:, self.local]
+        """[1, T / CP] int64, restarting at 0 in each sequence."""
+        return self.packed.position_ids[None]
 
 
 Samples: TypeAlias = Sequence[TrainSample] | Mapping[int, TrainSample]
@@ -96,7 +94,6 @@ def build_microbatch(
     return Microbatch(
         samples=packed.members,
         tokens=send(tokens)[None],
-        position_ids=send(np.concatenate([np.arange(n) for n in slot_lengths]))[None],
         packed=PackedSequences.of(packed, context, device),
         targets=send(targets),
         mask=send(mask),

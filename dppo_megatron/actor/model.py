@@ -2,7 +2,8 @@
 
 There are two layer specs: Transformer Engine's where it is installed on CUDA, else Megatron's local one with this
 project's packed attention and norm. Both have the same sharded keys, so checkpoints and the weight table fit both.
-The model returns hidden states; `logprobs.py` applies the output layer in chunks.
+Positions enter in the attention (`rotary.py`). The model returns hidden states;
+`logprobs.py` applies the output layer in chunks.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor
 from dppo_megatron.actor.attention import PackedAttention, RMSNorm
 from dppo_megatron.actor.layout import Layout
 from dppo_megatron.actor.precision import fp8_settings
+from dppo_megatron.actor.rotary import Rotary, Rotating
 from dppo_megatron.config.schema import ActorConfig
 from dppo_megatron.platform.capabilities import LayerSpec
 from dppo_megatron.weights.architecture import Architecture
@@ -127,10 +129,7 @@ def _build_chunk(
         post_process=parallel_state.is_pipeline_last_stage(**at),
         parallel_output=True,
         share_embeddings_and_output_weights=architecture.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=architecture.rope_theta,
-        rope_scaling=architecture.rope_factor > 0,
-        rope_scaling_factor=architecture.rope_factor,
+        position_embedding_type="none",  # the attention rotates (rotary.py)
         vp_stage=virtual_stage,
     )
     if model.post_process:
@@ -167,7 +166,7 @@ def _local_spec(
     if architecture.experts:  # a separate norm in Transformer Engine's spec, so its key must not be part of fc1 here
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = _rotating(PackedAttention, architecture)
     if architecture.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     count = get_num_layers_to_build(config, vp_stage=virtual_stage)
@@ -175,11 +174,21 @@ def _local_spec(
 
 
 def _te_spec(architecture: Architecture, config: TransformerConfig, _: int | None) -> ModuleSpec:
-    return get_gpt_layer_with_transformer_engine_spec(
+    from dppo_megatron.actor.te_attention import TransformerEngineAttention
+
+    layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=architecture.qk_norm,
     )
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = _rotating(TransformerEngineAttention, architecture)
+    return layer
+
+
+def _rotating(attention: type[Rotating], architecture: Architecture) -> ModuleSpec:
+    rotary = Rotary(architecture.head_dim, architecture.rope_theta, architecture.rope_factor)
+    return ModuleSpec(module=attention, params={"rotary": rotary})
 
 
 _LAYER_SPECS: dict[LayerSpec, Callable[[Architecture, TransformerConfig, int | None], Any]] = {

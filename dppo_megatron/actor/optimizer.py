@@ -12,7 +12,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from dppo_megatron.actor.torch_adam import repair
+from dppo_megatron.actor.torch_adam import repair, use_fused_kernels
 from dppo_megatron.config.schema import OptimizerConfig
 
 
@@ -42,6 +42,7 @@ def build_optimizer(
         use_gloo_process_groups=False,
     )
     repair(optimizer)
+    use_fused_kernels(optimizer)
     return optimizer
 
 

@@ -88,7 +88,7 @@ def from_torch(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Varle
         elif groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         out = function(query, key, value, offsets, offsets, longest, longest, **options)
-        assert isinstance(out, Tensor)  # a tuple only where the log-sum-exp is asked for
+        assert isinstance(out, Tensor)  # a tuple only if the log-sum-exp is requested
         return out
 
     return kernel

@@ -21,7 +21,8 @@ LOOP = "loop.pt"
 
 _FORMAT = "dppo_megatron checkpoint 2"
 _EARLIER = ("dppo_megatron checkpoint 1",)
-_REQUIRED = (".metadata", "metadata.json", "common.pt", LOOP)
+_REQUIRED = (".metadata", "metadata.json", LOOP)
+"""Beside the shards. megatron-core 0.16 writes common.pt as well, newer ones keep its contents among the shards."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ the manifest and renames. A directory named step_NNNNNN was therefore complete; 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from megatron.core import __version__ as megatron_version
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from packaging.version import Version
 
 from dppo_megatron import __version__
 from dppo_megatron.checkpoint import shelf
@@ -29,6 +31,10 @@ from dppo_megatron.distributed import from_rank_zero
 from dppo_megatron.safe_pickle import UnsafePickleError, read_metadata
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.hf_files import check_space, copy_assets, publish
+
+COMMON = "common.pt"
+_COMMON_INSIDE_SINCE = Version("0.17")
+"""From here on megatron-core keeps what is not sharded among the shards, and still reads common.pt."""
 
 Seen = dict[str, tuple[int, int, int, int]]
 """Size, inode and times of last change of each file: while they are unchanged, it is not hashed again."""
@@ -106,7 +112,8 @@ class CheckpointStore:
         aside = from_rank_zero(lambda: self._begin(manifest.step, num_bytes))
         self._pending = _Pending(aside, manifest)
         use_own_results()
-        request = dist_checkpointing.save({"actor": state}, str(aside), async_sharded_save=self._async)
+        options = _writer_options()
+        request = dist_checkpointing.save({"actor": state}, str(aside), async_sharded_save=self._async, **options)
         from_rank_zero(lambda: self._write_own(aside, {"loop": loop_state, "generators": all_generators}))
         if self._async:
             self._queue.schedule_async_request(request)
@@ -252,6 +259,7 @@ def load_checkpoint(directory: Path, actor: Sharded) -> dict[str, Any]:
         read_metadata(directory / ".metadata")  # checked first: Megatron unpickles it unrestricted
     except (OSError, UnsafePickleError) as error:
         raise UserError(f"'{directory}': its .metadata cannot be read: {error}") from None
+    _check_reader(directory)
     own = read_state(directory / LOOP)
     loaded = dist_checkpointing.load({"actor": actor.sharded_state(loading=True)}, str(directory))
     actor.load_sharded_state(loaded["actor"])
@@ -259,6 +267,25 @@ def load_checkpoint(directory: Path, actor: Sharded) -> dict[str, Any]:
         restore_generators(own["generators"][dist.get_rank()])
     loop_state: dict[str, Any] = own["loop"]
     return loop_state
+
+
+def _writer_options() -> dict[str, str]:
+    """From 0.17 on Megatron's asynchronous writer is by default one that needs a package of its own (nvrx)."""
+    has_choice = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+    return {"async_strategy": "mcore"} if has_choice else {}
+
+
+def _check_reader(directory: Path) -> None:
+    """Raise `UserError` for a checkpoint of a newer megatron-core, of which this one cannot find the common part."""
+    if (directory / COMMON).exists() or Version(megatron_version) >= _COMMON_INSIDE_SINCE:
+        return
+    manifest = read_manifest(directory)
+    writer = manifest.versions.get("megatron_core", "") if isinstance(manifest, Manifest) else ""
+    if writer and Version(writer) > Version(megatron_version):
+        raise UserError(
+            f"'{directory}' was written by megatron-core {writer}, and {megatron_version} cannot read it; install"
+            f" megatron-core {writer} or newer"
+        )
 
 
 def _wrong_manifest(path: Path, run: str) -> str:

@@ -16,7 +16,7 @@ from fractions import Fraction
 from dppo_megatron.config.ranges import COUNT, check_ranges, ranged
 from dppo_megatron.types import UserError
 
-PROMPT_SCORES = ("beta", "mean_abs", "rms")
+PROMPT_SCORES = ("fit", "beta", "mean_abs", "rms")
 COMPLETION_SCORES = ("free_norm", "abs_advantage")
 RANDOM_DESIGNS = ("systematic", "poisson")
 ESTIMATORS = ("ht", "c_form", "hajek")
@@ -73,9 +73,11 @@ class PromptPruningConfig:
     auto_rule=design_effect; under a rule of two classes the chance to skip a prompt of the lower one."""
     p_min: float = ranged(0.2, "(0, 1]", why="0 would leave prompts that can never be drawn")
     """Smallest inclusion probability; bounds the weights by 1 / p_min."""
-    score: str = "beta"
-    """What ranks prompts. beta: posterior chance that a group has reward variance (rewards in [0, 1]); mean_abs: mean
-    |advantage| of the last visit; rms: root of a discounted mean of squared rewards about the group's mean."""
+    score: str = "fit"
+    """What ranks prompts. fit: the expected second moment of the gradient, by a regression on the last two visits,
+    their age and length, and the row's level, source and length, fitted as the run goes on. beta: posterior chance that
+    a group has reward variance (rewards in [0, 1]). mean_abs: mean |advantage| of the last visit. rms: root of a
+    discounted mean of squared rewards about the group's mean."""
     discount: float = ranged(0.7, "(0, 1]")
     """What is left of the evidence about a prompt after one more visit, or one more epoch without a visit."""
     prior: float = ranged(0.5, "(0, 1e9]")
@@ -91,11 +93,11 @@ class PromptPruningConfig:
     """Epochs at the start without any pruning."""
     anneal_fraction: float = ranged(0.875, "[0, 1]")
     """Nothing is pruned after this fraction of the run: 0.875 leaves the last 12.5 % full."""
-    cost_aware: bool = False
-    """Divide the score by the root of the prompt's mean completion length."""
+    cost_aware: bool = True
+    """Divide the score by the root of the prompt's mean completion length: the least variance for the tokens spent."""
     max_design_effect: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
-    """Bound of sum(s^2/pi)/sum(s^2), the variance inflation the score predicts; 0 for none. The rate backs off to hold
-    it."""
+    """Bound of the growth of the variance, as sum(s^2/pi)/sum(s^2) of the score predicts it and earlier steps have
+    measured it; 0 for none. The rate backs off to hold it."""
     max_noise_ratio: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of the measured gradient noise (squared gradient norm) relative to an unpruned step; 0 for none. The rate
     backs off while the loop reports more. To have unpruned steps to compare with, the first 4 steps of the run are
@@ -120,9 +122,10 @@ class CompletionPruningConfig:
 
     method: str = "dppo"
     """A name of docs/pruning.md, or `module:Class` for a policy of your own."""
-    rate: float = ranged(0.5, "[0, 1)", why="1 would drop everything; 0 or method=none keeps all")
-    """Share of completions that is dropped, in [0, 1); with cost_aware, share of the tokens. An upper limit under
-    auto_rule=design_effect; under a rule of two classes the chance to drop a completion of the lower one."""
+    rate: float | None = ranged(None, "[0, 1)", why="1 would drop everything; 0 or method=none keeps all")
+    """Share of completions that is dropped, in [0, 1), where max_design_effect does not keep more; with cost_aware,
+    share of the tokens. Under a rule of two classes the chance to drop a completion of the lower one. null: 0.95 for
+    the methods that hold a bound, 0.5 for the others."""
     p_min: float = ranged(0.05, "[0, 1]")
     """Smallest inclusion probability of a completion that can carry gradient."""
     score: str = "free_norm"
@@ -145,8 +148,9 @@ class CompletionPruningConfig:
     """Update cost of a completion is len * (1 + this * len); 1/24576 is about right for a 7B model."""
     kl_slope: float = ranged(1.0, "[0, 1e9]")
     """Typical slope of a token's KL term in its log-probability; read only with a KL term in the loss."""
-    max_design_effect: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
-    """Bound of sum(s^2/pi)/sum(s^2); 0 for none. The rate backs off to hold it."""
+    max_design_effect: float = ranged(1.1, "0 or [1, 1e9]", why="1 is the value without pruning")
+    """Bound of sum(s^2/pi)/sum(s^2); 0 for none. The rate backs off to hold it. 1.1 trains on a tenth of the tokens
+    while most groups have gradient and on a twentieth later (docs/pruning.md)."""
     max_noise_ratio: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of the measured gradient noise relative to an unpruned step; 0 for none. As at prompt level, with 4
     unpruned steps at the start."""
@@ -179,7 +183,8 @@ def exact_rate(rate: float) -> Fraction:
 
 def prompts_multiplier(config: CompletionPruningConfig) -> Fraction:
     """Planned prompts of a step relative to the configured number: 1 / (1 - rate) with `allocation`, else 1."""
-    return 1 / (1 - exact_rate(config.rate)) if config.allocation else Fraction(1)
+    rate = 0.5 if config.rate is None else config.rate  # what null means to the methods that allocate
+    return 1 / (1 - exact_rate(rate)) if config.allocation else Fraction(1)
 
 
 def check_pruning(config: PruningConfig, prefix: str = "pruning") -> None:

@@ -72,7 +72,7 @@ class SyncConfig:
     max_canary_logprob_diff: float = ranged(0.05, "(0, 1e6]")
     """Largest mean |log-probability difference| of the canary; above it the run stops."""
     in_flight: Literal["finish", "abort", "continue"] = "finish"
-    """Requests in flight at a sync (async_steps=1): wait for them, abort and generate them again, or let them go on
+    """Requests in flight at a sync (async_steps=1): wait for them, abort and generate them again, or let them continue
     with the new weights; every token's weights version is recorded."""
 
 
@@ -89,7 +89,7 @@ class LimitsConfig:
     engine_wait_s: float = ranged(300.0, SECONDS)
     """With every server gone the run waits this long for one to come back, then stops."""
     probe_every_s: float = ranged(5.0, SECONDS)
-    """Every server is asked for its health this often."""
+    """Interval between health probes of each server."""
     probe_timeout_s: float = ranged(20.0, SECONDS)
     """A server that does not answer a health probe in this time is marked out and its requests go elsewhere."""
     straggler_share: float = ranged(1.0, "(0, 1]")
@@ -120,7 +120,7 @@ class RolloutConfig:
 
 
 def check_rollout(config: RolloutConfig) -> None:
-    """Raise `UserError` for the first setting of `rollout` that is out of range or contradicts another one."""
+    """Raise `UserError` for the first setting of `rollout` that is out of range or contradicts another."""
     check_ranges(config, "rollout.")
     serves = config.engine != "hf"
     for key, value in (("endpoints", config.servers.endpoints), ("launch", config.servers.launch != "none")):

@@ -34,6 +34,7 @@ def report() -> list[tuple[str, str]]:
     spec, reason = machine.choose_layer_spec("auto", "off")
     rows.append(("layers", f"{spec} ({reason})"))
     rows.append(("attention", find_kernel(_HEAD_DIM)[1] if spec == "local" else "Transformer Engine's"))
+    rows.append(("optimizer", machine.adam()))
     rows.append(("fp8", _recipes(machine)))
     if warning := transformer_engine_warning():
         rows.append(("warning", warning))

@@ -6,7 +6,7 @@ test run and every rank of a CPU job imports megatron-core, and without a cache 
 Entries hold marshalled code, which is run as it is, so the directory is trusted like a directory of programs: it and
 every entry must belong to the current user and be writable by nobody else, or it is not used. An entry that is damaged,
 or was made from another source, by other rules or by another Python, is a miss and is written anew. Whatever is wrong
-with the cache, the import goes on without it.
+with the cache, the import works without it.
 """
 
 from __future__ import annotations

@@ -69,6 +69,15 @@ class Machine:
         if self.cuda_capability is not None and self.lacks_transformer_engine:
             raise UserError(f"a mixture-of-experts model on CUDA needs it: {self.lacks_transformer_engine}")
 
+    def adam(self) -> str:
+        """Which Adam Megatron takes here, in its order of choice, and on CUDA what is missed."""
+        if not self.lacks_transformer_engine:
+            return "Transformer Engine's FusedAdam"
+        if importlib.util.find_spec("apex") is not None:
+            return "Apex's FusedAdam"
+        missed = "" if self.cuda_capability is None else " (neither Transformer Engine nor Apex is installed)"
+        return f"torch's fused AdamW{missed}"
+
     def _lacks(self) -> str:
         if self.cuda_capability is None:
             return "there is no CUDA device"

@@ -44,14 +44,15 @@ def _forked_checkpoint_queue(module: ModuleType) -> None:
 
     names = vars(module)
 
-    def write_results_queue() -> Any:
+    def write_results_queue(*_: Any) -> Any:  # 0.17 and newer name a way to start processes
         if names["_results_queue"] is None:
             names["_results_queue"] = multiprocessing.get_context("fork").Manager().Queue()
         return names["_results_queue"]
 
-    # Fails here, by name, should upstream rename it: a replacement that nobody calls would go unnoticed.
-    assert callable(names["_get_write_results_queue"])
-    names["_get_write_results_queue"] = write_results_queue
+    # Fails here, by name, should upstream rename it again: a replacement that nobody calls would go unnoticed.
+    name = next(name for name in ("_get_write_results_queue", "get_write_results_queue") if name in names)
+    assert callable(names[name])
+    names[name] = write_results_queue
 
 
 _FIXES: dict[str, Callable[[ModuleType], None]] = {

@@ -46,6 +46,8 @@ class CompletionPolicyBase:
     """Its names in `pruning.completion.method`."""
     reads: ClassVar[tuple[str, ...]] = ()
     """The settings of `pruning.completion` that mean something to it."""
+    usual_rate: ClassVar[float] = 0.5
+    """What `rate=null` stands for."""
 
     def __init__(
         self,
@@ -58,11 +60,17 @@ class CompletionPolicyBase:
         rest_steps: int = 0,
     ) -> None:
         self.config = config
+        self.rate = self.rate_of(config)
         self.seed = seed
         self.zero_advantage_slope = zero_advantage_slope
         self.group_size = group_size
         self.warmup_steps = max(config.warmup_steps, rest_steps)
         self.last_active_step = math.ceil(config.anneal_fraction * total_steps - 1e-9) - 1
+
+    @classmethod
+    def rate_of(cls, config: CompletionPruningConfig) -> float:
+        """The rate that the settings mean to it."""
+        return cls.usual_rate if config.rate is None else config.rate
 
     @classmethod
     def unread(cls, config: CompletionPruningConfig) -> tuple[str, ...]:
@@ -109,9 +117,9 @@ class CompletionPolicyBase:
         order = np.lexsort((batch.completion_index, batch.group, batch.prompt_index))
         return scatter(self._prune_sorted(take_rows(batch, order), (step, minibatch), capacity), order)
 
-    def feedback(self, cost: StepCost) -> str | None:
+    def feedback(self, cost: StepCost) -> list[str]:
         """Ignored: this method has no rate to adapt."""
-        return None
+        return []
 
     def own_state(self) -> dict[str, Any]:
         """What this method keeps, copied: numbers, texts, numpy arrays, lists and dicts of them."""

@@ -41,21 +41,22 @@ class CppoPolicy(CompletionPolicyBase):
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
         """See `CompletionPolicyBase.check`."""
         offered = cls._offered(group_size, minibatch_size)
-        if offered and cls._count(offered, config.rate) == 0:
+        rate = cls.rate_of(config)
+        if offered and cls._count(offered, rate) == 0:
             raise UserError(
-                f"{key}.rate = {config.rate}: method={config.method} would keep none of {offered} completions; must be"
+                f"{key}.rate = {rate}: method={config.method} would keep none of {offered} completions; must be"
                 f" at most {1 - 1 / offered:.4g}, or method=cppo_trl, which keeps one"
             )
 
     @property
     def label(self) -> Label:
         """biased, unless the rate is 0."""
-        return "exact" if self.config.rate == 0 else "biased"
+        return "exact" if self.rate == 0 else "biased"
 
     def _prune_sorted(
         self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
     ) -> Selection:
-        score, rate, group = np.abs(batch.advantages), self.config.rate, self._groups(batch)
+        score, rate, group = np.abs(batch.advantages), self.rate, self._groups(batch)
         sizes = np.bincount(group)
         if not self.group_size:
             self.check(self.config, "pruning.completion", group_size=int(sizes.max()), minibatch_size=len(batch))
@@ -112,7 +113,7 @@ class PaperCompletionPolicy(CppoTrlPolicy):
     reads: ClassVar[tuple[str, ...]] = ("rate", "warmup_steps", "anneal_fraction")
 
     def _scale(self, mean_over_kept: FloatArray) -> FloatArray | float:
-        return 1.0 / (1.0 - self.config.rate)
+        return 1.0 / (1.0 - self.rate)
 
 
 class ZeroVariancePolicy(CompletionPolicyBase):
@@ -184,7 +185,7 @@ class InfoBatchCompletionPolicy(CompletionPolicyBase):
     def label(self) -> Label:
         """Of the estimator and the cap; how many are below the mean is an outcome, so no design has a fixed size."""
         config = self.config
-        least = keep_share(config.rate)
+        least = keep_share(self.rate)
         if least == 1.0:
             return "exact"
         return label_of_settings(config.estimator, fixed_size=False, least_prob=least, max_weight=config.max_weight)
@@ -193,7 +194,7 @@ class InfoBatchCompletionPolicy(CompletionPolicyBase):
         self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
     ) -> Selection:
         config, score = self.config, np.abs(batch.advantages)
-        drawn = self._draw(batch, two_class(score < score.mean(), config.rate), counters)
+        drawn = self._draw(batch, two_class(score < score.mean(), self.rate), counters)
         selection = weigh(
             drawn, name=self.name, estimator=config.estimator, max_weight=config.max_weight, label=self.label
         )
@@ -212,14 +213,14 @@ class MaxVariancePolicy(CompletionPolicyBase):
     @property
     def label(self) -> Label:
         """biased, unless the rate is 0."""
-        return "exact" if self.config.rate == 0 else "biased"
+        return "exact" if self.rate == 0 else "biased"
 
     def _prune_sorted(
         self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
     ) -> Selection:
-        if self.config.rate == 0:
+        if self.rate == 0:
             return keep_all(len(batch), self.name)
-        drawn = max_variance_draw(batch.rewards, batch.group, self.config.rate, self._ties(batch, counters))
+        drawn = max_variance_draw(batch.rewards, batch.group, self.rate, self._ties(batch, counters))
         sizes = np.bincount(batch.group)
         kept = np.maximum(np.bincount(batch.group, weights=drawn.kept), 1)
         score = np.abs(batch.advantages)

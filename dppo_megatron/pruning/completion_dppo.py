@@ -45,6 +45,8 @@ class DppoCompletionPolicy(CompletionPolicyBase):
 
     methods: ClassVar[tuple[str, ...]] = ("dppo",)
     reads: ClassVar[tuple[str, ...]] = ("rate", "cost_aware", *_READS)
+    usual_rate: ClassVar[float] = 0.95
+    """With the default `max_design_effect`, which keeps more wherever that would cost variance."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -59,7 +61,7 @@ class DppoCompletionPolicy(CompletionPolicyBase):
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
         """See `CompletionPolicyBase.check`."""
         _check_support(key, config.p_min)
-        check_floor(key, config.p_min, config.rate)
+        check_floor(key, config.p_min, cls.rate_of(config))
         if config.cost_aware and config.estimator == "c_form":
             raise UserError(
                 f"{key}.estimator = c_form with cost_aware = true: a token budget has no fixed count for C/(1-P) to"
@@ -83,7 +85,7 @@ class DppoCompletionPolicy(CompletionPolicyBase):
 
     @property
     def _keeps_all(self) -> bool:
-        return self.config.rate == 0
+        return self.rate == 0
 
     @property
     def _spends_tokens(self) -> bool:
@@ -142,10 +144,11 @@ class DppoCompletionPolicy(CompletionPolicyBase):
             },
         )
 
-    def feedback(self, cost: StepCost) -> str | None:
+    def feedback(self, cost: StepCost) -> list[str]:
         """Dropping a completion saves its update only; rollout and the rest of a step are its fixed cost."""
         self.control.observe_cost(cost.rollout_s + cost.other_s, cost.update_s, cost.kept_cost)
-        return self.control.observe_noise(cost, self.config.max_noise_ratio, "pruning.completion")
+        said = self.control.observe_noise(cost, self.config.max_noise_ratio, "pruning.completion")
+        return [said] if said else []
 
     def _filled(
         self, filler: WaterFiller, pi: FloatArray, tokens: IntArray, capacity: StepCapacity, *, whole: bool
@@ -179,12 +182,12 @@ class DppoCompletionPolicy(CompletionPolicyBase):
 
     def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> tuple[float | None, str]:
         """Budget (a whole count, or cost with cost_aware) and why it is not what the rate says; None keeps all."""
-        config, scale = self.config, self.control.rate_scale
+        scale = self.control.rate_scale
         note = self.control.note
         if self._spends_tokens:
-            return (1.0 - config.rate * scale) * float(cost.sum()), note
+            return (1.0 - self.rate * scale) * float(cost.sum()), note
         least = math.ceil(float(lower.sum()) - 1e-9)
-        return float(max(count_kept(len(score), config.rate * scale), least)), note
+        return float(max(count_kept(len(score), self.rate * scale), least)), note
 
     def own_state(self) -> dict[str, Any]:
         return {"control": self.control.state_dict()}

@@ -32,7 +32,7 @@ from dppo_megatron.pruning.completion_base import CompletionPolicyBase
 from dppo_megatron.pruning.designs import Draw, design_effect
 from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, with_metrics
 from dppo_megatron.pruning.labels import label_of_settings
-from dppo_megatron.pruning.prompt_base import PromptPolicyBase
+from dppo_megatron.pruning.prompt_base import PromptPolicyBase, Visits
 from dppo_megatron.pruning.weights import weigh, weigh_biased
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
 
@@ -73,11 +73,9 @@ class CustomPromptPolicy(PromptPolicyBase):
         order = np.lexsort((self._ties(ids, step, minibatch), pi))
         return _with_figures(self._draw_and_weigh(ids, pi, order, step, minibatch))
 
-    def _learn(
-        self, ids: IntArray, rewards: FloatArray, lengths: IntArray, step: int, second_moment: FloatArray | None
-    ) -> None:
-        super()._learn(ids, rewards, lengths, step, second_moment)
-        self.learn(ids, rewards, lengths, step=step)
+    def _learn(self, visits: Visits, step: int) -> None:
+        super()._learn(visits, step)
+        self.learn(visits.ids, visits.rewards, visits.lengths, step=step)
 
 
 class CustomCompletionPolicy(CompletionPolicyBase):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,6 +44,14 @@ class Selection:
     ledger: tuple[LedgerRow, ...]
     metrics: dict[str, float]
     """Figures of this decision: `rate_effective`, `design_effect`, `share_at_floor`, `share_at_one`, and others."""
+    planned_prob: FloatArray | None = None
+    """[n] what the probabilities would be if the method skipped; None: `inclusion_prob`. Read only to measure what
+    skipping would do."""
+
+    @property
+    def planned(self) -> FloatArray:
+        """[n] `planned_prob`, or `inclusion_prob` where it does not differ."""
+        return self.inclusion_prob if self.planned_prob is None else self.planned_prob
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +170,13 @@ class PromptPolicy(Protocol):
         *,
         step: int,
         second_moment: FloatArray | None = None,
+        inclusion_prob: FloatArray | None = None,
+        planned_prob: FloatArray | None = None,
     ) -> None:
         """Learn from visited prompts: prompt_index [K], rewards and lengths [K, G]; NaN rewards are left out.
 
-        second_moment [K]: sum of squared completion scores of each group (`scores.group_second_moment`), optional.
+        second_moment [K]: sum of squared completion scores of each group (`scores.group_second_moment`); None: whether
+        its rewards differ. inclusion_prob and planned_prob [K]: of the selection that drew them; None: 1.
         """
         ...
 
@@ -185,8 +196,8 @@ class PromptPolicy(Protocol):
         """`prune/history_*`: coverage of the prompt set and staleness of what is known, in epochs."""
         ...
 
-    def feedback(self, cost: StepCost) -> str | None:
-        """What a finished step cost; returns a line for the log when a rate changed."""
+    def feedback(self, cost: StepCost) -> list[str]:
+        """What a finished step cost; returns lines for the log where something changed because of it."""
         ...
 
     def about_to_visit(self, prompt_index: IntArray) -> dict[str, Any]:
@@ -227,7 +238,7 @@ class CompletionPolicy(Protocol):
         """
         ...
 
-    def feedback(self, cost: StepCost) -> str | None:
+    def feedback(self, cost: StepCost) -> list[str]:
         """As for prompts."""
         ...
 
@@ -256,18 +267,18 @@ def scatter(selection: Selection, order: IntArray) -> Selection:
     """A selection of sorted rows, put back into the caller's order."""
     back = np.empty(len(order), dtype=np.int64)
     back[order] = np.arange(len(order))
-    return Selection(
+    return replace(
+        selection,
         kept=selection.kept[back],
         inclusion_prob=selection.inclusion_prob[back],
         weight=selection.weight[back],
-        ledger=selection.ledger,
-        metrics=selection.metrics,
+        planned_prob=None if selection.planned_prob is None else selection.planned_prob[back],
     )
 
 
 def with_metrics(selection: Selection, metrics: dict[str, float]) -> Selection:
     """The selection with its figures."""
-    return Selection(selection.kept, selection.inclusion_prob, selection.weight, selection.ledger, metrics)
+    return replace(selection, metrics=metrics)
 
 
 def check_method(state: Mapping[str, Any], method: str) -> None:

@@ -22,6 +22,7 @@ def merge(parts: list[Selection], order: IntArray) -> Selection:
         kept=np.concatenate([part.kept for part in parts])[order],
         inclusion_prob=np.concatenate([part.inclusion_prob for part in parts])[order],
         weight=np.concatenate([part.weight for part in parts])[order],
+        planned_prob=np.concatenate([part.planned for part in parts])[order],
         ledger=_merge_rows([(row, len(part.kept)) for part in parts for row in part.ledger]),
         metrics={
             name: float(np.mean([part.metrics[name] for part in parts if name in part.metrics]))
@@ -39,6 +40,7 @@ def with_refills(planned: Selection, refills: list[Selection]) -> Selection:
         kept=np.concatenate([planned.kept, *(s.kept for s in refills)]),
         inclusion_prob=np.concatenate([planned.inclusion_prob, *(s.inclusion_prob for s in refills)]),
         weight=np.concatenate([planned.weight, *(s.weight for s in refills)]),
+        planned_prob=np.concatenate([planned.planned, *(s.planned for s in refills)]),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,6 +30,20 @@ from dppo_megatron.randomness import generator, uniforms
 from dppo_megatron.types import FloatArray, IntArray
 
 
+@dataclass(frozen=True, slots=True)
+class Visits:
+    """What a step's visits of prompts came to, sorted by prompt: [K] or [K, G]."""
+
+    ids: IntArray
+    rewards: FloatArray
+    lengths: IntArray
+    second_moment: FloatArray | None
+    inclusion: FloatArray
+    """With which probability each was drawn."""
+    planned: FloatArray
+    """With which it would have been, had nothing kept the method from skipping."""
+
+
 class PromptPolicyBase:
     """Method `none`: keeps everything. Subclasses override `_select_sorted` and what they learn.
 
@@ -41,7 +56,7 @@ class PromptPolicyBase:
         seed: the run's seed.
         rest_steps: steps at the start without pruning even if `warmup_epochs` is shorter: those whose gradient noise
             `max_noise_ratio` compares with.
-        features: what is known of each prompt before it is tried; None: nothing. No method reads it so far.
+        features: what is known of each prompt before it is tried; None: nothing.
     """
 
     methods: ClassVar[tuple[str, ...]] = ("none",)
@@ -101,10 +116,11 @@ class PromptPolicyBase:
         """See `PromptPolicy.select`; pi = 1 for all during warm-up and after annealing."""
         ids = check_ids(prompt_index, len(self.history))
         resting = self._resting(step)
-        if resting or len(ids) == 0:
-            return keep_all(len(ids), self.name, resting)
         order = np.argsort(ids, kind="stable")
-        return scatter(self._select_sorted(ids[order], step, minibatch), order)
+        if len(ids) == 0:
+            return keep_all(0, self.name, resting)
+        chosen = self._rest(ids[order], step, resting) if resting else self._select_sorted(ids[order], step, minibatch)
+        return scatter(chosen, order)
 
     def observe(
         self,
@@ -114,13 +130,21 @@ class PromptPolicyBase:
         *,
         step: int,
         second_moment: FloatArray | None = None,
+        inclusion_prob: FloatArray | None = None,
+        planned_prob: FloatArray | None = None,
     ) -> None:
         """See `PromptPolicy.observe`."""
         ids = check_ids(prompt_index, len(self.history))
         rewards = check_visits(ids, rewards, lengths, binary_score=self.needs_unit_rewards(self.config))
         order = np.argsort(ids, kind="stable")
         moment = None if second_moment is None else np.asarray(second_moment, dtype=np.float64)[order]
-        self._learn(ids[order], rewards[order], np.asarray(lengths)[order], step, moment)
+        certain = np.ones(len(ids))
+        inclusion, planned = (
+            (certain if given is None else np.asarray(given, dtype=np.float64))[order]
+            for given in (inclusion_prob, planned_prob)
+        )
+        visits = Visits(ids[order], rewards[order], np.asarray(lengths)[order], moment, inclusion, planned)
+        self._learn(visits, step)
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
         """0: this method does not refill."""
@@ -134,9 +158,9 @@ class PromptPolicyBase:
         """See `PromptPolicy.history_metrics`."""
         return self.history.metrics(step)
 
-    def feedback(self, cost: StepCost) -> str | None:
+    def feedback(self, cost: StepCost) -> list[str]:
         """Ignored: this method has no rate to adapt."""
-        return None
+        return []
 
     def own_state(self) -> dict[str, Any]:
         """What this method keeps beside the history, copied: numbers, texts, numpy arrays, lists and dicts of them."""
@@ -168,10 +192,12 @@ class PromptPolicyBase:
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
         return keep_all(len(ids), self.name)
 
-    def _learn(
-        self, ids: IntArray, rewards: FloatArray, lengths: IntArray, step: int, second_moment: FloatArray | None
-    ) -> None:
-        self.history.update(ids, rewards, lengths, step=step, second_moment=second_moment)
+    def _rest(self, ids: IntArray, step: int, why: str) -> Selection:
+        """Nothing is skipped."""
+        return keep_all(len(ids), self.name, why)
+
+    def _learn(self, visits: Visits, step: int) -> None:
+        self.history.update(visits.ids, visits.rewards, visits.lengths, step=step, second_moment=visits.second_moment)
 
     def _resting(self, step: int) -> str:
         if step < self.warmup_steps:

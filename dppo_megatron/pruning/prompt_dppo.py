@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,11 +19,19 @@ from dppo_megatron.config.pruning import PromptPruningConfig, check_auto_rule, c
 from dppo_megatron.pruning.budget import RateControl
 from dppo_megatron.pruning.designs import WaterFiller, count_kept, design_effect, deterministic
 from dppo_megatron.pruning.interface import Selection, StepCost, keep_all, with_metrics
-from dppo_megatron.pruning.prompt_base import PromptPolicyBase
-from dppo_megatron.pruning.scores import budgeted_probabilities, efficient_probabilities, nondegenerate_probability
+from dppo_megatron.pruning.prompt_base import PromptPolicyBase, Visits
+from dppo_megatron.pruning.prompt_score import FittedScore
+from dppo_megatron.pruning.realised import EffectMonitor
+from dppo_megatron.pruning.scores import (
+    budgeted_probabilities,
+    efficient_probabilities,
+    nondegenerate_probability,
+    spread,
+)
 from dppo_megatron.pruning.weights import weigh_biased
 from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
+_FOUND_WANTING = "the score's measured effect is worse than skipping at random"
 _READS = (
     "p_min",
     "score",
@@ -38,8 +47,19 @@ _READS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a step's probabilities are made from, and the probabilities: [n]."""
+
+    score: FloatArray
+    cost: FloatArray
+    lower: FloatArray
+    pi: FloatArray
+    note: str
+
+
 class DppoPromptPolicy(PromptPolicyBase):
-    """Method `dppo`: a systematic draw with probabilities in proportion to a score of the history."""
+    """Method `dppo`: a systematic draw with probabilities in proportion to a score of what is known before."""
 
     methods: ClassVar[tuple[str, ...]] = ("dppo",)
     reads: ClassVar[tuple[str, ...]] = ("rate", "cost_aware", *_READS)
@@ -47,6 +67,9 @@ class DppoPromptPolicy(PromptPolicyBase):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.control = RateControl()
+        self.monitor = EffectMonitor()
+        self.fitted = FittedScore(self.history, self.features) if self.config.score == "fit" else None
+        self._said = ""
 
     @classmethod
     def unread(cls, config: PromptPruningConfig) -> tuple[str, ...]:
@@ -63,51 +86,112 @@ class DppoPromptPolicy(PromptPolicyBase):
         """A posterior counts them as successes."""
         return config.score == "beta"
 
-    def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
-        config = self.config
-        score, cost = self._score(ids, step), self._relative_cost(ids)
-        size = score / np.sqrt(cost) if self._divides_by_cost else score
-        lower = np.where(self.history.seen(ids), config.p_min, 1.0)
-        target, note = self._target(score, cost, lower)
-        if note and target >= len(ids):
-            return keep_all(len(ids), self.name, note)
-        pi = budgeted_probabilities(
-            WaterFiller(size, lower), score, target, max_design_effect=config.max_design_effect, whole=True
-        )
-        if pi.sum() > target + 0.5:
-            note = f"max_design_effect {config.max_design_effect:g} keeps {pi.sum():.0f} prompts, not {target:.0f}"
-        # Neighbours in score replace each other in a systematic draw; the tie-break keeps equals in random order.
-        order = np.lexsort((self._ties(ids, step, minibatch), score))
-        selection = self._draw_and_weigh(ids, pi, order, step, minibatch, note=note)
-        return with_metrics(
-            selection,
-            {
-                "rate_effective": 1.0 - float(pi.mean()),
-                "design_effect": design_effect(score, pi),
-                "kept_cost": float(np.sum(pi * cost) / np.sum(cost)),
-                "share_at_floor": float(np.mean((pi <= lower + 1e-12) & (lower < 1))),
-                "share_at_one": float(np.mean(pi >= 1)),
-            },
-        )
-
-    def feedback(self, cost: StepCost) -> str | None:
+    def feedback(self, cost: StepCost) -> list[str]:
         """Skipping a prompt saves its rollout and its update; the rest of a step is its fixed cost."""
         self.control.observe_cost(cost.other_s, cost.rollout_s + cost.update_s, cost.kept_cost)
-        return self.control.observe_noise(cost, self.config.max_noise_ratio, "pruning.prompt")
+        said, self._said = self._said, ""
+        noisy = self.control.observe_noise(cost, self.config.max_noise_ratio, "pruning.prompt")
+        return [line for line in (said, noisy) if line]
+
+    def own_state(self) -> dict[str, Any]:
+        """See `PromptPolicyBase.own_state`."""
+        fitted = {"fitted": self.fitted.state_dict()} if self.fitted else {}
+        return {"control": self.control.state_dict(), "monitor": self.monitor.state_dict(), "said": self._said} | fitted
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """See `PromptPolicyBase.load_own_state`."""
+        self.control.load_state_dict(state["control"])
+        self.monitor.load_state_dict(state["monitor"])
+        self._said = str(state["said"])
+        if self.fitted:
+            self.fitted.load_state_dict(state["fitted"])
+
+    def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
+        plan = self._plan(ids, step)
+        if plan is None or not self.monitor.believed:
+            return self._not_skipped(ids, plan, "no cost measured yet" if plan is None else _FOUND_WANTING)
+        # Neighbours in score replace each other in a systematic draw; the tie-break keeps equals in random order.
+        order = np.lexsort((self._ties(ids, step, minibatch), plan.score))
+        selection = self._draw_and_weigh(ids, plan.pi, order, step, minibatch, note=plan.note)
+        return with_metrics(selection, self._figures(plan, plan.pi))
+
+    def _rest(self, ids: IntArray, step: int, why: str) -> Selection:
+        """Nothing is skipped, but what skipping would do is measured."""
+        return self._not_skipped(ids, self._plan(ids, step), why)
+
+    def _not_skipped(self, ids: IntArray, plan: _Plan | None, why: str) -> Selection:
+        selection = keep_all(len(ids), self.name, why)
+        if plan is None:
+            return selection
+        return replace(selection, planned_prob=plan.pi, metrics=self._figures(plan, selection.inclusion_prob))
+
+    def _figures(self, plan: _Plan, pi: FloatArray) -> dict[str, float]:
+        measured = self.monitor.effect()
+        figures = {
+            "rate_effective": 1.0 - float(pi.mean()),
+            "design_effect": design_effect(plan.score, pi),
+            "planned_effect": design_effect(plan.score, plan.pi),
+            "kept_cost": float(np.sum(pi * plan.cost) / np.sum(plan.cost)),
+            "share_at_floor": float(np.mean((pi <= plan.lower + 1e-12) & (plan.lower < 1))),
+            "share_at_one": float(np.mean(pi >= 1)),
+        }
+        if measured is not None:
+            figures |= {
+                "predicted_effect": measured.predicted,
+                "realised_effect": measured.realised,
+                "realised_error": measured.error,
+                "uniform_effect": measured.uniform,
+            }
+        return figures
+
+    def _plan(self, ids: IntArray, step: int) -> _Plan | None:
+        """The probabilities of a step in which prompts are skipped; None while nothing says how many."""
+        score, cost = self._score(ids, step), self._relative_cost(ids)
+        size = score / np.sqrt(cost) if self._divides_by_cost else score
+        lower = np.where(self._may_skip(ids), self.config.p_min, 1.0)
+        target = self._target(score, cost, lower)
+        if target is None:
+            return None
+        pi = budgeted_probabilities(
+            WaterFiller(size, lower),
+            score,
+            target,
+            max_design_effect=self.config.max_design_effect,
+            whole=True,
+            inflation=self._inflation(),
+        )
+        note = self.control.note
+        if pi.sum() > target + 0.5:
+            note = f"max_design_effect {self.config.max_design_effect:g} keeps {pi.sum():.0f} prompts, not {target:.0f}"
+        return _Plan(score, cost, lower, pi, note)
 
     @property
     def _divides_by_cost(self) -> bool:
         return self.config.cost_aware
 
-    def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> tuple[float, str]:
-        """Whole number of prompts to keep, and why it is not what the rate says."""
-        num_seen, scale = int((lower < 1).sum()), self.control.rate_scale
-        by_rate = len(lower) - num_seen + count_kept(num_seen, self.config.rate * scale)
-        return float(max(by_rate, _least(lower))), self.control.note
+    def _inflation(self) -> float:
+        measured = self.monitor.effect()
+        return 1.0 if measured is None else measured.inflation
+
+    def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> float | None:
+        """Whole number of prompts to keep: all that may not be skipped, and the share of the rest."""
+        num_skippable = int((lower < 1).sum())
+        by_rate = len(lower) - num_skippable + count_kept(num_skippable, self.config.rate * self.control.rate_scale)
+        return float(max(by_rate, _least(lower)))
+
+    def _may_skip(self, ids: IntArray) -> BoolArray:
+        """[n]: something is known that tells the prompt from others."""
+        if self.fitted is None:
+            return self.history.seen(ids)
+        if not self.fitted.is_ready:
+            return np.zeros(len(ids), dtype=np.bool_)
+        return np.ones(len(ids), dtype=np.bool_) if self.fitted.tells_unseen_apart else self.history.seen(ids)
 
     def _score(self, ids: IntArray, step: int) -> FloatArray:
         """Root of the expected second moment of a prompt's gradient, up to a common factor, [n]."""
         kind, arrays = self.config.score, self.history.arrays
+        if self.fitted is not None:
+            return np.sqrt(self.fitted.expected(ids, step))
         if kind == "mean_abs":
             return _for_unseen(arrays["mean_abs"][ids].astype(np.float64), self.history.seen(ids))
         if kind == "rms":
@@ -125,11 +209,24 @@ class DppoPromptPolicy(PromptPolicyBase):
         mean = float(tokens[known].mean()) if known.any() else 1.0
         return np.where(known, tokens / mean, 1.0)
 
-    def own_state(self) -> dict[str, Any]:
-        return {"control": self.control.state_dict()}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        self.control.load_state_dict(state["control"])
+    def _learn(self, visits: Visits, step: int) -> None:
+        if not len(visits.ids):
+            return
+        graded = ~np.isnan(visits.rewards).all(axis=1)
+        moment = visits.second_moment
+        if moment is None:
+            moment = (spread(visits.rewards) > 0).astype(np.float64)
+        self.monitor.observe(
+            moment[graded],
+            np.square(self._score(visits.ids, step))[graded],
+            visits.lengths.mean(axis=1, dtype=np.float64)[graded],
+            visits.inclusion[graded],
+            visits.planned[graded],
+        )
+        self._said = self.monitor.judge() or self._said
+        if self.fitted:
+            self.fitted.learn(visits.ids, visits.rewards, moment, 1.0 / visits.inclusion, step)
+        super()._learn(visits, step)
 
 
 class AutoPromptPolicy(DppoPromptPolicy):
@@ -153,17 +250,17 @@ class AutoPromptPolicy(DppoPromptPolicy):
     def _divides_by_cost(self) -> bool:
         return True
 
-    def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> tuple[float, str]:
-        """The count of the rule; gradient noise moves it towards that of no pruning."""
+    def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> float | None:
+        """The count of the rule; gradient noise moves it towards that of no pruning. None: no cost is known yet."""
         config, scale = self.config, self.control.rate_scale
         if config.auto_rule != "cost":
             return super()._target(score, cost, lower)
         ratio = config.fixed_cost_ratio or self.control.cost_ratio
         if ratio == 0:
-            return float(len(lower)), "no cost measured yet"
-        pi = efficient_probabilities(score, cost, lower, ratio * float(cost.sum()))
+            return None
+        pi = efficient_probabilities(score, cost, lower, ratio * float(cost.sum()), self._inflation())
         wanted = float(pi.sum()) * scale + len(lower) * (1.0 - scale)
-        return float(max(_least(lower), math.ceil(wanted - 1e-9))), self.control.note
+        return float(max(_least(lower), math.ceil(wanted - 1e-9)))
 
 
 class PaperPromptPolicy(PromptPolicyBase):

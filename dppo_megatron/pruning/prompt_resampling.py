@@ -16,7 +16,7 @@ import numpy.typing as npt
 from dppo_megatron.config.pruning import GresoConfig, PromptPruningConfig, check_between
 from dppo_megatron.pruning.designs import Draw
 from dppo_megatron.pruning.interface import Selection, check_state, keep_all, with_metrics
-from dppo_megatron.pruning.prompt_base import PromptPolicyBase
+from dppo_megatron.pruning.prompt_base import PromptPolicyBase, Visits
 from dppo_megatron.pruning.scores import spread
 from dppo_megatron.pruning.weights import weigh, weigh_biased
 from dppo_megatron.randomness import uniforms
@@ -156,10 +156,9 @@ class GresoPolicy(PromptPolicyBase):
     def _design_effect(self, pi: FloatArray) -> float:
         return 1.0
 
-    def _learn(
-        self, ids: IntArray, rewards: FloatArray, lengths: IntArray, step: int, second_moment: FloatArray | None
-    ) -> None:
-        super()._learn(ids, rewards, lengths, step, second_moment)
+    def _learn(self, visits: Visits, step: int) -> None:
+        super()._learn(visits, step)
+        ids, rewards = visits.ids, visits.rewards
         if self._is_over(step):
             self.p_easy, self.p_hard = self._adapted(step)
             self._counted = dict(_NOTHING_COUNTED)

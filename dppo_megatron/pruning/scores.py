@@ -62,7 +62,7 @@ def nondegenerate_probability(successes: FloatArray, failures: FloatArray, group
 
 
 def efficient_probabilities(
-    score: FloatArray, cost: FloatArray, lower: FloatArray | float, fixed_cost: float
+    score: FloatArray, cost: FloatArray, lower: FloatArray | float, fixed_cost: float, inflation: float = 1.0
 ) -> FloatArray:
     """The self-tuned rule: pi = clip(sqrt(variance share / cost share), lower, 1), [n].
 
@@ -74,14 +74,17 @@ def efficient_probabilities(
         score, cost: [n]; score >= 0, cost > 0.
         lower: [n] or scalar, floor.
         fixed_cost: what the step costs whatever is kept, in the unit of `cost`.
+        inflation: measured over predicted growth of the variance: V is sum(s^2) + inflation x the growth.
     """
     lower = np.broadcast_to(np.asarray(lower, dtype=np.float64), score.shape)
     size = score / np.sqrt(cost)
     squared = np.square(score)
+    full = float(np.sum(squared))
     pi = ((score > 0) | (lower > 0)).astype(np.float64)
     for _ in range(100):
         spent = fixed_cost + float(np.sum(pi * cost))
-        variance = float(np.sum(squared / np.where(pi > 0, pi, 1.0)))
+        drawn = float(np.sum(squared / np.where(pi > 0, pi, 1.0)))
+        variance = drawn + (1.0 / inflation - 1.0) * full  # V / inflation
         if variance <= 0:
             return pi
         # 1e-12: an element whose score nearly underflows keeps a place in the next variance.
@@ -94,7 +97,13 @@ def efficient_probabilities(
 
 
 def budgeted_probabilities(
-    filler: WaterFiller, score: FloatArray, target: float, *, max_design_effect: float, whole: bool
+    filler: WaterFiller,
+    score: FloatArray,
+    target: float,
+    *,
+    max_design_effect: float,
+    whole: bool,
+    inflation: float = 1.0,
 ) -> FloatArray:
     """Probabilities [n] that spend `target`, or the least above it that keeps the design effect within its bound.
 
@@ -106,15 +115,16 @@ def budgeted_probabilities(
         score: [n], the design effect is sum(score^2 / pi) / sum(score^2).
         max_design_effect: >= 1, or 0 for no bound.
         whole: keep the budget a whole number apart from `target`, so that systematic draws have a fixed size.
+        inflation: measured over predicted growth of the variance; the bound is one of the measured effect.
     """
-    pi = filler.solve(target)
-    if max_design_effect == 0 or design_effect(score, pi) <= max_design_effect:
+    pi, bound = filler.solve(target), 1.0 + (max_design_effect - 1.0) / inflation
+    if max_design_effect == 0 or design_effect(score, pi) <= bound:
         return pi
     full = float(np.sum(filler.cost[filler.support]))
     low, high = 0.0, full - target
     while high - low > (1.0 if whole else 1e-3 * full):
         middle = low + (max(round((high - low) / 2), 1) if whole else (high - low) / 2)
-        if design_effect(score, filler.solve(target + middle)) <= max_design_effect:
+        if design_effect(score, filler.solve(target + middle)) <= bound:
             high = middle
         else:
             low = middle

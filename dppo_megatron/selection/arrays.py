@@ -25,6 +25,8 @@ class Chosen:
     """[K]."""
     minibatch: IntArray
     """[K] optimizer mini-batch that each was assigned to; 0 in a refill round, whose groups are assigned at the end."""
+    planned_prob: FloatArray
+    """[K] with which each would have been drawn, had nothing kept the method from skipping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Decision:
 
 def join(chosen: list[Chosen]) -> Chosen:
     """One selection of prompts from those of mini-batches and rounds, in their order."""
-    columns = [(c.prompt_index, c.inclusion_prob, c.weight, c.minibatch) for c in chosen]
+    columns = [(c.prompt_index, c.inclusion_prob, c.weight, c.minibatch, c.planned_prob) for c in chosen]
     return Chosen(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 

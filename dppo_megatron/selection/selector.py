@@ -174,7 +174,7 @@ class Selector:
             self._open[0].before = self._before(self._open[0])
         self._learn()
         while self._costs and self._costs[0].step < step - self._delay:
-            self._said += _lines(self._prompt_policy.feedback(self._costs.pop(0)))
+            self._said += self._prompt_policy.feedback(self._costs.pop(0))
         self._open.append(_Step(step, self._position))
         return self._choose(self.prompts_per_step, self._open[-1], self._updates)
 
@@ -257,8 +257,8 @@ class Selector:
         of_prompts, of_completions = (replace(cost, noise_ratio=ratio, kept_cost=kept) for kept in of.kept_costs)
         self._costs.append(of_prompts)
         if not self._delay:
-            self._said += _lines(self._prompt_policy.feedback(self._costs.pop(0)))
-        said, self._said = [*self._said, *_lines(self._completion_policy.feedback(of_completions))], []
+            self._said += self._prompt_policy.feedback(self._costs.pop(0))
+        said, self._said = [*self._said, *self._completion_policy.feedback(of_completions)], []
         return said
 
     def full_scores(self, everything: Rollouts) -> FloatArray:
@@ -317,6 +317,8 @@ class Selector:
             rollouts.lengths,
             step=finished.number - 1,
             second_moment=outcome.second_moment,
+            inclusion_prob=outcome.prompts.inclusion_prob,
+            planned_prob=outcome.prompts.planned_prob,
         )
         self._coefficients.learn_length(rollouts.lengths, outcome.prompts.weight)
 
@@ -331,7 +333,8 @@ class Selector:
             selection = self._prompt_policy.select(mine, step=of.number - 1, minibatch=len(of.selections))
             kept = selection.kept
             minibatch = np.full(int(kept.sum()), index, dtype=np.int64)
-            chosen.append(Chosen(mine[kept], selection.inclusion_prob[kept], selection.weight[kept], minibatch))
+            columns = selection.inclusion_prob[kept], selection.weight[kept], minibatch, selection.planned[kept]
+            chosen.append(Chosen(mine[kept], *columns))
             of.selections.append(selection)
         of.chosen += chosen
         return join(chosen)
@@ -392,7 +395,3 @@ class Selector:
             **step_metrics(offered, batch, completions),
             **self._prompt_policy.history_metrics(step=step),
         }
-
-
-def _lines(said: str | None) -> list[str]:
-    return [said] if said else []

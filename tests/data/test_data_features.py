@@ -1,4 +1,4 @@
-"""What is known of a prompt before it is tried reaches the pruning policy, and changes no draw."""
+"""What is known of a prompt before it is tried reaches the pruning policy."""
 
 from __future__ import annotations
 
@@ -24,15 +24,32 @@ def test_features_reach_the_policy(tmp_path: Path) -> None:
     assert features.level[:4].tolist()[::2] == [0.0, 2.0] and np.isnan(features.level[1::2]).all()
     assert [features.sources[code] for code in features.source[:4]] == ["", "a", "b", ""]
     config = job_config(write_job_files(tmp_path), tmp_path / "run", rollout__prompts_per_step=8)
-    told, untold = Selector(config, 32, features=features), Selector(config, 32)
-    assert told._prompt_policy.features is features and untold._prompt_policy.features is None
-    rng = np.random.default_rng(0)
-    for step in range(1, 9):
-        chosen = [selector.begin(step) for selector in (told, untold)]
-        assert np.array_equal(chosen[0].prompt_index, chosen[1].prompt_index)
-        assert np.array_equal(chosen[0].weight, chosen[1].weight)
-        shape = (len(chosen[0].prompt_index), config.rollout.completions_per_prompt)
-        rollouts = Rollouts(rng.integers(0, 2, shape).astype(float), rng.integers(1, 9, shape), rng.random(shape))
-        for selector in (told, untold):
-            selector.finish(rollouts, step)
+    told = Selector(config, 32, features=features)
+    assert told._prompt_policy.features is features
+
+
+def test_rows_that_say_nothing_change_no_draw(tmp_path: Path) -> None:
+    """The same length, source and no level everywhere: as if nothing had been told. Levels do change what is drawn."""
+    config = job_config(write_job_files(tmp_path), tmp_path / "run", rollout__prompts_per_step=8)
+    config.pruning.prompt.rate, config.pruning.prompt.p_min = 0.5, 0.2
+    same = [Prompt(i, "x", (1, 2), "1", "a") for i in range(32)]
+    levels = [Prompt(i, "x", (1, 2), "1", "a", level=float(i % 2)) for i in range(32)]
+    selectors = [
+        Selector(config, 32),
+        Selector(config, 32, features=PromptFeatures.of(same)),
+        Selector(config, 32, features=PromptFeatures.of(levels)),
+    ]
+    weights: list[list[np.ndarray]] = [[], [], []]
+    for step in range(1, 13):
+        for selector, mine in zip(selectors, weights, strict=True):
+            chosen = selector.begin(step)
+            mine.append(chosen.weight)
+            rng = np.random.default_rng(step)
+            chance = np.where(np.arange(32) % 2, 0.5, 0.02)[chosen.prompt_index, None]
+            shape = (len(chosen.prompt_index), config.rollout.completions_per_prompt)
+            rewards = (rng.random(shape) < chance).astype(float)
+            selector.finish(Rollouts(rewards, rng.integers(1, 9, shape), rng.random(shape)), step)
             selector.feedback(StepCost(step, 1.0, 1.0, 0.0))
+    untold, told_nothing, told_levels = (np.concatenate(mine) for mine in weights)
+    np.testing.assert_array_equal(untold, told_nothing)
+    assert len(told_levels) != len(untold) or (told_levels != untold).any()

@@ -25,6 +25,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.slack import TokenCapacity
 from dppo_megatron.pruning import StepCost, completion_base, prompt_base, prompt_resampling
+from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES
 from dppo_megatron.selection import Decision, Rollouts, Selector
 from dppo_megatron.types import UserError
@@ -82,7 +83,7 @@ def make_config(rng: np.random.Generator) -> Config:
         level.max_design_effect = float(one(0, 0, 0, 0, 1.1, 1.6))
         level.max_noise_ratio = float(one(*[0] * 7, 1.5))
         level.auto_rule = one("cost", "design_effect")
-    pruning.prompt.score = one("beta", "mean_abs", "rms")
+    pruning.prompt.score = one("fit", "fit", "beta", "mean_abs", "rms")
     pruning.prompt.warmup_epochs = float(one(0, 0, 0, 0, 0.5, 1))
     pruning.prompt.fixed_cost_ratio = float(one(0, 0.01, 0.1, 1))
     pruning.prompt.revisit_epochs = float(one(0, 1.5))
@@ -139,6 +140,14 @@ def make_outcomes(rng: np.random.Generator, num_prompts: int, size: int, *, bina
     return Rollouts(rewards, lengths, surprisal, tokens, truncated)
 
 
+def make_features(rng: np.random.Generator, num_prompts: int) -> PromptFeatures | None:
+    """Rows that say something about prompts, in half of the cases."""
+    if rng.random() < 0.5:
+        return None
+    level = rng.choice([0.0, 1.0, 2.0, np.nan], num_prompts)
+    return PromptFeatures(rng.integers(1, 9, num_prompts), level, rng.integers(0, 2, num_prompts), ("", "a"))
+
+
 def make_case(index: int) -> Case:
     """The case of this number: refused settings are drawn anew, then up to six steps are played."""
     rng = np.random.default_rng((20261122, index))
@@ -149,7 +158,7 @@ def make_case(index: int) -> Case:
         num_prompts *= 4 if config.pruning.completion.allocation else 1
         room = TokenCapacity(PackingLayout(data_parallel=int(rng.integers(1, 3))), 40) if rng.random() < 0.5 else None
         try:
-            selector = Selector(config, num_prompts, capacity=room)
+            selector = Selector(config, num_prompts, capacity=room, features=make_features(rng, num_prompts))
         except UserError:
             continue
         if selector.prompts_per_step > 8:

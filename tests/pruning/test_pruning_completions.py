@@ -54,7 +54,9 @@ def make_batch(seed=0, *, groups=GROUPS, size=G, failed=0, pass_rate=None):
 
 
 def make(method="dppo", *, kl_coef=0.0, **changes):
-    config = CompletionPruningConfig(**{"method": method, "rollout_cost_ratio": 1.0, **changes})
+    config = CompletionPruningConfig(
+        **{"method": method, "rate": 0.5, "max_design_effect": 0.0, "rollout_cost_ratio": 1.0, **changes}
+    )
     return make_completion_policy(config, seed=3, total_steps=100, zero_advantage_slope=kl_coef)
 
 
@@ -215,7 +217,7 @@ def test_noise_backs_the_rate_off():
     policy = make(rate=0.8, max_noise_ratio=1.3)
     before = policy.prune(batch, step=0).kept.sum()
     line = policy.feedback(StepCost(1, rollout_s=1.0, update_s=1.0, other_s=0.0, noise_ratio=1.31))
-    assert line is not None and line.startswith("pruning.completion: gradient noise is 1.31 times")
+    assert len(line) == 1 and line[0].startswith("pruning.completion: gradient noise is 1.31 times")
     assert policy.prune(batch, step=1).kept.sum() > before
 
 

@@ -35,7 +35,7 @@ def test_the_defaults_are_valid_and_survive_omegaconf():
     check_pruning(config)
     assert config == PruningConfig()
     assert (config.prompt.method, config.completion.method) == ("dppo", "dppo")
-    assert (config.prompt.rate, config.prompt.p_min, config.completion.rate) == (0.3, 0.2, 0.5)
+    assert (config.prompt.rate, config.prompt.p_min, config.completion.rate) == (0.3, 0.2, None)
 
 
 @pytest.mark.parametrize("method", PROMPT_POLICIES)
@@ -95,7 +95,9 @@ def test_wrong_values_are_explained(override, message):
 
 def test_settings_that_contradict_each_other_are_explained():
     with pytest.raises(UserError, match="needs a bound to work"):
-        check(load("completion.method=dppo_auto", "completion.auto_rule=design_effect"))
+        check(
+            load("completion.method=dppo_auto", "completion.auto_rule=design_effect", "completion.max_design_effect=0")
+        )
     with pytest.raises(UserError, match="use estimator=ht"):
         check(load("completion.cost_aware=true", "completion.estimator=c_form"))
 

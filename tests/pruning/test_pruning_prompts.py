@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from dppo_megatron.config.pruning import PromptPruningConfig, RefillConfig
+from dppo_megatron.config.pruning import PROMPT_SCORES, PromptPruningConfig, RefillConfig
 from dppo_megatron.pruning import StepCost, make_prompt_policy
 from dppo_megatron.pruning.history import PromptHistory
 from dppo_megatron.pruning.policies import PROMPT_POLICIES
@@ -90,7 +90,7 @@ def test_wrong_states_are_refused_by_name():
     policy = make("dppo")
     state = policy.state_dict()
     with pytest.raises(ValueError, match="method 'dppo', this run uses 'infobatch'"):
-        make("infobatch").load_state_dict({k: v for k, v in state.items() if k != "control"})
+        make("infobatch").load_state_dict({k: state[k] for k in ("method", "history")})
     with pytest.raises(ValueError, match=r"missing keys \['control'\]"):
         policy.load_state_dict({k: v for k, v in state.items() if k != "control"})
     with pytest.raises(ValueError, match=r"unknown keys \['extra'\]"):
@@ -133,9 +133,11 @@ def test_draws_follow_the_probabilities():
     assert (np.abs(error) <= 5 * np.sqrt(pi * (1 - pi) / len(draws)) + 1e-12).all()
 
 
-def test_unseen_prompts_are_always_kept():
-    policy = make("dppo", rate=0.5, warmup_epochs=0.0)
+@pytest.mark.parametrize("score", PROMPT_SCORES)
+def test_unseen_prompts_are_kept_where_nothing_is_known_of_them(score):
+    policy = make("dppo", rate=0.5, warmup_epochs=0.0, score=score)
     visit(policy, np.arange(40), 0)
+    visit(policy, np.arange(100, 140), 0)
     selection = policy.select(np.arange(PER_STEP), step=1)
     assert (selection.inclusion_prob[40:] == 1).all() and selection.kept[40:].all()
     assert selection.kept[:40].sum() == 20
@@ -208,9 +210,9 @@ def test_second_moments_are_learned_from_groups_with_variance_only():
 def test_rewards_that_are_no_pass_rate_are_refused_under_the_beta_score(bad):
     rewards = np.array([[0.0, 1.0], [0.5, bad]])
     with pytest.raises(UserError, match=r"reward of prompt 9, completion 1 is .*score=rms"):
-        make("dppo").observe(np.array([8, 9]), rewards, np.ones((2, 2), int), step=0)
+        make("dppo", score="beta").observe(np.array([8, 9]), rewards, np.ones((2, 2), int), step=0)
     if np.isfinite(bad):
-        make("dppo", score="rms").observe(np.array([8, 9]), rewards, np.ones((2, 2), int), step=0)
+        make("dppo").observe(np.array([8, 9]), rewards, np.ones((2, 2), int), step=0)
 
 
 def test_bad_arrays_are_refused():
@@ -279,11 +281,11 @@ def test_measured_noise_backs_the_rate_off_and_lets_it_return():
     ids = np.arange(PER_STEP)
     full = policy.select(ids, step=20).kept.sum()
     line = policy.feedback(noisy(2.0))
-    assert line is not None and "above max_noise_ratio = 1.5; rate scaled by 0.70" in line
+    assert len(line) == 1 and "above max_noise_ratio = 1.5; rate scaled by 0.70" in line[0]
     less = policy.select(ids, step=20)
     assert less.kept.sum() > full and "gradient noise" in less.ledger[0].note
     for _ in range(20):
-        assert policy.feedback(noisy(1.0)) is None
+        assert policy.feedback(noisy(1.0)) == []
     assert policy.select(ids, step=20).kept.sum() == full
     for _ in range(40):
         policy.feedback(noisy(9.0))
@@ -293,13 +295,13 @@ def test_measured_noise_backs_the_rate_off_and_lets_it_return():
 def test_auto_waits_for_a_measurement_and_prunes_more_when_less_is_fixed():
     policy = make("dppo_auto", fixed_cost_ratio=0.0, rate=0.9)
     play(policy, 0, 20)
-    ids = np.arange(PER_STEP)
+    ids = np.arange(0, NUM_PROMPTS, NUM_PROMPTS // PER_STEP)  # of every pass rate
     waiting = policy.select(ids, step=20)
     assert waiting.kept.all() and waiting.ledger[0].note == "no cost measured yet"
-    policy.feedback(StepCost(21, rollout_s=8.0, update_s=2.0, other_s=40.0))
+    policy.feedback(StepCost(21, rollout_s=8.0, update_s=2.0, other_s=5.0))
     dear = policy.select(ids, step=20).inclusion_prob.sum()
     assert dear == pytest.approx(round(dear)) and dear < PER_STEP
-    cheap = make("dppo_auto", fixed_cost_ratio=0.05, rate=0.9)
+    cheap = make("dppo_auto", fixed_cost_ratio=0.005, rate=0.9)
     play(cheap, 0, 20)
     assert cheap.select(ids, step=20).inclusion_prob.sum() < dear
 
@@ -400,4 +402,5 @@ def test_a_selection_is_plain_data():
         "weight",
         "ledger",
         "metrics",
+        "planned_prob",
     ]

@@ -185,7 +185,7 @@ def test_break_no_support_without_advantage_under_kl():
     exact = sum(p * (horvitz_thompson(drawn) @ without_kl) for p, drawn in poisson_outcomes(blind))
     assert np.abs(exact - without_kl.sum(0)).max() < TOLERANCE
 
-    config = CompletionPruningConfig(method="dppo", rate=0.5)
+    config = CompletionPruningConfig(method="dppo", rate=0.5, max_design_effect=0.0)
     floored = make_completion_policy(config, seed=0, total_steps=10, zero_advantage_slope=0.04).prune(
         as_batch(problem), step=0
     )
@@ -229,7 +229,9 @@ def test_break_the_same_draw_in_a_second_epoch():
 
 def test_the_policy_draws_anew_for_every_step_and_minibatch():
     batch = as_batch(make_problem(), copies=40)
-    policy = make_completion_policy(CompletionPruningConfig(method="dppo"), seed=0, total_steps=10)
+    policy = make_completion_policy(
+        CompletionPruningConfig(method="dppo", rate=0.5, max_design_effect=0.0), seed=0, total_steps=10
+    )
     draws = [
         policy.prune(batch, step=step, minibatch=minibatch).kept for step, minibatch in [(0, 0), (0, 1), (1, 0), (1, 1)]
     ]

@@ -70,7 +70,7 @@ def settings(files: Path, run_dir: Path, **extra: Any) -> list[str]:
         "data.train_path": files / "train.jsonl",
         "data.eval_paths.heldout": files / "heldout.jsonl",
         "warm_start.examples_path": files / "warm_start.jsonl",
-        "warm_start.steps": 2 if (files / "model" / _WARM).exists() else 30,
+        "warm_start.steps": 30,
         "warm_start.examples_per_step": 64,
         "rollout.prompts_per_step": 16,
         "rollout.sampling.max_completion_tokens": 16,
@@ -81,6 +81,8 @@ def settings(files: Path, run_dir: Path, **extra: Any) -> list[str]:
         "packing.max_tokens_per_microbatch": 512,
         "eval.every_steps": 0,
     }
+    if (files / "model" / _WARM).exists():
+        values |= {"warm_start.steps": 2, "warm_start.learning_rate": 1e-5}  # Adam's first steps would undo the others
     values |= {key.replace("__", "."): value for key, value in extra.items()}
     return [f"{key}={value}" for key, value in values.items()]
 

@@ -156,6 +156,9 @@ def _rank_main(
     # for ever here, where no thread but this one survived the fork. CI once lost 12 tests to that.
     gc.freeze()
     gc.enable()
+    # The same of a process group that a job in the parent has left in Megatron's globals: what is held here does not
+    # end when a new group takes its place.
+    _inherited = list(vars(sys.modules["megatron.core.parallel_state"]).values())
     try:
         os.setpgid(0, 0)
         faulthandler.register(signal.SIGUSR2, file=open(folder / "stack", "w"), all_threads=True)  # noqa: SIM115

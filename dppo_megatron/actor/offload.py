@@ -1,0 +1,178 @@
+"""Where training's memory is while servers generate on the same GPUs: on the host.
+
+Of a bfloat16 model training holds 18 bytes a parameter: weights 2, gradients 4, main parameters and moments 12. The
+order is that of verl, slime and NeMo-RL, so that a card never holds both sides:
+
+    trainer   step ... | free gradients, optimizer to host | weights to servers | weights to host (if asked) |
+    servers   asleep ..|...................................| wake weights       | wake cache, generate        | sleep
+    trainer                                                                                     next step: bring back
+
+Gradients are freed and not copied: they are zero before the next step anyway. Optimizer tensors exchange their data for
+a host copy, so a checkpoint can be written from there. Weights keep their tensors (the model's parameters are views of
+one buffer) and give up the storage. On CUDA the host copies are pinned, and kept for the next time. Nothing waits for a
+copy before the end: the allocator hands freed memory on in the order of the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+Part = Literal["gradients", "optimizer", "weights"]
+
+
+class Offload:
+    """Moves the parts of one actor's training state away from its device and back. Calling a method again does nothing.
+
+    Args:
+        device: where the parts belong.
+    """
+
+    def __init__(self, model: Sequence[DistributedDataParallel], device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._away: set[Part] = set()
+        self._host: dict[tuple[int, str], Tensor] = {}
+        """Host copies, by the tensor that they belong to (its id and what it is); they outlive a return."""
+        self._sizes: dict[int, int] = {}
+        """Bytes of the storages that were given up, by the id of the tensor that was asked for them."""
+
+    @property
+    def away(self) -> frozenset[Part]:
+        """What is not on the device now."""
+        return frozenset(self._away)
+
+    def forget_optimizer(self) -> None:
+        """A new optimizer is about to be built: the host copies of the old one are dropped."""
+        self._host = {key: tensor for key, tensor in self._host.items() if key[1] == "weights"}
+        self._away.discard("optimizer")
+
+    def leave(self, optimizer: Any, *, weights: bool) -> None:
+        """Free the gradients, move the optimizer's state and, if asked, the weights to the host."""
+        if "gradients" not in self._away:
+            for buffer in self._buffers():
+                self._give_up(buffer.grad_data)
+            self._away.add("gradients")
+        if optimizer is not None and "optimizer" not in self._away:
+            for owner, name in self._optimizer_tensors(optimizer):
+                self._to_host(owner, name)
+            self._away.add("optimizer")
+        if weights and "weights" not in self._away:
+            for whole in self._weights():
+                self._copy(whole, self._host_for(whole, "weights"))
+                self._give_up(whole)
+            self._away.add("weights")
+        self._wait()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def come_back(self, optimizer: Any, *, weights_only: bool = False) -> None:
+        """Bring back the weights, and unless told otherwise the optimizer's state and empty gradient buffers."""
+        if "weights" in self._away:
+            for whole in self._weights():
+                self._take_again(whole)
+                self._copy(self._host_for(whole, "weights"), whole)
+            self._away.discard("weights")
+        if not weights_only and "optimizer" in self._away:
+            for owner, name in self._optimizer_tensors(optimizer):
+                self._to_device(owner, name)
+            self._away.discard("optimizer")
+        if not weights_only and "gradients" in self._away:
+            for buffer in self._buffers():
+                self._take_again(buffer.grad_data)
+                buffer.grad_data.zero_()
+            self._away.discard("gradients")
+        self._wait()
+
+    # ---------------------------------------------------------------------------------------- inside
+
+    def _buffers(self) -> Iterator[Any]:
+        for model in self._model:
+            yield from (*model.buffers, *model.expert_parallel_buffers)
+
+    def _weights(self) -> Iterator[Tensor]:
+        """Tensors that between them own every storage of the parameters, once."""
+        seen: set[int] = set()
+        for buffer in self._buffers():
+            if buffer.param_data is not None:
+                seen |= {id(param) for param in buffer.params}
+                yield buffer.param_data
+        for model in self._model:
+            yield from (param.data for param in model.parameters() if id(param) not in seen)
+
+    def _optimizer_tensors(self, optimizer: Any) -> Iterator[tuple[Any, str]]:
+        """(main parameter, "data") and (its state, name) for all that is the optimizer's own and not on the host.
+
+        A float32 model has no main parameters: the optimizer's are views of the weights, and stay with them.
+        """
+        weights = {param.untyped_storage()._cdata for model in self._model for param in model.parameters()}
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            inner = part.optimizer
+            for param in (param for group in inner.param_groups for param in group["params"]):
+                if param.untyped_storage()._cdata not in weights:
+                    yield param, "data"
+                state = inner.state.get(param, {})
+                yield from ((state, name) for name, value in state.items() if _is_moment(value))
+
+    def _to_host(self, owner: Any, name: str) -> None:
+        tensor = _get(owner, name)
+        if tensor.device != self._device:  # the optimizer keeps it on the host by itself
+            return
+        host = self._host_for(owner, name, tensor)
+        self._copy(tensor, host)
+        _set(owner, name, host)
+
+    def _to_device(self, owner: Any, name: str) -> None:
+        host = self._host.get((id(owner), name))
+        if host is not None and _get(owner, name).data_ptr() == host.data_ptr():
+            _set(owner, name, torch.empty_like(host, device=self._device).copy_(host, non_blocking=True))
+
+    def _host_for(self, owner: Any, name: str, like: Tensor | None = None) -> Tensor:
+        key = (_identity(owner, name), name)
+        tensor = owner if like is None else like
+        kept = self._host.get(key)
+        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+            pinned = self._device.type == "cuda"
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+            self._host[key] = kept
+        return kept
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        target.detach().copy_(source.detach(), non_blocking=True)
+
+    def _give_up(self, whole: Tensor) -> None:
+        storage = whole.untyped_storage()
+        self._sizes[storage._cdata] = storage.nbytes()
+        storage.resize_(0)
+
+    def _take_again(self, whole: Tensor) -> None:
+        storage = whole.untyped_storage()
+        storage.resize_(self._sizes.pop(storage._cdata))
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _is_moment(value: object) -> bool:
+    """What is worth moving: not the step count, of one element."""
+    return isinstance(value, Tensor) and value.numel() > 1
+
+
+def _identity(owner: Any, name: str) -> int:
+    return owner.untyped_storage()._cdata if name == "weights" else id(owner)
+
+
+def _get(owner: Any, name: str) -> Tensor:
+    tensor: Tensor = owner.data if name == "data" else owner[name]
+    return tensor
+
+
+def _set(owner: Any, name: str, tensor: Tensor) -> None:
+    if name == "data":
+        owner.data = tensor
+    else:
+        owner[name] = tensor

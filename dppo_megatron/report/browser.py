@@ -1,0 +1,137 @@
+"""Samples for the page's browser: some steps of a run, spread over it, with as many groups as the page has room for.
+
+Tokens travel as ids with one table of their texts, because a page holds the same few thousand tokens over and over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dppo_megatron.observe.samples import SAMPLES, SampleFile, sample_files
+
+_STEPS = 40
+_COLUMNS = (
+    "step", "group", "completion", "prompt_index", "source", "prompt", "reference", "text", "extracted", "reward",
+    "reward_why", "advantage", "kept", "why", "prompt_prob", "prompt_weight", "completion_prob", "completion_weight",
+    "weight", "tokens", "finish_reason", "weights_version_first", "weights_version_last", "token_ids", "logprobs",
+    "actor_logprobs",
+)  # fmt: skip
+_OF_THE_GROUP = ("group", "prompt_index", "source", "prompt", "reference", "prompt_prob", "prompt_weight")
+_HIDDEN = ("step", *_OF_THE_GROUP)
+
+
+@dataclass
+class Samples:
+    """What the page gets of one run."""
+
+    steps: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    """Step -> groups, each with its `members`."""
+    groups_in_step: dict[int, int] = field(default_factory=dict)
+    """Recorded groups of each of these steps, of which the page may have some only."""
+    tokens: dict[int, str] = field(default_factory=dict)
+    """Token id -> its text; empty where the tokenizer was not found."""
+    note: str = ""
+
+
+def read_samples(run: Path, model: str, max_bytes: int) -> Samples:
+    """Samples of a run for the page.
+
+    Args:
+        model: model.hf_path of the run, for the tokenizer, should hf/ not be there yet.
+        max_bytes: of the page, about.
+    """
+    found = Samples()
+    files = sample_files(run / SAMPLES)
+    if not files:
+        found.note = "The run has recorded no samples (observe.samples.share)."
+        return found
+    budget = max_bytes
+    chosen = _spread(_steps_of(files), _STEPS)
+    for left, step in zip(range(len(chosen), 0, -1), chosen, strict=True):
+        groups, total = _groups(files, step)
+        kept: list[dict[str, Any]] = []
+        used = 0
+        for group in groups:
+            size = _size(group)
+            if kept and used + size > budget // left:
+                break
+            kept.append(group)
+            used += size
+        if kept:
+            budget -= used
+            found.steps[step], found.groups_in_step[step] = kept, total
+    ids = {i for groups in found.steps.values() for g in groups for m in g["members"] for i in m["token_ids"] or ()}
+    found.tokens = _texts(ids, [run / "hf", Path(model)])
+    return found
+
+
+def _steps_of(files: list[SampleFile]) -> list[int]:
+    return sorted({step for one in files for step in range(one.first, one.last + 1)})
+
+
+def _spread(steps: list[int], count: int) -> list[int]:
+    """Example: 10 steps, 4 -> the 1st, 4th, 7th and 10th."""
+    if len(steps) <= count:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+
+
+def _groups(files: list[SampleFile], step: int) -> tuple[list[dict[str, Any]], int]:
+    """The groups of a step, in their order, over all ranks; and how many there are."""
+    import pyarrow.parquet as pq
+
+    groups: dict[int, dict[str, Any]] = defaultdict(dict)
+    for one in files:
+        if not one.first <= step <= one.last:
+            continue
+        try:
+            file = pq.ParquetFile(one.path)
+            for index in range(file.num_row_groups):
+                statistics = file.metadata.row_group(index).column(0).statistics
+                if statistics is not None and not statistics.min <= step <= statistics.max:
+                    continue
+                for row in file.read_row_group(index, columns=list(_COLUMNS)).to_pylist():
+                    if row["step"] == step:
+                        group = groups[row["group"]]
+                        group.update({name: row[name] for name in _OF_THE_GROUP})
+                        group.setdefault("members", []).append(_member(row))
+        except (OSError, ValueError, KeyError):  # pyarrow's own errors are among these; a running run merges its files
+            continue
+    return [groups[position] for position in sorted(groups)], len(groups)
+
+
+def _member(row: dict[str, Any]) -> dict[str, Any]:
+    member = {name: _short(value) for name, value in row.items() if name not in _HIDDEN}
+    for name in ("logprobs", "actor_logprobs"):
+        member[name] = None if row[name] is None else [round(value, 3) for value in row[name]]
+    return member
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) and math.isfinite(value) else value
+
+
+def _size(group: dict[str, Any]) -> int:
+    """Characters of JSON, about."""
+    members = group["members"]
+    return sum([len(group["prompt"]), *(400 + len(one["text"]) + 14 * one["tokens"] for one in members)])
+
+
+def _texts(ids: set[int], places: list[Path]) -> dict[int, str]:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return {}
+    for place in places:
+        path = place / "tokenizer.json"
+        if path.is_file():
+            try:
+                tokenizer = Tokenizer.from_file(str(path))
+            except Exception:  # the library raises plain Exception for a file that it cannot read
+                continue
+            return {i: tokenizer.decode([i], skip_special_tokens=False) or tokenizer.id_to_token(i) or "" for i in ids}
+    return {}

@@ -1,0 +1,46 @@
+"""`dppo-megatron report RUN [RUN ...]`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dppo_megatron.config.paths import check_writable
+
+_REPORT = """\
+Write what runs came to as one HTML file that needs no network: rewards, evaluations, where the seconds and the tokens
+go, what was pruned and at what price, warnings, settings, and a browser of the samples:
+
+  dppo-megatron report runs/quickstart
+  dppo-megatron report runs/quickstart runs/quickstart_grpo --out both.html
+
+A run may be finished, running or crashed. One run's report is written to RUN/report.html, several runs' to
+./report.html (docs/report.md).
+"""
+
+
+def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    command = commands.add_parser(
+        "report",
+        help="one HTML file about one run or several",
+        description=_REPORT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory")
+    command.add_argument("--out", type=Path, metavar="FILE", help="where to write")
+    command.set_defaults(run=_report)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from dppo_megatron.report.page import write_page
+    from dppo_megatron.report.read import read_run
+
+    runs: list[Path] = arguments.runs
+    out: Path = arguments.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    records = [read_run(run) for run in runs]
+    check_writable("--out", out, directory=False)
+    write_page(out, records)
+    print(f"{out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser")
+    return 0

@@ -1,0 +1,79 @@
+"""A run's record as a long run leaves it, made without one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from dppo_megatron.config.load import config_values
+from dppo_megatron.config.observe import SamplesConfig
+from dppo_megatron.config.schema import Config
+from dppo_megatron.observe.samples import RecordedGroup, SampleWriter
+from dppo_megatron.types import Completion, Grade, Group, Prompt, SelectedPrompt
+
+
+def write_record(
+    run_dir: Path,
+    steps: int,
+    *,
+    prompts: int = 16,
+    group: int = 8,
+    text: str = "so it is",
+    sampled: range = range(0),
+) -> Path:
+    """Files of a run that has finished; `sampled` are the steps with samples (default: the last three)."""
+    rng = np.random.default_rng(0)
+    run_dir.mkdir(parents=True)
+    values = config_values(Config()) | {"steps": steps, "run_dir": str(run_dir)}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(values))
+    metrics, trace = [{"step": 0, "eval/math/pass@1": 0.2, "eval/math/pass@1_se": 0.02}], [{"format": "header"}]
+    for step in range(1, steps + 1):
+        rewards = (rng.random((prompts, group)) < step / steps).astype(float)
+        lengths = rng.integers(10, 500, (prompts, group))
+        phases = {f"time/{name}_s": float(rng.random()) for name in ("rollout", "reward", "select", "prune", "update")}
+        others = {f"other/metric_{number}": float(rng.random()) for number in range(80)}
+        row = {
+            "step": step, "reward/mean": float(rewards.mean()), "reward/failed": 0.0,
+            "rollout/completion_tokens_mean": float(lengths.mean()), "rollout/truncated": 2.0,
+            "train/grad_norm": float(rng.random()), "train/entropy": 0.5, "train/skipped_updates": float(step == 2),
+            "mismatch/logprob_abs_diff_mean": 0.01, "prune/completions_generated": prompts * group,
+            "prune/completions_trained": prompts * group // 2, "prune/ess_share": 0.8, "prune/w_cv2": 0.25,
+            "prune/prompt_design_effect": 1.1, "prune/completion_design_effect": 1.2, "pack/fill": 0.9,
+            "tokens/generated": float(lengths.sum()), "tokens/trained": float(lengths.sum() // 2),
+            "prune/ledger": [{"name": "prompt/dppo", "kept_fraction": 0.7, "label": "unbiased", "note": ""},
+                             {"name": "rollout/stragglers", "kept_fraction": 0.99, "label": "biased", "note": "cut"}],
+        } | phases | {"time/step_s": sum(phases.values()) + 0.1} | others  # fmt: skip
+        metrics.append(row)
+        trace.append(
+            {"step": step, "prompts": list(range(prompts)), "inclusion_prob": [0.5] * prompts,
+             "rewards": rewards.tolist(), "lengths": lengths.tolist()}
+        )  # fmt: skip
+    metrics[-1] |= {"eval/math/pass@1": 0.6, "eval/math/pass@1_se": 0.03}
+    for name, rows in (("metrics.jsonl", metrics), ("trace.jsonl", trace)):
+        (run_dir / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    writer = SampleWriter(run_dir / "samples", 0, 1, SamplesConfig(), print)
+    (run_dir / "samples").mkdir()
+    for step in sampled or range(steps - 2, steps + 1):
+        writer._write(step, [recorded_group(position, group, text) for position in range(prompts)])
+    (run_dir / "summary.json").write_text("{}")
+    return run_dir
+
+
+def recorded_group(position: int, size: int, text: str) -> RecordedGroup:
+    """A group whose first completion is rewarded and kept, and whose last was not graded."""
+    prompt = Prompt(100 + position, f"problem {position}: what is 6 * 7?", (1, 2), "42", "algebra")
+    completion = Completion(np.arange(6), np.linspace(-3, 0, 6).astype(np.float32), "stop", text)
+    rewards = np.array([1.0] + [0.0] * (size - 2) + [np.nan])
+    grades = tuple(Grade(reward, "42" if reward == 1 else None, "exact") for reward in rewards.tolist())
+    return RecordedGroup(
+        position,
+        Group(SelectedPrompt(prompt, 0.5, 2.0), (completion,) * size, rewards, grades),
+        advantages=np.linspace(1, -1, size),
+        completion_prob=np.linspace(1, 0.1, size),
+        weights=np.array([2.0] + [0.0] * (size - 1)),
+        kept=np.array([True] + [False] * (size - 1)),
+        why=("certain",) + ("score",) * (size - 2) + ("failed",),
+    )

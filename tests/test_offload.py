@@ -1,0 +1,76 @@
+"""Colocated training leaves the device to the servers: counted in bytes of storage, and nothing is lost by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.launch import run_ranks
+from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
+
+from dppo_megatron.actor.actor import Actor
+from dppo_megatron.algorithms.objectives import supervised
+
+
+def _device_bytes(actor: Actor) -> dict[str, int]:
+    """Bytes of storage of each part that are not one of the host copies."""
+    host = {tensor.data_ptr() for tensor in actor._memory._host.values()}
+
+    def total(tensors: list[torch.Tensor]) -> int:
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.data_ptr() not in host}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    inner = [part.optimizer for part in actor._optimizer.chained_optimizers]
+    moments = [v for adam in inner for state in adam.state.values() for v in state.values() if v.numel() > 1]
+    mains = [p.data for adam in inner for group in adam.param_groups for p in group["params"]]
+    weights = {p.untyped_storage()._cdata for p in actor._parameters()}
+    mains = [p for p in mains if p.untyped_storage()._cdata not in weights]
+    return {
+        "gradients": total([buffer.grad_data for buffer in actor._memory._buffers()]),
+        "optimizer": total(moments + mains),
+        "weights": total([p.data for p in actor._parameters()]),
+    }
+
+
+def _run(model: Path, parallel: Parallel, weights: bool | None) -> dict[str, Any]:
+    """Three updates, between which the actor leaves the device, unless `weights` is None."""
+    actor = build_actor(model, parallel)
+    samples = random_samples(8, 37)
+    plan = plan_for(samples, parallel)
+    out: dict[str, Any] = {"bytes": []}
+    for _ in range(3):
+        actor.update(samples, plan, supervised())
+        if weights is not None:
+            before = _device_bytes(actor)
+            actor.offload(weights=weights)
+            actor.offload(weights=weights)  # again: nothing
+            out["bytes"].append((before, _device_bytes(actor), actor._memory.away))
+            actor.sharded_state()  # a checkpoint needs no optimizer on the device
+            assert "optimizer" in actor._memory.away
+    out["weights"] = {name: tensor.clone() for name, tensor in actor.weights()}
+    return out
+
+
+CASES = [
+    Parallel(),
+    Parallel(dtype=torch.bfloat16),
+    Parallel(dp=2, distributed_optimizer=True),
+    Parallel(dp=2, distributed_optimizer=True, dtype=torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("parallel", CASES, ids=lambda p: f"{p}-{p.dtype}")
+def test_the_device_is_left(tmp_path: Path, parallel: Parallel, weights: bool) -> None:
+    """While away, gradients and optimizer hold no byte of the device, the weights none or their own; the weights after
+    three updates are those of an actor that stayed, bit for bit."""
+    model = write_model(tmp_path / "model")
+    stayed = run_ranks(_run, parallel.world_size, model, parallel, None)[0]
+    left = run_ranks(_run, parallel.world_size, model, parallel, weights)[0]
+    for before, after, away in left["bytes"]:
+        assert all(before.values()) and after["gradients"] == after["optimizer"] == 0
+        assert after["weights"] == (0 if weights else before["weights"])
+        assert away == {"gradients", "optimizer"} | ({"weights"} if weights else set())
+    assert all(torch.equal(tensor, left["weights"][name]) for name, tensor in stayed["weights"].items())

@@ -1,0 +1,105 @@
+"""A save gathers no model: each parameter's optimizer state is on one rank, and only what crosses a border is sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from support.launch import run_ranks
+from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
+
+from dppo_megatron.actor.optimizer_state import Spread
+from dppo_megatron.algorithms.objectives import supervised
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 8))
+def test_pieces_cover_every_parameter(sizes: list[int], ranks: int) -> None:
+    """Of a buffer of parameters: each element is in one piece, and each rank's pieces fill its stretch."""
+    total = sum(sizes)
+    stretch = -(-total // ranks)
+    held = dict.fromkeys(range(ranks), 0)
+    start = 0
+    for size in sizes:
+        spread = Spread.of(start, start + size, stretch)
+        covered = [element for piece in spread.pieces.values() for element in range(piece.start, piece.stop)]
+        assert covered == list(range(size)) and spread.writer in spread.pieces
+        for rank, piece in spread.pieces.items():
+            held[rank] += piece.stop - piece.start
+        start += size
+    assert all(held[rank] == max(0, min(stretch, total - rank * stretch)) for rank in range(ranks))
+
+
+def _measure(model: Path, parallel: Parallel) -> dict[str, Any]:
+    """On ranks: elements of optimizer state that a save and a load hold, the largest parameter, what was sent."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    actor = build_actor(model, parallel)
+    samples = random_samples(6, 37)
+    actor.update(samples, plan_for(samples, parallel), supervised())
+    sent: list[int] = []
+    send = dist.send
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.numel())
+        return send(tensor, *args, **kwargs)
+
+    def elements(state: dict[str, Any]) -> int:
+        return sum(value.data.numel() for value in nested_values(state["optimizer"]["param_state"]))
+
+    dist.send = counted
+    saving = elements(actor.sharded_state())
+    dist.send = send
+    parameters = [p.numel() for p in actor._parameters()]
+    return {
+        "saving": saving,
+        "loading": elements(actor.sharded_state(loading=True)),
+        "sent": sum(sent),
+        "all": 3 * sum(parameters),
+        "largest": 3 * max(parameters),
+    }
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_each_state_is_held_once(tmp_path: Path, family: str) -> None:
+    """Four ranks together hold each element once (all of them held all of them before), and none much more than its
+    share; a parameter travels only where it crosses one of the three borders (six with experts: two buffers)."""
+    parallel = Parallel(dp=4, distributed_optimizer=True)
+    ranks = run_ranks(_measure, 4, write_model(tmp_path / "model", family=family), parallel)
+    assert sum(rank["saving"] for rank in ranks) == ranks[0]["all"]
+    for rank in ranks:
+        assert rank["saving"] <= rank["all"] / 4 + 2 * rank["largest"]
+        assert rank["loading"] <= rank["all"] / 4 + 4 * rank["largest"] < rank["all"]
+    assert sum(rank["sent"] for rank in ranks) <= 6 * ranks[0]["largest"]
+
+
+def _against_megatron(model: Path, parallel: Parallel) -> tuple[int, int]:
+    """On ranks: how many tensors this rank writes, and how many of those Megatron's gather makes too, alike."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    actor = build_actor(model, parallel)
+    samples = random_samples(6, 37)
+    actor.update(samples, plan_for(samples, parallel), supervised())
+    metadata = {"chained_optim_avoid_prefix": True}
+    described = actor._chunks[0].sharded_state_dict()
+    written = alike = 0
+    for part in actor._optimizer.chained_optimizers:
+        mine = part.sharded_param_state_fully_reshardable(described, metadata=metadata)
+        theirs = DistributedOptimizer.sharded_param_state_fully_reshardable(part, described, metadata=metadata)
+        for place, states in mine.items():
+            for name, state in states.items():
+                other = theirs[place][name]
+                written += 1
+                alike += state.key == other.key and torch.equal(state.data, other.data)
+    return written, alike
+
+
+def test_equals_megatrons_gather(tmp_path: Path) -> None:
+    """Key for key and bit for bit what Megatron's own gathers, on three ranks."""
+    parallel = Parallel(dp=3, distributed_optimizer=True)
+    ranks = run_ranks(_against_megatron, 3, write_model(tmp_path / "model"), parallel)
+    assert all(written == alike > 0 for written, alike in ranks)

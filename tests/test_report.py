@@ -1,0 +1,257 @@
+"""`dppo-megatron report`: from whatever a run has left, one page, and the page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.record import write_record
+
+from dppo_megatron.cli import main
+from dppo_megatron.report.browser import read_samples
+from dppo_megatron.report.findings import findings
+from dppo_megatron.report.page import write_page
+from dppo_megatron.report.read import read_run, standard_error
+from dppo_megatron.types import UserError
+
+HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\"> 6 * 7 = 42"
+
+
+def _data(page: Path, name: str) -> Any:
+    found = re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', page.read_text(), re.S)
+    assert found is not None, name
+    return json.loads(found[1])
+
+
+def test_a_run_of_1000_steps_within_seconds(tmp_path: Path) -> None:
+    """5 s is the promise; CPU seconds of this process, because the machine may be busy with others."""
+    run = write_record(tmp_path / "run", 1000, prompts=64, sampled=range(937, 1001))
+    before = time.process_time()
+    write_page(tmp_path / "report.html", [read_run(run)])
+    assert time.process_time() - before < 5
+    data = _data(tmp_path / "report.html", "report-data")["runs"][0]
+    assert len(data["steps"]) == 1001 and len(data["columns"]["reward/se"]) == 1001
+    assert (tmp_path / "report.html").stat().st_size < 40e6
+
+
+def test_the_page_asks_for_nothing(tmp_path: Path) -> None:
+    """No address is loaded: the policy in the page forbids it, and no element outside of plotly's code names one."""
+    write_page(tmp_path / "report.html", [read_run(write_record(tmp_path / "run", 3))])
+    page = (tmp_path / "report.html").read_text()
+    assert "default-src 'none'" in page
+    own = page.replace(max(re.findall(r"<script>(.*?)</script>", page, re.S), key=len), "")
+    assert not re.findall(r"(?:src|href)\s*=\s*[\"'](?!#)", own)
+
+
+@pytest.mark.parametrize("left", ["finished", "stopped", "crashed", "running"])
+def test_every_state_of_a_run(tmp_path: Path, left: str) -> None:
+    run = write_record(tmp_path / "run", 5)
+    if left != "finished":
+        (run / "summary.json").unlink()
+        (run / "trace.jsonl").unlink()
+        shutil.rmtree(run / "samples")
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write('{"step": 6, "reward/me')  # a kill, or a line in the making
+    if left in ("crashed", "running"):
+        (run / "lock.json").write_text("{}")
+        if left == "crashed":
+            os.utime(run / "lock.json", (1, 1))
+    record = read_run(run)
+    assert record.status == left and record.steps == [0, 1, 2, 3, 4, 5] and record.notes == []
+    write_page(tmp_path / "report.html", [record])
+
+
+def test_damage_is_counted(tmp_path: Path) -> None:
+    run = write_record(tmp_path / "run", 5)
+    lines = (run / "metrics.jsonl").read_bytes().split(b"\n")
+    lines[2] = b"\xff\x00 not a line"
+    (run / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    (run / "config.yaml").write_text("a: [")
+    (run / "summary.json").write_text("{")
+    for one in (run / "samples").iterdir():
+        one.write_bytes(b"PAR1 damaged")
+    record = read_run(run)
+    assert record.steps == [0, 1, 3, 4, 5]
+    assert [note.split(":")[0].split(" ")[0] for note in record.notes] == [
+        "metrics.jsonl",
+        "summary.json",
+        "config.yaml",
+    ]
+    write_page(tmp_path / "report.html", [record])
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert "is no directory" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no metrics.jsonl" in capsys.readouterr().err
+    run = write_record(tmp_path / "run", 2)
+    assert main(["report", str(run), "--out", str(tmp_path)]) == 2
+    assert main(["report", str(run)]) == 0
+    assert (run / "report.html").exists()
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="no step yet"):
+        read_run(run)
+
+
+def test_standard_error_is_that_of_the_group_means() -> None:
+    """With equal weights and groups: the textbook's s / sqrt(n). Failed gradings are left out."""
+    rng = np.random.default_rng(1)
+    rewards = rng.random((12, 8))
+    expected = rewards.mean(axis=1).std(ddof=1) / np.sqrt(12)
+    assert standard_error(rewards.tolist(), [3.0] * 12) == pytest.approx(expected, rel=1e-12)
+    assert standard_error([[0.0, None], [None, 1.0]], [1.0, 1.0]) == pytest.approx(0.5)
+    assert standard_error([[0.0, 1.0]], [1.0]) is None
+
+
+def test_findings_name_their_steps(tmp_path: Path) -> None:
+    found = findings(read_run(write_record(tmp_path / "run", 6)))
+    assert [(one.level, one.steps) for one in found] == [("bad", "2"), ("warning", "1-6")]
+    assert "rollout/stragglers" in found[1].text
+
+
+def test_samples_fit_into_their_room(tmp_path: Path) -> None:
+    run = write_record(tmp_path / "run", 100, prompts=4, text="x" * 500, sampled=range(1, 101))
+    whole, small = read_samples(run, "", 10**9), read_samples(run, "", 200_000)
+    assert len(whole.steps) == 40 and min(whole.steps) == 1 and max(whole.steps) == 100
+    assert {len(groups) for groups in whole.steps.values()} == {4}
+    assert 50_000 < len(json.dumps(small.steps)) < 400_000
+    assert all(small.groups_in_step[step] == 4 for step in small.steps)
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    browser, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not browser or not chromedriver:
+        pytest.skip("chromium and chromedriver are not installed (Debian: chromium, chromium-driver)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = browser
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for one in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-dev-shm-usage",
+        "--disable-gpu",
+        "--window-size=1400,1000",
+    ):
+        options.add_argument(one)
+    opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(chromedriver))
+    yield opened
+    opened.quit()
+
+
+@pytest.fixture(scope="module")
+def page(driver: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two runs, opened."""
+    path = tmp_path_factory.mktemp("report")
+    runs = [write_record(path / name, 30, text=HOSTILE) for name in ("first", "second")]
+    config = (runs[1] / "config.yaml").read_text()
+    (runs[1] / "config.yaml").write_text(config.replace("seed: 0", "seed: 1"))
+    write_page(path / "report.html", [read_run(run) for run in runs])
+    driver.get(f"file://{path}/report.html")
+    return driver
+
+
+def _wait(page: Any, script: str) -> Any:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(page, 60).until(lambda one: one.execute_script(f"return {script}"))
+
+
+def test_in_a_browser_the_plots_are_drawn(page: Any) -> None:
+    page.execute_script("drawAll()")
+    assert _wait(page, "document.querySelectorAll('.plot .main-svg').length > 30")
+    empty = page.execute_script(
+        "return charts.filter(one => !one.plot.querySelector('.trace')).map(one => one.plot.ariaLabel)"
+    )
+    assert empty == []
+    errors = [one for one in page.get_log("browser") if one["level"] == "SEVERE"]
+    assert errors == []
+
+
+def test_in_a_browser_what_a_model_wrote_is_text(page: Any) -> None:
+    page.execute_script("location.hash = 'samples'")
+    assert page.title.startswith("first, second")
+    assert HOSTILE in page.execute_script("return document.querySelector('.detail .text').textContent")
+    assert page.execute_script("return document.querySelectorAll('img').length") == 0
+
+
+def test_in_a_browser_with_the_keyboard(page: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    body = page.find_element("css selector", "body")
+    text = "document.querySelector('.detail h3').textContent"
+    body.send_keys("1")
+    assert page.execute_script(f"return {text}") == "Prompt 100"
+    body.send_keys("j", "j")
+    assert page.execute_script(f"return {text}") == "Prompt 102"
+    body.send_keys("p")
+    assert page.execute_script("return browser.step") == 29
+    theme = page.execute_script("return state.theme")
+    body.send_keys("t")
+    assert page.execute_script("return document.documentElement.dataset.theme") != theme
+    body.send_keys("/")
+    search = page.switch_to.active_element
+    assert search.get_attribute("id") == "sample-search"
+    search.send_keys("problem 7")
+    assert _wait(page, "document.querySelectorAll('.groups button').length == 1")
+    assert page.execute_script("return document.querySelectorAll('mark').length") > 0
+    search.send_keys(Keys.ESCAPE)
+    assert page.switch_to.active_element.tag_name == "body"
+    body.send_keys("?")
+    assert page.execute_script("return keys.open")
+    page.switch_to.active_element.send_keys(Keys.ESCAPE)
+
+
+def test_in_a_browser_runs_are_compared(page: Any) -> None:
+    settings = page.execute_script("return document.querySelector('#settings tbody').innerText")
+    assert "seed" in settings and "run_dir" in settings and "rollout.engine" not in settings
+    page.execute_script("drawAll()")
+    page.execute_script("document.querySelector('[aria-label=\"Show second\"]').click()")
+    reward = "charts[0].traces().filter(one => one.name && one.showlegend !== false).length"
+    assert page.execute_script(f"return {reward}") == 1
+
+
+def test_in_a_browser_for_everyone(page: Any) -> None:
+    """Every control has a name, every figure a description, headings come in order, and text can be told from its
+    ground: WCAG's contrast of 4.5, in both themes."""
+    nameless = page.execute_script(
+        "return [...document.querySelectorAll('button,select,input,a')].filter(one => !(one.ariaLabel || one.title"
+        " || one.textContent.trim() || one.labels?.length)).map(one => one.outerHTML)"
+    )
+    assert nameless == []
+    assert page.execute_script("return charts.every(one => one.plot.ariaLabel.length > 5)")
+    levels = page.execute_script("return [...document.querySelectorAll('h1,h2,h3')].map(one => +one.tagName[1])")
+    assert levels[0] == 1 and max(np.diff(levels)) <= 1
+    for theme in ("light", "dark"):
+        page.execute_script(f"setTheme('{theme}')")
+        pairs = [
+            ("--ink", "--bg"),
+            ("--dim", "--bg"),
+            ("--dim", "--card"),
+            ("--dim", "--soft"),
+            ("--good", "--good-bg"),
+        ]
+        for ink, ground in [*pairs, ("--bad", "--bad-bg"), ("--warn", "--warn-bg"), ("--ink", "--soft")]:
+            colours = [page.execute_script(f"return css('{name}')") for name in (ink, ground)]
+            assert _contrast(*colours) >= 4.5, (theme, ink, ground)
+
+
+def _contrast(first: str, second: str) -> float:
+    def luminance(colour: str) -> float:
+        digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+        parts = np.array([int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)])
+        linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+        return float(linear @ [0.2126, 0.7152, 0.0722])
+
+    high, low = sorted((luminance(first), luminance(second)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
