@@ -42,7 +42,7 @@ def run(smoke: bool) -> list[Bar]:
         try:
             samples = 256 if smoke else 8192
             bars = [_speed("fast", 0.001, samples), _speed("slow", 0.02, samples // 8)]
-            return [*bars, _hangs(64 if smoke else 1024, 0.5), _beside(smoke)]
+            return [*bars, _hangs(64 if smoke else 1024, 0.5 if smoke else 3.0), _beside(smoke)]
         finally:
             sys.path.remove(folder)
 

@@ -72,7 +72,7 @@ def _whole_path(pipe: Connection, engine: str, servers: int, groups_each: int, t
         label = f"{engine}, {servers} servers x {groups_each} groups"
         bars = [
             Bar("intake", f"{label}: all CPU", (client_s + own_s) / (total / 1e6), 1.0, "s/Mtok", is_time=True),
-            Bar("intake", f"{label}: of that in rank 0", own_s / (total / 1e6), 0.1, "s/Mtok", is_time=True),
+            Bar("intake", f"{label}: of that in rank 0", own_s / (total / 1e6), 0.15, "s/Mtok", is_time=True),
             # a client of its own size makes few tokens dear
             Bar("intake", f"{label}: memory", in_flight, 60, "B/token", is_time=total < 5e6),
             Bar("intake", f"{label}: threads", threads, 16),

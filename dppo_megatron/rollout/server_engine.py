@@ -1,7 +1,13 @@
-"""Servers as the loop's engine. Rank 0 talks to them; the other ranks hand in requests, take results, and feed syncs.
+"""Servers as the loop's engine: rank 0 decides, a client on each node asks, every rank takes its share.
 
-One rank is enough: a server's time goes into generating, and with a single speaker the load balance, the retries and
-the weights version are facts in one place instead of agreements between many.
+    rank 0     start: plan of groups -> rollout thread (fleet.py) <-> clients (client/remote.py) <-> servers
+    any rank   start: the same plan, for the places of what it will hold
+               finish: waits for rank 0's word (a broadcast over gloo), then takes its share from its node's client
+    rank 0     load_weights: main thread; the rollout thread is done, or its requests are treated as
+               `rollout.sync.in_flight` says
+
+One rank decides: with a single speaker the load balance, the retries and the weights version are facts in one place
+instead of agreements between many. What it decides on are scalars, so it does not matter how many tokens there are.
 """
 
 from __future__ import annotations

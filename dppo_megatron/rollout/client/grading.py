@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from dppo_megatron.types import Grade, Prompt
 
-_CHUNK_S = 0.005
+_CHUNK_S = 0.02
 """Work that a lane is given at a time: most gradings cost less than a message to the grader's process."""
 _LARGEST_CHUNK = 64
 

@@ -219,7 +219,6 @@ class Clients:
         self._asked: dict[int, int] = {}
         """Ticket -> client, of those that may still be cancelled."""
         self._lock = threading.Lock()
-        self._lost = ""
 
     def start(self, say: Callable[[str], None], wanted_per_server: int) -> None:
         """Wait for every client that owns a server, and tell it its servers.
