@@ -33,6 +33,7 @@ from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
 from dppo_megatron.actor.model import build_model, transformer_config
 from dppo_megatron.actor.offload import Offload
 from dppo_megatron.actor.optimizer import build_optimizer, build_schedule
+from dppo_megatron.actor.overrides import build
 from dppo_megatron.algorithms.objectives import Objective
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
 from dppo_megatron.platform.capabilities import this_machine
@@ -69,19 +70,28 @@ class Actor:
         megatron_config.finalize_model_grads_func = finalize_model_grads
         self._chunks = [chunk.to(layout.device) for chunk in build_model(architecture, megatron_config, spec)]
         load_hf_weights(self._chunks, architecture, get_weight)
+        ddp_config = build(
+            "actor.ddp",
+            DistributedDataParallelConfig,
+            {
+                "use_distributed_optimizer": config.optimizer.distributed and dtype != torch.float64,
+                "grad_reduce_in_fp32": dtype == torch.bfloat16,
+                "fp8_param_gather": config.fp8_param,
+            },
+            config.ddp,
+        )
         self._model = [
             DistributedDataParallel(
                 megatron_config,
-                DistributedDataParallelConfig(
-                    use_distributed_optimizer=config.optimizer.distributed and dtype != torch.float64,
-                    grad_reduce_in_fp32=dtype == torch.bfloat16,
-                    fp8_param_gather=config.fp8_param,
-                ),
+                ddp_config,
                 chunk,
                 disable_bucketing=index > 0,  # as in Megatron's own training loop
             )
             for index, chunk in enumerate(self._chunks)
         ]
+        if ddp_config.overlap_grad_reduce:  # gradients are sent in the last micro-batch's backward pass, not in each
+            syncs = [model.no_sync for model in self._model]
+            megatron_config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
         self._stream = WeightStream(self._chunks, architecture)
         self._optimizer: Any = None
         self._schedule: Any = None

@@ -59,6 +59,9 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
     # gloo beside NCCL: plans, scalars and tokens travel on the host, and nobody waits in a kernel (distributed.py)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
+        # Megatron overlaps tensor-parallel communication in the order of launches, which one queue keeps. CUDA reads it
+        # at the first use of the device; whoever has set it knows better
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from dppo_megatron.actor.attention import PackedAttention, RMSNorm
 from dppo_megatron.actor.layout import Layout
+from dppo_megatron.actor.overrides import build
 from dppo_megatron.actor.precision import fp8_settings
 from dppo_megatron.actor.rotary import Rotary, Rotating
 from dppo_megatron.config.schema import ActorConfig
@@ -43,7 +44,7 @@ def transformer_config(
     too: fused rotary and activation kernels differ from the rollout engine's by enough to show as ratio spikes.
     """
     chunks = config.layout.virtual_pipeline
-    return TransformerConfig(
+    ours: dict[str, Any] = dict(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_size,
@@ -81,11 +82,15 @@ def transformer_config(
         **_experts(architecture, config, spec),
         **fp8_settings(config),
     )
+    config_of: TransformerConfig = build("actor.megatron", TransformerConfig, ours, config.megatron)
+    return config_of
 
 
 def _recomputation(config: ActorConfig) -> dict[str, Any]:
     if config.recompute == "none":
         return {}
+    if config.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(config.recompute_modules)}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 

@@ -8,7 +8,7 @@ range at each field checks values, `checks.py` checks how settings fit together.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from dppo_megatron.config.data import DataConfig
 from dppo_megatron.config.evaluation import EvalConfig
@@ -107,8 +107,11 @@ class ActorConfig:
     """How the model is split over ranks; data parallelism takes the remaining factor of the world size."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimizer of the RL phase; the warm start overrides the learning rate."""
-    recompute: Literal["none", "full"] = "none"
-    """Activation recomputation: `full` recomputes every layer in the backward pass."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation: `full` recomputes every layer in the backward pass, `selective` only the parts of
+    each layer that recompute_modules names."""
+    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    """What recompute = selective recomputes, by Megatron's names: core_attn, mlp, moe, moe_act, layernorm."""
     layer_spec: Literal["auto", "te", "local"] = "auto"
     """Layers of the model: `te` is Transformer Engine's (CUDA), `local` Megatron's own with this project's packed
     attention. `auto` takes te where it is installed and a CUDA device is there."""
@@ -119,6 +122,12 @@ class ActorConfig:
     Blackwell chip. Run `dppo-megatron doctor --fp8-gate CONFIG` before a long job."""
     fp8_bf16_layers: int = ranged(0, "[0, 10000]")
     """This many first and as many last layers stay in bfloat16 (not with fp8=delayed)."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's TransformerConfig by their own names, such as {tp_comm_overlap: true, moe_permute_fusion:
+    true}, checked against the installed version. What other settings decide is refused."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's DistributedDataParallelConfig, such as {overlap_grad_reduce: true, bucket_size: 40000000,
+    grad_reduce_in_fp32: false}."""
     fp8_param: bool = False
     """Keep parameters in FP8 too. Refused until a GPU test covers loading, a step and streaming (docs/actor.md)."""
 
