@@ -78,7 +78,8 @@ class Completion:
     text: str
     """`token_ids` decoded without special tokens, for the grader."""
     weights_versions: IntArray | None = None
-    """[n] which weight sync of the run (1, 2, ...) each token was sampled under; None if the engine does not say."""
+    """[n] which weight sync (1, 2, ... since the run was last started) each token was sampled under; None if the engine
+    does not say."""
 
 
 @dataclass(frozen=True, slots=True)

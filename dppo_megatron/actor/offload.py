@@ -1,7 +1,7 @@
 """Where training's memory is while servers generate on the same GPUs: on the host.
 
-Of a bfloat16 model training holds 18 bytes a parameter: weights 2, gradients 4, main parameters and moments 12. The
-order is that of verl, slime and NeMo-RL, so that a card never holds both sides:
+Of a bfloat16 model training holds 18 bytes a parameter: weights 2, gradients 4, main parameters and moments 12. In this
+order a card never holds both sides. The loop does not call it yet: it has not run on a GPU.
 
     trainer   step ... | free gradients, optimizer to host | weights to servers | weights to host (if asked) |
     servers   asleep ..|...................................| wake weights       | wake cache, generate        | sleep
