@@ -22,7 +22,9 @@ def differences(hf_path: str) -> list[str]:
     """A line for each tensor that only one side has, or that has another shape there."""
     ours = hf_shapes(read_architecture(hf_path))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(hf_path))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(hf_path, trust_remote_code=False), trust_remote_code=False
+        )
     theirs = {name: tuple(parameter.shape) for name, parameter in by_checkpoint_name(model).items()}
     return [
         f"{name}: {ours.get(name, 'not in the table')} here, {theirs.get(name, 'none')} in transformers"

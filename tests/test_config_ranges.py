@@ -44,7 +44,7 @@ def test_defaults_are_in_range() -> None:
     assert {key for key, _, _ in numbers(Config())} >= {
         key
         for section, name, key, _, _ in NUMBERS
-        if ".NAME." not in key and not isinstance(_default(section, name), list)
+        if ".NAME." not in key and not isinstance(_default(section, name), list | None)
     }
 
 

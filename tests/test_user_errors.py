@@ -83,6 +83,8 @@ CASES = {
     "quota": (
         lambda f, t: [
             "data.mixing=weighted",
+            "data.train_path=",
+            f"data.train_sets.train.path={f}/train.jsonl",
             f"data.train_sets.a.path={_rows(t, GOOD)}",
             "data.train_sets.a.weight=0.2",
         ],

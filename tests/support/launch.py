@@ -159,6 +159,8 @@ def _rank_main(
     # The same of a process group that a job in the parent has left in Megatron's globals: what is held here does not
     # end when a new group takes its place.
     _inherited = list(vars(sys.modules["megatron.core.parallel_state"]).values())
+    # A save in the parent has made a queue for results that all ranks of this job would otherwise share.
+    sys.modules["megatron.core.dist_checkpointing.strategies.filesystem_async"]._results_queue = None  # type: ignore[attr-defined]
     try:
         os.setpgid(0, 0)
         faulthandler.register(signal.SIGUSR2, file=open(folder / "stack", "w"), all_threads=True)  # noqa: SIM115

@@ -241,7 +241,7 @@ _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
 
 
 _FRACTION = re.compile(r"\\[dtc]?frac(\{-?\d+\}\{\d+\})", re.ASCII)
-_PLAIN = re.compile(r"[\d.,-]*", re.ASCII)
+_PLAIN = re.compile(r"(?!.*\.\.\.)[\d.,-]*", re.ASCII)  # three dots are an ellipsis, which a rule spells out
 
 
 def clean(text: str) -> str:
