@@ -3,6 +3,7 @@ an order in which two workers end together (`pytest -n 2`, see docs/testing.md).
 
 import gc
 import os
+import signal
 
 # Before torch: ranks are forked from this process, and an OpenMP pool does not survive a fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,6 +17,9 @@ from dppo_megatron import platform
 
 torch.set_num_threads(1)
 platform.prepare()
+# A shell that starts the tests in the background has SIGINT ignored, and so would every command that a test interrupts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ENGINES = ("test_engine_servers", "test_engine_launch", "test_real_math")
 """Files that start real servers: one worker has them all, so that no two servers need their 3 GB at the same time."""
