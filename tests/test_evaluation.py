@@ -382,7 +382,7 @@ BAD = {
     "too_long": (["{model}", "--sets", "a={heldout}", "eval.max_completion_tokens=500"], "more than the 128 positions"),
     "setting": (["{model}", "--sets", "a={heldout}", "rollout.engin=vllm"], "did you mean 'rollout.engine'?"),
     "limit": (["{model}", "--sets", "a={heldout}", "--limit", "-1"], "--limit -1: must not be negative"),
-    "compare_nothing": (["--compare", "nowhere", "{heldout}"], "'nowhere' cannot be read"),
+    "compare_nothing": (["--compare", "nowhere", "{heldout}"], "'nowhere' cannot be read: No such file or directory;"),
     "compare_no_samples": (["--compare", "{heldout}", "{heldout}"], "heldout.jsonl:1: no sample of an evaluation"),
     "compare_scores": (["--compare", "{tmp}/results.json", "{tmp}"], "results.json' is no samples.jsonl: name the one"),
     "rescore_settings": (["--rescore", "{heldout}", "seed=1"], "heldout.jsonl:1: no sample of an evaluation"),
