@@ -252,4 +252,4 @@ def test_every_rank_holds_a_share(files: Path, tmp_path: Path, ranks: int, two_n
             tokens, logprobs, reason = completion(group.seed + position % 3, LIMIT)
             assert one.token_ids.tolist() == tokens and one.finish_reason == reason
             np.testing.assert_allclose(one.logprobs, logprobs, rtol=1e-6)
-            assert places[position // 3][position % 3] == position and (one.weights_versions == 1).all()
+            assert places[position // 3][position % 3] == position and one.weights_spans == ((1, len(tokens)),)

@@ -310,7 +310,7 @@ class Answering:
 
 
 def _completion(logprob: float) -> Completion:
-    return Completion(np.array([3, 4]), np.full(2, logprob, np.float32), "length", "", np.array([1, 1]))
+    return Completion(np.array([3, 4]), np.full(2, logprob, np.float32), "length", "", ((1, 2),))
 
 
 def test_the_canary_is_short_and_silence_does_not_pass() -> None:
