@@ -21,7 +21,7 @@ platform.prepare()
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ENGINES = ("test_engine_servers", "test_engine_launch", "test_real_math")
+ENGINES = ("test_server_generation", "test_server_sync", "test_server_troubles", "test_engine_launch", "test_real_math")
 """Files that start real servers: one worker has them all, so that no two servers need their 3 GB at the same time."""
 LONGEST = (
     *ENGINES,

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines.servers import local_settings, needs
 from support.job import job_config, read_metrics, write_job_files
 from support.launch import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent / "engines"))
-from servers import local_settings, needs
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.tiny_model import write_tiny_qwen3

@@ -13,12 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from engines.servers import PYTHON, needs, stand_ins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.job import job_config, write_job_files
-
-sys.path.insert(0, str(Path(__file__).parent / "engines"))
-from servers import PYTHON, needs, stand_ins
 from support.settings import rollout_config
 
 from dppo_megatron.config.rollout import check_rollout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,15 +12,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from engines.rig import Rig, requests, run, sync
+from engines.stub import StubServers, completion, good
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.hooks import RaisingHook
 from support.job import job_config, write_job_files
 from support.launch import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent / "engines"))
-from rig import Rig, requests, run, sync
-from stub import StubServers, completion, good
 
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
