@@ -27,7 +27,7 @@ def table(verdict: Verdict) -> str:
     lines = [
         *headline(verdict),
         "",
-        f"{'':<{width}}{'':>6} {'end':>7} {'end - base':>24} {'RL s':>7} {'CPU s':>7}"
+        f"{'method':<{width}}{'seeds':>6} {'end':>7} {'end - base':>24} {'RL s':>7} {'CPU s':>7}"
         + "".join(f" {f'to {level}: s':>20} {f'to {level}: CPU s':>20}" for level in levels)
         + "".join(f" {name:>7}" for name in budgets),
     ]

@@ -30,7 +30,9 @@ def task_settings(config: Config, seed: int, directory: Path) -> list[str]:
     assert recipe is not None, "asked for a task that cannot be made"
     if seed == recipe.seed:
         return []
-    write_quickstart(directory, recipe.with_seed(seed))
+    wanted = recipe.with_seed(seed)
+    if read_recipe(directory) != wanted:  # task.json is written last: it is there when all is
+        write_quickstart(directory, wanted)
     paths = {
         "model.hf_path": config.model.hf_path,
         "data.train_path": config.data.train_path,
