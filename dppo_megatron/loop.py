@@ -137,11 +137,12 @@ class Loop:
 
     @contextmanager
     def step(self, number: int) -> Iterator[Step]:
-        """Step `number`: the one begun ahead, or a new one. `time/step_s` is the time spent in the block."""
+        """Step `number`: the one begun ahead, or a new one. `time/step_s` is the time spent in the block,
+        `time/step_cpu_s` the CPU time of this process in it: where cores are shared, the steadier of the two."""
         step, self._ahead = self._ahead or Step(number), None
         assert step.number == number, f"step {step.number} was begun ahead, {number} is asked for"
         self.current, self._outcomes = step, []
-        with step.record.timers.phase("step"):
+        with step.record.timers.phase("step", cpu=True):
             if step.reached == "new":
                 self._select(step, step.record.timers)
             yield step

@@ -179,6 +179,8 @@ class Run:
     def _write_metrics(self, step: int, line: dict[str, Any], scores: Sequence[EvalScores]) -> None:
         if self._files:
             line = line | {key: value for one in scores for key, value in one.metrics().items()}
+            if scores:
+                line["eval/problems"] = {one.name: one.by_problem for one in scores}
             self._files.write("metrics.jsonl", {"step": step} | line)
         self.say(f"step {step:>4}: {one.line()}" for one in scores)
 

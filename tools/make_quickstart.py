@@ -17,8 +17,7 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from dppo_megatron.data.arithmetic import write_task
-from dppo_megatron.data.tiny_model import write_tiny_qwen3
+from dppo_megatron.data.quickstart import Recipe, write_quickstart
 from dppo_megatron.types import UserError
 
 
@@ -36,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_quickstart(out: Path, seed: int, num_train: int, num_heldout: int, num_warm_start: int) -> bool:
-    """Write `out/{train,heldout,warm_start}.jsonl` and `out/model`; False if they were there already.
+    """Write `out/{train,heldout,warm_start}.jsonl`, `out/model` and `out/task.json`; False if they were there already.
 
     Raises:
         UserError: `out` holds something else, or the task cannot be made with these counts.
@@ -48,8 +47,7 @@ def make_quickstart(out: Path, seed: int, num_train: int, num_heldout: int, num_
     parent = _make_parent(out.absolute().parent)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=parent) as scratch:
         made = Path(scratch) / out.name
-        write_task(made, seed, num_train, num_heldout, num_warm_start)
-        write_tiny_qwen3(made / "model", seed)
+        write_quickstart(made, Recipe(seed, num_train, num_heldout, num_warm_start))
         if out.exists() and any(out.iterdir()):
             difference = _first_difference(made, out)
             if difference is None:
