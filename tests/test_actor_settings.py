@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
-from support.job import REPOSITORY
+from support.job import REPOSITORY, job_config, write_job_files
 from support.launch import run_ranks
 from support.tiny import Parallel, plan_for, random_samples, write_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +21,7 @@ from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.layout import build_layout
 from dppo_megatron.actor.loss import LossHook
 from dppo_megatron.algorithms.objectives import make_objective, supervised
+from dppo_megatron.build import what_to_offload
 from dppo_megatron.config.schema import ActorConfig, ObjectiveConfig, OptimizerConfig
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
@@ -41,6 +43,11 @@ def _train(path: Path, settings: dict[str, Any]) -> dict[str, torch.Tensor] | st
     for _ in range(2):
         actor.update(samples, plan_for(samples, TWO), supervised())
     return {name: tensor.clone() for name, tensor in actor.weights()}
+
+
+@pytest.fixture(scope="module")
+def job_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job_files(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +116,58 @@ def test_what_the_page_names_is_there(field: str) -> None:
     assert field in {one.name for one in dataclasses.fields(TransformerConfig)}
     page = (REPOSITORY / "docs" / "actor.md").read_text(encoding="utf-8")
     assert f"`{field}`" in page
+
+
+COLOCATED = {
+    "rollout__engine": "vllm",
+    "rollout__servers__launch": "local",
+    "rollout__servers__colocate": "true",
+    "model__dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"actor__offload": "all"}, "actor.offload = all has no effect while rollout.servers.colocate = false"),
+        ({"actor__offload": "everything"}, "actor.offload"),
+        ({"actor__optimizer__cpu_offload": 1.5}, "actor.optimizer.cpu_offload = 1.5: must be in"),
+        ({"actor__optimizer__cpu_offload": 1, "actor__optimizer__distributed": "false"}, "distributed = true"),
+        (COLOCATED | {"actor__optimizer__cpu_offload": 0.5}, "use 1, or 0"),
+        ({"actor__optimizer__moments": "bfloat16"}, "moments = bfloat16 needs model.dtype = bfloat16, not float32"),
+        (COLOCATED | {"actor__optimizer__moments": "float16"}, "cannot be written from the host"),
+        (COLOCATED | {"actor__optimizer__main_parameters": "float16", "actor__offload": "none"}, ""),
+        (COLOCATED | {"actor__offload": "optimizer"}, ""),
+    ],
+    ids=str,
+)
+def test_contradictions_are_said_before_anything_is_built(
+    job_files: Path, tmp_path: Path, settings: dict[str, Any], said: str
+) -> None:
+    """With the setting and what would be right; the last two are fine."""
+    if not said:
+        job_config(job_files, tmp_path / "run", **settings)
+        return
+    with pytest.raises(UserError, match=re.escape(said)):
+        job_config(job_files, tmp_path / "run", **settings)
+
+
+@pytest.mark.parametrize(
+    ("offload", "colocate", "device", "leaves"),
+    [
+        ("auto", "true", "cuda", "all"),
+        ("auto", "true", "cpu", "none"),
+        ("auto", "false", "cuda", "none"),
+        ("optimizer", "true", "cuda", "optimizer"),
+        ("none", "true", "cuda", "none"),
+    ],
+)
+def test_what_leaves_the_device(
+    job_files: Path, tmp_path: Path, offload: str, colocate: str, device: str, leaves: str
+) -> None:
+    """`auto` is for colocated servers on GPUs."""
+    given = COLOCATED | {"rollout__servers__colocate": colocate, "actor__offload": offload}
+    assert what_to_offload(job_config(job_files, tmp_path / "run", **given), device) == leaves
 
 
 class _Waits(TorchDispatchMode):
