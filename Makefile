@@ -2,7 +2,7 @@
 # make test         the whole test suite, in two processes (docs/testing.md)
 # make test-quick   without the tests marked slow: the inner loop
 # make test-sglang  the engine tests against real SGLang servers on this CPU (3.4 GB more to install)
-# make test-newest  the Megatron part of the suite with the newest megatron-core (Python 3.12; torch brings CUDA libraries)
+# make test-newest  the Megatron part of the suite with the newest megatron-core and Triton (Python 3.12; torch brings CUDA libraries)
 # All make .venv first if it is not there, test also .venv-vllm, test-sglang .venv-sglang. NPROC, TP, PP, SEED and CONFIG change
 # the quickstart, WORKERS and TESTS the tests: make test-quick WORKERS=4 TESTS='tests/rewards -x'.
 
@@ -18,7 +18,7 @@ PYTHON_NEWEST ?= $(shell command -v python3.12 || command -v python3.13 || echo 
 MEGATRON_NEWEST ?= 0.19.2
 MEGATRON_TESTS := $(addprefix tests/,$(addsuffix .py,test_platform test_platform_megatron test_hf_parity \
   test_actor_layouts test_rotary test_optimizer_state test_fused_adam test_checkpoints test_resume test_unbiased_actor \
-  test_conversion))
+  test_conversion test_offload test_sharing_the_card test_actor_settings test_logprobs))
 # What fails beside another test is run once more by itself; both outcomes stand in the log, and the second one counts.
 define ALONE
 
@@ -67,8 +67,7 @@ test-newest:
 	  echo "test-newest: megatron-core $(MEGATRON_NEWEST) needs Python 3.12 or newer; none found (PYTHON_NEWEST=...)"; exit 2; }
 	test -x $(NEWEST_VENV)/bin/python || $(PYTHON_NEWEST) -m venv $(NEWEST_VENV)
 	$(NEWEST_VENV)/bin/pip install --quiet torch==2.13.0
-	$(NEWEST_VENV)/bin/pip install --quiet '.[dev]'
-	$(NEWEST_VENV)/bin/pip install --quiet --upgrade megatron-core==$(MEGATRON_NEWEST)
+	$(NEWEST_VENV)/bin/pip install --quiet '.[dev]' megatron-core==$(MEGATRON_NEWEST)
 	PYTHONPATH=$(CURDIR) $(NEWEST_VENV)/bin/python -m pytest $(MEGATRON_TESTS)
 
 lint: $(VENV)/.installed

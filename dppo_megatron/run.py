@@ -218,7 +218,7 @@ class Run:
     def finish(self) -> None:
         """The Hugging Face checkpoint, summary.json and the closing table. Collective."""
         self._finalize(blocking=True)
-        weights = self.loop.actor.weights(to=[0])
+        weights = self.loop.final_weights()
         write_checkpoint(self._directory / "hf", self._config.model.hf_path, weights, write=self._writes)
         self.summary.wall_s = time.perf_counter() - self._started
         from_rank_zero(self._write_end)

@@ -15,6 +15,9 @@ import torch
 
 from dppo_megatron import platform
 
+if not torch.cuda.is_available():  # before anything imports Triton, whose own functions read it when they are defined
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 torch.set_num_threads(1)
 platform.prepare()
 # A shell that starts the tests in the background has SIGINT ignored, and so would every command that a test interrupts.

@@ -100,6 +100,7 @@ def connect(
         world_sizes={server.http.url: info.world_size for server, info in zip(servers, infos, strict=True)},
         description=(
             f"rollout: {rollout.engine} {infos[0].engine_version} at {', '.join(urls)}; weight sync: {channel} ({why})"
+            f"{ipc_warning() if channel == 'ipc' and on_gpu else ''}"
         ),
     )
 
@@ -126,6 +127,18 @@ def workers(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> lis
     if len(set(found)) < len(found):
         raise UserError(f"rollout.servers.endpoints names a server twice, by itself or as a router's: {found}")
     return found
+
+
+def ipc_warning() -> str:
+    """What the description says where torch hands its memory over as file descriptors: a container may not let a
+    server take them (it needs the right to trace processes)."""
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(variable, "").replace(" ", "").lower():
+            return (
+                f"; {variable} has expandable_segments, with which CUDA IPC needs ptrace rights in a container: if the"
+                " first sync fails, unset it or choose rollout.sync.channel = disk"
+            )
+    return ""
 
 
 def _named_workers(http: Http) -> list[str] | None:

@@ -121,8 +121,10 @@ class LaunchedServer:
 _LAUNCHER_VARIABLES = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS"),
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
 }
-"""torchrun's: an engine that inherits them takes itself for a rank of the trainer."""
+"""torchrun's: an engine that inherits them takes itself for a rank of the trainer. And what is set for the trainer's
+CUDA alone: one hardware queue would slow an engine down, and vLLM's sleep mode refuses expandable segments."""
 
 
 def _free_port() -> int:
