@@ -24,7 +24,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Literal
 
-from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.servers.launch import ServerProcess
 from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory, Server
 
 State = Literal["out", "stale", "live"]
@@ -83,7 +83,7 @@ class Member:
         server: Server,
         lock: OwnedLock,
         clock: Callable[[], float] = time.monotonic,
-        process: LaunchedServer | None = None,
+        process: ServerProcess | None = None,
     ) -> None:
         self.server, self.process = server, process
         self._lock, self._clock = lock, clock
@@ -103,6 +103,7 @@ class Member:
         self.outstanding_tokens = self.groups = self.completions = 0
         """In flight there: tokens that its groups may come to, groups, and completions of all groups."""
         self._asked_again_at = self._free_at = -float("inf")
+        self._has_left = False
 
     def __repr__(self) -> str:
         return f"Member({self.name}, {self.condition})"
@@ -166,6 +167,28 @@ class Member:
         self._state, self.reason = "out", "its process was started again"
         self.asleep, self.has_leftovers = frozenset(), False
 
+    def left(self, reason: str) -> bool:
+        """Its owner has taken it away: it is asked nothing more. Returns whether that is news."""
+        self._owned()
+        news = not self._has_left
+        self._has_left = True
+        if news:
+            self.outages += self._state != "out"
+            self._state, self.reason, self.has_leftovers = "out", reason, True
+        return news
+
+    def may_return(self) -> None:
+        """Its owner offers it; it comes back by answering."""
+        self._owned()
+        self._has_left = False
+
+    def replaced_by(self, server: Server) -> None:
+        """Another server has its address: no weights of ours, and no failures."""
+        self._owned()
+        self.server, self._has_left, self.failures = server, False, 0
+        self._asked_again_at = -float("inf")
+        self.restarted()
+
     def delivered(self) -> None:
         """A good answer: what went wrong before counts no more."""
         self._owned()
@@ -174,7 +197,7 @@ class Member:
     @property
     def may_be_asked(self) -> bool:
         """Whether it is time to ask one that is out if it is back."""
-        return self._clock() >= self._asked_again_at
+        return not self._has_left and self._clock() >= self._asked_again_at
 
     # ---------------------------------------------------------------------------------------------- its memory
 

@@ -1,0 +1,186 @@
+"""Servers on every machine of a job: started there, watched there, asked for again from rank 0, and gone with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from support.job import job_config, write_job_files
+from support.launch import RankError, run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent / "engines"))
+from fake_vllm import fake_python
+from stub import completion
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.distributed import from_rank_zero, gather_all
+from dppo_megatron.job import prepare_job
+from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.grouping import grouped
+from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.servers.keeper import Keeper, RemoteServer
+from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.types import Completion, Prompt
+
+LIMIT = 12
+
+
+def _until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def _is_gone(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job_files(tmp_path_factory.mktemp("task"))
+
+
+def fake_config(files: Path, run_dir: Path, **extra: Any) -> Config:
+    return job_config(
+        files,
+        run_dir,
+        rollout__engine="vllm",
+        rollout__completions_per_prompt=3,
+        rollout__servers__launch="local",
+        rollout__servers__python=fake_python(files),
+        rollout__sync__verify_every=0,
+        **extra,
+    )
+
+
+def test_a_keeper_starts_and_is_asked_to_start_again(tmp_path: Path) -> None:
+    """Through a store alone: what rank 0 sees of a server that runs, that is killed, and that it has asked for."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    command = [sys.executable, "-c", "import sys, time; print('here I am', sys.argv[1], flush=True); time.sleep(600)"]
+    servers = [LaunchedServer([*command, "{port}"], {}, tmp_path / f"{i}.log", f"key{i}", node=1) for i in range(2)]
+    keeper = Keeper(servers, 1, store, "job")
+    try:
+        handles = [RemoteServer(one, store, "job") for one in keeper.begin()]
+        assert [handle.url for handle in handles] == [server.url for server in servers]
+        assert all(handle.is_running and handle.exit_code is None and handle.node == 1 for handle in handles)
+        killed, other = (server.process for server in servers)
+        assert killed is not None and other is not None
+        _until(lambda: "here I am" in servers[0].log.read_text(), "it has not begun")
+        os.killpg(killed.pid, signal.SIGKILL)
+        _until(lambda: not handles[0].is_running, "its end was not told")
+        assert handles[0].exit_code == -signal.SIGKILL and "here I am" in handles[0].tail() and handles[1].is_running
+        handles[0].start()
+        assert handles[0].is_running, "asked for counts as running, or it would be asked for again and again"
+        _until(lambda: servers[0].process is not killed and servers[0].is_running, "it was not started again")
+        assert servers[1].process is other
+    finally:
+        keeper.close()
+    last = servers[0].process
+    assert last is not None and _is_gone(last.pid) and _is_gone(other.pid)
+
+
+def _as_two_nodes(config: Config, killed: int) -> dict[str, Any]:
+    """On each of four ranks, two a node: three syncs and rollouts; before the second sync the server of node `killed`
+    dies."""
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)  # torchrun's agent
+    job = prepare_job(config, dist.get_world_size())
+    engine = ServerEngine(config, job.architecture, job.tokenizer)
+    found: dict[int, Completion] = {}
+    try:
+        assert engine._nodes.count == 2
+        mine: list[Any] = []
+        if engine._connection is not None:
+            mine = [m.process for m in engine._fleet.members if isinstance(m.process, LaunchedServer)]
+        elif engine._keeper is not None:
+            mine = list(engine._keeper._servers)
+        pids = gather_all([(engine._nodes.node, server.process.pid) for server in mine])
+        weights = [(name, job.checkpoint.get(name)) for name in list(job.checkpoint.names)[:3]]
+        states = []
+        for step in (1, 2, 3):
+            engine.load_weights(lambda to=None: iter(weights))
+            engine.start(
+                [Request(Prompt(i, "", (2, 3), "", ""), c, step) for i in range(12) for c in range(3)], SAMPLING
+            )
+            found = engine.finish()
+            states.append(engine.health())
+            if step == 1:
+                for server in mine:
+                    if engine._nodes.node == killed:
+                        os.killpg(server.process.pid, signal.SIGKILL)
+                if engine._connection is not None:
+                    _until(lambda: not all(m.process.is_running for m in engine._fleet.members), "its end was not told")  # type: ignore[union-attr]
+                dist.barrier()
+        sync = from_rank_zero(lambda: engine._sync.version)
+        described = engine.description
+        started_again = gather_all([(engine._nodes.node, server.process.pid) for server in mine])
+        dist.barrier()
+    finally:
+        engine.close()
+    dist.barrier()
+    gone = all(_is_gone(pid) for _, pid in [*pids, *started_again])
+    return {"found": found, "states": states, "pids": pids, "again": started_again, "gone": gone} | {
+        "sync": sync,
+        "described": described,
+        "receivers": list(engine.receivers),
+    }
+
+
+SAMPLING = Sampling(LIMIT, 1.0, 0)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_every_node_has_servers_of_its_own(files: Path, tmp_path: Path, killed: int) -> None:
+    """Two nodes of two ranks and a colocated server each: both take a part of every rollout, and weights come from the
+    ranks beside them. One that is killed is started again on its node, and none is left at the end."""
+    config = fake_config(files, tmp_path / "run", rollout__servers__colocate="true", rollout__limits__probe_every_s=0.2)
+    ranks = run_ranks(_as_two_nodes, 4, config, killed, timeout_s=120)
+    assert [sorted(node for node, _ in rank["pids"]) for rank in ranks] == [[0, 1]] * 4
+    before, after = dict(ranks[0]["pids"]), dict(ranks[0]["again"])
+    assert before[killed] != after[killed] and before[1 - killed] == after[1 - killed]
+    assert all(rank["gone"] and rank["sync"] == 3 for rank in ranks)
+    assert "weight sync: ipc" in ranks[0]["described"]
+    assert all(set(rank["receivers"]) >= {0} and any(r >= 2 for r in rank["receivers"]) for rank in ranks)
+    first, _, last = ranks[0]["states"]
+    assert list(first.values()) == list(last.values()) == ["live", "live"]
+    positions = sorted(position for rank in ranks for position in rank["found"])
+    assert positions == list(range(36)) and all(rank["found"] for rank in ranks), "each node's client brings in a part"
+    asked = [Request(Prompt(i, "", (2, 3), "", ""), c, 3) for i in range(12) for c in range(3)]
+    groups, _ = grouped(asked, SAMPLING, 3)
+    for rank in ranks:
+        for position, one in rank["found"].items():
+            tokens, logprobs, _ = completion(groups[position // 3].seed + position % 3, LIMIT)
+            assert one.token_ids.tolist() == tokens and (one.weights_versions == 3).all()
+            np.testing.assert_allclose(one.logprobs, logprobs, rtol=1e-6)
+    assert {path.name for path in (tmp_path / "run" / "servers").iterdir()} == {"server_0.log", "node1_server_0.log"}
+
+
+def _start_engine(config: Config) -> None:
+    os.environ["GROUP_RANK"] = str(dist.get_rank())
+    if dist.get_rank() == 1:
+        config.rollout.servers.python = "/no/such/python"
+    job = prepare_job(config, dist.get_world_size())
+    ServerEngine(config, job.architecture, job.tokenizer)
+
+
+def test_a_node_that_cannot_start_its_servers_is_named_everywhere(files: Path, tmp_path: Path) -> None:
+    """And rank 0's are ended: a run with the servers of one node alone would go on unnoticed."""
+    with pytest.raises(RankError) as failure:
+        run_ranks(_start_engine, 2, fake_config(files, tmp_path / "run"), timeout_s=120)
+    said = str(failure.value)
+    assert said.count("UserError: ") == 2 and said.count("'/no/such/python' cannot be started") == 2
+    assert "(rank 1): rollout.servers.python" in said
+    log = tmp_path / "run" / "servers" / "server_0.log"
+    assert log.exists()
