@@ -70,7 +70,10 @@ class _Kept:
         self._speaker = make_server(config.rollout.engine, server.url, server.api_key, 0)
         self._timeout_s = config.rollout.limits.start_timeout_s
         self._registration: Registration | None = None
-        self._starts, self._deadline = 1, time.monotonic() + self._timeout_s
+        self._was_ready = False
+        self._starts = 1
+        """In a row, without having been ready."""
+        self._deadline = time.monotonic() + self._timeout_s
 
     @property
     def is_starting(self) -> bool:
@@ -103,7 +106,7 @@ class _Kept:
                     f" {self._timeout_s:g} s: {error}; {self._server.where} ends with:\n{self._server.tail()}"
                 ) from None
             return
-        self._server.is_starting, self._starts = False, 0
+        self._server.is_starting, self._was_ready, self._starts = False, True, 0
         self._registration = Registration(self._directory, self._name, self._entry)
         self._say(f"serve: {self._server.url} is ready; its address is in {self._directory}")
 
@@ -111,9 +114,9 @@ class _Kept:
         server = self._server
         self.withdraw()
         problem = f"the rollout server at {server.url} ended with code {server.exit_code}"
-        if self._starts >= _MOST_STARTS or (server.is_starting and self._starts == 1):
+        if not self._was_ready or self._starts >= _MOST_STARTS:
             text = f"{problem} before it was ready; {server.where} ends with:\n{server.tail()}"
-            raise (UserError if self._starts == 1 else GuardStop)(text)
+            raise GuardStop(text) if self._was_ready else UserError(text)
         self._say(f"serve: {problem}; starting it again")
         self._starts, self._deadline = self._starts + 1, time.monotonic() + self._timeout_s
         server.start()

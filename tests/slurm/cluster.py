@@ -1,6 +1,6 @@
 """A real Slurm of two nodes on this machine: its own configuration, ports, keys and state, under one directory.
 
-Needs root and Debian's packages (`apt-get install slurm-wlm munge`). Both nodes are this machine under two names, with a
+Needs root and Debian's packages (`apt-get install slurm-wlm munge`). Both nodes are this machine under two names with a
 pretended GPU each. The names must resolve, as on a cluster, so they are added to /etc/hosts where they do not.
 
 What differs from a cluster's settings, so that a test takes minutes: a node that does not answer is down after 10 s and
