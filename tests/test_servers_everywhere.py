@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from support.job import job_config, write_job_files
+from support.job import REPOSITORY, job_config, write_job_files
+from support.job import settings as job_settings
 from support.launch import RankError, run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent / "engines"))
@@ -33,10 +37,10 @@ from dppo_megatron.types import Completion, Prompt
 LIMIT = 12
 
 
-def _until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
+def _until(holds: Callable[[], bool], what: str, seconds: float = 60, said: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, what
+        assert time.monotonic() < deadline, f"{what}\n{said()}"
         time.sleep(0.05)
 
 
@@ -184,3 +188,112 @@ def test_a_node_that_cannot_start_its_servers_is_named_everywhere(files: Path, t
     assert "(rank 1): rollout.servers.python" in said
     log = tmp_path / "run" / "servers" / "server_0.log"
     assert log.exists()
+
+
+class Agents:
+    """Two of torchrun's agents on this machine, as two machines: the command of docs/cluster.md."""
+
+    def __init__(self, directory: Path, settings: list[str]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
+            *("--rdzv-id", "test", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+            *("-m", "dppo_megatron", "train", str(REPOSITORY / "configs" / "quickstart.yaml"), *settings),
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10"}
+        self.logs = [directory / f"agent{i}.log" for i in range(2)]
+        self.agents = []
+        for log in self.logs:
+            with open(log, "ab") as file:
+                self.agents.append(
+                    subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
+                )
+
+    def wait(self) -> list[int]:
+        """Their exit codes."""
+        return [agent.wait(240) for agent in self.agents]
+
+    def said(self) -> str:
+        return "\n".join(log.read_text(errors="replace")[-4000:] for log in self.logs)
+
+    def kill(self, agent: int) -> None:
+        """As when that machine's power fails: the agent and its rank (which leads a session of its own) at once."""
+        victims = [pid for pid in _under(self.agents[agent].pid) if b"fake_vllm.py" not in _command(pid)]
+        for pid in [self.agents[agent].pid, *victims]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        for number in range(2):
+            if self.agents[number].poll() is None:
+                self.kill(number)
+            self.agents[number].wait()
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _under(pid: int) -> list[int]:
+    """All descendants of a process."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found, new = list[int](), [pid]
+    while new:
+        new = [child for child, parent in parents.items() if parent in new]
+        found += new
+    return found
+
+
+def _servers(files: Path) -> list[int]:
+    pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if b"fake_vllm.py" in _command(pid) and str(files).encode() in _command(pid)]
+
+
+def _rows(metrics: Path) -> int:
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+@pytest.mark.slow
+def test_two_agents_of_torchrun(tmp_path: Path) -> None:
+    """A real job of two agents with a server each. The second one dies, as a machine does: the other agent ends, and no
+    server is left on either. The same command resumes and ends."""
+    files = write_job_files(tmp_path / "task")
+    values = {
+        "steps": 500,
+        "warm_start__steps": 0,
+        "rollout__engine": "vllm",
+        "rollout__prompts_per_step": 4,
+        "rollout__servers__launch": "local",
+        "rollout__servers__colocate": "true",
+        "rollout__servers__python": fake_python(files),
+        "rollout__sync__verify_every": 0,
+        "checkpoint__every_steps": 1,
+        "guard__watchdog_s": 20,
+    }
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    job = Agents(tmp_path, job_settings(files, tmp_path / "run", **values))
+    try:
+        _until(
+            lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, "no step was made", 240, job.said
+        )
+        assert len(_servers(files)) == 2
+        job.kill(1)
+        assert all(code != 0 for code in job.wait())
+        _until(lambda: not _servers(files), "servers are left", 60, job.said)
+    finally:
+        job.close()
+    done = _rows(metrics) - 1
+    job = Agents(tmp_path, job_settings(files, tmp_path / "run", **values | {"steps": done + 1}))
+    try:
+        assert job.wait() == [0, 0], job.said()
+    finally:
+        job.close()
+    assert "resumed from" in job.said() and (tmp_path / "run" / "summary.json").exists() and not _servers(files)

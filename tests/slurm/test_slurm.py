@@ -96,7 +96,12 @@ class Job:
         return len(file.read_text().splitlines()) if file.exists() else 0
 
     def until_rows(self, count: int) -> None:
-        self.until(lambda: self.rows >= count, START_S, f"{count} steps")
+        self.until(lambda: self.rows >= count or self.has_ended, START_S, f"{count} steps")
+        assert self.rows >= count, self.cluster.output(self.name)
+
+    def until_finished(self) -> None:
+        self.until(lambda: (self.run_dir / "summary.json").exists() or self.has_ended, START_S + 120, "finished")
+        assert (self.run_dir / "summary.json").exists(), self.cluster.output(self.name)
 
     def until(self, holds: Any, seconds: float, what: str) -> float:
         return until(holds, seconds, lambda: f"not {what} after {seconds:g} s:\n{self.cluster.output(self.name)}")
@@ -128,16 +133,20 @@ class Job:
     def state(self) -> str:
         return self.cluster.job(self.name)["JobState"]
 
+    @property
+    def has_ended(self) -> bool:
+        return self.state not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
+
 
 def test_split(cluster: Cluster, tmp_path: Path) -> None:
     """One node generates and one trains; the server is killed in the middle: started again by its node, it is synced
     and asked again, and the run ends as if nothing had been."""
-    job = Job(cluster, tmp_path, steps=8)
+    job = Job(cluster, tmp_path, steps=8, rollout__sync__channel="disk")  # the fake joins no broadcast group
     job.submit("split.sbatch", INFERENCE_NODES="1")
     job.until_rows(3)
     [server] = job.servers()
     os.kill(server, signal.SIGKILL)
-    job.until(lambda: (job.run_dir / "summary.json").exists(), START_S, "finished")
+    job.until_finished()
     job.until_freed()
     assert job.state == "COMPLETED" and job.rows == 9
     said = job.log(0)
@@ -170,7 +179,7 @@ def test_colocated(cluster: Cluster, tmp_path: Path) -> None:
     seen = job.rows
     job.steps = seen + 1
     job.submit("colocated.sbatch")
-    job.until(lambda: (job.run_dir / "summary.json").exists(), START_S, "finished")
+    job.until_finished()
     job.until_freed()
     assert job.state == "COMPLETED" and job.rows == seen + 2
 
@@ -197,6 +206,6 @@ def test_requeue(cluster: Cluster, tmp_path: Path) -> None:
     seen = job.rows
     job.steps = seen + 2
     cluster.start_node(NODES[1])
-    job.until(lambda: (job.run_dir / "summary.json").exists(), START_S + 120, "finished")
+    job.until_finished()
     job.until_freed()
     assert job.state == "COMPLETED" and "resumed from" in job.log(2)
