@@ -2,7 +2,7 @@
 # make test         the whole test suite, in two processes (docs/testing.md)
 # make test-quick   without the tests marked slow: the inner loop
 # make test-sglang  the engine tests against real SGLang servers on this CPU (3.4 GB more to install)
-# make test-slurm   the scripts of examples/slurm on a real Slurm of two nodes on this machine (root; apt-get install slurm-wlm munge)
+# make test-slurm   examples/slurm on a real Slurm of two nodes on this machine (root; apt-get install slurm-wlm munge)
 # make test-newest  the Megatron part of the suite with the newest megatron-core (Python 3.12; torch brings CUDA libraries)
 # All make .venv first if it is not there, test also .venv-vllm, test-sglang .venv-sglang. NPROC, TP, PP, SEED and CONFIG change
 # the quickstart, WORKERS and TESTS the tests: make test-quick WORKERS=4 TESTS='tests/rewards -x'.

@@ -8,6 +8,8 @@
        '----------------------------------------------'
                           failed()
 
+A server that has left (`left`, `may_return`) is out, and no answer brings it back before its owner offers it again.
+
 There is no arrow from out to live: a server that comes back holds old weights, or none, and gets no request before a
 complete sync. `took` on a server that has failed meanwhile therefore changes nothing; that race is real, since health
 probes go on in one thread while another syncs.
@@ -139,9 +141,9 @@ class Member:
         return was_in
 
     def answers(self) -> None:
-        """It answers, which says nothing of its weights."""
+        """It answers, which says nothing of its weights. One that has left may answer a question that was on its way."""
         self._owned()
-        if self._state == "out":
+        if self._state == "out" and not self._has_left:
             self._state, self.reason = "stale", "back, to be synced"
 
     def expects(self, version: str) -> None:
