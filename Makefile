@@ -3,6 +3,7 @@
 # make test-quick   without the tests marked slow: the inner loop
 # make test-sglang  the engine tests against real SGLang servers on this CPU (3.4 GB more to install)
 # make test-newest  the Megatron part of the suite with the newest megatron-core and Triton (Python 3.12; torch brings CUDA libraries)
+# make test-slurm   examples/slurm on a real Slurm of two nodes on this machine (root; apt-get install slurm-wlm munge)
 # All make .venv first if it is not there, test also .venv-vllm, test-sglang .venv-sglang. NPROC, TP, PP, SEED and CONFIG change
 # the quickstart, WORKERS and TESTS the tests: make test-quick WORKERS=4 TESTS='tests/rewards -x'.
 
@@ -43,7 +44,7 @@ else
 TRAIN = OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node $(NPROC) -m dppo_megatron train
 endif
 
-.PHONY: quickstart test test-quick test-sglang test-newest lint clean
+.PHONY: quickstart test test-quick test-sglang test-slurm test-newest lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python tools/make_quickstart.py --out $(TASK) --seed $(SEED)
@@ -61,6 +62,9 @@ test-quick: $(VENV)/.installed
 
 test-sglang: $(VENV)/.installed $(SGLANG_VENV)/.installed
 	DPPO_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(BIN)/python -m pytest tests -k sglang
+
+test-slurm: $(VENV)/.installed
+	DPPO_TEST_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s --timeout 1800 tests/slurm
 
 test-newest:
 	@command -v $(PYTHON_NEWEST) > /dev/null || { \

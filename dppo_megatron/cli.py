@@ -25,6 +25,7 @@ from dppo_megatron.distributed import launched_rank, launched_world_size
 from dppo_megatron.evaluation.options import add_eval
 from dppo_megatron.pruning.methods import parse_methods
 from dppo_megatron.report.command import add_report
+from dppo_megatron.rollout.serve_command import add_serve
 from dppo_megatron.types import GuardStop, UserError
 
 _METHODS = "grpo,cppo,greso,dppo_paper,dppo,dppo_auto"
@@ -151,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     add_compare(commands)
     add_eval(commands)
     add_report(commands)
+    add_serve(commands)
     _add_simulate(commands)
     doctor = commands.add_parser(
         "doctor",

@@ -39,6 +39,7 @@ LONGEST = (
     "test_pool",
     "test_examples",
     "test_weight_sync",
+    "test_servers_everywhere",
     "test_pruning_labels",
     "test_pruning_custom",
     "test_fuzz_config",

@@ -124,7 +124,7 @@ def test_the_canary_names_the_server() -> None:
     [
         ({"servers.endpoints": ["http://127.0.0.1:1"]}, "hf has no servers"),
         ({"engine": "vllm"}, "rollout.servers.launch=local"),
-        (SERVES | {"servers.launch": "local"}, "one of the two"),
+        (SERVES | {"servers.launch": "local"}, "one of the three"),
         (SERVES | {"servers.endpoints": ["127.0.0.1:8000"]}, "expected http://host:port"),
         (SERVES | {"servers.endpoints": ["http://10.1.2.3:8000"]}, "allow_remote_endpoints"),
         (SERVES | {"servers.endpoints": ["http://u:secret@127.0.0.1:8000"]}, "put no key in an address"),

@@ -198,7 +198,7 @@ def test_ranks_and_servers_find_their_clients() -> None:
     nodes = Nodes.of(["x", "x", "y", "y", "x"], 3)
     assert (nodes.node, nodes.neighbours, nodes.is_first, nodes.count) == (1, [2, 3], False, 2)
     urls = ["http://a:1", "http://b:1", "http://127.0.0.1:2", "http://c:1"]
-    assert owners(urls, 2, only_first=False) == [0, 1, 0, 0] and owners(urls, 2, only_first=True) == [0, 0, 0, 0]
+    assert owners(urls, 2) == [0, 1, 0, 0] and owners(urls, 2, launched_on=[0, 0, 1, 1]) == [0, 0, 1, 1]
 
 
 def _generate(config: Config, two_nodes: bool) -> tuple[dict[int, Completion], int]:

@@ -352,13 +352,15 @@ def test_each_rank_hands_its_buffer_to_the_server_beside_it(running: Running) ->
 
 def test_ranks_are_found_by_their_devices() -> None:
     """By UUID whatever the numbers; a worker on a GPU without a rank has none; ranks of a CPU take turns."""
-    ranks = [RankDevice("here", frozenset(names)) for names in (("GPU-a", "0"), ("GPU-b", "1"))]
+    ranks = [RankDevice(0, frozenset(names)) for names in (("GPU-a", "0"), ("GPU-b", "1"))]
     assert seats(ranks, ("GPU-b", "GPU-a"), 0) == (1, 0) and seats(ranks, ("0",), 5) == (0,)
     assert seats(ranks, ("GPU-a", "GPU-c"), 0) is None and seats(ranks, (), 0) is None
-    assert seats([*ranks, RankDevice("elsewhere", frozenset(("GPU-c",)))], ("GPU-c",), 0) is None
-    shared = [RankDevice("here", frozenset(("cpu",)))] * 2
+    assert seats([*ranks, RankDevice(1, frozenset(("GPU-c",)))], ("GPU-c",), 0) is None
+    shared = [RankDevice(0, frozenset(("cpu",)))] * 2
     assert [seats(shared, ("cpu", "cpu"), turn) for turn in range(3)] == [(0, 0), (1, 1), (0, 0)]
     assert visible_devices("2, 3") == ["2", "3"]
+    two_nodes = [RankDevice(node, frozenset((name,))) for node in (0, 1) for name in ("0", "1")]
+    assert seats(two_nodes, ("1", "0"), 0, node=1) == (3, 2), "GPUs of two machines may have one number"
 
 
 class Silent(PipeServer):
