@@ -189,8 +189,8 @@ def test_colocated(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_requeue(cluster: Cluster, tmp_path: Path) -> None:
-    """Warned, the run saves and its job is queued again, and resumes at the step after. Its second node dies: nothing of
-    it is left, the job is queued again, and with the node back it resumes and ends."""
+    """Warned, the run saves and its job is queued again, and resumes at the step after. Its second node dies: nothing
+    of it is left, the job is queued again, and with the node back it resumes and ends."""
     job = Job(cluster, tmp_path, steps=500)
     job.submit("requeue.sbatch", RETRY_AFTER_S="0")
     job.until_rows(3)
