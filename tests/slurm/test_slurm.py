@@ -6,6 +6,7 @@ is real: the ranks train, save and resume.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -60,6 +61,8 @@ class Job:
             "rollout__sync__verify_every": 0,
             "rollout__limits__probe_every_s": 1,
             "checkpoint__every_steps": 1,
+            "reward__function": "support.faulty:length_parity",  # random completions: half are right, so steps train
+            "reward__min_self_consistency": 0,
         }
         self.settings = settings(self.files, self.run_dir, **values | extra)
         self.settings = [one for one in self.settings if not one.startswith("steps=")]
@@ -84,7 +87,7 @@ class Job:
             *self.settings,
             options=("--gpus-per-node=1",),
             PATH=path,
-            PYTHONPATH=str(REPOSITORY),
+            PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]),
             OMP_NUM_THREADS="1",
             **variables,
         )
@@ -149,6 +152,7 @@ def test_split(cluster: Cluster, tmp_path: Path) -> None:
     job.until_finished()
     job.until_freed()
     assert job.state == "COMPLETED" and job.rows == 9
+    assert json.loads((job.run_dir / "summary.json").read_text())["tokens_trained"] > 0
     said = job.log(0)
     assert "starting it again" in said and "answers again" in said
 
@@ -185,10 +189,10 @@ def test_colocated(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_requeue(cluster: Cluster, tmp_path: Path) -> None:
-    """Warned, the run saves and its job is queued again, and resumes at the step after. Its second node dies: Slurm
-    queues the job again, nothing of it is left, and with the node back it resumes and ends."""
+    """Warned, the run saves and its job is queued again, and resumes at the step after. Its second node dies: nothing
+    of it is left, the job is queued again, and with the node back it resumes and ends."""
     job = Job(cluster, tmp_path, steps=500)
-    job.submit("requeue.sbatch")
+    job.submit("requeue.sbatch", RETRY_AFTER_S="0")
     job.until_rows(3)
     cluster.signal_batch(job.name, "USR1")
     job.until(lambda: cluster.job(job.name)["Restarts"] == "1", FREED_S, "queued again")

@@ -141,7 +141,7 @@ class Member:
         return was_in
 
     def answers(self) -> None:
-        """It answers, which says nothing of its weights. One that has left may answer a question that was on its way."""
+        """It answers, which says nothing of its weights. One that has left may answer an earlier question."""
         self._owned()
         if self._state == "out" and not self._has_left:
             self._state, self.reason = "stale", "back, to be synced"
