@@ -130,7 +130,7 @@ def test_a_hung_server_does_not_take_the_others_with_it(running: Running) -> Non
     """SIGSTOP in the second bucket: its neighbours in the broadcast give up before their requests time out, and are not
     to blame. It comes back by a later sync."""
     servers = [PipeServer(0), PipeServer(1, hangs_at=1), PipeServer(2)]
-    sync, fleet, _ = running.sync(*servers, **{"limits.sync_timeout_s": 4.0})
+    sync, fleet, _ = running.sync(*servers, **{"limits.sync_timeout_s": 4.0, "limits.probe_timeout_s": 4.0})
     sync.to(lambda: _weights(3))
     assert [member.state for member in fleet.members] == ["live", "out", "live"]
     assert _holds(servers[0], _weights(3), "1") and _holds(servers[2], _weights(3), "1")

@@ -165,9 +165,9 @@ class WeightSync:
             except Exception as error:
                 problem = error
 
-        # no rank begins before the servers are ready: an actor may have to bring its weights back to the device
-        from_rank_zero(lambda: attempt(lambda: members.extend(self._prepare())))
         stream = iter(weights())
+        # no rank begins to read it before the servers are ready: an actor may have to bring its weights back for it
+        from_rank_zero(lambda: attempt(lambda: members.extend(self._prepare())))
         if self._all is None:
             self._channel.take_part(stream)
         attempt(lambda: self._send(digests.watch(stream) if digests else stream, members))
@@ -196,7 +196,7 @@ class WeightSync:
     def _send(self, tensors: Tensors, members: list[Member]) -> None:
         """On rank 0: leaves those in `members` that took everything."""
         self.stage = "sending"
-        members[:] = self._channel.push(tensors, members, str(self.version))
+        members[:] = self._channel.push(tensors, tuple(members), str(self.version))
         self.stage = "handed over"
 
     def _finish(self, took: Sequence[Member], digests: Digests | None) -> None:
