@@ -52,7 +52,8 @@ from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
 from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from dppo_megatron.types import Completion, Grade
+from dppo_megatron.spans import Spans
+from dppo_megatron.types import Completion, Grade, Watch, unwatched
 from dppo_megatron.weights.architecture import Architecture
 
 _PROBE_S = 120.0
@@ -66,6 +67,8 @@ class ServerEngine:
     Args:
         say: takes lines for the person who watches; used on rank 0.
         client_hook: makes what grades completions in the rollout clients; picklable.
+        spans: gets requests, gradings and syncs of rank 0, while it is on.
+        watch: shows how long launched servers take to start.
 
     Raises:
         UserError: a server cannot be reached, serves another model, is too old, or was started without what is needed.
@@ -78,8 +81,10 @@ class ServerEngine:
         tokenizer: PreTrainedTokenizerBase,
         say: Callable[[str], None] = print,
         client_hook: HookFactory | None = None,
+        spans: Spans | None = None,
+        watch: Watch = unwatched,
     ) -> None:
-        self._config = config
+        self._config, self._spans = config, spans or Spans()
         self._detokenizer, self._vocab_size = Detokenizer.of(tokenizer), architecture.vocab_size
         self._stop_ids = (int(tokenizer.eos_token_id),)
         self._nodes = _nodes()
@@ -96,7 +101,9 @@ class ServerEngine:
         """Nodes whose client asks servers."""
         try:
             devices = gather_all([this_device()])
-            self.description, meeting, how = from_rank_zero(lambda: self._connect(config, architecture, say, devices))
+            self.description, meeting, how = from_rank_zero(
+                lambda: self._connect(config, architecture, say, watch, devices)
+            )
             self._secret, self._owners = meeting.secret, from_rank_zero(lambda: self._owners)
             self._take_path = meeting.take_path(self._nodes.node)
             if self._nodes.is_first and self._nodes.node in self._owners:
@@ -107,7 +114,7 @@ class ServerEngine:
         except BaseException:
             self.close()
             raise
-        self._sync = WeightSync(config.rollout, self._channel, fleet, self._settle_requests)
+        self._sync = WeightSync(config.rollout, self._channel, fleet, self._settle_requests, self._spans)
 
     @property
     def receivers(self) -> Sequence[int]:
@@ -243,10 +250,12 @@ class ServerEngine:
         config: Config,
         architecture: Architecture,
         say: Callable[[str], None],
+        watch: Watch,
         devices: Sequence[RankDevice],
     ) -> tuple[str, Meeting, _Way]:
         """On rank 0: reach or start every server, and wait for the clients from now on."""
-        self._connection = connection = connect(config, architecture, say, devices)
+        self._connection = connection = connect(config, architecture, say, devices, watch)
+        connection.fleet.spans = self._spans
         members, listener = connection.fleet.members, Listener(self._nodes.count)
         launched = any(member.process is not None for member in members)
         owned_by = owners([member.name for member in members], self._nodes.count, only_first=launched)
