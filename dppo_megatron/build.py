@@ -20,10 +20,14 @@ from dppo_megatron.rewards.lanes import GradeInClient
 from dppo_megatron.rollout.engine import Engine, Sampling
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.spans import Spans
+from dppo_megatron.types import Watch
 from dppo_megatron.weights.architecture import Architecture
 
 
-def make_engine(job: Job, dtype: torch.dtype, device: torch.device, say: Callable[[str], None]) -> Engine:
+def make_engine(
+    job: Job, dtype: torch.dtype, device: torch.device, say: Callable[[str], None], watch: Watch, spans: Spans
+) -> Engine:
     """The engine of `rollout.engine`. Raises UserError for servers that cannot be used."""
     config = job.config
     if config.rollout.engine == "hf":
@@ -33,9 +37,10 @@ def make_engine(job: Job, dtype: torch.dtype, device: torch.device, say: Callabl
             dtype=dtype,
             device=device,
             max_concurrent_sequences=config.rollout.limits.max_concurrent_sequences,
+            spans=spans,
         )
     grades = GradeInClient(config.reward, tuple(sys.path))
-    engine = ServerEngine(config, job.architecture, job.tokenizer, say, client_hook=grades)
+    engine = ServerEngine(config, job.architecture, job.tokenizer, say, client_hook=grades, spans=spans, watch=watch)
     say(engine.description)
     return engine
 

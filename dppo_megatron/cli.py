@@ -26,7 +26,7 @@ from dppo_megatron.evaluation.options import add_eval
 from dppo_megatron.pruning.methods import parse_methods
 from dppo_megatron.report.command import add_report
 from dppo_megatron.rollout.serve_command import add_serve
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import GuardStop, UserError, Watch, unwatched
 
 _METHODS = "grpo,cppo,greso,dppo_paper,dppo,dppo_auto"
 _TRAIN = """\
@@ -90,6 +90,13 @@ def main(argv: list[str] | None = None) -> int:
         if not _output_has_gone():
             raise
         return 141
+
+
+def _watch() -> Watch:
+    """Progress on rank 0's terminal or log."""
+    from dppo_megatron.observe.progress import Progress
+
+    return Progress if launched_rank() == 0 else unwatched
 
 
 def _say(line: str) -> None:
@@ -234,7 +241,7 @@ def _converted(arguments: argparse.Namespace) -> list[str]:
 
     if arguments.direction == "to-megatron":
         sizes = arguments.tp, arguments.pp, arguments.ep
-        return hf_to_megatron(arguments.hf, arguments.out, *sizes, verify=arguments.verify)
+        return hf_to_megatron(arguments.hf, arguments.out, *sizes, verify=arguments.verify, watch=_watch())
     return megatron_to_hf(
         arguments.checkpoint,
         arguments.out,
@@ -242,6 +249,7 @@ def _converted(arguments: argparse.Namespace) -> list[str]:
         dtype=arguments.dtype,
         shard_gb=arguments.shard_gb,
         verify=arguments.verify,
+        watch=_watch(),
     )
 
 
@@ -251,7 +259,7 @@ def _train(arguments: argparse.Namespace) -> int:
     config = _load(arguments.config, [*arguments.overrides, *resume])
     from dppo_megatron.job import prepare_job
 
-    job = prepare_job(config, launched_world_size())
+    job = prepare_job(config, launched_world_size(), watch=_watch())
     from dppo_megatron.run import Run, Stopped
     from dppo_megatron.train import train
 

@@ -8,6 +8,7 @@ direction needs a process group, Megatron or the whole model in memory: names an
 from __future__ import annotations
 
 import errno
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dppo_megatron.config.schema import LayoutConfig
-from dppo_megatron.types import UserError
+from dppo_megatron.types import UserError, Watch, unwatched
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import (
     MAX_SHARD_BYTES,
@@ -28,7 +29,7 @@ from dppo_megatron.weights.hf_files import (
     publish,
 )
 from dppo_megatron.weights.mapping import Place, hf_names, join, table
-from dppo_megatron.weights.shapes import hf_shapes
+from dppo_megatron.weights.shapes import hf_shapes, in_layer_order
 from dppo_megatron.weights.torch_dist import TorchDistReader, is_torch_dist, write_torch_dist
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,7 +37,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def hf_to_megatron(
-    source: Path, target: Path, tp: int = 1, pp: int = 1, ep: int = 1, *, verify: bool = False
+    source: Path, target: Path, tp: int = 1, pp: int = 1, ep: int = 1, *, verify: bool = False, watch: Watch = unwatched
 ) -> list[str]:
     """Write `source`, a Hugging Face checkpoint, as a distributed checkpoint that loads at any layout.
 
@@ -45,6 +46,7 @@ def hf_to_megatron(
     Args:
         tp, pp, ep: a layout to check the model against; the files are the same for every layout.
         verify: read the result back and compare every tensor byte for byte.
+        watch: shows the progress.
 
     Returns:
         Lines to print.
@@ -64,15 +66,20 @@ def hf_to_megatron(
     said = [f"{name}: equal to the tied embedding, stored once" for name in sorted(reader.redundant)]
     dtypes = {key: _dtype_of_key(key, reader, architecture) for key in table(architecture)}
 
+    read_so_far = itertools.count(1)
+
     def read(key: str, place: Place) -> Tensor:
+        advance(next(read_so_far))
         return join(key, [reader.get(name) for name in hf_names(key, place, architecture)], architecture)
 
     with _aside(target) as directory:
         check_space(directory, sum(path.stat().st_size for path in set(reader.files.values())))
         copy_assets(source, directory)
-        write_torch_dist(directory, architecture, dtypes, read)
+        with watch("converting", len(list(in_layer_order(architecture))), "tensors") as advance:
+            write_torch_dist(directory, architecture, dtypes, read)
         if verify:
-            said.append(_verify(reader, TorchDistReader(directory, architecture).get, "the converted checkpoint"))
+            written = TorchDistReader(directory, architecture).get
+            said.append(_verify(reader, written, "the converted checkpoint", watch))
     said.append(f"{target}: {len(reader.names)} tensors of {architecture.name}, loadable at any layout")
     return said
 
@@ -85,6 +92,7 @@ def megatron_to_hf(
     dtype: str = "",
     shard_gb: float = MAX_SHARD_BYTES / 1e9,
     verify: bool = False,
+    watch: Watch = unwatched,
 ) -> list[str]:
     """Write a distributed checkpoint, converted or from training, as one that `transformers` loads.
 
@@ -117,9 +125,11 @@ def megatron_to_hf(
     with _disk_errors(target):
         writer = HFWriter(target, assets, architecture, dtypes, max_shard_bytes=int(shard_gb * 1e9))
         try:
-            for name, tensor in reader.tensors():
-                writer.put(name, tensor)
-            writer.finish()
+            with watch("converting", len(reader.names), "tensors") as advance:
+                for done, (name, tensor) in enumerate(reader.tensors(), start=1):
+                    writer.put(name, tensor)
+                    advance(done)
+                writer.finish()
         except BaseException:
             writer.abandon()
             raise
@@ -130,7 +140,7 @@ def megatron_to_hf(
         def stored_as_written(name: str) -> Tensor:
             return reader.get(name).to(dtypes[name])
 
-        said.append(_verify(written, stored_as_written, "the checkpoint it came from"))
+        said.append(_verify(written, stored_as_written, "the checkpoint it came from", watch))
     return [*said, f"{target}: {len(reader.names)} tensors of {architecture.name}"]
 
 
@@ -233,8 +243,13 @@ def _fits(name: str, pattern: str) -> bool:
     )
 
 
-def _verify(reader: CheckpointReader, other: Callable[[str], Tensor], what: str) -> str:
-    wrong = [name for name in reader.names if not _same_bytes(reader.get(name), other(name))]
+def _verify(reader: CheckpointReader, other: Callable[[str], Tensor], what: str, watch: Watch) -> str:
+    wrong = []
+    with watch("verifying", len(reader.names), "tensors") as advance:
+        for done, name in enumerate(reader.names, start=1):
+            if not _same_bytes(reader.get(name), other(name)):
+                wrong.append(name)
+            advance(done)
     if wrong:
         raise UserError(f"--verify: {len(wrong)} tensors differ from {what}: {', '.join(wrong[:8])}")
     return f"verified: {len(reader.names)} tensors are byte for byte those of {what}"

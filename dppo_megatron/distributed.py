@@ -14,10 +14,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
 
+_ROUND_TRIPS = 8
 _PEER_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Socket closed")
 
 
@@ -75,6 +77,36 @@ def barrier() -> None:
     """Return when every rank has called this."""
     if _world_size() > 1:
         dist.barrier()
+
+
+def rank() -> int:
+    """This process's rank in the process group; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def clock_offset(clock: Callable[[], float]) -> tuple[float, float]:
+    """What to add to this rank's `clock` to get rank 0's, and the bound of its error, in seconds. Collective.
+
+    Rank 0 answers each rank in turn. Of a few round trips the shortest counts: rank 0 read its clock somewhere in it.
+
+    Example: asked at 5.0, answered 105.1, back at 5.2 -> offset 100.0, error 0.1.
+    """
+    mine, theirs = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    if rank() == 0:
+        for other in range(1, _world_size()):
+            for _ in range(_ROUND_TRIPS):
+                dist.recv(theirs, src=other)
+                mine[0] = clock()
+                dist.send(mine, dst=other)
+        return 0.0, 0.0
+    best = (0.0, float("inf"))
+    for _ in range(_ROUND_TRIPS):
+        asked = clock()
+        dist.send(mine, dst=0)
+        dist.recv(theirs, src=0)
+        half = (clock() - asked) / 2
+        best = min(best, (float(theirs[0]) - asked - half, half), key=lambda found: found[1])
+    return best
 
 
 def is_peer_lost(error: BaseException) -> bool:

@@ -28,7 +28,7 @@ from dppo_megatron.pruning.outcomes import LARGEST_REWARD
 from dppo_megatron.pruning.policies import check_methods, prompt_policy_class
 from dppo_megatron.rewards.grading import Grader, make_grader
 from dppo_megatron.rewards.start_checks import Bounds, check_grader, check_references
-from dppo_megatron.types import Prompt, TrainSample, UserError
+from dppo_megatron.types import Prompt, TrainSample, UserError, Watch, unwatched
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import WeightReader
 from dppo_megatron.weights.tokenizer import load_tokenizer
@@ -76,11 +76,12 @@ class Job:
         return report_lines(self.train_sets, self.eval_sets, self.stop_token_ids, self.tokenizer)
 
 
-def prepare_job(config: Config, world_size: int, *, trains: bool = True) -> Job:
+def prepare_job(config: Config, world_size: int, *, trains: bool = True, watch: Watch = unwatched) -> Job:
     """Load the data and read the checkpoint's headers.
 
     Args:
         trains: False for an evaluation alone: no training data, and the actor's settings are not checked.
+        watch: shows the progress of checks that take long.
 
     Raises:
         UserError: anything that would fail later.
@@ -108,7 +109,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True) -> Job:
             )
     eval_sets = load_eval_sets(config, tokenizer)
     policy_loss = _load_policy_loss(config) if trains else None
-    grader, notes = _check_grading(config, train_sets, eval_sets)
+    grader, notes = _check_grading(config, train_sets, eval_sets, watch)
     return Job(
         config=config,
         architecture=architecture,
@@ -143,7 +144,7 @@ def _check_pruning(config: Config) -> list[str]:
 
 
 def _check_grading(
-    config: Config, train_sets: Mapping[str, ProblemSet], eval_sets: Mapping[str, ProblemSet]
+    config: Config, train_sets: Mapping[str, ProblemSet], eval_sets: Mapping[str, ProblemSet], watch: Watch
 ) -> tuple[Grader, list[str]]:
     """Start the grader and try it on made-up answers and on the references of every set; returns it and log lines.
 
@@ -165,7 +166,7 @@ def _check_grading(
             if used.key not in checked and prompts:
                 check_grader(used, prompts[0], bounds if used is grader else None)
                 checked.add(used.key)
-            notes.append(check_references(used, reward, name, prompts))
+            notes.append(check_references(used, reward, name, prompts, watch))
     except BaseException:
         grader.close()
         raise

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from dppo_megatron.job import Job
 from dppo_megatron.ledger import overlong_row, straggler_row
 from dppo_megatron.observe.metrics import Timers
 from dppo_megatron.observe.samples import add_actor_logprobs
+from dppo_megatron.observe.timeline import StepRecorder
 from dppo_megatron.outcomes import Outcomes
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import Packable, plan_microbatches
@@ -48,9 +49,20 @@ from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
 from dppo_megatron.rollout.engine import Request
 from dppo_megatron.rollout.sync.receipts import Canary
 from dppo_megatron.selection import Chosen, Decision, Selector
-from dppo_megatron.step import Step, Update, UpdatePlan, sizes_of
+from dppo_megatron.spans import Spans
+from dppo_megatron.step import Step, StepRecord, Update, UpdatePlan, sizes_of
 from dppo_megatron.trace import trace_row
-from dppo_megatron.types import Completion, FloatArray, IntArray, PackPlan, Prompt, SelectedPrompt, TrainSample
+from dppo_megatron.types import (
+    Completion,
+    FloatArray,
+    IntArray,
+    PackPlan,
+    Prompt,
+    SelectedPrompt,
+    TrainSample,
+    Watch,
+    unwatched,
+)
 from dppo_megatron.verdicts import Verdicts
 
 
@@ -59,17 +71,29 @@ class Loop:
 
     Args:
         say: takes log lines, on rank 0.
+        watch: shows the progress of what takes long, on rank 0.
+        spans: what is on timelines.
+        recorder: records steps; None: none.
     """
 
-    def __init__(self, job: Job, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        job: Job,
+        say: Callable[[str], None] = print,
+        watch: Watch = unwatched,
+        spans: Spans | None = None,
+        recorder: StepRecorder | None = None,
+    ) -> None:
         config = job.config
-        self.job, self.say = job, say
+        self.job, self.say, self._watch = job, say, watch
+        self._spans, self._recorder = spans or Spans(), recorder
         dtype = getattr(torch, config.model.dtype)
         layout = build_layout(config.actor.layout, config.seed)
-        self._engine = make_engine(job, dtype, layout.device, say)  # first: reports a bad server at once
+        # first: reports a bad server at once
+        self._engine = make_engine(job, dtype, layout.device, say, watch, self._spans)
         self._engine.rest()  # and gives the actor the device
         self._offload = what_to_offload(config, layout.device.type)
-        self.actor = Actor(config.actor, layout, job.architecture, job.checkpoint.get, dtype=dtype)
+        self.actor = Actor(config.actor, layout, job.architecture, job.checkpoint.get, dtype=dtype, spans=self._spans)
         self.objective = make_objective(config.objective, job.policy_loss)
         self._replicas = Replicas.agree(layout.data_parallel_rank)
         self._evaluator = Evaluator(job)
@@ -112,12 +136,14 @@ class Loop:
                 warm_start_optimizer(config.actor.optimizer, warm.learning_rate, warm.lr_warmup_steps), warm.steps
             )
         order, position = PromptOrder(len(examples), config.seed), 0
-        for _ in range(warm.steps):
-            chosen, position = order.take(position, warm.examples_per_step)
-            num_tokens = float(sum(examples[i].num_completion_tokens for i in chosen))
-            batch = [replace(examples[i], denominator=num_tokens) for i in chosen]
-            if self.actor.update(batch, self.pack(batch), supervised())["skipped_updates"]:
-                raise FloatingPointError("warm start: the loss or its gradient is not finite; lower its learning rate")
+        with self._watch("warm start", warm.steps, "steps") as advance:
+            for done in range(1, warm.steps + 1):
+                chosen, position = order.take(position, warm.examples_per_step)
+                num_tokens = float(sum(examples[i].num_completion_tokens for i in chosen))
+                batch = [replace(examples[i], denominator=num_tokens) for i in chosen]
+                if self.actor.update(batch, self.pack(batch), supervised())["skipped_updates"]:
+                    raise FloatingPointError("warm start: loss or gradient is not finite; lower its learning rate")
+                advance(done)
 
     def start_rl(self) -> None:
         """Begin the RL phase: fresh optimizer and schedule; with a KL term, freeze the policy as its reference."""
@@ -149,10 +175,11 @@ class Loop:
     def step(self, number: int) -> Iterator[Step]:
         """Step `number`: the one begun ahead, or a new one. `time/step_s` is the time spent in the block,
         `time/step_cpu_s` the CPU time of this process in it: where cores are shared, the steadier of the two."""
-        step, self._ahead = self._ahead or Step(number), None
+        step, self._ahead = self._ahead or self._new(number), None
         assert step.number == number, f"step {step.number} was begun ahead, {number} is asked for"
         self.current, self._outcomes = step, []
-        with step.record.timers.phase("step", cpu=True):
+        recorded = self._recorder.step(number) if self._recorder else nullcontext()
+        with recorded, step.record.timers.phase("step", cpu=True):
             if step.reached == "new":
                 self._select(step, step.record.timers)
             yield step
@@ -204,7 +231,7 @@ class Loop:
     def begin_ahead(self, step: Step, number: int) -> None:
         """With `rollout.async_steps`, begin to generate for `number` while `step` trains; 0: nothing to begin."""
         if number and self.job.config.rollout.async_steps:
-            self._ahead = Step(number)
+            self._ahead = self._new(number)
             self._select(self._ahead, step.record.timers)  # the time belongs to the running step
             self._start(self._ahead, self._ahead.selected)
 
@@ -289,7 +316,7 @@ class Loop:
 
     def evaluate(self, names: Collection[str] | None = None) -> list[EvalScores]:
         """Scores of every evaluation set, or of those in `names`."""
-        return self._evaluator.evaluate(self._engine, names)
+        return self._evaluator.evaluate(self._engine, names, self._watch)
 
     def pack(self, samples: Sequence[Packable]) -> PackPlan:
         """Micro-batches for every data-parallel rank, planned on rank 0."""
@@ -315,6 +342,9 @@ class Loop:
         self.last_complete_step = step
 
     # ---------------------------------------------------------------------------------------- inside
+
+    def _new(self, number: int) -> Step:
+        return Step(number, record=StepRecord(timers=Timers(self._spans)))
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """A pass over the actor's weights for the engine. They leave the device with its end: servers have copies."""

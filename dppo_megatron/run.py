@@ -32,14 +32,19 @@ from dppo_megatron.evaluation.statistics import EvalScores
 from dppo_megatron.job import Job
 from dppo_megatron.loop import Loop
 from dppo_megatron.observe.lock import FILE as LOCK
-from dppo_megatron.observe.metrics import Progress
+from dppo_megatron.observe.progress import RunProgress
 from dppo_megatron.observe.run_directory import RunDirectory
-from dppo_megatron.observe.samples import SAMPLES, SampleWriter
+from dppo_megatron.observe.samples import SAMPLES, RecordedGroup, SampleWriter
 from dppo_megatron.observe.signals import StopRequests
 from dppo_megatron.observe.summary import Summary
+from dppo_megatron.observe.timeline import StepRecorder
+from dppo_megatron.observe.trackers.messages import Begin, StepLine
+from dppo_megatron.observe.trackers.sink import TRACKERS, Trackers
+from dppo_megatron.observe.trackers.tables import COLUMNS, flat, numbers, table
 from dppo_megatron.observe.watchdog import Watchdog
 from dppo_megatron.pruning import LedgerRow, biased_rows
 from dppo_megatron.pruning.interface import PromptFeatures
+from dppo_megatron.spans import Spans
 from dppo_megatron.step import Step
 from dppo_megatron.trace import trace_header, trace_seconds
 from dppo_megatron.types import GuardStop, UserError
@@ -60,7 +65,7 @@ class Run:
         _set_threads(job.config.threads_per_rank)
         start_process_group(job.config.guard.rendezvous_timeout_s)
         self._writes = dist.get_rank() == 0
-        self.progress = Progress(job.config.steps, visible=self._writes)
+        self.progress = RunProgress(job.config.steps, visible=self._writes)
         self._stop_requests, self._watchdog = StopRequests(), _watchdog(job.config.guard.watchdog_s)
         self._files: RunDirectory | None = None
         """The run directory, on rank 0."""
@@ -93,7 +98,9 @@ class Run:
                 self.progress.say if self._writes else print,
             )
             self.say(job.data_report)  # before waiting for servers, so that a wrong template is seen early
-            self.loop = Loop(job, self.progress.say)
+            spans = Spans()
+            self._recorder = StepRecorder(job.config.observe, self._directory, spans, self.progress.say)
+            self.loop = Loop(job, self.progress.say, self.progress.watch, spans, self._recorder)
             undo.pop_all()
         self.summary = Summary()
         self._warned: set[str] = set()
@@ -104,6 +111,8 @@ class Run:
         self.say(job.notes)
         self.say(f"changed since the run began: {line}" for line in changes)
         self.progress.say(self.loop.actor.description)
+        self._trackers = self._start_trackers()
+        """On rank 0, if there are any."""
 
     def __enter__(self) -> Run:
         self._stop_requests.listen()
@@ -115,6 +124,8 @@ class Run:
         self.loop.close()
         self._stop_requests.restore()
         self._samples.close()
+        if self._trackers:
+            self._trackers.close(finished=kind in (None, Stopped))
         self._close_files()
         self.progress.close()
         if kind in (None, Stopped, GuardStop):  # after a failure the other ranks may never reach the barrier
@@ -167,6 +178,7 @@ class Run:
     def record(self, step: Step, scores: Sequence[EvalScores] = ()) -> None:
         """A finished step's lines in metrics.jsonl and trace.jsonl, and on the terminal."""
         record = step.record
+        self._recorder.write(step.number)
         self._samples.write(step.number, step.samples)
         self.summary.eval_after = {one.name: one.avg.value for one in scores} or self.summary.eval_after
         if self._files:
@@ -174,15 +186,38 @@ class Run:
             self._files.write("trace.jsonl", record.trace | {"seconds": trace_seconds(record.metrics)})
             self.say(self._new_warnings(record.ledger))
             self.progress.step(step.number, record.metrics)
-        self._write_metrics(step.number, record.line(), scores)
+        self._write_metrics(step.number, record.line(), scores, step.samples)
 
-    def _write_metrics(self, step: int, line: dict[str, Any], scores: Sequence[EvalScores]) -> None:
+    def _write_metrics(
+        self, step: int, line: dict[str, Any], scores: Sequence[EvalScores], samples: Sequence[RecordedGroup] = ()
+    ) -> None:
         if self._files:
             line = line | {key: value for one in scores for key, value in one.metrics().items()}
             if scores:
                 line["eval/problems"] = {one.name: one.by_problem for one in scores}
+            if self._trackers:
+                every, rows = self._config.observe.tracking.samples_every, self._config.observe.tracking.sample_rows
+                shown = table(samples, rows) if every and step % every == 0 else []
+                self._trackers.step(StepLine(step, time.time(), numbers(line), COLUMNS if shown else [], shown))
+                line |= {"observe/tracker_failures": self._trackers.failures}
             self._files.write("metrics.jsonl", {"step": step} | line)
         self.say(f"step {step:>4}: {one.line()}" for one in scores)
+
+    def _start_trackers(self) -> Trackers | None:
+        observe = self._config.observe
+        if not (self._writes and observe.trackers):
+            return None
+        begin = Begin(
+            run=self._run,
+            directory=str((self._directory / TRACKERS).absolute()),
+            project=observe.tracking.project,
+            name=observe.tracking.name or f"{self._directory.absolute().name}-{self._run[:6]}",
+            tags=observe.tracking.tags,
+            offline=observe.tracking.offline,
+            config=flat(config_values(self._config)),
+            resumed_step=self._origin.step if self._origin is not None and self._origin.own else None,
+        )
+        return Trackers(observe.trackers, begin, observe.tracking.drain_s, self.progress.say)
 
     def say(self, lines: Iterable[str]) -> None:
         """Log lines."""

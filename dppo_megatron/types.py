@@ -8,9 +8,10 @@ boundaries by pickling between the ranks of one job, so every class is a slotted
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -194,3 +195,21 @@ class PackPlan:
         """Share of the planned micro-batches' capacity that holds tokens to train, in [0, 1]."""
         capacity = self.max_tokens_per_microbatch * sum(len(rank) for rank in self.microbatches)
         return self.num_tokens / capacity if capacity else 0.0
+
+
+class Advance(Protocol):
+    """Tells a display how far a task is."""
+
+    def __call__(self, done: int, tokens: int = 0) -> None:
+        """So much of the total is done, with so many tokens."""
+
+
+Watch: TypeAlias = Callable[[str, int, str], AbstractContextManager[Advance]]
+"""Opens the display of a task that may take more than two seconds, by what it is, its total and the unit in the plural:
+`with watch("evaluation", 200, "answers") as advance: advance(20)`."""
+
+
+@contextmanager
+def unwatched(what: str, total: int, unit: str) -> Iterator[Advance]:
+    """A `Watch` that shows nothing."""
+    yield lambda done, tokens=0: None

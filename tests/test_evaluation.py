@@ -20,7 +20,6 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.choice import split_settings
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.evaluation.options import add_eval
-from dppo_megatron.evaluation.progress import Progress
 from dppo_megatron.evaluation.samples import read_samples, scores_of
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.graders import final_answer
@@ -464,17 +463,3 @@ def test_requests_are_grouped_whatever_their_order(data: st.DataObject) -> None:
         seeds.setdefault(key, set()).add(group.seed - numbers[0])
     assert all(len(of_prompt) == 1 for of_prompt in seeds.values())
     assert len({seed for of_prompt in seeds.values() for seed in of_prompt}) == len(seeds)
-
-
-def test_progress_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line every 15 s and one at the end, with the time that is left at this speed."""
-    now = 0.0
-    progress = Progress(100, clock=lambda: now)
-    for done in range(1, 101):
-        now = done * 4.0
-        progress(done, done * 50)
-    progress.close()
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 25
-    assert lines[0] == "evaluation: 4 of 100 answers, 12 tokens/s, about 6 min left"
-    assert lines[-1] == "evaluation: 100 of 100 answers, 12 tokens/s"

@@ -20,6 +20,7 @@ from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
 from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Landed, Ready
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
+from dppo_megatron.spans import Spans
 from dppo_megatron.types import GuardStop
 
 
@@ -141,6 +142,25 @@ def test_equal_groups_are_shared_evenly() -> None:
     fleet = world.fleet()
     assert sorted(fleet.run(work_of(groups(*[3] * 8)))) == list(range(8))
     assert [ask.server for ask in world.asked] == [0, 1] * 4 and nothing_in_flight(fleet)
+
+
+def test_requests_are_on_timelines_by_server() -> None:
+    """From the asking to the answer, also one that failed, then the grading; nothing while nobody records."""
+    world = World()
+    fleet = world.fleet()
+    list(fleet.run(work_of(groups(1))))
+    assert fleet.spans.drain() == []
+    fleet.spans = Spans(clock=lambda: world.now)
+    fleet.spans.on = True
+    began = world.now
+    world.reply = lambda ask: None if world.now < began + 3 else answered(ask)
+    list(fleet.run(work_of(groups(1, 1))))
+    spans = fleet.spans.drain()
+    requests = [one for one in spans if one.track != "grading"]
+    assert {(one.track, one.name) for one in requests} == {("requests a", "1-0-0"), ("requests b", "1-1-0")}
+    assert all(one.start_s == began and one.end_s >= began + 3 for one in requests)
+    assert sorted(one.name for one in spans if one.track == "grading") == ["1-0-0", "1-1-0"]
+    assert len({one.ticket for one in requests}) == 2
 
 
 def test_the_fewest_outstanding_tokens_decide() -> None:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from dppo_megatron.config.data import check_data, longest_prompt_tokens
 from dppo_megatron.config.objective import check_objective
+from dppo_megatron.config.observe import check_observe
 from dppo_megatron.config.paths import check_directory, check_writable, shown
 from dppo_megatron.config.pruning import check_pruning
 from dppo_megatron.config.ranges import check_ranges, texts
@@ -40,6 +41,8 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
     check_reward(config.reward)
     _check_objective(config)
     check_selection(config)
+    if purpose == "train":
+        check_observe(config.observe)
 
 
 def check_world_size(config: Config, world_size: int) -> None:

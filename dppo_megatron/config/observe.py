@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
+import netrc
+import os
 from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import urlsplit
 
-from dppo_megatron.config.ranges import ranged
+from dppo_megatron.config.ranges import COUNT, SECONDS, ranged
+from dppo_megatron.types import UserError
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+_MODULE_AND_PACKAGE = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "trackio": ("trackio", "trackio"),
+}
+"""What is imported, and what is installed for it."""
 
 
 @dataclass
@@ -23,6 +38,73 @@ class SamplesConfig:
 
 
 @dataclass
+class TrackingConfig:
+    """What all trackers of `observe.trackers` are told (docs/observe.md). Credentials come from the environment."""
+
+    project: str = "dppo-megatron"
+    """Project (wandb, trackio) or experiment (mlflow)."""
+    name: str = ""
+    """Name of the run; empty: the last part of run_dir and the first six digits of the run's id."""
+    tags: list[str] = field(default_factory=list)
+    """Tags of the run, as plain words."""
+    offline: bool = False
+    """Nothing leaves the machine: wandb and mlflow write to the run directory, for `wandb sync` or a later import.
+    tensorboard always does, trackio unless its environment names a server."""
+    samples_every: int = ranged(10, COUNT)
+    """Send a table of samples at every so many-th step; 0: never."""
+    sample_rows: int = ranged(16, "[1, 10000]")
+    """Completions in such a table, whole groups first."""
+    drain_s: float = ranged(60.0, SECONDS)
+    """How long the end of a run waits for a tracker that is behind."""
+
+
+@dataclass
 class ObserveConfig:
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     """Prompts, completions and what became of them."""
+    trackers: list[TrackerName] = field(default_factory=list)
+    """Where metrics go beside the run directory: any of tensorboard, wandb, mlflow, trackio."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """What those trackers are told."""
+    timeline: int = ranged(0, COUNT)
+    """Write `timeline/` (docs/observe.md) for this many steps from the start or a resume on. 0: for none."""
+    timeline_every: int = ranged(0, COUNT)
+    """And for every so many-th step, so that a long run has a late one too. 0: for none."""
+    profile_steps: list[int] = ranged([], "[1, 1e9]")
+    """Steps that torch's profiler records, in `profile/`. It slows them down."""
+    profile_ranks: list[int] = ranged([0], "[0, 1e6]")
+    """Ranks that it runs on; empty: all. A rank's file of one step can have a hundred MB."""
+
+
+def check_observe(observe: ObserveConfig) -> None:
+    """Raise `UserError` for a tracker that is not installed, named twice, or would ask for a login in mid-run."""
+    if len(set(observe.trackers)) < len(observe.trackers):
+        raise UserError(f"observe.trackers = {observe.trackers}: one is named twice")
+    for name in observe.trackers:
+        module, package = _MODULE_AND_PACKAGE[name]
+        if importlib.util.find_spec(module) is None:
+            raise UserError(
+                f"observe.trackers: {name} needs the package {package}, which is not installed;"
+                f" pip install {package}, or 'dppo-megatron[trackers]' for all of them"
+            )
+    if not observe.tracking.project:
+        raise UserError("observe.tracking.project is empty; give it a name, such as dppo-megatron")
+    if "wandb" in observe.trackers and not observe.tracking.offline and not _can_log_in_to_wandb():
+        raise UserError(
+            "observe.trackers: wandb has no credentials: set WANDB_API_KEY, or run `wandb login` once, or keep to this"
+            " machine with observe.tracking.offline=true"
+        )
+
+
+def _can_log_in_to_wandb() -> bool:
+    """Without asking the network, and without wandb's own question on a terminal."""
+    environment = os.environ
+    if environment.get("WANDB_MODE", "online") != "online":
+        return True
+    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(environment.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(environment.get("NETRC") or os.path.expanduser("~/.netrc")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -6,7 +6,7 @@ next: with six sets of 30 to 700 problems that wait is most of the time of a set
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from dppo_megatron.config.data import eval_set_configs
@@ -16,11 +16,8 @@ from dppo_megatron.evaluation.samples import EvalSample, problem_ids
 from dppo_megatron.evaluation.statistics import EvalScores, score
 from dppo_megatron.job import Job
 from dppo_megatron.rewards.grading import GradeTask
-from dppo_megatron.rollout.engine import Engine, Request, Sampling
-from dppo_megatron.types import Completion, Grade, Prompt
-
-Watch = Callable[[int, int], None]
-"""Called with (completions so far, their tokens) while they come."""
+from dppo_megatron.rollout.engine import Engine, Request, Sampling, own_requests
+from dppo_megatron.types import Completion, Grade, Prompt, Watch, unwatched
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +56,14 @@ class Evaluator:
         self.sets = eval_sets(job)
         self._graders = SetGraders(job.config.reward, job.grade)
 
-    def evaluate(self, engine: Engine, names: Collection[str] | None = None) -> list[EvalScores]:
+    def evaluate(
+        self, engine: Engine, names: Collection[str] | None = None, watch: Watch = unwatched
+    ) -> list[EvalScores]:
         """Scores of every set, or of those in `names`, on every rank. Collective.
 
         Ranks exchange outcomes, not texts: 2,000 answers of 8,000 tokens are 60 MB.
         """
-        samples, items = self._sample(engine, names, watch=None)
+        samples, items = self._sample(engine, names, watch)
         mine = [(position, item.set, sample.outcome) for (position, item), sample in zip(items, samples, strict=True)]
         outcomes = [(of, outcome) for _, of, outcome in sorted(gather_all(mine), key=lambda each: each[0])]
         return [
@@ -73,7 +72,7 @@ class Evaluator:
             if names is None or one.name in names
         ]
 
-    def sample(self, engine: Engine, watch: Watch | None = None) -> list[EvalSample]:
+    def sample(self, engine: Engine, watch: Watch = unwatched) -> list[EvalSample]:
         """This rank's samples of every set, graded; without other ranks, all samples."""
         return self._sample(engine, None, watch)[0]
 
@@ -82,7 +81,7 @@ class Evaluator:
         self._graders.close()
 
     def _sample(
-        self, engine: Engine, names: Collection[str] | None, watch: Watch | None
+        self, engine: Engine, names: Collection[str] | None, watch: Watch
     ) -> tuple[list[EvalSample], list[tuple[int, _Item]]]:
         """This rank's samples, and which item of the evaluation each is of."""
         items = [
@@ -96,11 +95,12 @@ class Evaluator:
         completions: dict[int, Completion] = {}
         tokens = 0
         fallback = Sampling(1, 0.0, 0)  # each request carries its own sampling
-        for position, completion in engine.stream(requests, fallback):
-            completions[position] = completion
-            tokens += len(completion.token_ids)
-            if watch is not None:
-                watch(len(completions), tokens)
+        total = len(requests) if engine.has_servers else len(own_requests(requests))
+        with watch("evaluation", total, "answers") as advance:
+            for position, completion in engine.stream(requests, fallback):
+                completions[position] = completion
+                tokens += len(completion.token_ids)
+                advance(len(completions), tokens)
         mine = [(position, items[position]) for position in sorted(completions)]
         done = [completions[position] for position, _ in mine]
         grades = self._grade([item for _, item in mine], [completion.text for completion in done])

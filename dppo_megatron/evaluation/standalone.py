@@ -19,7 +19,6 @@ from dppo_megatron.distributed import launched_world_size
 from dppo_megatron.evaluation.choice import chosen_sets, without
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.evaluation.grading import SetGraders, unparsed, vote_of
-from dppo_megatron.evaluation.progress import Progress
 from dppo_megatron.evaluation.samples import (
     RESULTS,
     SAMPLES,
@@ -33,6 +32,7 @@ from dppo_megatron.evaluation.samples import (
 from dppo_megatron.evaluation.statistics import EvalScores, percent
 from dppo_megatron.evaluation.target import find_target
 from dppo_megatron.job import Job, prepare_job
+from dppo_megatron.observe.progress import Progress
 from dppo_megatron.rewards.grading import GradeTask, make_grader
 from dppo_megatron.rewards.start_checks import check_grader
 from dppo_megatron.rollout.engine import Engine
@@ -70,16 +70,14 @@ def evaluate_model(order: Order) -> list[str]:
         raise UserError("there is no set to evaluate on: give --sets, or data.eval_sets in the config")
     if out is not None:
         check_out(out, RESULTS)
-    job = prepare_job(config, world_size=1, trains=False)
+    job = prepare_job(config, world_size=1, trains=False, watch=Progress)
     for line in [*said, *_shown(job)]:
         print(line, flush=True)
     with TemporaryDirectory(prefix="eval-") as scratch:
         job.config.run_dir = str(out or scratch)  # servers' logs and the sync directory
         with closing(_engine(job)) as engine, closing(Evaluator(job)) as evaluator:
             print(engine.description, flush=True)
-            total = sum(len(one.prompts) * one.samples for one in evaluator.sets)
-            with closing(Progress(total)) as progress:
-                samples = evaluator.sample(engine, progress)
+            samples = evaluator.sample(engine, Progress)
     scores = scores_of(samples)
     lines = table(scores)
     if out is not None:
@@ -257,7 +255,7 @@ def _engine(job: Job) -> Engine:
     """The configured engine with the checkpoint's weights."""
     if job.config.rollout.engine == "hf":
         return engine_from_files(job.config, job.tokenizer, job.checkpoint)
-    engine = ServerEngine(job.config, job.architecture, job.tokenizer)
+    engine = ServerEngine(job.config, job.architecture, job.tokenizer, watch=Progress)
     try:
         engine.load_weights(lambda: ((name, job.checkpoint.get(name)) for name in job.checkpoint.names))
     except BaseException:

@@ -1,22 +1,24 @@
-"""Phase timers, and the progress display."""
+"""Phase timers."""
 
 from __future__ import annotations
 
-import math
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from tqdm import tqdm
+from dppo_megatron.spans import Spans
 
 
 class Timers:
-    """Seconds spent in each phase of a step."""
+    """Seconds spent in each phase of a step.
 
-    def __init__(self) -> None:
+    Args:
+        spans: gets each phase as a span too.
+    """
+
+    def __init__(self, spans: Spans | None = None) -> None:
         self._seconds: dict[str, float] = {}
+        self._spans = spans or Spans()
 
     @contextmanager
     def phase(self, name: str, *, cpu: bool = False) -> Iterator[None]:
@@ -25,7 +27,9 @@ class Timers:
         try:
             yield
         finally:
-            self._add(name, time.perf_counter() - start)
+            end = time.perf_counter()
+            self._add(name, end - start)
+            self._spans.add("phases", name, start, end)
             if cpu:
                 self._add(f"{name}_cpu", time.process_time() - cpu_start)
 
@@ -37,42 +41,3 @@ class Timers:
         seconds = {f"time/{name}_s": value for name, value in self._seconds.items()}
         self._seconds.clear()
         return seconds
-
-
-class Progress:
-    """A live bar on a terminal, one plain line a step in a pipe; silent on every rank but 0."""
-
-    def __init__(self, total_steps: int, *, visible: bool) -> None:
-        self._total = total_steps
-        self._visible = visible
-        live = visible and sys.stderr.isatty()
-        self._bar = tqdm(total=total_steps, unit="step", dynamic_ncols=True) if live else None
-
-    def say(self, text: str) -> None:
-        """A line above the bar."""
-        if not self._visible:
-            return
-        if self._bar is not None:
-            self._bar.write(text)
-        else:
-            print(text, flush=True)
-
-    def step(self, step: int, metrics: dict[str, Any]) -> None:
-        """Show the end of `step`."""
-        mean = metrics["reward/mean"]  # null if the step has no reward: everything pruned, or every grading failed
-        text = (
-            f"reward {'-' if mean is None or math.isnan(mean) else format(mean, '.3f')}"
-            f"  generated {metrics['prune/completions_generated']:.0f}"
-            f"  trained {metrics['prune/completions_trained']:.0f}"
-            f"  grad {metrics['train/grad_norm']:.2f}"
-        )
-        if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(step - self._bar.n)
-        else:
-            self.say(f"step {step:>4}/{self._total}  {text}  {metrics['time/step_s']:.2f} s")
-
-    def close(self) -> None:
-        """End the bar, leaving it on the screen."""
-        if self._bar is not None:
-            self._bar.close()

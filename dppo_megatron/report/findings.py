@@ -36,6 +36,7 @@ def findings(run: RunRecord) -> list[Finding]:
     alarm = _setting(run, "rollout.limits.mismatch_alarm", _MISMATCH_ALARM)
     rules: list[tuple[str, str, Callable[[float], bool], str]] = [
         ("bad", "train/skipped_updates", lambda v: v > 0, "an update was skipped: loss or gradient was not finite"),
+        ("warning", "observe/tracker_failures", lambda v: v > 0, "a tracker has missed steps or failed"),
         ("warning", "reward/failed", lambda v: v > 0, "gradings failed"),
         (
             "warning",

@@ -22,6 +22,7 @@ import yaml
 from dppo_megatron.config.load import config_values
 from dppo_megatron.config.schema import Config
 from dppo_megatron.observe.lock import FILE as LOCK
+from dppo_megatron.observe.trackers.sink import FAILURES, TRACKERS
 from dppo_megatron.types import UserError
 
 _HEARTBEAT_S = 60.0
@@ -88,6 +89,8 @@ def read_run(path: Path) -> RunRecord:
     _add_trace(run, path / "trace.jsonl")
     run.summary = _json(path / "summary.json", run.notes)
     run.settings = _settings(path / "config.yaml", run.notes)
+    for name, missed in _json(path / TRACKERS / FAILURES, run.notes).items():
+        run.notes.append(f"tracker {name} has failed {missed.get('failures')} times, first: {missed.get('first')}")
     return run
 
 

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dppo_megatron.config.reward import RewardConfig
-from dppo_megatron.rewards.grading import Grader, deciding_reward, task_of
-from dppo_megatron.types import Grade, Prompt, UserError
+from dppo_megatron.rewards.grading import Grader, GradeTask, deciding_reward, task_of
+from dppo_megatron.types import Grade, Prompt, UserError, Watch, unwatched
 
 MOST_REFERENCES = 2000
 """References of one set that are checked, evenly spread: 0.1 s of cheap gradings, and 99 % is known to 0.2 points."""
 _SHOWN = 10
+_BATCH = 256
 _FORMS = (
     ("boxed", "The answer is $\\boxed{%s}$."),
     ("after ####", "The answer follows.\n#### %s"),
@@ -64,7 +65,9 @@ def check_grader(grader: Grader, prompt: Prompt, bounds: Bounds | None = None) -
             )
 
 
-def check_references(grader: Grader, reward: RewardConfig, name: str, prompts: Sequence[Prompt]) -> str:
+def check_references(
+    grader: Grader, reward: RewardConfig, name: str, prompts: Sequence[Prompt], watch: Watch = unwatched
+) -> str:
     """Grade the references of a set as if they were answers; returns a line that says how many were right.
 
     Raises:
@@ -76,9 +79,13 @@ def check_references(grader: Grader, reward: RewardConfig, name: str, prompts: S
     checked = [prompts[i * len(prompts) // count] for i in range(count)]
     first_grades: dict[int, Grade] = {}
     wrong = list(range(count))
-    for _, form in _FORMS:
-        tasks = [task_of(checked[i], form % checked[i].answer, f"the reference of {_place(checked[i])}") for i in wrong]
-        grades = dict(zip(wrong, grader.grade(tasks), strict=True))
+    for how, form in _FORMS:
+        grades: dict[int, Grade] = {}
+        with watch(f"start: grading the references of {name}, {how}", len(wrong), "references") as advance:
+            for first in range(0, len(wrong), _BATCH):
+                some = wrong[first : first + _BATCH]
+                grades |= zip(some, grader.grade([_as_answer(checked[i], form) for i in some]), strict=True)
+                advance(len(grades))
         for i, grade in grades.items():
             first_grades.setdefault(i, grade)
         # written so that a NaN is not right
@@ -98,6 +105,10 @@ def check_references(grader: Grader, reward: RewardConfig, name: str, prompts: S
         f" the others could be rewarded: choose a grader that can read them, or mend the rows. A grader that is not"
         f" about references (a length, a format) needs reward.min_self_consistency=0.{''.join(rows)}{more}"
     )
+
+
+def _as_answer(prompt: Prompt, form: str) -> GradeTask:
+    return task_of(prompt, form % prompt.answer, f"the reference of {_place(prompt)}")
 
 
 def _verdict(grade: Grade) -> str:

@@ -22,6 +22,7 @@ from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.engine import Request, Sampling, Weights, own_requests
 from dppo_megatron.rollout.hf_names import by_checkpoint_name
 from dppo_megatron.rollout.kv_cache import growing_cache
+from dppo_megatron.spans import Spans
 from dppo_megatron.types import BoolArray, Completion, FloatArray, Grade, IntArray
 from dppo_megatron.weights.hf_files import WeightReader, check_finite
 
@@ -40,7 +41,9 @@ class HFEngine:
         dtype: torch.dtype,
         device: torch.device,
         max_concurrent_sequences: int,
+        spans: Spans | None = None,
     ) -> None:
+        self._spans = spans or Spans()
         with torch.device(device):
             config = AutoConfig.from_pretrained(hf_path, trust_remote_code=False, local_files_only=True)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -85,7 +88,9 @@ class HFEngine:
             order.sort(key=lambda i: len(requests[i].prompt.token_ids))
             for start in range(0, len(order), self._batch):
                 chunk = order[start : start + self._batch]
-                yield from zip(chunk, self._generate([requests[i] for i in chunk], how), strict=True)
+                with self._spans.span("generation", f"{len(chunk)} completions"):
+                    done = self._generate([requests[i] for i in chunk], how)
+                yield from zip(chunk, done, strict=True)
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Nothing runs beside the actor here: the work is done in `finish`."""

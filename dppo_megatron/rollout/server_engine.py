@@ -57,7 +57,8 @@ from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
 from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from dppo_megatron.types import Completion, Grade
+from dppo_megatron.spans import Spans
+from dppo_megatron.types import Completion, Grade, Watch, unwatched
 from dppo_megatron.weights.architecture import Architecture
 
 _PROBE_S = 120.0
@@ -71,6 +72,8 @@ class ServerEngine:
     Args:
         say: takes lines for the person who watches; used on rank 0.
         client_hook: makes what grades completions in the rollout clients; picklable.
+        spans: gets requests, gradings and syncs of rank 0, while it is on.
+        watch: shows how long launched servers take to start.
 
     Raises:
         UserError: a server cannot be reached, serves another model, is too old, or was started without what is needed.
@@ -83,8 +86,10 @@ class ServerEngine:
         tokenizer: PreTrainedTokenizerBase,
         say: Callable[[str], None] = print,
         client_hook: HookFactory | None = None,
+        spans: Spans | None = None,
+        watch: Watch = unwatched,
     ) -> None:
-        self._config = config
+        self._config, self._spans = config, spans or Spans()
         self._detokenizer, self._vocab_size = Detokenizer.of(tokenizer), architecture.vocab_size
         self._stop_ids = (int(tokenizer.eos_token_id),)
         self._nodes = _nodes()
@@ -106,7 +111,7 @@ class ServerEngine:
             if config.rollout.servers.launch == "local":
                 launched, self._keeper = launch_everywhere(config, self._nodes)
             self.description, meeting, how = from_rank_zero(
-                lambda: self._connect(config, architecture, say, devices, launched)
+                lambda: self._connect(config, architecture, say, watch, devices, launched)
             )
             self._secret, self._owners = meeting.secret, from_rank_zero(lambda: self._owners)
             self._take_path = meeting.take_path(self._nodes.node)
@@ -118,7 +123,7 @@ class ServerEngine:
         except BaseException:
             self.close()
             raise
-        self._sync = WeightSync(config.rollout, self._channel, fleet, self._settle_requests)
+        self._sync = WeightSync(config.rollout, self._channel, fleet, self._settle_requests, self._spans)
 
     @property
     def receivers(self) -> Sequence[int]:
@@ -256,11 +261,13 @@ class ServerEngine:
         config: Config,
         architecture: Architecture,
         say: Callable[[str], None],
+        watch: Watch,
         devices: Sequence[RankDevice],
         launched: Sequence[ServerProcess],
     ) -> tuple[str, Meeting, _Way]:
         """On rank 0: reach every server, and wait for the clients from now on."""
-        self._connection = connection = connect(config, architecture, say, devices, launched)
+        self._connection = connection = connect(config, architecture, say, devices, launched, watch)
+        connection.fleet.spans = self._spans
         members, listener = connection.fleet.members, Listener(self._nodes.count)
         owned_by = owners([m.name for m in members], self._nodes.count, [server.node for server in launched])
         addresses = [

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dppo_megatron.config.reward import RewardConfig
-from dppo_megatron.observe.metrics import Progress
+from dppo_megatron.observe.progress import RunProgress
 from dppo_megatron.rewards.measures import FailureGuard, GradeTable, grading_metrics
 from dppo_megatron.types import Grade, Group, GuardStop, Prompt, SelectedPrompt
 
@@ -89,5 +89,5 @@ def test_progress_without_a_reward(capsys: pytest.CaptureFixture[str]) -> None:
         "time/step_s": 1.0,
     }
     for mean, said in ((math.nan, "reward -"), (None, "reward -"), (0.0, "reward 0.000")):
-        Progress(3, visible=True).step(1, metrics | {"reward/mean": mean})
+        RunProgress(3, visible=True).step(1, metrics | {"reward/mean": mean})
         assert said in capsys.readouterr().out

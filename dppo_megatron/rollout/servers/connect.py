@@ -28,7 +28,7 @@ from dppo_megatron.rollout.servers.seats import CPU, RankDevice, Seats, seats, v
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer, vllm_command, vllm_environment
 from dppo_megatron.rollout.transfer import shared_memory
-from dppo_megatron.types import UserError
+from dppo_megatron.types import UserError, Watch, unwatched
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.torch_dist import is_torch_dist
 
@@ -61,6 +61,7 @@ def connect(
     say: Callable[[str], None],
     devices: Sequence[RankDevice],
     launched: Sequence[ServerProcess] = (),
+    watch: Watch = unwatched,
 ) -> Connection:
     """Reach every server and check it.
 
@@ -84,8 +85,7 @@ def connect(
         servers: list[Server] = [
             make_server(rollout.engine, url, key, architecture.vocab_size) for url, key in addresses.items()
         ]
-        for own, server in zip(launched, servers, strict=False):
-            own.wait_ready(lambda s=server: s.healthy(timeout_s=_READY_S), rollout.limits.start_timeout_s)  # type: ignore[misc]
+        _await_ready(launched, servers, rollout.limits.start_timeout_s, watch)
         infos = [describe(server, rollout.servers.api_key_env) for server in servers]
         for server, info in zip(servers, infos, strict=True):
             check_server(server.http.url, info, config, architecture)
@@ -138,6 +138,19 @@ def check_entry(entry: Entry, rollout: RolloutConfig) -> None:
     if entry.engine != rollout.engine:
         raise UserError(f"{entry.url} is a server of engine {entry.engine}; rollout.engine = {rollout.engine}")
     check_endpoint(entry.url, rollout)
+
+
+def _await_ready(launched: Sequence[ServerProcess], servers: Sequence[Server], timeout_s: float, watch: Watch) -> None:
+    with watch("rollout servers", len(launched), f"started ({launched[0].where})" if launched else "") as say:
+        for done, (own, server) in enumerate(zip(launched, servers, strict=False)):
+
+            def is_ready(done: int = done, server: Server = server) -> None:
+                """Asked every half second."""
+                say(done)
+                server.healthy(timeout_s=_READY_S)
+
+            own.wait_ready(is_ready, timeout_s)
+            say(done + 1)
 
 
 def workers(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> list[str]:

@@ -40,6 +40,7 @@ from dppo_megatron.rollout.servers.launch import ServerProcess
 from dppo_megatron.rollout.servers.member import Member, OwnedLock
 from dppo_megatron.rollout.servers.protocol import Server
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
+from dppo_megatron.spans import Spans
 from dppo_megatron.types import GuardStop, UserError
 
 _TICK_S = 0.2
@@ -102,6 +103,8 @@ class _Probe:
 class _Attempt:
     index: int
     member: Member
+    began_s: float
+    """On the clock of the spans."""
 
 
 class Fleet:
@@ -134,6 +137,8 @@ class Fleet:
         self.intake = intake
         self.recruit: Callable[[Fleet], None] | None = None
         """Lets servers in and go; called where a server that is back could be used at once."""
+        self.spans = Spans()
+        """Gets requests by server, and gradings, while it is on."""
         self._config, self._clock = config, clock
         self._threads = threads or ThreadPoolExecutor(max_workers=max(32, len(servers)), thread_name_prefix="probe")
         self._expected = ""
@@ -299,6 +304,8 @@ class _Rollout:
         self._attempts: dict[int, _Attempt] = {}
         self._watched = -math.inf
         self._places = fleet.places
+        self._landed_s: dict[int, float] = {}
+        """Ticket -> when its answer came, on the clock of the spans."""
 
     def run(self) -> Iterator[int]:
         """See `Fleet.run`."""
@@ -337,7 +344,7 @@ class _Rollout:
         left_s = work.first_asked.setdefault(index, now) + self._limits.request_timeout_s - now
         with self._fleet.lock:
             member.began(group.cost, group.count)
-        self._attempts[ticket] = _Attempt(index, member)
+        self._attempts[ticket] = _Attempt(index, member, self._fleet.spans.clock())
         prompt = work.prompts[index] if work.prompts else b""
         self._intake.ask(
             Ask(ticket, index, self._places[member.name], group, work.expected, left_s + _ANSWER_S, prompt)
@@ -361,11 +368,16 @@ class _Rollout:
         """The group that has landed, if one has. Tickets that are no longer wanted are passed over."""
         if isinstance(event, Ready):
             if event.ticket in self._work.landed:
-                self._work.ready.add(self._work.landed[event.ticket])
+                index = self._work.landed[event.ticket]
+                self._work.ready.add(index)
+                now = self._fleet.spans.clock()
+                self._show("grading", index, self._landed_s.pop(event.ticket, now), event.ticket)
             return None
         if event.ticket not in self._attempts:
             return None
         attempt = self._forget(event.ticket)
+        self._landed_s[event.ticket] = self._fleet.spans.clock()
+        self._show(f"requests {attempt.member.name}", attempt.index, attempt.began_s, event.ticket)
         if isinstance(event, Failed):
             self._failed(attempt, event)
             return None
@@ -378,6 +390,11 @@ class _Rollout:
         self._work.landed[event.ticket] = attempt.index
         self._fleet.delivered(attempt.member)
         return attempt.index
+
+    def _show(self, track: str, index: int, began_s: float, ticket: int) -> None:
+        spans = self._fleet.spans
+        if spans.on:
+            spans.add(track, self._work.groups[index].request_id, began_s, spans.clock(), ticket)
 
     def _again(self, index: int) -> None:
         self._work.retries += 1

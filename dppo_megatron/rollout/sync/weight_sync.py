@@ -32,6 +32,7 @@ from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory
 from dppo_megatron.rollout.sync.channels import FAILURES, Channel, Tensors, at_once, drain, on_each
 from dppo_megatron.rollout.sync.receipts import Digests, Receipt, differing
+from dppo_megatron.spans import Spans
 from dppo_megatron.types import GuardStop
 
 Stage = Literal["done", "reviving", "waking", "pausing", "sending", "handed over", "finishing", "proving"]
@@ -44,6 +45,7 @@ class WeightSync:
     Args:
         fleet: on rank 0; None elsewhere.
         settle_requests: called on rank 0 before the servers are paused: waits for what is to finish first.
+        spans: gets the stages, on rank 0.
 
     Example:
         sync = WeightSync(rollout, channel, fleet, settle_requests)
@@ -58,7 +60,11 @@ class WeightSync:
         channel: Channel,
         fleet: Fleet | None,
         settle_requests: Callable[[], None] = lambda: None,
+        spans: Spans | None = None,
     ) -> None:
+        self._spans = spans or Spans()
+        self._reached_s = 0.0
+        """When the present stage began, on the clock of the spans."""
         self._rollout, self._channel, self._all = rollout, channel, fleet
         self._settle_requests = settle_requests
         self._timeout_s = rollout.limits.sync_timeout_s
@@ -110,7 +116,7 @@ class WeightSync:
                 return not self._needs_another_pass(problem, passes, until)
 
             is_over = from_rank_zero(decide)
-        self.stage = "done"
+        self._reach("done")
         self.measured["rollout/sync_s"] = time.perf_counter() - started
 
     def sleep(self) -> None:
@@ -150,6 +156,13 @@ class WeightSync:
         """On rank 0: after `pause`, without a sync."""
         on_each(self._fleet, members, lambda m: m.server.resume(timeout_s=self._timeout_s), doing="resuming")
 
+    def _reach(self, stage: Stage) -> None:
+        """The next stage begins, and the present one ends."""
+        now = self._spans.clock()
+        if self.stage != "done":
+            self._spans.add("weight sync", self.stage, self._reached_s, now)
+        self.stage, self._reached_s = stage, now
+
     def _pass_to_the_end(self, weights: Weights) -> Exception | None:
         """One pass, and what went wrong in it: every rank walks the stream to its end first."""
         members: list[Member] = []
@@ -179,15 +192,15 @@ class WeightSync:
     def _prepare(self) -> list[Member]:
         """On rank 0: the members of this pass, awake for weights and paused."""
         fleet = self._fleet
-        self.stage = "reviving"
+        self._reach("reviving")
         fleet.restart_dead()
         fleet.revive()
         members = [member for member in fleet.members if member.state == "stale"]
-        self.stage = "waking"
+        self._reach("waking")
         if self._rollout.servers.colocate:  # one that was started again has all of its memory
             members = self._put_to_sleep(members)
         self._wake(members, "weights")
-        self.stage = "pausing"
+        self._reach("pausing")
         if self._rollout.sync.in_flight == "finish":
             self._settle_requests()
         self.pause(members)
@@ -195,17 +208,17 @@ class WeightSync:
 
     def _send(self, tensors: Tensors, members: list[Member]) -> None:
         """On rank 0: leaves those in `members` that took everything."""
-        self.stage = "sending"
+        self._reach("sending")
         members[:] = self._channel.push(tensors, tuple(members), str(self.version))
-        self.stage = "handed over"
+        self._reach("handed over")
 
     def _finish(self, took: Sequence[Member], digests: Digests | None) -> None:
         """On rank 0: who took the weights generates, and proves it if a proof is due."""
-        self.stage = "finishing"
+        self._reach("finishing")
         self._wake(took, "kv_cache")
         self._open(took, str(self.version))
         if digests is not None and self._fleet.live:
-            self.stage = "proving"
+            self._reach("proving")
             self._compare(digests)
 
     def _wake(self, members: Sequence[Member], what: DeviceMemory) -> None:

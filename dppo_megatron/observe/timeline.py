@@ -1,0 +1,171 @@
+"""timeline/: one step on all ranks as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+    step begins            step ends          record()
+    spans on, profiler ──▶ off ──▶ ... ──▶ each rank's clock against rank 0's, spans to rank 0, one file
+
+Ranks of one machine share a clock. Between machines it is compared with rank 0's just before the file is written: the
+best of a few round trips, whose half is the error (in the file, under `otherData`). All of it happens for recorded
+steps only, outside the step's own time.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dppo_megatron.config.observe import ObserveConfig
+from dppo_megatron.distributed import clock_offset, rank, to_rank_zero
+from dppo_megatron.spans import Span, Spans
+
+TIMELINE, PROFILE = "timeline", "profile"
+"""Directories, in that of the run."""
+PHASES = "phases"
+"""The track of a step's phases."""
+_ORDER = (PHASES, "micro-batches", "pipeline", "weight sync")
+"""Tracks from the top; others follow by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpans:
+    """What one rank has recorded of a step."""
+
+    rank: int
+    host: str
+    offset_s: float
+    """To be added to its clock to get rank 0's."""
+    within_s: float
+    """How well that is known."""
+    spans: list[Span]
+
+
+class StepRecorder:
+    """Records the steps that `observe.timeline`, `timeline_every` and `profile_steps` name. On every rank.
+
+    Args:
+        directory: that of the run.
+        say: takes log lines.
+    """
+
+    def __init__(self, settings: ObserveConfig, directory: Path, spans: Spans, say: Callable[[str], None]) -> None:
+        self._settings, self._directory, self._spans, self._say = settings, directory, spans, say
+        self._left = settings.timeline
+        """Of the first steps, how many are still to be recorded."""
+        self._recorded: int | None = None
+        """The step whose spans wait to be written."""
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around the step."""
+        every = self._settings.timeline_every
+        wanted = self._left > 0 or (every > 0 and number % every == 0)
+        self._left = max(0, self._left - 1)
+        self._spans.on = wanted
+        try:
+            with self._profiled(number):
+                yield
+        finally:
+            self._spans.on = False
+        self._recorded = number if wanted else None
+
+    def write(self, number: int) -> None:
+        """Write the timeline of step `number`, if it was recorded. Collective."""
+        if self._recorded != number:
+            return
+        self._recorded = None
+        offset_s, within_s = clock_offset(self._spans.clock)
+        mine = RankSpans(rank(), socket.gethostname(), offset_s, within_s, self._spans.drain())
+        if everyone := to_rank_zero(mine):
+            path = self._directory / TIMELINE / f"step_{number:06d}.json.gz"
+            try:
+                path.parent.mkdir(exist_ok=True)
+                with gzip.open(path, "wt", encoding="utf-8", compresslevel=3) as file:
+                    json.dump(trace(number, everyone), file)
+            except OSError as error:
+                self._say(f"warning: {path} cannot be written: {error.strerror}")
+
+    @contextmanager
+    def _profiled(self, number: int) -> Iterator[None]:
+        ranks = self._settings.profile_ranks
+        if number not in self._settings.profile_steps or (ranks and rank() not in ranks):
+            yield
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
+            yield
+        path = self._directory / PROFILE / f"step_{number:06d}.rank{rank():04d}.json.gz"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            profile.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            self._say(f"warning: {path} cannot be written: {error}")
+
+
+def trace(step: int, ranks: Sequence[RankSpans]) -> dict[str, Any]:
+    """A step in the Trace Event Format. Times are microseconds since the start of the step on rank 0.
+
+    A track whose spans nest is a thread of its rank; spans that may overlap are asynchronous events, and how many of a
+    track are open at a time is a counter beside them.
+    """
+    starts = [span.start_s for span in ranks[0].spans if span.track == PHASES]
+    origin_s = min(starts, default=0.0)
+    events: list[dict[str, Any]] = []
+    for one in ranks:
+        names = sorted({span.track for span in one.spans}, key=lambda name: (*_place(name), name))
+        threads = {name: place for place, name in enumerate(names)}
+        events.append(_about("process_name", one.rank, 0, f"rank {one.rank} ({one.host})"))
+        events += [_about("thread_name", one.rank, place, name) for name, place in threads.items()]
+        events += [_about("thread_sort_index", one.rank, place, place) for place in threads.values()]
+        for span in one.spans:
+            events += _events(span, one, threads[span.track], origin_s)
+        events += _counters(one, origin_s)
+    clocks = [{"rank": one.rank, "offset_s": one.offset_s, "within_s": one.within_s} for one in ranks]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": step, "clocks": clocks}}
+
+
+def _place(track: str) -> tuple[int]:
+    return (_ORDER.index(track) if track in _ORDER else len(_ORDER),)
+
+
+def _about(what: str, process: int, thread: int, value: str | int) -> dict[str, Any]:
+    key = "sort_index" if what == "thread_sort_index" else "name"
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {key: value}}
+
+
+def _events(span: Span, one: RankSpans, thread: int, origin_s: float) -> list[dict[str, Any]]:
+    start, end = _ns(span.start_s, one, origin_s), _ns(span.end_s, one, origin_s)
+    common = {"name": span.name, "cat": span.track, "pid": one.rank, "tid": thread}
+    if span.ticket is None:
+        return [common | {"ph": "X", "ts": start / 1000, "dur": (end - start) / 1000}]
+    ident = {"id2": {"local": f"{thread}.{span.ticket}"}}  # an id counts within its rank
+    return [common | ident | {"ph": "b", "ts": start / 1000}, common | ident | {"ph": "e", "ts": end / 1000}]
+
+
+def _counters(one: RankSpans, origin_s: float) -> list[dict[str, Any]]:
+    changes: dict[str, list[tuple[int, int]]] = {}
+    for span in one.spans:
+        if span.ticket is not None:
+            edges = (_ns(span.start_s, one, origin_s), 1), (_ns(span.end_s, one, origin_s), -1)
+            changes.setdefault(span.track, []).extend(edges)
+    events = []
+    for track, edges_of_track in changes.items():
+        count = 0
+        for at, change in sorted(edges_of_track):
+            count += change
+            value = {"in flight": count}
+            events.append({"ph": "C", "name": f"{track}: in flight", "pid": one.rank, "ts": at / 1000, "args": value})
+    return events
+
+
+def _ns(at_s: float, one: RankSpans, origin_s: float) -> int:
+    """Whole nanoseconds: rounded like this, spans that nest still nest."""
+    return round((at_s + one.offset_s - origin_s) * 1e9)

@@ -1,0 +1,173 @@
+"""The process of one tracker: takes messages from stdin, hands them to the tool, answers each.
+
+A process and not a thread of the trainer, because the tools are what they are: mlflow imports for six seconds, wandb
+and trackio keep global state, print, and wait for the network when Python exits. Here none of it is the trainer's. When
+the trainer is killed, stdin ends, and what was sent is still delivered.
+
+Steps that the tool has already are not sent to it again: the run was resumed from a checkpoint and does them again,
+with the same result (docs/checkpoints.md). `trackers/NAME.json` says how far the tool is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Protocol
+
+from dppo_megatron.observe.trackers.messages import ENCODER, TO_TRACKER, Answer, Begin, End, StepLine
+
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_LEAST_SECRET = 6
+"""Shorter values of such variables are no secrets, and replacing them would garble text."""
+
+
+@dataclass
+class Mark:
+    """How far the tool is, kept in the run directory."""
+
+    begun: int = 0
+    """How often the run has begun at its first step."""
+    last_step: int = -1
+    id: str = ""
+    """The tool's own id of its run, where it gives one."""
+
+    @staticmethod
+    def read(path: Path) -> Mark:
+        """An unreadable one counts as none."""
+        try:
+            return Mark(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return Mark()
+
+    def write(self, path: Path) -> None:
+        """In one piece."""
+        aside = path.with_name(f"{path.name}.new")
+        aside.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        aside.replace(path)
+
+
+class Tracker(Protocol):
+    """One tool. Whatever it raises is told to the trainer, which goes on."""
+
+    def begin(self, begin: Begin, mark: Mark, run: str) -> int | None:
+        """Open or continue the tool's run.
+
+        Args:
+            mark: its `id` may be set.
+            run: id of the run, another one each time that it has begun again.
+
+        Returns:
+            The last step that the tool has, if it knows; steps up to it are passed over. None: as `mark` says.
+        """
+
+    def step(self, line: StepLine) -> None:
+        """Take a step. Steps come in order, each once."""
+
+    def end(self, *, finished: bool) -> None:
+        """Deliver everything."""
+
+
+class Sink:
+    """Between the messages and the tool: which steps it gets, and how far it is."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self._name, self._tracker = name, tracker
+        self._mark, self._path = Mark(), Path()
+
+    def take(self, message: Begin | StepLine | End) -> None:
+        """Raises what the tool raises."""
+        if isinstance(message, Begin):
+            self._begin(message)
+        elif isinstance(message, End):
+            self._tracker.end(finished=message.finished)
+        elif message.step > self._mark.last_step:
+            self._tracker.step(message)
+            self._mark.last_step = message.step
+            self._mark.write(self._path)
+
+    def _begin(self, begin: Begin) -> None:
+        directory = Path(begin.directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path = directory / f"{self._name}.json"
+        self._mark = mark = Mark.read(self._path)
+        if begin.resumed_step is None:  # what an earlier attempt without a checkpoint has sent is another run
+            self._mark = mark = Mark(begun=mark.begun + 1)
+        run = begin.run if mark.begun <= 1 else f"{begin.run}-{mark.begun}"
+        has = self._tracker.begin(begin, mark, run)
+        mark.last_step = mark.last_step if has is None else has
+        mark.write(self._path)
+
+
+def scrubbed(text: str) -> str:
+    """`text` without what the environment holds in variables that are named like secrets, and without users in URLs."""
+    for name, value in os.environ.items():
+        if _SECRET_NAME.search(name) and len(value) >= _LEAST_SECRET:
+            text = text.replace(value, "***")
+    return _USER_IN_URL.sub("***", text)
+
+
+def serve(sink: Sink, messages: IO[bytes], answers: IO[bytes]) -> None:
+    """Until the messages end. Without an `End` among them, the trainer was killed."""
+    ended = False
+    for line in messages:
+        message = TO_TRACKER.decode(line)
+        ended = isinstance(message, End)
+        _answer(answers, _failure(sink, message))
+    if not ended:
+        _failure(sink, End(finished=False))
+
+
+def _failure(sink: Sink, message: Begin | StepLine | End) -> str:
+    try:
+        sink.take(message)
+    except (Exception, SystemExit) as error:  # a tool that gives up must not take its process with it
+        said = " ".join(str(error).split())
+        return scrubbed(f"{type(error).__name__}: {said}"[:500])
+    return ""
+
+
+def _answer(answers: IO[bytes], failure: str) -> None:
+    try:
+        answers.write(ENCODER.encode(Answer(failure)) + b"\n")
+        answers.flush()
+    except OSError:
+        pass  # the trainer is gone; the messages will end
+
+
+def _leave_after(limit_s: float, messages: IO[bytes]) -> IO[bytes]:
+    """`messages`, with a limit on the life of this process after their end."""
+    reader, writer = os.pipe()
+
+    def copy() -> None:
+        with os.fdopen(writer, "wb", buffering=0) as out:
+            for line in messages:
+                out.write(line)
+        timer = threading.Timer(limit_s, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+
+    threading.Thread(target=copy, name="stdin", daemon=True).start()
+    return os.fdopen(reader, "rb")
+
+
+def main() -> None:
+    """`NAME LIMIT_S`: messages on stdin, answers on stdout, until stdin ends."""
+    name, limit_s = sys.argv[1], float(sys.argv[2])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the trainer's to handle; our end is that of stdin
+        signal.signal(number, signal.SIG_IGN)
+    messages, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):  # tools print, and ask
+        os.dup2(nowhere, descriptor)
+    tracker: Tracker = import_module(f"dppo_megatron.observe.trackers.{name}").make()
+    serve(Sink(name, tracker), _leave_after(limit_s, messages), answers)
+    answers.close()
+    os._exit(0)  # everything is delivered: the tools' own exit hooks would wait for their servers

@@ -1,0 +1,179 @@
+"""The trainer's end of the trackers: hands each step over and goes on, whatever the tools do.
+
+    trainer, main thread      thread "NAME", one a tracker            process of NAME
+    step(line) ──▶ queue of 64 ──▶ writes a message, reads the answer ──▶ the tool ──▶ files, network
+      never waits: a step that        waits for: the process                 waits for: whatever it likes
+      finds the queue full is lost
+      to this tracker, and counted
+
+A tracker is `starting`, then `taking` steps, and in the end `ended`. What it fails at is counted, said once, and in
+metrics.jsonl as `observe/tracker_failures`; one whose process or first message fails is `lost` and not asked again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from dppo_megatron.observe.trackers.messages import ANSWER, ENCODER, Begin, End, StepLine
+
+TRACKERS = "trackers"
+"""The directory, in that of the run."""
+FAILURES = "failures.json"
+"""In it: what each tracker has missed, by name; only where there was any."""
+_QUEUE = 64
+"""Steps that may wait for a tool: a minute of second-long steps, while wandb logs in."""
+_NO_STATISTICS = {
+    "DO_NOT_TRACK": "true",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "WANDB_ERROR_REPORTING": "false",
+}
+"""The tools' reports of their own use to their makers, also offline; who sets a variable otherwise has it so."""
+
+
+class _Feed:
+    """One tracker. `put` and `close` are the main thread's, the rest is its own thread's."""
+
+    def __init__(self, name: str, begin: Begin, limit_s: float, say: Callable[[str], None]) -> None:
+        self.name = name
+        self.state: Literal["starting", "taking", "lost", "ended"] = "starting"
+        self.first_failure = ""
+        self._dropped, self._failed = 0, 0
+        self._begin, self._limit_s, self._say = begin, limit_s, say
+        self._queue: queue.Queue[StepLine | End] = queue.Queue(_QUEUE)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def failures(self) -> int:
+        """Steps that it has not got, and calls that failed."""
+        return self._dropped + self._failed
+
+    def put(self, line: StepLine) -> None:
+        """Returns at once."""
+        try:
+            self._queue.put_nowait(line)
+        except queue.Full:
+            self._dropped += 1
+            self._note(f"slower than the steps; step {line.step} and perhaps others are left out")
+
+    def close(self, end: End, deadline: float) -> None:
+        """Deliver what waits, until `deadline` (of time.monotonic), then end the process."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put(end, timeout=max(0.0, deadline - time.monotonic()))
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self.state not in ("ended", "lost"):
+            self._failed += 1
+            self._note(f"still sending after observe.tracking.drain_s = {self._limit_s:g} s; the rest is left")
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _run(self) -> None:
+        try:
+            self._process = _start(self.name, self._limit_s)
+        except OSError as error:
+            self._lose(f"its process cannot be started: {error.strerror}")
+        else:
+            if failure := self._ask(self._begin):
+                self._lose(failure)
+        if self.state == "starting":
+            self.state = "taking"
+        while True:
+            message = self._queue.get()
+            if self.state == "lost":
+                self._failed += isinstance(message, StepLine)
+            elif failure := self._ask(message):
+                self._failed += 1
+                self._note(failure)
+            if isinstance(message, End):
+                break
+        if self.state == "taking":
+            self.state = "ended"
+
+    def _ask(self, message: Begin | StepLine | End) -> str:
+        """What went wrong; empty: nothing."""
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(ENCODER.encode(message) + b"\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+            return ANSWER.decode(answer).failure
+        except (OSError, msgspec.DecodeError):
+            self.state = "lost"
+            return "its process has ended"
+
+    def _lose(self, why: str) -> None:
+        self.state = "lost"
+        self._failed += 1
+        self._note(f"{why}; it gets nothing from this run")
+
+    def _note(self, failure: str) -> None:
+        if not self.first_failure:
+            self.first_failure = failure
+            self._say(f"warning: tracker {self.name}: {failure} (said once; the run goes on)")
+
+
+class Trackers:
+    """All trackers of a run, from construction to `close`. On rank 0.
+
+    Args:
+        names: `observe.trackers`; their packages are installed (`config/observe.py` has looked).
+        limit_s: for what is left to be sent at the end, of all of them together.
+        say: takes a line for the person who watches, from any thread.
+    """
+
+    def __init__(self, names: Sequence[str], begin: Begin, limit_s: float, say: Callable[[str], None]) -> None:
+        self._directory, self._limit_s = Path(begin.directory), limit_s
+        self._feeds = [_Feed(name, begin, limit_s, say) for name in names]
+
+    @property
+    def failures(self) -> int:
+        """Of all trackers together, so far."""
+        return sum(feed.failures for feed in self._feeds)
+
+    def step(self, line: StepLine) -> None:
+        """Hand a step to every tracker; returns at once."""
+        for feed in self._feeds:
+            feed.put(line)
+
+    def close(self, *, finished: bool) -> None:
+        """Deliver what waits, within the limit, and write down what was missed."""
+        deadline = time.monotonic() + self._limit_s
+        for feed in self._feeds:
+            feed.close(End(finished), deadline)
+        missed = {one.name: {"failures": one.failures, "first": one.first_failure} for one in self._feeds}
+        missed = {name: what for name, what in missed.items() if what["failures"]}
+        path = self._directory / FAILURES
+        with contextlib.suppress(OSError):  # a full disk, which the run has said on its own account
+            if missed:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(missed, indent=1) + "\n", encoding="utf-8")
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _start(name: str, limit_s: float) -> subprocess.Popen[bytes]:
+    root = str(Path(__file__).resolve().parents[3])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, "-m", "dppo_megatron.observe.trackers", name, f"{limit_s:g}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=_NO_STATISTICS | os.environ | {"PYTHONPATH": path},
+        start_new_session=True,  # Control-C at the terminal is the trainer's
+    )

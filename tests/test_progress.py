@@ -1,0 +1,180 @@
+"""Progress on a real terminal (a pty) and in a pipe, with the clock in the test's hand."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
+from dppo_megatron.data.tiny_model import write_tiny_qwen3
+from dppo_megatron.observe.progress import Progress, RunProgress, duration
+from dppo_megatron.types import Advance
+
+_MARK = "\x06"
+
+
+class Clock:
+    """Seconds, as the test says."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Terminal:
+    """A pty of 100 columns."""
+
+    stream: TextIO
+    """The end that is a terminal to who writes to it."""
+    person: int
+    """The end where somebody would sit."""
+
+    def seen(self) -> str:
+        """What was written since the last call. The kernel hands it over when it likes, so a mark is sent after it."""
+        self.stream.write(_MARK)
+        self.stream.flush()
+        found = b""
+        while not found.endswith(_MARK.encode()):
+            found += os.read(self.person, 1 << 16)
+        return found.decode().removesuffix(_MARK)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    person, program = pty.openpty()
+    fcntl.ioctl(program, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    with os.fdopen(program, "w", encoding="utf-8") as stream:
+        yield Terminal(stream, person)
+    os.close(person)
+
+
+def test_lines_in_a_pipe_grow_rarer() -> None:
+    """100 answers at 4 s each: from 5 s on, then half as long again as it has taken, and a minute at most."""
+    clock, out = Clock(), io.StringIO()
+    with Progress("evaluation", 100, "answers", stream=out, clock=clock) as progress:
+        for done in range(1, 101):
+            clock.now += 4.0
+            progress(done, done * 50)
+    lines = out.getvalue().splitlines()
+    shown = [int(re.fullmatch(r"evaluation: (\d+) of 100 .*", line).group(1)) for line in lines[:-1]]  # type: ignore[union-attr]
+    assert shown == [2, 4, 6, 9, 14, 21, 32, 47, 62, 77, 92]
+    assert lines[0] == "evaluation: 2 of 100 answers, 12 tokens/s, about 7 min left"
+    assert lines[-1] == "evaluation: 100 answers in 7 min, 12 tokens/s"
+
+
+def test_nothing_is_done_yet() -> None:
+    """A server that starts: how long it has been waited for."""
+    clock, out = Clock(), io.StringIO()
+    with Progress("rollout servers", 2, "started", stream=out, clock=clock) as progress:
+        for _ in range(80):
+            clock.now += 0.5
+            progress(0)
+    assert out.getvalue().splitlines()[0] == "rollout servers: 0 of 2 started, waiting for 5 s"
+
+
+def test_what_is_short_leaves_no_trace(terminal: Terminal) -> None:
+    for to in (terminal.stream, out := io.StringIO()):
+        clock = Clock()
+        with Progress("converting", 3, "tensors", stream=to, clock=clock) as progress:
+            for done in range(1, 4):
+                clock.now += 0.6
+                progress(done)
+    assert terminal.seen() == "" and out.getvalue() == ""
+
+
+def test_a_bar_on_a_terminal(terminal: Terminal) -> None:
+    """From two seconds on, drawn in one line and wiped at the end, for a line that stays."""
+    clock = Clock()
+    with Progress("warm start", 10, "steps", stream=terminal.stream, clock=clock) as progress:
+        clock.now += 1.9
+        progress(1)
+        assert terminal.seen() == ""
+        clock.now += 4.1
+        progress(3)
+        assert "warm start: 3 of 10 steps, about 14 s left" in terminal.seen()
+        clock.now += 0.01  # not drawn again: a terminal over SSH is slow
+        progress(4)
+        assert terminal.seen() == ""
+        clock.now += 1.0
+        progress(5)
+        again = terminal.seen()
+        assert again.startswith("\r") and "\n" not in again and "5 of 10" in again
+        clock.now += 5.0
+        progress(10)
+    end = terminal.seen()
+    assert end.endswith("warm start: 10 steps in 12 s\r\n")
+    assert "\r" + " " * 10 in end  # wiped
+
+
+def test_a_failure_is_not_called_done(terminal: Terminal) -> None:
+    for to in (terminal.stream, out := io.StringIO()):
+        clock = Clock()
+        with (
+            pytest.raises(ValueError, match="disk"),
+            Progress("converting", 10, "tensors", stream=to, clock=clock) as progress,
+        ):
+            clock.now += 6.0
+            progress(3)
+            raise ValueError("disk")
+    assert " in " not in out.getvalue() + terminal.seen()
+
+
+def test_a_part_of_a_run_below_its_bar(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its line goes above both bars, which stay."""
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+    monkeypatch.setattr(sys, "stdout", terminal.stream)
+    run = RunProgress(20, visible=True)
+    assert "0/20" in terminal.seen()
+    with run.watch("evaluation", 5, "answers") as advance:
+        advance(5)
+    run.say("a line")
+    assert "a line\r\n" in terminal.seen()
+    run.close()
+
+
+def test_a_rank_that_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    clock, out = Clock(), io.StringIO()
+    with Progress("evaluation", 2, "answers", stream=out, clock=clock, visible=False) as progress:
+        clock.now += 100.0
+        progress(1)
+    RunProgress(3, visible=False).say("a line")
+    assert out.getvalue() == "" and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (89, "89 s"), (720, "12 min"), (12_000, "3 h 20 min")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_conversion_counts_to_its_end(tmp_path: Path) -> None:
+    """Both ways, with --verify: every display ends at its total, and never goes back."""
+    seen: dict[str, list[int]] = {}
+    totals: dict[str, int] = {}
+
+    @contextmanager
+    def watch(what: str, total: int, unit: str) -> Iterator[Advance]:
+        key = f"{what} {len(seen)}"
+        seen[key], totals[key] = [], total
+        yield lambda done, tokens=0: seen[key].append(done)
+
+    write_tiny_qwen3(tmp_path / "model", seed=0)
+    hf_to_megatron(tmp_path / "model", tmp_path / "megatron", verify=True, watch=watch)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", verify=True, watch=watch)
+    assert list(seen) == ["converting 0", "verifying 1", "converting 2", "verifying 3"]
+    for key, counts in seen.items():
+        assert counts == list(range(1, totals[key] + 1)), key

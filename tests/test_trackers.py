@@ -1,0 +1,296 @@
+"""The trackers: what each tool has of a run, read back with its own reader; and what a tool cannot do to a run.
+
+The tools are real, in processes of their own as in training, and offline: every address is a closed port of this
+machine, so an attempt to reach the network fails instead of succeeding somewhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.wandb_reading import history, records
+
+from dppo_megatron.config.observe import ObserveConfig, TrackingConfig, check_observe
+from dppo_megatron.observe.trackers import sink
+from dppo_megatron.observe.trackers.messages import ENCODER, Begin, End, StepLine
+from dppo_megatron.observe.trackers.mlflow import make, metric_name
+from dppo_megatron.observe.trackers.process import Mark, Sink, scrubbed, serve
+from dppo_megatron.observe.trackers.sink import Trackers
+from dppo_megatron.observe.trackers.tables import flat, numbers
+from dppo_megatron.types import UserError
+
+TOOLS = ["tensorboard", "wandb", "mlflow", "trackio"]
+RUN = "0123456789abcdef"
+SECRET = "canary0123456789canary0123456789canary01"
+CLOSED = "http://127.0.0.1:9"
+
+
+def _begin(directory: Path, resumed_step: int | None = None) -> Begin:
+    config = {"rollout.engine": "hf", "seed": 3, "actor.x": None}
+    return Begin(RUN, str(directory), "arithmetic", "night-012345", ["tag"], True, config, resumed_step)
+
+
+def _line(step: int, shift: float = 0.0) -> StepLine:
+    rows = [["2 + 2 = ?", "it is <b>4|</b>", 1.0]] if step == 2 else []
+    metrics = {"reward/mean": step / 8 + shift, "eval/held out/pass@1": 0.5, "observed": float(step)}
+    return StepLine(step, 1.7e9 + step, metrics, ["prompt", "text", "reward"] if rows else [], rows)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run that was killed after step 5, and resumed from a checkpoint of step 3 to step 6. What TensorBoard is told
+    of steps 4 and 5 is other the second time, to see which of both it shows."""
+    directory = tmp_path_factory.mktemp("run") / "trackers"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+            patch.setenv(name, CLOSED)
+        patch.delenv("TRACKIO_DIR", raising=False)
+        for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN"):
+            patch.setenv(name, SECRET)
+        said: list[str] = []
+        for resumed_step, steps, shift in ((None, range(6), 0.0), (3, range(4, 7), 0.5)):
+            trackers = Trackers(TOOLS, _begin(directory, resumed_step), 120.0, said.append)
+            for step in steps:
+                trackers.step(_line(step, shift))
+            trackers.close(finished=step == 6)
+            assert not trackers.failures, said
+    yield directory
+
+
+def test_tensorboard_has_every_step_once(run: Path) -> None:
+    """After a resume, what was written before of the same steps is gone."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(run / "tensorboard"))
+    read.Reload()
+    values = {event.step: event.value for event in read.Scalars("reward/mean")}
+    assert values == {step: step / 8 + (0.5 if step > 3 else 0.0) for step in range(7)}
+    assert [event.step for event in read.Scalars("reward/mean")] == list(range(7))
+    assert [event.wall_time for event in read.Scalars("eval/held out/pass@1")] == [1.7e9 + step for step in range(7)]
+    [table] = read.Tensors("samples")
+    assert table.step == 2 and b"it is &lt;b&gt;4&#124;&lt;/b&gt;" in table.tensor_proto.string_val[0]
+    assert b"rollout.engine" in read.Tensors("config")[0].tensor_proto.string_val[0]
+
+
+def test_wandb_goes_on_with_the_same_run(run: Path) -> None:
+    """Two directories of one id, no step twice, steps rising: what `wandb sync` merges."""
+    stores = sorted(run.glob(f"wandb/offline-run-*-{RUN}/run-{RUN}.wandb"))
+    assert len(stores) == 2
+    rows = [row for store in stores for row in history(store)]
+    assert [row["_step"] for row in rows] == list(range(7))
+    assert [row["reward/mean"] for row in rows] == [*(step / 8 for step in range(6)), 6 / 8 + 0.5]
+    assert rows[2]["samples/_type"] == "table-file"
+    table = json.loads((stores[0].parent / "files" / rows[2]["samples/path"]).read_text())
+    assert table == {"columns": ["prompt", "text", "reward"], "data": [["2 + 2 = ?", "it is <b>4|</b>", 1.0]]}
+    [opened] = [one.run for one in records(stores[0]) if one.WhichOneof("record_type") == "run"][:1]
+    assert (opened.run_id, opened.project, opened.display_name) == (RUN, "arithmetic", "night-012345")
+    assert list(opened.tags) == ["tag"]
+    config = {item.key: json.loads(item.value_json) for item in opened.config.update}
+    assert config["rollout.engine"] == "hf" and config["seed"] == 3
+
+
+def test_mlflow_goes_on_with_the_same_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run in the experiment, each metric with each step once."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=(run / "mlruns").as_uri())
+    experiment = client.get_experiment_by_name("arithmetic")
+    assert experiment is not None
+    [found] = client.search_runs([experiment.experiment_id])
+    assert found.info.status == "FINISHED" and found.info.run_name == "night-012345"
+    assert found.data.params["rollout.engine"] == "hf" and found.data.params["seed"] == "3"
+    assert found.data.tags["dppo_megatron.run"] == RUN and "tag" in found.data.tags
+    values = {one.step: one.value for one in client.get_metric_history(found.info.run_id, "reward/mean")}
+    assert values == {step: step / 8 + (0.5 if step == 6 else 0.0) for step in range(7)}
+    assert len(client.get_metric_history(found.info.run_id, "eval/held out/pass_at_1")) == 7
+    artifacts = client.list_artifacts(found.info.run_id, "samples")
+    assert [one.path for one in artifacts] == ["samples/step_000002.json"]
+
+
+def test_trackio_goes_on_with_the_same_run(run: Path) -> None:
+    """One run in its database, each step once."""
+    with contextlib.closing(sqlite3.connect(run / "trackio" / "arithmetic.db")) as database:
+        rows = database.execute("select run_name, run_id, step, metrics from metrics order by step").fetchall()
+        [[config]] = database.execute("select config from configs").fetchall()
+    assert [row[2] for row in rows] == list(range(7))
+    assert {row[0] for row in rows} == {"night-012345"} and len({row[1] for row in rows}) == 1
+    metrics = [json.loads(row[3]) for row in rows]
+    assert [one["reward/mean"] for one in metrics] == [*(step / 8 for step in range(6)), 6 / 8 + 0.5]
+    assert "it is <b>4|</b>" in json.dumps(metrics[2]["samples"])
+    assert json.loads(config)["rollout.engine"] == "hf"
+
+
+def test_no_file_holds_a_secret(run: Path) -> None:
+    """Credentials come from the environment and stay there."""
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+
+
+def test_a_killed_trainer_leaves_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The messages end without an `End`: everything is delivered, and the run is marked."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    messages = [_begin(tmp_path), _line(0), _line(1)]
+    answers = io.BytesIO()
+    serve(Sink("mlflow", make()), io.BytesIO(b"".join(ENCODER.encode(one) + b"\n" for one in messages)), answers)
+    assert [json.loads(line) for line in answers.getvalue().splitlines()] == [{"failure": ""}] * 3
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    found = client.get_run(Mark.read(tmp_path / "mlflow.json").id)
+    assert found.info.status == "FAILED" and found.data.metrics["reward/mean"] == 1 / 8
+
+
+def test_a_run_that_begins_again_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a checkpoint nothing says that its steps would be the same."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    ids = set()
+    for _ in range(2):
+        one = Sink("mlflow", make())
+        for message in (_begin(tmp_path), _line(0), End(True)):
+            one.take(message)
+        ids.add(Mark.read(tmp_path / "mlflow.json").id)
+    assert len(ids) == 2
+
+
+# ------------------------------------------------------------------------------------------------- what goes wrong
+
+
+def test_a_tool_that_cannot_begin(tmp_path: Path) -> None:
+    """Said once, counted for every step, written down; the other tool gets all."""
+    (tmp_path / "tensorboard").write_text("in the way")
+    said: list[str] = []
+    trackers = Trackers(["tensorboard", "trackio"], _begin(tmp_path), 120.0, said.append)
+    for step in range(3):
+        trackers.step(_line(step))
+    trackers.close(finished=True)
+    [line] = said
+    assert line.startswith("warning: tracker tensorboard: ") and "it gets nothing from this run" in line
+    written = json.loads((tmp_path / "failures.json").read_text())
+    assert written.keys() == {"tensorboard"} and written["tensorboard"]["failures"] == trackers.failures == 4
+    assert Mark.read(tmp_path / "trackio.json").last_step == 2
+
+
+def _program(text: str) -> Callable[..., subprocess.Popen[bytes]]:
+    def start(name: str, limit_s: float) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    return start
+
+
+def test_a_tool_that_hangs_takes_no_time_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes nothing, for ever: steps are handed over all the same, and its process is ended."""
+    monkeypatch.setattr(sink, "_start", _program("import time; time.sleep(10_000)"))
+    said: list[str] = []
+    trackers = Trackers(["wandb"], _begin(tmp_path), 0.2, said.append)
+    for step in range(500):
+        trackers.step(_line(step))
+    dropped = trackers.failures
+    assert dropped >= 500 - 64
+    trackers.close(finished=True)
+    assert trackers.failures > dropped
+    assert len(said) == 1 and "slower than the steps" in said[0]
+    assert json.loads((tmp_path / "failures.json").read_text())["wandb"]["failures"] == trackers.failures
+
+
+def test_a_tool_whose_process_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its first answer, as by the kernel for want of memory."""
+    monkeypatch.setattr(sink, "_start", _program("""input(); print('{"failure": ""}', flush=True)"""))
+    said: list[str] = []
+    trackers = Trackers(["wandb"], _begin(tmp_path), 120.0, said.append)
+    for step in range(5):
+        trackers.step(_line(step))
+    trackers.close(finished=True)
+    assert said == ["warning: tracker wandb: its process has ended (said once; the run goes on)"]
+    assert trackers.failures >= 5
+
+
+def test_a_failure_does_not_show_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that nobody listens at, with a password in its address."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:{SECRET}@127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    said: list[str] = []
+    begin = _begin(tmp_path)
+    trackers = Trackers(["mlflow"], Begin(**{**_fields(begin), "offline": False}), 120.0, said.append)
+    trackers.step(_line(0))
+    trackers.close(finished=True)
+    assert trackers.failures and len(said) == 1 and "127.0.0.1" in said[0]
+    assert SECRET not in "".join(said) + (tmp_path / "failures.json").read_text()
+
+
+def _fields(begin: Begin) -> dict[str, Any]:
+    return {name: getattr(begin, name) for name in begin.__struct_fields__}
+
+
+def test_scrubbing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "abcdef123")
+    monkeypatch.setenv("SHORT_KEY", "a")
+    assert scrubbed("bad key abcdef123 at https://me:pw@host/x") == "bad key *** at https://***@host/x"
+
+
+# -------------------------------------------------------------------------------------------- names and settings
+
+
+@given(st.lists(st.text(min_size=1, max_size=30), min_size=2, max_size=2, unique=True))
+def test_mlflow_takes_every_name_and_none_twice(names: list[str]) -> None:
+    """By MLflow's own check. Evaluation sets are called what users call them."""
+    from mlflow.utils.validation import _validate_metric_name
+
+    made = [metric_name(name) for name in names]
+    for name in made:
+        _validate_metric_name(name)
+    assert made[0] != made[1]
+
+
+def test_names_of_ours_stay_readable() -> None:
+    assert metric_name("train/grad_norm") == "train/grad_norm"
+    assert metric_name("eval/aime24/pass@1_se") == "eval/aime24/pass_at_1_se"
+
+
+def test_numbers_and_settings() -> None:
+    line = {
+        "reward/mean": None,
+        "train/loss": float("nan"),
+        "tokens/trained": 7,
+        "prune/ledger": [{"name": "prompt dppo", "kept_fraction": 0.75, "label": "unbiased", "note": ""}],
+    }
+    assert numbers(line) == {"tokens/trained": 7.0, "ledger/prompt dppo": 0.75}
+    assert flat({"a": {"b": [1, 2], "c": {}}, "d": True}) == {"a.b": "[1, 2]", "a.c": "{}", "d": True}
+
+
+def test_a_tracker_that_is_not_installed_is_found_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"mlflow needs the package mlflow-skinny, .*dppo-megatron\[trackers\]"):
+        check_observe(ObserveConfig(trackers=["mlflow"]))
+    check_observe(ObserveConfig())
+    with pytest.raises(UserError, match="named twice"):
+        check_observe(ObserveConfig(trackers=["wandb", "wandb"]))
+
+
+def test_wandb_without_credentials_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would ask for them on the terminal, or fail, in the middle of a start."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    online = ObserveConfig(trackers=["wandb"])
+    with pytest.raises(UserError, match="no credentials"):
+        check_observe(online)
+    check_observe(ObserveConfig(trackers=["wandb"], tracking=TrackingConfig(offline=True)))
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    check_observe(online)
+    (tmp_path / "netrc").unlink()
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    check_observe(online)
