@@ -16,7 +16,7 @@ from dppo_megatron.cli import main
 from dppo_megatron.doctor.environment import environment
 from dppo_megatron.doctor.fp8_gate import Finding, run_gate, unsafe_patterns
 from dppo_megatron.packing.alignment import PackingLayout
-from dppo_megatron.platform.capabilities import Machine
+from dppo_megatron.platform.capabilities import Machine, outside_range
 from dppo_megatron.types import PackedMicrobatch, PackPlan, UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
@@ -37,6 +37,9 @@ def test_report_names_versions_and_layers(capsys: pytest.CaptureFixture[str]) ->
     assert lines["layers"].startswith("te" if lines["transformer-engine"][0].isdigit() else "local")
     if not torch.cuda.is_available():
         assert lines["attention"] == "padded batches (no CUDA device)"
+        assert lines["weight-gradients"] == "added after the product (there is no CUDA device)"
+        assert lines["log-probabilities"] == "torch (there is no CUDA device)"
+        assert lines["environment"] == "nothing to set on a CPU"
         assert lines["fp8"] == "none: there is no CUDA device"  # and no word of a setting that nobody gave
 
 
@@ -67,6 +70,20 @@ def test_layers_and_recipes_by_machine(
         with pytest.raises(UserError) as raised:
             machine.choose_layer_spec(wanted, fp8)
         assert outcome in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("engine", "megatron", "said"),
+    [
+        ("2.11.0", "0.16.1", ""),
+        ("2.20.2", "0.16.1", "Transformer Engine 2.20.2 is outside >=2.9,<2.12, which megatron-core 0.16.1 supports"),
+        ("2.20.2", "0.19.2", ""),
+        ("2.8", "0.19.2", "Transformer Engine 2.8 is outside >=2.9, which megatron-core 0.19.2 supports"),
+    ],
+)
+def test_versions_that_do_not_go_together(engine: str, megatron: str, said: str) -> None:
+    """megatron-core 0.16 names a range, newer ones a lower end only."""
+    assert outside_range(engine, megatron) == said
 
 
 @pytest.mark.parametrize(

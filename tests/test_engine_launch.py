@@ -74,8 +74,10 @@ def test_a_run_starts_its_server_and_starts_it_again(files: Path, tmp_path: Path
     assert all(row["rollout/canary_logprob_diff"] < 1e-3 for row in rows[1:])
     sleep, wake = CALLS[engine]
     log = (tmp_path / "run" / "servers" / "server_0.log").read_text().splitlines()
-    assert [" 200 " in line for line in log if sleep in line] == [True] * 4, "in the warm start and in three updates"
-    assert [" 200 " in line for line in log if wake in line] == [True] * (6 if killed == "asleep" else 8)
+    slept = [" 200 " in line for line in log if sleep in line]
+    assert slept == [True] * 5, "while the actor is built, in three updates, and before it is synced as a new process"
+    # four syncs, and one more where it was killed while it generated
+    assert [" 200 " in line for line in log if wake in line] == [True] * (8 if killed == "asleep" else 10)
 
 
 def _train_and_kill_the_server(config: Config, killed: str) -> str:
@@ -83,12 +85,12 @@ def _train_and_kill_the_server(config: Config, killed: str) -> str:
         engine: Any = run.loop._engine
         if engine._connection is not None:
             _asks_for_its_key(_only_server(engine), config.rollout.engine)
-        name = {"generating": "start", "asleep": "rest"}[killed]
+        name, last_call = {"generating": ("start", 3), "asleep": ("rest", 2)}[killed]
         call, calls = getattr(engine, name), itertools.count(1)
 
         def call_and_kill(*arguments: Any) -> None:
             call(*arguments)
-            if next(calls) == 3 and engine._connection is not None:  # after the evaluation or warm start, and step 1
+            if next(calls) == last_call and engine._connection is not None:  # in step 2; an evaluation starts too
                 os.killpg(_only_server(engine).process.pid, signal.SIGKILL)  # type: ignore[union-attr]
 
         setattr(engine, name, call_and_kill)

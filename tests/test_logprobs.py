@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.job import REPOSITORY
 from support.launch import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -190,3 +195,39 @@ def test_fused_statistics_join_over_ranks(triton_softmax: Callable[[int], Softma
         # sums are relative to the largest logit, which is any very low number where there is no real column
         torch.testing.assert_close(found[0][1:], found[1][1:], rtol=1e-6, atol=1e-6)
         assert (found[0][0] < -1e38).all() if vocab == 8 else torch.equal(found[0][0], found[1][0])
+
+
+COMPILE = """
+from dppo_megatron import platform; platform.prepare()
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from dppo_megatron.actor import fused_softmax as kernels
+
+KINDS = {"targets": "*i64", "stride": "i32", "out_stride": "i32", "columns": "i32", "num_real": "i32",
+         "first_column": "i32", "temperature": "fp32", "BLOCK": "constexpr", "HAS_LOGPROBS": "constexpr",
+         "HAS_ENTROPY": "constexpr"}
+
+def build(kernel, dtype, **constants):
+    signature = {name: KINDS.get(name, "*fp32") for name in kernel.arg_names} | {"logits": f"*{dtype}"}
+    source = ASTSource(kernel, signature, constexprs=constants)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert len(built.asm["cubin"]) > 1000
+
+for dtype in ("bf16", "fp32"):
+    build(kernels._statistics, dtype, BLOCK=4096)
+    for logprobs, entropy in ((True, True), (True, False), (False, True)):
+        build(kernels._gradient, dtype, BLOCK=4096, HAS_LOGPROBS=logprobs, HAS_ENTROPY=entropy)
+"""
+
+
+def test_fused_kernels_compile_for_hopper(tmp_path: Path) -> None:
+    """To machine code of sm_90, by Triton's own assembler: that needs no GPU. (In a process of its own: in this one
+    Triton may be set to interpret.)"""
+    pytest.importorskip("triton", reason="Triton is not installed (torch's CUDA builds bring it: make test-newest)")
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=variables, cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -78,6 +78,14 @@ class Machine:
         missed = "" if self.cuda_capability is None else " (neither Transformer Engine nor Apex is installed)"
         return f"torch's fused AdamW{missed}"
 
+    def weight_gradients(self) -> str:
+        """Whether weight gradients could be added to the main gradients inside the matrix product."""
+        if self.cuda_capability is None:
+            return "added after the product (there is no CUDA device)"
+        if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+            return "added after the product (Apex's fused_weight_gradient_mlp_cuda is not installed)"
+        return "added after the product; actor.megatron={gradient_accumulation_fusion: true} does it inside (not tried)"
+
     def _lacks(self) -> str:
         if self.cuda_capability is None:
             return "there is no CUDA device"
@@ -122,8 +130,18 @@ def transformer_engine_warning() -> str:
     """A sentence where the installed Transformer Engine is outside what megatron-core was written for; else empty."""
     try:
         version = importlib.metadata.version("transformer-engine")
+        megatron = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         return ""
-    if Version(version) in SpecifierSet(TRANSFORMER_ENGINE_RANGE):
+    return outside_range(version, megatron)
+
+
+def outside_range(transformer_engine: str, megatron: str) -> str:
+    """What is to be said of these two versions; empty if they go together. Newer megatron-cores than 0.16 name no
+    upper end."""
+    wanted = TRANSFORMER_ENGINE_RANGE
+    if Version(megatron) >= Version("0.17"):
+        wanted = wanted.partition(",")[0]
+    if SpecifierSet(wanted).contains(transformer_engine, prereleases=True):
         return ""
-    return f"Transformer Engine {version} is outside {TRANSFORMER_ENGINE_RANGE}, which megatron-core 0.16 supports"
+    return f"Transformer Engine {transformer_engine} is outside {wanted}, which megatron-core {megatron} supports"
