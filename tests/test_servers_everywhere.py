@@ -287,7 +287,6 @@ def test_two_agents_of_torchrun(tmp_path: Path) -> None:
         "rollout__servers__colocate": "true",
         "rollout__servers__python": fake_python(files),
         "rollout__sync__verify_every": 0,
-        "checkpoint__every_steps": 1,
         "guard__watchdog_s": 20,
     }
     metrics = tmp_path / "run" / "metrics.jsonl"
