@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +18,7 @@ import torch
 from support.job import REPOSITORY, job_config, settings, write_job_files
 
 sys.path.insert(0, str(Path(__file__).parent / "engines"))
-from fake_vllm import fake_python
-from stub import StubServers, good
+from fake_vllm import FakeVLLM, fake_python
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
@@ -35,10 +35,34 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_job_files(tmp_path_factory.mktemp("task"))
 
 
+class Fakes:
+    """Servers of this process by name, with addresses of their own."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, FakeVLLM] = {}
+        self.threads: list[threading.Thread] = []
+
+    def start(self, name: str, key: str = "key") -> str:
+        """Its address."""
+        server = self.servers[name] = FakeVLLM("127.0.0.1", 0, key)
+        self.threads.append(threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True))
+        self.threads[-1].start()
+        return self.url(name)
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.servers[name].server_address[1]}"
+
+    def stop(self, name: str) -> None:
+        self.servers[name].shutdown()
+        self.servers[name].server_close()
+
+
 @pytest.fixture
-def stubs() -> Iterator[StubServers]:
-    with StubServers(dict.fromkeys("abcd", good)) as servers:
-        yield servers
+def fakes() -> Iterator[Fakes]:
+    found = Fakes()
+    yield found
+    for name in found.servers:
+        found.stop(name)
 
 
 def _until(holds: Callable[[], Any], what: Callable[[], str]) -> None:
@@ -116,7 +140,8 @@ def _config(files: Path, run_dir: Path, addresses: Path, **extra: Any) -> Config
         rollout__completions_per_prompt=3,
         rollout__servers__addresses_from=addresses,
         rollout__sync__verify_every=0,
-        rollout__limits__start_timeout_s=extra.pop("start_timeout_s", 60),
+        rollout__sync__channel="disk",  # the fakes join no broadcast group
+        rollout__limits__start_timeout_s=extra.pop("start_timeout_s", 240),
         rollout__limits__engine_wait_s=30,
         **extra,
     )
@@ -140,64 +165,58 @@ class Trainer:
         return self.engine.health()
 
 
-def test_servers_come_and_go(files: Path, tmp_path: Path, stubs: StubServers) -> None:
+def test_servers_come_and_go(files: Path, tmp_path: Path, fakes: Fakes) -> None:
     """One is there at start. A second comes and is live after the next sync; the first leaves, and comes back; one of
     another engine is said once and not used; nobody asks one that has left."""
     addresses = tmp_path / "addresses"
     addresses.mkdir()
-
-    def come(name: str, engine: str = "vllm") -> Registration:
-        return Registration(addresses, name, Entry(stubs.url(name), "key", engine))
-
-    first = come("a")
+    a, b, c = (fakes.start(name) for name in "abc")
+    first = Registration(addresses, "a", Entry(a, "key", "vllm"))
     trainer = Trainer(_config(files, tmp_path / "run", addresses))
     try:
-        assert trainer() == {stubs.url("a"): "live"}
-        come("b")
-        come("c", engine="sglang")
-        assert trainer() == {stubs.url("a"): "live", stubs.url("b"): "live"}
-        assert stubs.asked["b"] > 0 and "c" not in stubs.asked
+        assert trainer() == {a: "live"}
+        Registration(addresses, "b", Entry(b, "key", "vllm"))
+        Registration(addresses, "c", Entry(c, "key", "sglang"))
+        assert trainer() == {a: "live", b: "live"}
+        assert fakes.servers["b"].asked > 0 and fakes.servers["c"].asked == 0
+        assert fakes.servers["b"].version == "2", "the newest weights"
         first.remove()
-        assert trainer() == {stubs.url("a"): "out: it has left", stubs.url("b"): "live"}
-        asked = stubs.asked["a"]
-        assert trainer()[stubs.url("b")] == "live" and stubs.asked["a"] == asked
-        come("a")
-        assert set(trainer().values()) == {"live"} and stubs.asked["a"] > asked
+        assert trainer() == {a: "out: it has left", b: "live"}
+        asked = fakes.servers["a"].asked
+        assert trainer()[b] == "live" and fakes.servers["a"].asked == asked
+        Registration(addresses, "a", Entry(a, "key", "vllm"))
+        assert set(trainer().values()) == {"live"} and fakes.servers["a"].asked > asked
         said = "\n".join(trainer.said)
         assert said.count("has come") == 1 and said.count("it has left") == 1
-        assert said.count("is a server of engine sglang; rollout.engine = vllm") == 1 and "key" not in said
+        assert said.count("is a server of engine sglang; rollout.engine = vllm") == 1
     finally:
         trainer.engine.close()
 
 
-def test_a_server_that_comes_with_another_key_takes_the_place(files: Path, tmp_path: Path, stubs: StubServers) -> None:
-    """Started anew at the address that it had: asked with the new key, by rank 0 and by the client."""
-    keys: list[str] = []
-
-    async def note(asked: Any) -> None:
-        keys.append(asked.headers.get("authorization", ""))
-        await good(asked)
-
-    stubs.behaviours["a"] = note
+def test_a_server_that_comes_with_another_key_takes_the_place(files: Path, tmp_path: Path, fakes: Fakes) -> None:
+    """Another process at the address that a member had: asked with its key, by rank 0 and by the client."""
     addresses = tmp_path / "addresses"
     addresses.mkdir()
-    Registration(addresses, "before", Entry(stubs.url("a"), "old", "vllm"))
+    url = fakes.start("old", "old-key")
+    before = Registration(addresses, "before", Entry(url, "old-key", "vllm"))
     trainer = Trainer(_config(files, tmp_path / "run", addresses))
     try:
-        assert trainer() == {stubs.url("a"): "live"}
-        (addresses / "before.json").unlink()
-        Registration(addresses, "after", Entry(stubs.url("a"), "new", "vllm"))
-        keys.clear()
-        assert trainer() == {stubs.url("a"): "live"} and set(keys) == {"Bearer new"}
+        assert trainer() == {url: "live"}
+        before.remove()
+        fakes.servers["old"].key = "new-key"
+        Registration(addresses, "after", Entry(url, "new-key", "vllm"))
+        asked = fakes.servers["old"].asked
+        assert trainer() == {url: "live"} and fakes.servers["old"].asked == asked + 8
+        assert "-key" not in "\n".join(trainer.said)
     finally:
         trainer.engine.close()
 
 
-def test_servers_that_do_not_come_are_said(files: Path, tmp_path: Path, stubs: StubServers) -> None:
+def test_servers_that_do_not_come_are_said(files: Path, tmp_path: Path, fakes: Fakes) -> None:
     """How many of how many, who does not answer, and what would start them."""
     addresses = tmp_path / "addresses"
     addresses.mkdir()
-    Registration(addresses, "a", Entry(stubs.url("a"), "key", "vllm"))
+    Registration(addresses, "a", Entry(fakes.start("a"), "key", "vllm"))
     Registration(addresses, "b", Entry("http://127.0.0.1:9", "key", "vllm"))
     config = _config(files, tmp_path / "run", addresses, start_timeout_s=0.5, rollout__servers__wait_for=2)
     with pytest.raises(UserError, match=r"only 1 of 2 rollout servers .*127\.0\.0\.1:9.*dppo-megatron serve"):

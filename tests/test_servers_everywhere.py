@@ -30,8 +30,10 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.grouping import grouped
 from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.keeper import Keeper, RemoteServer
 from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.types import Completion, Prompt
 
 LIMIT = 12
@@ -114,6 +116,8 @@ def _as_two_nodes(config: Config, killed: int) -> dict[str, Any]:
         weights = [(name, job.checkpoint.get(name)) for name in list(job.checkpoint.names)[:3]]
         states = []
         for step in (1, 2, 3):
+            if step == 3 and engine._connection is not None:  # asked for in the second sync
+                _until(lambda: all(map(_answers, engine._fleet.members)), "it was not started again")
             engine.load_weights(lambda to=None: iter(weights))
             engine.start(
                 [Request(Prompt(i, "", (2, 3), "", ""), c, step) for i in range(12) for c in range(3)], SAMPLING
@@ -140,6 +144,14 @@ def _as_two_nodes(config: Config, killed: int) -> dict[str, Any]:
         "described": described,
         "receivers": list(engine.receivers),
     }
+
+
+def _answers(member: Member) -> bool:
+    try:
+        member.server.healthy(timeout_s=5)
+    except (Unreachable, Refused):
+        return False
+    return True
 
 
 SAMPLING = Sampling(LIMIT, 1.0, 0)
@@ -263,8 +275,8 @@ def _rows(metrics: Path) -> int:
 
 @pytest.mark.slow
 def test_two_agents_of_torchrun(tmp_path: Path) -> None:
-    """A real job of two agents with a server each. The second one dies, as a machine does: the other agent ends, and no
-    server is left on either. The same command resumes and ends."""
+    """A real job of two agents with a server each: it trains; the second one dies, as a machine does: the other agent
+    ends, and no server is left on either. (That it then resumes is seen in tests/slurm.)"""
     files = write_job_files(tmp_path / "task")
     values = {
         "steps": 500,
@@ -275,7 +287,6 @@ def test_two_agents_of_torchrun(tmp_path: Path) -> None:
         "rollout__servers__colocate": "true",
         "rollout__servers__python": fake_python(files),
         "rollout__sync__verify_every": 0,
-        "checkpoint__every_steps": 1,
         "guard__watchdog_s": 20,
     }
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -290,10 +301,3 @@ def test_two_agents_of_torchrun(tmp_path: Path) -> None:
         _until(lambda: not _servers(files), "servers are left", 60, job.said)
     finally:
         job.close()
-    done = _rows(metrics) - 1
-    job = Agents(tmp_path, job_settings(files, tmp_path / "run", **values | {"steps": done + 1}))
-    try:
-        assert job.wait() == [0, 0], job.said()
-    finally:
-        job.close()
-    assert "resumed from" in job.said() and (tmp_path / "run" / "summary.json").exists() and not _servers(files)

@@ -107,7 +107,10 @@ class _Kept:
                 ) from None
             return
         self._server.is_starting, self._was_ready, self._starts = False, True, 0
-        self._registration = Registration(self._directory, self._name, self._entry)
+        try:
+            self._registration = Registration(self._directory, self._name, self._entry)
+        except OSError as error:
+            raise UserError(f"the address of {self._server.url} cannot be written: {error}") from None
         self._say(f"serve: {self._server.url} is ready; its address is in {self._directory}")
 
     def _start_again(self) -> None:

@@ -14,11 +14,23 @@ from pathlib import Path
 from typing import Any
 
 
-class Handler(BaseHTTPRequestHandler):
+class FakeVLLM(ThreadingHTTPServer):
+    """One server; serves from `serve_forever`."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, key: str) -> None:
+        super().__init__((host, port), _Handler)
+        self.key, self.version = key, "default"
+        self.asked = 0
+        """Requests for completions so far."""
+
+
+class _Handler(BaseHTTPRequestHandler):
     """Asks for the key everywhere, as the guarded vLLM does."""
 
     protocol_version = "HTTP/1.1"
-    version = "default"
+    server: FakeVLLM
 
     def do_GET(self) -> None:
         self._answer(None)
@@ -29,19 +41,20 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: Any) -> None:
         path = self.path.partition("?")[0]
-        if self.headers.get("Authorization") != f"Bearer {os.environ['VLLM_API_KEY']}":
+        if self.headers.get("Authorization") != f"Bearer {self.server.key}":
             return self._send({"error": "no key"}, 401)
         if path == "/workers":
             return self._send({}, 404)
         if path in ("/update_weight_version", "/finish_weight_update"):
-            Handler.version = body.get("new_version", body.get("weight_version"))
+            self.server.version = body.get("new_version", body.get("weight_version"))
         self._send(self._about(path, body))
 
     def _about(self, path: str, body: Any) -> Any:
         if path == "/inference/v1/generate":
             from stub import answer_to  # numpy: not before a server is asked for completions
 
-            return answer_to(body, self.version)
+            self.server.asked += 1
+            return answer_to(body, self.server.version)
         settings = {
             "model_config": {"logprobs_mode": "processed_logprobs"},
             "weight_transfer_config": {"backend": "dppo"},
@@ -52,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
             "/version": {"version": "0.32.0"},
             "/v1/models": {"data": [{"id": "policy", "root": "", "max_model_len": 4096}]},
             "/server_info": {"vllm_config": settings},
-            "/weight_info": {"weight_version": self.version},
+            "/weight_info": {"weight_version": self.server.version},
             "/get_world_size": {"world_size": 1},
             "/collective_rpc": {"results": [model]},
             "/weight_checker": {"checksums": {}},
@@ -68,7 +81,8 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        print(format % arguments, flush=True)
+        if __name__ == "__main__":
+            print(format % arguments, flush=True)
 
 
 def fake_python(directory: Path) -> Path:
@@ -81,4 +95,4 @@ def fake_python(directory: Path) -> Path:
 
 if __name__ == "__main__":
     given = dict(zip(sys.argv, sys.argv[1:], strict=False))
-    ThreadingHTTPServer((given["--host"], int(given["--port"])), Handler).serve_forever()
+    FakeVLLM(given["--host"], int(given["--port"]), os.environ["VLLM_API_KEY"]).serve_forever()

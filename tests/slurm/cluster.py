@@ -124,6 +124,10 @@ class Cluster:
         """No job runs or is ending."""
         return not self._run("squeue", "-h", "-t", "RUNNING,COMPLETING,STAGE_OUT")
 
+    def is_down(self, node: str) -> bool:
+        """Slurm has found out."""
+        return "down" in self._run("sinfo", "-h", "-n", node, "-o", "%T").lower()
+
     def signal_batch(self, job: str, name: str) -> None:
         """To the batch shell alone, as `--signal=B:` does before the time limit."""
         self._run("scancel", "--batch", f"--signal={name}", job)

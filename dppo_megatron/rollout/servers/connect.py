@@ -80,7 +80,8 @@ def connect(
         elif launched:
             addresses = {server.url: server.api_key for server in launched}
         else:
-            addresses = dict.fromkeys(workers(rollout, key := configured_key(rollout), say), key)
+            configured = configured_key(rollout)
+            addresses = dict.fromkeys(workers(rollout, configured, say), configured)
         urls = list(addresses)
         servers: list[Server] = [
             make_server(rollout.engine, url, key, architecture.vocab_size) for url, key in addresses.items()

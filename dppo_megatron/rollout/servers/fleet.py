@@ -193,8 +193,8 @@ class Fleet:
         url = server.http.url
         with self.lock:
             place = self.places.setdefault(url, len(self.members))
+            self._probing[url] = _Probe()  # an earlier question was to whoever had the address before
             if place == len(self.members):
-                self._probing[url] = _Probe()
                 self.members.append(Member(server, self.lock, self._clock))
                 self.members[place].expects(self._expected)
             else:
