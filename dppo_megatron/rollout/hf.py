@@ -206,10 +206,11 @@ class HFEngine:
         ended, written.ended = written.ended, []
         rows = torch.tensor([row for row, _, _ in ended], device=self._device)
         tokens, logprobs = written.tokens[rows].cpu().numpy(), written.logprobs[rows].cpu().numpy()
-        cut = [ids[:length] for ids, (_, length, _) in zip(tokens, ended, strict=True)]
+        # copies: a view would keep the whole array, as wide as the longest possible completion
+        cut = [ids[:length].copy() for ids, (_, length, _) in zip(tokens, ended, strict=True)]
         texts = self._detokenizer.decode(cut)
         return [
-            (row, Completion(ids, values[:length], reason, text, np.full(length, self._version, dtype=np.int64)))
+            (row, Completion(ids, values[:length].copy(), reason, text, np.full(length, self._version, dtype=np.int64)))
             for (row, length, reason), ids, values, text in zip(ended, cut, logprobs, texts, strict=True)
         ]
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_FIRST_ROOM = 32
-"""Tokens of room after the prompt: half of a short completion, and nothing against a long one."""
+_FIRST_ROOM = 16
+"""Tokens of room after the prompt. Memory that is touched first costs as much as the copy when it has to grow, and by
+then most of the completions of a short task have ended."""
 
 
 @dataclass(frozen=True, slots=True)
