@@ -26,6 +26,6 @@ class SamplesConfig:
 class ObserveConfig:
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     """Prompts, completions and what became of them."""
-    noise_scale_every_steps: int = ranged(16, COUNT)
+    noise_scale_every_steps: int = ranged(32, COUNT)
     """Every so many steps the gradient of a random half of an update's prompts is taken too, which costs about one more
     update: with it the log can say how many prompts a step should have. 0: never."""
