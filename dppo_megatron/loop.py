@@ -306,7 +306,8 @@ class Loop:
         """Restore the `state_dict` of a checkpoint written after `step`."""
         self._selector.load_state_dict(state["selector"])
         self.skipped_in_a_row = state["skipped_in_a_row"]
-        self._advisor.load_state_dict(state["batch"])
+        if "batch" in state:  # a checkpoint of before there was advice has none
+            self._advisor.load_state_dict(state["batch"])
         self.last_complete_step = step
 
     # ---------------------------------------------------------------------------------------- inside
