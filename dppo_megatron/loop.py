@@ -25,6 +25,7 @@ import torch
 from dppo_megatron.actor.actor import Actor, warm_start_optimizer
 from dppo_megatron.actor.layout import build_layout
 from dppo_megatron.actor.logprobs import LogprobStore
+from dppo_megatron.algorithms.batch_size import BatchAdvisor, half_of
 from dppo_megatron.algorithms.correction import Mismatch
 from dppo_megatron.algorithms.objectives import make_objective, supervised
 from dppo_megatron.build import cost_model, make_engine, make_sampling, token_capacity, what_to_offload
@@ -109,6 +110,7 @@ class Loop:
             set_sizes=set_sizes(job.train_sets),
             features=PromptFeatures.of(job.train_prompts),
         )
+        self._advisor = BatchAdvisor(self._selector.prompts_per_step, config.objective.updates_per_step)
         self._outcomes: list[Outcomes] = []
         """Outcomes of the current step's rollout rounds so far, on rank 0."""
         self._canary = Canary(config.rollout, config.seed, job.stop_token_ids, say)
@@ -269,6 +271,7 @@ class Loop:
         step.reach("updating")
         self.last_complete_step = None
         first = not step.measured
+        half_norm = self._half_norm(step, update) if first else None
         # first update only: after it the policy differs from the behaviour on purpose
         watch = LogprobStore() if first and not needs_old_logprobs(self.job.config.objective) else None
         with step.record.timers.phase("update"):
@@ -288,6 +291,8 @@ class Loop:
             self.skipped_samples = _name_the_broken(update.samples.values())
         else:
             self.skipped_in_a_row = 0
+        if half_norm is not None:
+            self._advisor.probe(measured["grad_norm"], half_norm)
         step.measured.append(measured)
         for name in measured:
             metrics[f"train/{name}"] = float(np.mean([one[name] for one in step.measured if name in one]))
@@ -333,12 +338,15 @@ class Loop:
 
         Save rank 0's: only rank 0 selects.
         """
-        return {"selector": self._selector.state_dict(), "skipped_in_a_row": self.skipped_in_a_row}
+        own = {"skipped_in_a_row": self.skipped_in_a_row, "batch": self._advisor.state_dict()}
+        return {"selector": self._selector.state_dict()} | own
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Restore the `state_dict` of a checkpoint written after `step`."""
         self._selector.load_state_dict(state["selector"])
         self.skipped_in_a_row = state["skipped_in_a_row"]
+        if "batch" in state:  # a checkpoint of before there was advice has none
+            self._advisor.load_state_dict(state["batch"])
         self.last_complete_step = step
 
     # ---------------------------------------------------------------------------------------- inside
@@ -419,9 +427,26 @@ class Loop:
         """Report the step's cost to the policies. On rank 0. A step with a skipped update has no gradient norm."""
         measured = step.record.metrics
         rollout_s, update_s = measured["time/rollout_s"] + measured["time/reward_s"], measured["time/update_s"]
-        other_s = max(0.0, measured["time/step_s"] - rollout_s - update_s)
+        probe_s = measured.get("time/probe_s", 0.0)  # no part of a step as others are
+        other_s = max(0.0, measured["time/step_s"] - rollout_s - update_s - probe_s)
         grad_norm = math.nan if measured["train/skipped_updates"] else measured["train/grad_norm"]
-        return self._selector.feedback(StepCost(step.number, rollout_s, update_s, other_s, grad_norm))
+        said = self._selector.feedback(StepCost(step.number, rollout_s, update_s, other_s, grad_norm))
+        tokens = measured["tokens/generated"], measured["tokens/trained"]
+        self._advisor.time(rollout_s, update_s, other_s, *tokens)
+        measured |= self._advisor.metrics()
+        return [*said, *(self._advisor.lines() if probe_s else ())]
+
+    def _half_norm(self, step: Step, update: Update) -> float | None:
+        """Gradient norm of a random half of an update's prompts, each with twice its weight; None if it is not due."""
+        every, config = self.job.config.observe.noise_scale_every_steps, self.job.config
+        if not every or step.number % every:
+            return None
+        half = half_of(update.plan.rows // self._group_size, config.seed, step.number)
+        # the whole plan with weights of 0, and not a plan of half of it, which other ranks would hold the samples of
+        samples = {at: replace(one, weight=one.weight * (2.0 * half[at])) for at, one in update.samples.items()}
+        temperature = config.rollout.sampling.temperature
+        with step.record.timers.phase("probe"):
+            return self.actor.grad_norm(samples, update.plan.pack, self.objective, temperature=temperature)
 
     def _measure_mismatch(self, step: Step, scored: Sequence[tuple[Update, LogprobStore]]) -> None:
         """Compare the engine's log-probabilities with the actor's; warn if they are far apart. Collective."""

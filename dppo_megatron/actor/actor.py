@@ -185,6 +185,12 @@ class Actor:
         self._run_schedule(samples, plan, hook, forward_only=False)
         return reduce_sums(hook.sums, self.layout)
 
+    def grad_norm(self, samples: Samples, plan: PackPlan, objective: Objective, *, temperature: float = 1.0) -> float:
+        """Norm of the gradient of `samples`, as `update` reports it; the weights stay. The same on every rank."""
+        self.accumulate(samples, plan, objective, temperature=temperature)
+        self._optimizer.prepare_grads()
+        return float(self._optimizer.get_grad_norm())
+
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Full gradients under their Hugging Face names, as `accumulate` left them. Collective; for proofs and probes.
 

@@ -108,7 +108,7 @@ class LimitsConfig:
 @dataclass
 class RolloutConfig:
     engine: Literal["hf", "vllm", "sglang"] = "hf"
-    """What generates: `hf` is transformers, embedded in every rank; `vllm` and `sglang` are servers."""
+    """What generates: `hf` is embedded in every rank; `vllm` and `sglang` are servers."""
     prompts_per_step: int = ranged(64, "[1, 1000000]")
     """Nominal prompts of a step, before any pruning: N of every denominator."""
     completions_per_prompt: int = ranged(8, "[2, 65536]", why="an advantage compares a group's completions")

@@ -27,6 +27,16 @@ class _ToGrade(Protocol):
     def text(self) -> str: ...
 
 
+def grade_completions(grader: Grader, tasks: Sequence[_ToGrade]) -> list[Grade]:
+    """One grade a completion, in their order."""
+    return grader.grade(
+        [
+            task_of(one.prompt, one.text, f"prompt {one.prompt.index}, completion {one.completion_index}")
+            for one in tasks
+        ]
+    )
+
+
 class GraderLanes:
     """One grader process a lane. Processes start when their lane is first used."""
 
@@ -36,12 +46,7 @@ class GraderLanes:
 
     def grade(self, lane: int, tasks: Sequence[_ToGrade]) -> list[Grade]:
         """One grade a task, in their order."""
-        return self._graders[lane].grade(
-            [
-                task_of(one.prompt, one.text, f"prompt {one.prompt.index}, completion {one.completion_index}")
-                for one in tasks
-            ]
-        )
+        return grade_completions(self._graders[lane], tasks)
 
     def close(self) -> None:
         """End the processes."""

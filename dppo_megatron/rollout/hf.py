@@ -1,37 +1,48 @@
-"""The embedded engine: a transformers model in every rank, for CPUs and small models.
+"""The embedded engine: a model in every rank, for CPUs and small models.
 
-It needs no server and gives exact behaviour log-probabilities. The decoding loop is ours rather than `generate`'s for
-two reasons. A token is chosen by inverting the cumulative distribution at a counter-based uniform, so a completion
-depends on its (seed, step, prompt, completion index) and not on the batch or rank it is generated in. And sequences
-that have ended leave the batch, where `generate` carries them along until the longest one ends.
+It needs no server and gives exact behaviour log-probabilities. A token is chosen by inverting the cumulative
+distribution at a counter-based uniform, so a completion depends on its (seed, step, prompt, completion index) and not
+on the batch or rank it is generated in. A prompt is read once for all of its completions, a completion leaves the batch
+with its last token, and what has ended is graded while the rest is sampled:
+
+    this thread     read prompts, then token after token --- 32 have ended --- token after token --- last one
+                                                                  |                                     |
+    grading thread                                                '-> grade 32 (in the graders' processes) '-> rest
+                                                                                   take_grades waits for this ----'
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache
+from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.randomness import generator
+from dppo_megatron.randomness import uniform_rows
+from dppo_megatron.rollout.client.grading import Detokenizer, ToGrade
+from dppo_megatron.rollout.decoder import Decoder
 from dppo_megatron.rollout.engine import Request, Sampling, Weights, own_requests
-from dppo_megatron.rollout.hf_names import by_checkpoint_name
-from dppo_megatron.rollout.kv_cache import growing_cache
+from dppo_megatron.rollout.grading_ahead import GradingAhead
+from dppo_megatron.rollout.kv_cache import Moves
 from dppo_megatron.spans import Spans
-from dppo_megatron.types import BoolArray, Completion, FloatArray, Grade, IntArray
+from dppo_megatron.types import Completion, FinishReason, Grade
+from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import WeightReader, check_finite
 
-_COMPACT_BELOW = 0.75
-"""Rows leave the batch once this share of it is still running: each compaction copies the key-value cache."""
+_HANDED_ON = 32
+"""Completions that have ended are decoded to text, and graded, in batches of at least so many."""
 
 
 class HFEngine:
-    """transformers' model of the checkpoint at `hf_path`; its weights come from the actor, not from the files."""
+    """The model of the checkpoint at `hf_path`; its weights come from the actor, not from the files.
+
+    Args:
+        max_concurrent_sequences: completions in one batch.
+        grade: grades completions of the training set; called from a thread, for some of them at a time.
+    """
 
     def __init__(
         self,
@@ -41,21 +52,19 @@ class HFEngine:
         dtype: torch.dtype,
         device: torch.device,
         max_concurrent_sequences: int,
+        grade: Callable[[Sequence[ToGrade]], list[Grade]] | None = None,
         spans: Spans | None = None,
     ) -> None:
         self._spans = spans or Spans()
-        with torch.device(device):
-            config = AutoConfig.from_pretrained(hf_path, trust_remote_code=False, local_files_only=True)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-            self._model = model.eval()
+        self._decoder = Decoder(read_architecture(hf_path), dtype=dtype, device=device)
         self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer.of(tokenizer)
         self._device = device
         self._batch = max_concurrent_sequences
-        with torch.no_grad():
-            self._state = by_checkpoint_name(self._model)
+        self._grading = GradingAhead(grade) if grade else None
         self._version = 0
         self.has_servers = False
-        self.description = "rollout: transformers, embedded in every rank"
+        self.description = "rollout: embedded in every rank"
 
     @property
     def receivers(self) -> None:
@@ -66,9 +75,9 @@ class HFEngine:
     def load_weights(self, weights: Weights) -> bool:
         """Copy every tensor into the model. Raises ValueError if a parameter was not given."""
         self._version += 1
-        missing = set(self._state)
+        missing = set(self._decoder.named)
         for name, tensor in weights():
-            self._state[name].copy_(tensor)
+            self._decoder.named[name].copy_(tensor)
             missing.discard(name)
         if missing:
             raise ValueError(f"the weight stream lacks {sorted(missing)}")
@@ -89,8 +98,8 @@ class HFEngine:
             for start in range(0, len(order), self._batch):
                 chunk = order[start : start + self._batch]
                 with self._spans.span("generation", f"{len(chunk)} completions"):
-                    done = self._generate([requests[i] for i in chunk], how)
-                yield from zip(chunk, done, strict=True)
+                    for row, completion in self._generate([requests[i] for i in chunk], how):
+                        yield chunk[row], completion
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Nothing runs beside the actor here: the work is done in `finish`."""
@@ -98,15 +107,26 @@ class HFEngine:
 
     def finish(self) -> dict[int, Completion]:
         """What `start` was asked for."""
-        return dict(sorted(self.stream(*self._started)))
+        if self._grading is None:
+            return dict(sorted(self.stream(*self._started)))
+        self._grading.forget()
+        found: dict[int, Completion] = {}
+        requests = self._started[0]
+        for position, completion in self.stream(*self._started):
+            found[position] = completion
+            asked = requests[position]
+            self._grading.put(position, ToGrade(asked.prompt, asked.completion_index, completion.text))
+        return dict(sorted(found.items()))
 
     def take_grades(self) -> dict[int, Grade]:
-        """Nothing: the ranks grade."""
-        return {}
+        """See `Engine.take_grades`; waits for those that are still being graded."""
+        return self._grading.take() if self._grading else {}
 
     def abort(self) -> None:
         """Forget what `start` was asked for."""
         self._started = (), self._started[1]
+        if self._grading:
+            self._grading.forget()
 
     def pause(self) -> None:
         """Nothing runs between two calls."""
@@ -130,85 +150,90 @@ class HFEngine:
         return {}
 
     def close(self) -> None:
-        """Nothing to release."""
+        """End the grading thread."""
+        if self._grading:
+            self._grading.close()
 
     @torch.inference_mode()
-    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+        """(position in `requests`, completion) of one batch, as they end."""
         prompts, prompt_of = _distinct_prompts(requests)
-        inputs, attention = self._left_pad(prompts)
-        positions = (attention.cumsum(-1) - 1).clamp_min(0)
-        cache = growing_cache()
-        # every prompt is read once, however many completions it gets
-        logits = self._forward(inputs, attention, positions, cache)
-        expand = torch.tensor(prompt_of, device=self._device)
-        cache.batch_select_indices(expand)
-        logits, attention, positions = logits[expand], attention[expand], positions[expand, -1:]
+        tokens, visible = self._left_pad(prompts)
+        cache = self._decoder.empty_cache(len(prompts), tokens.size(1))
+        positions = (visible.cumsum(-1) - 1).clamp_min(0)
+        logits = self._decoder.read(tokens, positions, visible, cache)
+        own = torch.tensor(prompt_of, device=self._device)
+        cache.expand(own)
+        logits, positions, visible = logits[own], positions[own, -1], visible[own]
+        # -inf at the padding, for the rows as they now stand; nothing where all prompts have one length
+        padding = None if bool(visible.all()) else torch.zeros_like(visible, dtype=logits.dtype)
+        if padding is not None:
+            padding.masked_fill_(~visible, -torch.inf)
 
         choose = _Chooser(requests, sampling, self._device)
-        eos = self._tokenizer.eos_token_id
-        stops = torch.tensor([eos, *sampling.stop_token_ids], device=self._device)
-        shape = (len(requests), sampling.max_completion_tokens)
-        generated = torch.full(shape, eos, dtype=torch.int64, device=self._device)
-        logprobs = torch.zeros(shape, dtype=torch.float32, device=self._device)
+        written = _Written(len(requests), sampling.max_completion_tokens, self._device)
+        stops = torch.tensor([self._tokenizer.eos_token_id, *sampling.stop_token_ids], device=self._device)
         rows = torch.arange(len(requests), device=self._device)
-        running = torch.ones(len(requests), dtype=torch.bool, device=self._device)
         for t in range(sampling.max_completion_tokens):
             chosen, chosen_logprobs = choose(logits, rows, t)
-            # a row that has ended but is still carried along writes behind its end, where nobody reads
-            generated[rows, t], logprobs[rows, t] = chosen, chosen_logprobs
-            running &= ~torch.isin(chosen, stops)
+            written.add(rows, t, chosen, chosen_logprobs)
+            running = (chosen[:, None] != stops).all(1)
             num_running = int(running.sum())
+            if num_running < len(rows):
+                written.end(rows[~running], t + 1, "stop")
+                moves = Moves.of(running, num_running)
+                cache.move(moves)
+                rows, chosen, positions = (moves.apply(each) for each in (rows, chosen, positions))
+                padding = None if padding is None else moves.apply(padding)
             if num_running == 0 or t + 1 == sampling.max_completion_tokens:
                 break
-            if num_running <= _COMPACT_BELOW * len(rows):
-                keep = running.nonzero()[:, 0]
-                cache.batch_select_indices(keep)
-                rows, running, chosen = rows[keep], running[keep], chosen[keep]
-                attention, positions = attention[keep], positions[keep]
+            if len(written.ended) >= _HANDED_ON:
+                yield from self._completions(written)
             positions = positions + 1
-            attention = torch.cat([attention, attention.new_ones(len(rows), 1)], dim=1)
-            logits = self._forward(chosen[:, None], attention, positions, cache)
-        return self._completions(generated.cpu().numpy(), logprobs.cpu().numpy(), stops.cpu().numpy())
-
-    def _forward(self, inputs: Tensor, attention: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Logits [B, V] of the next token after each row of `inputs` [B, n], which are appended to the cache."""
-        output = self._model(
-            inputs,
-            attention_mask=attention,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,  # config.json may say false, as checkpoints from training do
-            logits_to_keep=1,
-        )
-        logits: Tensor = output.logits[:, -1]
-        return logits
+            logits = self._decoder.step(chosen, positions, padding, cache)
+        written.end(rows, sampling.max_completion_tokens, "length")
+        yield from self._completions(written)
 
     def _left_pad(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+        """Tokens [P, longest], and which of them are no padding."""
         longest = max(len(token_ids) for token_ids in prompts)
         tokens = torch.full((len(prompts), longest), self._tokenizer.pad_token_id, dtype=torch.int64)
-        attention = torch.zeros_like(tokens)
+        visible = torch.zeros_like(tokens, dtype=torch.bool)
         for row, token_ids in enumerate(prompts):
             tokens[row, longest - len(token_ids) :] = torch.tensor(token_ids)
-            attention[row, longest - len(token_ids) :] = 1
-        return tokens.to(self._device), attention.to(self._device)
+            visible[row, longest - len(token_ids) :] = True
+        return tokens.to(self._device), visible.to(self._device)
 
-    def _completions(self, ids: IntArray, logprobs: FloatArray, stops: IntArray) -> list[Completion]:
-        """From [N, T] arrays that are filled beyond each row's end."""
-        ended = np.isin(ids, stops)
-        stopped: BoolArray = np.any(ended, axis=1)
-        lengths = np.where(stopped, ended.argmax(axis=1) + 1, ids.shape[1])
-        cut = [row[:length] for row, length in zip(ids, lengths, strict=True)]
-        texts = self._tokenizer.batch_decode(cut, skip_special_tokens=True)
+    def _completions(self, written: _Written) -> list[tuple[int, Completion]]:
+        """Those that have ended and were not handed on."""
+        ended, written.ended = written.ended, []
+        rows = torch.tensor([row for row, _, _ in ended], device=self._device)
+        tokens, logprobs = written.tokens[rows].cpu().numpy(), written.logprobs[rows].cpu().numpy()
+        # copies: a view would keep the whole array, as wide as the longest possible completion
+        cut = [ids[:length].copy() for ids, (_, length, _) in zip(tokens, ended, strict=True)]
+        texts = self._detokenizer.decode(cut)
         return [
-            Completion(
-                token_ids=tokens.astype(np.int64),
-                logprobs=values[: len(tokens)].astype(np.float32),
-                finish_reason="stop" if stop else "length",
-                text=text,
-                weights_spans=((self._version, len(tokens)),),
-            )
-            for tokens, values, stop, text in zip(cut, logprobs, stopped, texts, strict=True)
+            (row, Completion(ids, values[:length].copy(), reason, text, ((self._version, length),)))
+            for (row, length, reason), ids, values, text in zip(ended, cut, logprobs, texts, strict=True)
         ]
+
+
+class _Written:
+    """What has been sampled for the requests of a batch."""
+
+    def __init__(self, rows: int, tokens: int, device: torch.device) -> None:
+        self.tokens = torch.empty(rows, tokens, dtype=torch.int64, device=device)
+        self.logprobs = torch.empty(rows, tokens, dtype=torch.float32, device=device)
+        self.ended: list[tuple[int, int, FinishReason]] = []
+        """(row, length, why) of those that have ended and were not handed on."""
+
+    def add(self, rows: Tensor, position: int, chosen: Tensor, logprobs: Tensor) -> None:
+        """One token more for `rows` [n]."""
+        self.tokens[rows, position], self.logprobs[rows, position] = chosen, logprobs
+
+    def end(self, rows: Tensor, length: int, why: FinishReason) -> None:
+        """`rows` [n] get no more."""
+        self.ended += [(row, length, why) for row in rows.tolist()]
 
 
 def _distinct_prompts(requests: Sequence[Request]) -> tuple[list[tuple[int, ...]], list[int]]:
@@ -248,19 +273,14 @@ class _Chooser:
         self._temperature = sampling.temperature
         self._sampling = sampling
         if sampling.temperature > 0:
-            draws = [
-                generator(sampling.seed, r.purpose, r.step, r.prompt.index, r.completion_index).random(
-                    sampling.max_completion_tokens
-                )
-                for r in requests
-            ]
-            self._uniforms = torch.from_numpy(np.stack(draws)).to(device)
+            addresses = [(sampling.seed, r.purpose, (r.step, r.prompt.index, r.completion_index)) for r in requests]
+            self._uniforms = torch.from_numpy(uniform_rows(addresses, sampling.max_completion_tokens)).to(device)
 
     def __call__(self, logits: Tensor, rows: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """logits [n, V] of requests `rows` [n] at completion token `position` -> tokens [n], log-probabilities [n]."""
         if self._temperature > 0:
-            heated = logits.float() / self._temperature
-            logprobs = cut(heated, self._sampling.top_p, self._sampling.top_k).log_softmax(-1)
+            scaled = logits.float() / self._temperature
+            logprobs = cut(scaled, self._sampling.top_p, self._sampling.top_k).log_softmax(-1)
             cumulative = logprobs.double().exp().cumsum(-1)
             target = self._uniforms[rows, position] * cumulative[:, -1]
             chosen = torch.searchsorted(cumulative, target[:, None], right=True).clamp_max(logits.size(-1) - 1)

@@ -1,8 +1,8 @@
 """The parameters of a transformers model under the names of its checkpoint.
 
-For dense models the two are the same. From version 5 on transformers fuses a layer's experts into two tensors in
-memory, while checkpoints and every other engine keep one tensor an expert; here each of those is a view into the fused
-one, so the weight stream needs no special case.
+For checking a weight table against transformers (docs/extending.md). For dense models the two are the same. From
+version 5 on transformers fuses a layer's experts into two tensors in memory, while checkpoints and every engine keep
+one tensor an expert; here each of those is a view into the fused one.
 """
 
 from __future__ import annotations

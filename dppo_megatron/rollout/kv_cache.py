@@ -1,64 +1,102 @@
-"""A key-value cache for the embedded engine that is written in place.
+"""The embedded engine's key-value cache: written in place, and rows that have ended cost a copy at most once.
 
-transformers' DynamicCache concatenates at every token, so a completion of n tokens copies its cache n times; its
-StaticCache is padded to the longest possible completion, and attention then reads all of it at every token. This one
-keeps room behind what is filled and hands out views of the filled part. The room grows by half of what is there, so a
-token is copied about twice in all, and a short batch never pays for `max_completion_tokens`.
+A cache that is concatenated at every token copies itself for every token; one that is padded to the longest possible
+completion is read in full at every token. This one keeps room behind what is filled and hands out views of the filled
+part. The room grows by half of what is there, so a token is copied about twice in all.
+
+A row that ends leaves a hole, and the last running row moves into it. So what is copied is what has ended and not what
+still runs; the price is that rows change places, which the caller has to follow (`Moves`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
 
-_FIRST_ROOM = 32
-"""Tokens of room after the prompt: half of a short completion, and nothing against a long one."""
-
-
-class GrowingLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one layer, [B, K, filled, D], as views of buffers with room for more tokens."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append [B, K, n, D] and return everything so far, [B, K, filled, D]."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self._filled = 0
-            self._rooms = [_buffer(states, states.size(2) + _FIRST_ROOM) for states in (key_states, value_states)]
-        end = self._filled + key_states.size(2)
-        if end > self._rooms[0].size(2):
-            capacity = max(end, self._rooms[0].size(2) * 3 // 2)
-            self._rooms = [_moved(room, self._filled, capacity) for room in self._rooms]
-        for room, states in zip(self._rooms, (key_states, value_states), strict=True):
-            room[:, :, self._filled : end] = states
-        self._filled = end
-        self.keys, self.values = (room[:, :, :end] for room in self._rooms)
-        return self.keys, self.values
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` [n] of the batch, in that order; a row may be taken several times."""
-        rooms = []
-        for room in self._rooms:
-            kept = room.new_empty(len(indices), *room.shape[1:])
-            torch.index_select(room[:, :, : self._filled], 0, indices, out=kept[:, :, : self._filled])
-            rooms.append(kept)
-        self._rooms = rooms
-        self.keys, self.values = (room[:, :, : self._filled] for room in rooms)
+_FIRST_ROOM = 16
+"""Tokens of room after the prompt. Memory that is touched first costs as much as the copy when it has to grow, and by
+then most of the completions of a short task have ended."""
 
 
-def growing_cache() -> Cache:
-    """An empty cache; its layers appear with the first forward pass."""
-    return Cache(layer_class_to_replicate=GrowingLayer)
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Which rows move where, so that the running ones are the first `count`.
+
+    Example: of five rows 0 and 2 have ended: count = 3, and rows 3 and 4 move to 0 and 2.
+    """
+
+    count: int
+    source: Tensor
+    target: Tensor
+
+    @staticmethod
+    def of(running: Tensor, count: int) -> Moves:
+        """running: [B] bool, `count` of them true."""
+        return Moves(count, running[count:].nonzero()[:, 0] + count, (~running[:count]).nonzero()[:, 0])
+
+    def apply(self, rows: Tensor) -> Tensor:
+        """[B, ...] -> [count, ...], a view of `rows`, which is overwritten."""
+        if len(self.source):
+            rows[self.target] = rows[self.source]
+        return rows[: self.count]
 
 
-def _buffer(states: Tensor, capacity: int) -> Tensor:
-    batch, heads, _, size = states.shape
-    return states.new_empty(batch, heads, capacity, size)
+class KeyValues:
+    """Keys and values of every layer, for a batch of rows that are all filled to the same length.
 
+    Args:
+        capacity: tokens of room to begin with.
+    """
 
-def _moved(room: Tensor, filled: int, capacity: int) -> Tensor:
-    larger = _buffer(room, capacity)
-    larger[:, :, :filled] = room[:, :, :filled]
-    return larger
+    def __init__(
+        self,
+        num_layers: int,
+        rows: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.filled = 0
+        """Tokens of each row."""
+        self._rows = rows
+        shape = (2, rows, kv_heads, capacity, head_dim)  # keys and values together: half as many copies to start
+        self._rooms = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    def reserve(self, count: int) -> None:
+        """Make room for `count` more tokens in every layer; called before their `append`s."""
+        capacity = self._rooms[0].size(3)
+        if self.filled + count > capacity:
+            self._rebuild(max(self.filled + count, capacity * 3 // 2), torch.arange(self._rows))
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write [B, K, n, D] behind the filled part of one layer; returns everything so far, [B, K, filled + n, D]."""
+        end = self.filled + keys.size(2)
+        room = self._rooms[layer][:, : self._rows]
+        room[0, :, :, self.filled : end] = keys
+        room[1, :, :, self.filled : end] = values
+        return room[0, :, :, :end], room[1, :, :, :end]
+
+    def expand(self, rows: Tensor) -> None:
+        """Take the rows [B'] instead, each as often as it is named, with room for a first piece of completion."""
+        self._rebuild(self.filled + _FIRST_ROOM, rows)
+
+    def move(self, moves: Moves) -> None:
+        """Drop the rows that have ended."""
+        if len(moves.source):
+            for room in self._rooms:
+                # by indexing: index_select and index_copy_ first make a copy of a whole view that has gaps
+                room[:, moves.target, :, : self.filled] = room[:, moves.source, :, : self.filled]
+        self._rows = moves.count
+
+    def _rebuild(self, capacity: int, rows: Tensor) -> None:
+        rows = rows.to(self._rooms[0].device)
+        for layer, room in enumerate(self._rooms):  # one layer at a time: the peak is one layer more, not all
+            larger = room.new_empty(2, len(rows), room.size(2), capacity, room.size(4))
+            larger[:, :, :, : self.filled] = room[:, rows, :, : self.filled]
+            self._rooms[layer] = larger
+        self._rows = len(rows)

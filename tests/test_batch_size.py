@@ -1,0 +1,157 @@
+"""Advice on the batch size: unbiased estimates by enumeration, the best N by brute force, and no effect on training."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.job import job_config, read_metrics, write_warm_job_files
+from support.launch import run_ranks
+
+from dppo_megatron.algorithms.batch_size import BatchAdvisor, Line, NoiseScale, half_of
+from dppo_megatron.job import prepare_job
+from dppo_megatron.run import Run
+from dppo_megatron.train import train
+
+PROMPTS = np.array([[1.0, 0.5], [-0.5, 2.0], [0.25, -1.0]])
+"""The gradient of each prompt of a population, two coordinates."""
+KEEP = 0.5
+"""A prompt is rolled out with this probability and then counts 1 / KEEP times: what a pruned step's parts look like."""
+
+
+def _parts() -> list[tuple[float, np.ndarray]]:
+    """(probability, g_q) of one drawn prompt."""
+    kept = [(KEEP / len(PROMPTS), one / KEEP) for one in PROMPTS]
+    return [*kept, (1 - KEEP, np.zeros(2))]
+
+
+def test_estimates_are_unbiased_over_every_batch_and_every_half() -> None:
+    """N = 3 prompts drawn independently, 4^3 batches times 2^3 halves: to rounding."""
+    n, parts = 3, _parts()
+    signal = noise = 0.0
+    for batch in itertools.product(parts, repeat=n):
+        probability = math.prod(p for p, _ in batch) / 2**n
+        g = np.array([part for _, part in batch])
+        whole = float(((g.sum(0) / n) ** 2).sum())
+        for half in itertools.product((0.0, 1.0), repeat=n):
+            scale = NoiseScale()
+            scale.add(whole, float(((2 * np.array(half) @ g / n) ** 2).sum()), n)
+            signal += probability * scale.signal
+            noise += probability * scale.noise
+    mean = sum(p * part for p, part in parts)
+    true_noise = sum(p * float(part @ part) for p, part in parts) - float(mean @ mean)
+    assert signal == pytest.approx(float(mean @ mean), rel=1e-12)
+    assert noise == pytest.approx(true_noise, rel=1e-12)
+
+
+def test_a_half_has_each_group_with_probability_one_half_and_whole_groups() -> None:
+    """20,000 groups: the share is within 4 standard errors (0.0035 each), and repeated groups go together."""
+    groups = np.arange(20_000).repeat(2)
+    half = half_of(groups, seed=1, step=16)
+    assert abs(half.mean() - 0.5) < 0.0142
+    assert (half[::2] == half[1::2]).all()
+    assert (half != half_of(groups, seed=1, step=32)).any()
+    assert half_of(groups[:0], seed=1, step=16).shape == (0,), "an update of which nothing was kept"
+
+
+def _advisor(fixed: float, per_token: float, scale: float, updates: int = 1) -> BatchAdvisor:
+    """64 prompts of about 100 tokens generated and 20 trained, in exact lines; a noise scale without noise."""
+    advisor = BatchAdvisor(64, updates)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        generated, trained = 6400 * rng.uniform(0.9, 1.1), 1280 * rng.uniform(0.9, 1.1)
+        advisor.time(
+            0.3 * fixed + per_token * generated, 0.5 * fixed + 2 * per_token * trained, 0.2 * fixed, generated, trained
+        )
+    n = 64 // updates
+    for _ in range(5):  # |G|^2 = 1 and tr(Sigma) = scale
+        whole = 1 + scale / n
+        advisor.probe(math.sqrt(whole), math.sqrt(whole + (scale + 1) / n))
+    return advisor
+
+
+@pytest.mark.parametrize(("fixed", "per_token", "scale"), [(1.0, 1e-4, 40.0), (0.2, 1e-4, 60.0), (2.0, 3e-5, 50.0)])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_advice_is_the_best_of_all_numbers_of_prompts(
+    fixed: float, per_token: float, scale: float, updates: int
+) -> None:
+    """Within the bound of a factor of 4, by trying them all."""
+    advice = _advisor(fixed, per_token, scale, updates).advice()
+    assert advice is not None
+    assert advice.noise_scale == pytest.approx(scale, rel=1e-6)
+
+    def seconds(n: int) -> float:
+        per_prompt = per_token * (100 + 2 * 20)
+        return (1 + scale * updates / n) * (fixed + per_prompt * n)
+
+    best = min(range(16, 257, updates), key=seconds)
+    # a step's mean tokens are those of 20 random steps: within 3 % of the nominal ones
+    assert seconds(advice.prompts) <= 1.002 * seconds(best)
+    assert advice.relative_time == pytest.approx(seconds(advice.prompts) / seconds(64), rel=0.02)
+
+
+def test_a_line_is_found_and_has_no_negative_part() -> None:
+    """Exact points give the line; a falling or a steeper-than-through-zero one is taken as far as it makes sense."""
+    line, falling, steep = Line(), Line(), Line()
+    for x in (1.0, 2.0, 4.0, 3.0, 5.0, 2.5, 1.5, 3.5):
+        line.add(x, 0.5 + 0.25 * x)
+        falling.add(x, 10 - x)
+        steep.add(x, 3 * x - 1)
+    assert line.fit() == pytest.approx((0.5, 0.25))
+    assert falling.fit() == pytest.approx((falling.y, 0.0))
+    assert steep.fit() == pytest.approx((0.0, steep.y / steep.x))
+
+
+def test_what_is_not_known_is_not_said() -> None:
+    """Too few probes, signal lost in noise, values that are not finite."""
+    scale = NoiseScale()
+    for _ in range(8):
+        scale.add(math.nan, 1.0, 64)
+    assert scale.probes == 0
+    for _ in range(8):
+        scale.add(1.0, 2.5, 64)  # the half says that all of the whole's norm is noise
+    assert scale.prompts is None
+    advisor = BatchAdvisor(64, 1)
+    assert advisor.advice() is None
+    assert advisor.metrics() == {}
+    assert advisor.lines() == []
+
+
+def test_lines_come_once_and_survive_a_resume() -> None:
+    """The same advice is not repeated; another number of prompts a step starts over."""
+    advisor = _advisor(2.0, 3e-5, 50.0)
+    lines = advisor.lines()
+    assert len(lines) == 1
+    assert f"rollout.prompts_per_step = {advisor.said} (now 64)" in lines[0]
+    other = BatchAdvisor(64, 1)
+    other.load_state_dict(advisor.state_dict())
+    assert other == advisor
+    assert other.lines() == []
+    changed = BatchAdvisor(32, 1)
+    changed.load_state_dict(advisor.state_dict())
+    assert changed == BatchAdvisor(32, 1)
+
+
+def _train(files: Path, run_dir: Path, every: int) -> None:
+    config = job_config(files, run_dir, steps=5, warm_start__steps=2, observe__noise_scale_every_steps=every)
+    with Run(prepare_job(config, 1)) as run:
+        train(run)
+
+
+@pytest.mark.slow
+def test_probes_change_nothing_that_is_trained(tmp_path: Path) -> None:
+    """Every metric but the probes' own is the same bit for bit, and their seconds stand beside the others."""
+    files = write_warm_job_files(tmp_path)
+    rows: dict[int, list[dict[str, Any]]] = {}
+    for every in (0, 1):
+        run_ranks(_train, 1, files, tmp_path / f"run{every}", every)
+        rows[every] = read_metrics(tmp_path / f"run{every}")
+    plain = [{key: value for key, value in row.items() if not key.startswith("batch/")} for row in rows[1]]
+    assert plain == rows[0]
+    timed = read_metrics(tmp_path / "run1", with_time=True)
+    assert all(row["time/probe_s"] > 0 for row in timed[1:])
+    assert not any(key.startswith("batch/") for row in rows[0] for key in row)
