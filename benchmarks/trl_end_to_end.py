@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,10 @@ def run_worker(job_path: Path) -> None:
 
     job = json.loads(job_path.read_text(encoding="utf-8"))
     torch.set_num_threads(job["threads"])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"], padding_side="left")
-    model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"], padding_side="left", trust_remote_code=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        job["model"], dtype=torch.float32, trust_remote_code=False
+    )
     train, heldout = (_rows(job[name]) for name in ("train", "heldout"))
     count = job["prompts_per_step"] * job["completions_per_prompt"]
 
@@ -142,10 +144,7 @@ def end_to_end(args: argparse.Namespace) -> int:
 
     out: Path = args.end_to_end
     known = json.loads((out / "results.json").read_text(encoding="utf-8"))
-    runs = [
-        MethodRun(**run | {"curve": [Point(**point) for point in run["curve"]], "solved": run["solved"]})
-        for run in known["runs"]
-    ]
+    runs = [MethodRun(**run | {"curve": [Point(**point) for point in run["curve"]]}) for run in known["runs"]]
     baseline = known["verdict"]["baseline"]
     batch_size, tried, versions = 0, {}, {}
     for seed in sorted({run.seed for run in runs}):
@@ -159,8 +158,8 @@ def end_to_end(args: argparse.Namespace) -> int:
         curve = [Point(**point) for point in found["points"]]
         runs.append(MethodRun("trl", seed, curve, {}, {"heldout": list(last)}, {"step": curve[-1].train_s}))
     names = list(dict.fromkeys(run.arm for run in runs if run.arm != "trl"))
-    arms = [Arm(name, name, 0, ()) for name in names]
-    verdict = judge(runs, [Arm("trl", "trl", 0, ()), *[replace(arm, method="ours") for arm in arms]])
+    arms = [Arm(name, "ours", 0, ()) for name in names]  # none is a GRPO of TRL's: the first arm is the baseline
+    verdict = judge(runs, [Arm("trl", "trl", 0, ()), *arms])
     print(table(verdict))
     print(f"TRL {versions['trl']}, per-device batch size {batch_size}: " + _seconds(tried))
     if args.json:

@@ -253,6 +253,7 @@ def test_run_directory(files: Path, finished: Path) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     figures = {"completion_tokens_mean", "failed", "truncated_share", "pass@1", "pass@1_se", "avg@1", "avg@1_se"}
     assert set(rows[0]) == {"step", "eval/problems"} | {f"eval/heldout/{name}" for name in figures}
+    assert np.mean(rows[0]["eval/problems"]["heldout"]) == pytest.approx(rows[0]["eval/heldout/pass@1"])
     for row in rows[1:]:
         assert set(row) >= PROMISED
         facts = {"reward/parsed_share", "reward/boxed_share", "reward/disagreement"}  # this grader gives none

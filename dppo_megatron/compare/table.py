@@ -40,10 +40,10 @@ def headline(verdict: Verdict) -> list[str]:
     among = ", ".join(verdict.candidates)
     chosen = f", the soonest of {among}" if len(verdict.candidates) > 1 else ""
     gain = f"; gain of {verdict.gain_from}" if verdict.gain_from != verdict.baseline else ""
-    end = verdict.start + verdict.gain
+    end = next(one.end for one in verdict.arms if one.arm == verdict.gain_from)
     return [
-        f"base: {verdict.baseline}{chosen}{gain}: {100 * verdict.start:.1f} -> {100 * end:.1f} %"
-        f" ({100 * verdict.gain:+.1f} points)"
+        f"base: {verdict.baseline}{chosen}{gain}: {100 * verdict.start:.1f} -> {100 * end:.1f} %,"
+        f" {100 * verdict.gain:+.1f} points a seed (medians)"
     ]
 
 
