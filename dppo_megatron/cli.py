@@ -28,6 +28,7 @@ from dppo_megatron.launched import launched_rank, launched_world_size
 from dppo_megatron.pruning.methods import METHODS, parse_methods
 from dppo_megatron.report.command import add_report
 from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.watch.command import add_watch
 
 _METHODS = "grpo,cppo,greso,dppo_paper,dppo,dppo_auto"
 _TRAIN = """\
@@ -183,6 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--out", type=Path, default=Path("compare"), help="where to write (default: compare/)")
     add_eval(commands)
     add_report(commands)
+    add_watch(commands)
     _add_simulate(commands)
     doctor = commands.add_parser(
         "doctor",

@@ -22,7 +22,10 @@ Print a script that completes commands, options, files and settings in your shel
   eval "$(dppo-megatron completion zsh)"           # ~/.zshrc
   dppo-megatron completion fish | source           # ~/.config/fish/config.fish
 """
-_METHODS = {"pruning.prompt.method": PROMPT_POLICIES, "pruning.completion.method": COMPLETION_POLICIES}
+_METHODS: dict[str, Iterable[str]] = {
+    "pruning.prompt.method": PROMPT_POLICIES,
+    "pruning.completion.method": COMPLETION_POLICIES,
+}
 
 
 def add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,9 +42,9 @@ def add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _print_script(arguments: argparse.Namespace) -> int:
-    import argcomplete
+    from argcomplete.shell_integration import shellcode
 
-    print(argcomplete.shellcode(["dppo-megatron"], shell=arguments.shell))
+    print(shellcode(["dppo-megatron"], shell=arguments.shell))
     return 0
 
 

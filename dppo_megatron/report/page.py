@@ -1,7 +1,7 @@
-"""The page: data, code and style in one file, which asks no network for anything.
+"""The page: data, code and style in one file that loads nothing from the network.
 
-The plots are plotly's, whose code is taken from its package. What models wrote is data and never markup: it travels as
-JSON in which every `<` is escaped, and the page's code makes text of it.
+Plots are drawn by plotly, whose code is copied from its package. What a model wrote is data and never markup: it is
+embedded as JSON in which every `<` is escaped, and the page's code inserts it as text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dppo_megatron.types import UserError
 _ASSETS = files("dppo_megatron.report") / "assets"
 _SCRIPTS = ("data.js", "charts.js", "sections.js", "samples.js", "page.js")
 SAMPLE_BYTES = 16_000_000
-"""Of all runs' samples together: a browser opens a file of this size at once."""
+"""Limit for the samples of all runs together: a browser opens a page of this size without delay."""
 
 
 def write_page(path: Path, runs: Sequence[RunRecord]) -> None:
@@ -45,7 +45,9 @@ def write_page(path: Path, runs: Sequence[RunRecord]) -> None:
         "data": "\n".join(parts),
         "script": "\n".join((_ASSETS / name).read_text(encoding="utf-8") for name in _SCRIPTS),
     }
-    page = re.sub(r"\{\{(\w+)\}\}", lambda match: inside[match[1]], page)  # one pass: what is put in may hold braces
+    page = re.sub(
+        r"\{\{(\w+)\}\}", lambda match: inside[match[1]], page
+    )  # in one pass, because inserted text may contain braces
     try:
         aside = path.with_name(f"{path.name}.new")
         aside.write_text(page, encoding="utf-8")
@@ -55,7 +57,7 @@ def write_page(path: Path, runs: Sequence[RunRecord]) -> None:
 
 
 def _name_apart(runs: Sequence[RunRecord]) -> None:
-    """Runs of one name get that of the directory above as well."""
+    """Prefix runs of the same name with their parent directory."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
@@ -77,7 +79,7 @@ def _data(run: RunRecord) -> dict[str, Any]:
 
 
 def _sample_data(number: int, samples: Samples) -> list[str]:
-    """One element a step, which the page reads when the step is looked at."""
+    """One element per step, which the page parses when the step is opened."""
     index = {
         "steps": list(samples.steps),
         "groups_in_step": samples.groups_in_step,
