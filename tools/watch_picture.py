@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dppo_megatron.observe.lock import FILE as LOCK
-from dppo_megatron.observe.samples import SAMPLES, sample_files
+from dppo_megatron.observe.samples import SAMPLES, rewind_samples
 from dppo_megatron.watch.follow import Follow
 from dppo_megatron.watch.frame import View, frame
 from dppo_megatron.watch.latest import Latest
@@ -62,10 +62,8 @@ def as_it_was(run: Path, step: int, to: Path) -> Path:
     shutil.copy(run / "config.yaml", to)
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     (to / "metrics.jsonl").write_text("".join(lines[: step + 1]), encoding="utf-8")
-    (to / SAMPLES).mkdir()
-    for one in sample_files(run / SAMPLES):
-        if one.last <= step:
-            shutil.copy(one.path, to / SAMPLES)
+    shutil.copytree(run / SAMPLES, to / SAMPLES)
+    rewind_samples(to / SAMPLES, step)
     (to / LOCK).write_text("{}", encoding="utf-8")
     utime(to / LOCK, (time.time(), time.time()))
     return to

@@ -34,7 +34,7 @@ _CURVES = (
     ("truncated", "rollout/truncated_share", ".1%"),
     ("entropy", "train/entropy", ".3f"),
     ("gradient norm", "train/grad_norm", ".2f"),
-    ("seconds a step", "time/step_s", ".2f"),
+    ("seconds per step", "time/step_s", ".2f"),
 )
 
 
@@ -132,9 +132,10 @@ def _curves(record: RunRecord, view: View) -> RenderableType:
 def _time_split(record: RunRecord, view: View) -> RenderableType:
     """Where the seconds of the last steps went, as a bar and in words."""
     means = {name: _recent(record, f"time/{name}_s") for name in _PHASES}
-    known = {name: value for name, value in means.items() if value}
-    rest = (_recent(record, "time/step_s") or 0.0) - sum(known.values())
-    known |= {"other": rest} if rest > 0.005 * sum(known.values()) else {}
+    whole = _recent(record, "time/step_s") or sum(value or 0.0 for value in means.values())
+    known = {name: value for name, value in means.items() if value and value >= 0.01 * whole}
+    rest = whole - sum(known.values())
+    known |= {"other": rest} if rest >= 0.01 * whole else {}
     bar, legend = Text(), Text()
     lengths = widths(list(known.values()), max(20, view.width - 4))
     for (name, value), length in zip(known.items(), lengths, strict=True):
@@ -142,9 +143,7 @@ def _time_split(record: RunRecord, view: View) -> RenderableType:
         bar.append(("█" if view.colour and view.unicode else name[0]) * length, style=colour)
         legend.append("■ " if view.colour and view.unicode else "", style=colour)
         legend.append(f"{name} {value:.2f} s  ")
-    return Group(
-        Text(f" time of a step, mean of the last {_RECENT}", style="bold"), Text(" ") + bar, Text(" ") + legend
-    )
+    return Group(Text(f" time per step, mean of the last {_RECENT}", style="bold"), Text(" ") + bar, Text(" ") + legend)
 
 
 def _pruning(record: RunRecord) -> RenderableType:
@@ -186,7 +185,7 @@ def _servers(servers: Sequence[ServerHealth], age_s: float) -> RenderableType:
 
 
 def _samples(samples: Sampled, view: View) -> RenderableType:
-    """A prompt, and its best completion before its worst ones."""
+    """A prompt, its best completion, and then its worst ones."""
     members = sorted(samples.members, key=lambda one: -1e30 if one["reward"] is None else one["reward"], reverse=True)
     shown = [*members[:1], *members[:0:-1]][: view.members]
     table = Table(box=None, padding=(0, 1), show_header=False, width=view.width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +66,10 @@ class Latest:
 
 
 def _read_samples(path: Path) -> Sampled | None:
-    """The first group of the file's last step; None if the file cannot be read, as while ranks merge theirs."""
+    """The group of the file's last step whose rewards differ most, the first of equals.
+
+    None if the file cannot be read: it may be merged into another one at this moment.
+    """
     import pyarrow.parquet as pq
 
     try:
@@ -75,8 +79,16 @@ def _read_samples(path: Path) -> Sampled | None:
         return None
     if not rows:
         return None
-    first = [row for row in rows if (row["step"], row["group"]) == (rows[0]["step"], rows[0]["group"])]
-    return Sampled(rows[0]["step"], rows[0]["prompt"] or "", first)
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["group"], []).append(row)
+    chosen = max(groups.values(), key=_spread)
+    return Sampled(chosen[0]["step"], chosen[0]["prompt"] or "", chosen)
+
+
+def _spread(group: list[dict[str, Any]]) -> float:
+    rewards = [row["reward"] for row in group if row["reward"] is not None]
+    return statistics.pvariance(rewards) if rewards else 0.0
 
 
 def _settings(path: Path) -> dict[str, Any]:
