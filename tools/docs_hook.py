@@ -44,7 +44,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Links to files of the repository become plain names: the site does not know where the repository is kept."""
-    return re.sub(r"\[([^\]]+)\]\(\.\./(?!reference)[^)]*\)", r"\1", markdown)
+    if page is not None and page.file.src_uri.startswith("reference/"):
+        return markdown
+    return re.sub(r"\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", markdown)
 
 
 def pages() -> dict[str, str]:
@@ -70,8 +72,7 @@ def settings_page() -> str:
 
 def _setting(one: Setting) -> Iterator[str]:
     facts = ", ".join(fact for fact in (one.kind, f"default `{one.default}`", one.allowed) if fact)
-    yield f"**`{one.key}`** ({facts})".replace("<", "&lt;") if "<" not in one.key else f"**`{one.key}`** ({facts})"
-    yield ""
+    yield f"**`{one.key}`** ({facts})"
     yield f":   {_plain(one.meaning)}" + (f" ({_plain(one.why)})" if one.why else "")
     places = ", ".join(f"`{place.file.removeprefix('dppo_megatron/')}`" for place in _files(one))
     yield f"    Read in {places}."
