@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -263,6 +264,15 @@ class _Terminal:
         os.close(slave)
         self._master, self.seen = master, b""
 
+    def __enter__(self) -> _Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:  # a test that failed
+            self.process.kill()
+            self.process.wait()
+        os.close(self._master)
+
     def wait_for(self, text: str) -> None:
         """Until it is on the screen; the test's own time limit ends this."""
         self.read(lambda: text.encode() in self.seen)
@@ -293,7 +303,6 @@ class _Terminal:
                     break
             elif self.process.poll() is not None:
                 break
-        os.close(self._master)
         return self.process.wait()
 
 
@@ -305,29 +314,28 @@ def _append(run: Path, row: dict[str, float]) -> None:
 def test_in_a_real_terminal_until_q(tmp_path: Path) -> None:
     """The picture follows the record; `q` leaves, and the last picture stays on the screen behind the alternate one."""
     run = _running(write_record(tmp_path / "run", 5))
-    terminal = _Terminal(run)
-    terminal.wait_for("step 5 of 5")
-    assert b"\x1b[?1049h" in terminal.seen  # the alternate screen: the shell's own is not written over
-    _append(run, {"step": 6, "reward/mean": 0.5, "time/step_s": 1.0})
-    terminal.wait_for("step 6 of 5")
-    assert terminal.press("q") == 0
-    after = terminal.seen.rpartition(b"\x1b[?1049l")[2].decode()
-    assert "step 6 of 5" in after
+    with _Terminal(run) as terminal:
+        terminal.wait_for("step 5 of 5")
+        assert b"\x1b[?1049h" in terminal.seen  # the alternate screen: the shell's own is not written over
+        _append(run, {"step": 6, "reward/mean": 0.5, "time/step_s": 1.0})
+        terminal.wait_for("step 6 of 5")
+        assert terminal.press("q") == 0
+        assert "step 6 of 5" in terminal.seen.rpartition(b"\x1b[?1049l")[2].decode()
 
 
 def test_in_a_real_terminal_until_the_run_ends(tmp_path: Path) -> None:
     run = _running(write_record(tmp_path / "run", 5))
-    terminal = _Terminal(run)
-    terminal.wait_for("step 5 of 5")
-    (run / "summary.json").write_text("{}")
-    (run / "lock.json").unlink()
-    assert terminal.ended() == 0
-    assert "finished" in terminal.seen.rpartition(b"\x1b[?1049l")[2].decode()
+    with _Terminal(run) as terminal:
+        terminal.wait_for("step 5 of 5")
+        (run / "summary.json").write_text("{}")
+        (run / "lock.json").unlink()
+        assert terminal.ended() == 0
+        assert "finished" in terminal.seen.rpartition(b"\x1b[?1049l")[2].decode()
 
 
 def test_control_c_is_no_fault(tmp_path: Path) -> None:
-    terminal = _Terminal(_running(write_record(tmp_path / "run", 5)))
-    terminal.wait_for("step 5 of 5")
-    os.kill(terminal.process.pid, 2)
-    assert terminal.ended() == 130
-    assert b"Traceback" not in terminal.seen
+    with _Terminal(_running(write_record(tmp_path / "run", 5))) as terminal:
+        terminal.wait_for("step 5 of 5")
+        os.kill(terminal.process.pid, signal.SIGINT)
+        assert terminal.ended() == 130
+        assert b"Traceback" not in terminal.seen
