@@ -25,6 +25,7 @@ SHOWN = (
     "prune/ess_share", "prune/w_cv2", "pack/fill", "tokens/generated", "tokens/trained", "rollout/servers_live",
 )  # fmt: skip
 """Metrics that are kept beside those under time/ and eval/."""
+_CHUNK_BYTES = 1 << 20
 _OF_THE_TRAINED = ("mismatch/logprob_abs_diff_mean", "prune/ess_share", "prune/w_cv2", "pack/fill", "train/entropy")
 
 
@@ -61,13 +62,13 @@ class Follow:
                     self._begin()
                     self._file_id = found.st_ino
                 file.seek(self._read_to)
-                added = file.read()
+                while added := file.read(_CHUNK_BYTES):
+                    self._read_to += len(added)
+                    *lines, self._rest = (self._rest + added).split(b"\n")
+                    for line in lines:
+                        self._take(line)
         except FileNotFoundError:
-            added = b""  # the run is starting
-        self._read_to += len(added)
-        *lines, self._rest = (self._rest + added).split(b"\n")
-        for line in lines:
-            self._take(line)
+            pass  # the run is starting
         self.record.status = run_status(self._path)
         self.record.notes = [f"metrics.jsonl: {self._damaged} damaged lines are left out"] if self._damaged else []
         return self.record
