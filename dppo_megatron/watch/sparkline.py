@@ -20,8 +20,9 @@ def sparkline(values: Sequence[float | None], width: int, levels: str = BLOCKS) 
     if not present:
         return ""
     low, high = min(present), max(present)
-    scale = (len(levels) - 1) / (high - low) if high > low else 0.0
-    return "".join(" " if one is None else levels[round((one - low) * scale)] for one in parts)
+    span = high - low if high > low else 1.0
+    top = len(levels) - 1
+    return "".join(" " if one is None else levels[round((one - low) / span * top)] for one in parts)
 
 
 def widths(shares: Sequence[float], total: int) -> list[int]:
