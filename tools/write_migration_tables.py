@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from dppo_megatron.config.other_trainers import SLIME, TRL, VERL, table
@@ -25,8 +24,9 @@ def with_tables(page: str) -> str:
     """The page with its tables as the code has them."""
     for name, names in TABLES.items():
         begin, end = f"<!-- begin: {name}, written by tools/write_migration_tables.py -->", "<!-- end -->"
-        inside = f"{begin}\n\n{table(names)}\n\n{end}"
-        page = re.sub(rf"{re.escape(begin)}.*?{end}", lambda _, text=inside: text, page, count=1, flags=re.DOTALL)
+        before, _, rest = page.partition(begin)
+        _, _, after = rest.partition(end)
+        page = f"{before}{begin}\n\n{table(names)}\n\n{end}{after}"
     return page
 
 
