@@ -12,7 +12,7 @@ COPY tools tools
 # --no-deps for ourselves: the image's own torch stays
 RUN pip install --no-cache-dir "megatron-core>=0.16.1,<0.17" "transformers>=5,<6" \
       "math-verify==0.9.0" "datasets>=4" "pyyaml>=6" safetensors tokenizers packaging psutil tqdm matplotlib \
-      "aiohttp>=3.11" "msgspec>=0.19" \
+      "aiohttp>=3.11" "msgspec>=0.19" "pyarrow>=18" "plotly>=6" "rich>=13" "argcomplete>=3.5" \
  && pip install --no-cache-dir --no-deps .
 
 ENTRYPOINT ["dppo-megatron"]

@@ -4,6 +4,7 @@
 # make test-sglang  the engine tests against real SGLang servers on this CPU (3.4 GB more to install)
 # make test-newest  the Megatron part of the suite with the newest megatron-core and Triton (Python 3.12; torch brings CUDA libraries)
 # make test-slurm   examples/slurm on a real Slurm of two nodes on this machine (root; apt-get install slurm-wlm munge)
+# make docs         the documentation site in site/, with every link checked
 # All make .venv first if it is not there, test also .venv-vllm, test-sglang .venv-sglang. NPROC, TP, PP, SEED and CONFIG change
 # the quickstart, WORKERS and TESTS the tests: make test-quick WORKERS=4 TESTS='tests/rewards -x'.
 
@@ -15,6 +16,7 @@ SGLANG_VENV ?= .venv-sglang
 WORKERS ?= 2
 TESTS ?= tests
 NEWEST_VENV ?= .venv-newest
+DOCS_VENV ?= .venv-docs
 PYTHON_NEWEST ?= $(shell command -v python3.12 || command -v python3.13 || echo python3.12)
 MEGATRON_NEWEST ?= 0.19.2
 MEGATRON_TESTS := $(addprefix tests/,$(addsuffix .py,test_platform test_platform_megatron test_hf_parity \
@@ -44,7 +46,7 @@ else
 TRAIN = OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node $(NPROC) -m dppo_megatron train
 endif
 
-.PHONY: quickstart test test-quick test-sglang test-slurm test-newest lint clean
+.PHONY: quickstart test test-quick test-sglang test-slurm test-newest lint docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python tools/make_quickstart.py --out $(TASK) --seed $(SEED)
@@ -79,6 +81,9 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(DOCS_VENV)/.installed
+	COLUMNS=100 $(DOCS_VENV)/bin/mkdocs build --strict
+
 $(VENV)/.installed: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet torch==2.13.0
@@ -99,5 +104,11 @@ $(SGLANG_VENV)/.installed: requirements-sglang-cpu.txt
 	$(SGLANG_VENV)/bin/pip install --quiet --no-deps --requirement requirements-sglang-cpu.txt
 	touch $@
 
+# The site reads the package's source and schema; it needs neither torch nor Megatron
+$(DOCS_VENV)/.installed: requirements-docs.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet --requirement requirements-docs.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(NEWEST_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(NEWEST_VENV) $(DOCS_VENV) site

@@ -15,18 +15,22 @@ from pathlib import Path
 
 from dppo_megatron import __version__
 from dppo_megatron.compare.command import add_compare
+from dppo_megatron.completion import add_completion, complete
 from dppo_megatron.config import load_config
+from dppo_megatron.config.command import add_config
 from dppo_megatron.config.command_line import check_comes_first
 from dppo_megatron.config.paths import check_directory, check_writable
 from dppo_megatron.config.ranges import Range
+from dppo_megatron.config.reference import page_for
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.command import add_data_command
-from dppo_megatron.distributed import launched_rank, launched_world_size
 from dppo_megatron.evaluation.options import add_eval
+from dppo_megatron.launched import launched_rank, launched_world_size
 from dppo_megatron.pruning.methods import parse_methods
 from dppo_megatron.report.command import add_report
 from dppo_megatron.rollout.serve_command import add_serve
 from dppo_megatron.types import GuardStop, UserError, Watch, unwatched
+from dppo_megatron.watch.command import add_watch
 
 _METHODS = "grpo,cppo,greso,dppo_paper,dppo,dppo_auto"
 _TRAIN = """\
@@ -39,8 +43,7 @@ On several processes, with the same arguments:
   torchrun --nproc-per-node 4 -m dppo_megatron train CONFIG \\
       actor.layout.tensor_parallel=2 actor.layout.pipeline_parallel=2
 
-Every setting is described in dppo_megatron/config/schema.py. What a run leaves in its directory is described in
-docs/run_directory.md.
+`dppo-megatron config` describes every setting, docs/run_directory.md what a run leaves in its directory.
 """
 _SIMULATE = """\
 Replay the selection of every method on a recorded run (trace.jsonl in its directory) and predict what a step costs:
@@ -72,13 +75,16 @@ A distributed checkpoint loads at any tensor, pipeline and expert parallel size.
 
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand; returns the exit code (docs/run_directory.md lists them)."""
-    arguments = _parse(_parser(), sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could stand here
+        complete(parser)
+    arguments = _parse(parser, sys.argv[1:] if argv is None else argv)
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()  # so that a broken pipe is raised here and not at exit
         return code
     except UserError as error:
-        _say(f"error: {error}")
+        _say(f"error: {_with_page(str(error))}")
         return 2
     except GuardStop as stop:
         _say(f"stopped: {stop}")
@@ -102,6 +108,12 @@ def _watch() -> Watch:
 def _say(line: str) -> None:
     if launched_rank() == 0:
         print(line, file=sys.stderr)
+
+
+def _with_page(message: str) -> str:
+    """A mistake, and the page that explains the setting it is about."""
+    page = "" if "docs/" in message or "\n" in message else page_for(message)
+    return f"{message} (see docs/{page})" if page else message
 
 
 def _output_has_gone() -> bool:
@@ -160,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     add_eval(commands)
     add_report(commands)
     add_serve(commands)
+    add_watch(commands)
     _add_simulate(commands)
     doctor = commands.add_parser(
         "doctor",
@@ -173,6 +186,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=_doctor)
     _add_convert(commands)
     add_data_command(commands)
+    add_config(commands)
+    add_completion(commands)
     return parser
 
 

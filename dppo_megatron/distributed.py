@@ -10,7 +10,6 @@ spin in a kernel, on the GPU that a colocated engine generates on.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -21,16 +20,6 @@ T = TypeVar("T")
 
 _ROUND_TRIPS = 8
 _PEER_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Socket closed")
-
-
-def launched_world_size() -> int:
-    """Processes of this job according to the launcher's environment; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def launched_rank() -> int:
-    """This process's rank according to the launcher's environment; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
 
 
 def from_rank_zero(decide: Callable[[], T]) -> T:

@@ -178,7 +178,7 @@ class PackPlan:
     """The micro-batches of one optimizer step, for every data-parallel rank. Made once, on one rank, and sent."""
 
     microbatches: tuple[tuple[PackedMicrobatch, ...], ...]
-    """[data-parallel rank][micro-batch], in the order they run; every rank has the same number."""
+    """For each data-parallel rank its micro-batches, in the order they run; every rank has the same number."""
     max_tokens_per_microbatch: int
     num_tokens: int
     """Tokens of all samples, padding not counted."""

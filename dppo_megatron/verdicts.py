@@ -1,7 +1,7 @@
-"""Which groups of a step are recorded, and what was decided about each of their completions, for people to read.
+"""Which groups of a step are recorded, and what was decided about each of their completions.
 
-Rank 0 has the decision, the ranks have the texts: what is here travels from the one to the others with the plan, and
-each rank puts it to the groups that it holds.
+Rank 0 decides, and the texts are on the ranks that generated them. Rank 0 therefore sends these verdicts with the plan,
+and each rank attaches them to the groups that it holds.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from dppo_megatron.selection import Decision, Rollouts
 from dppo_megatron.types import BoolArray, FloatArray, Group, IntArray
 
 _BYTES_A_TOKEN = 16
-"""Id, the engine's and the actor's log-probability in four bytes each, and about as many characters of text."""
+"""Token id and two log-probabilities (engine, actor) at 4 bytes each, and about 4 characters of text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """Of the R groups of a step that are recorded; arrays are [R, G] but for `position`."""
+    """The decisions about the R recorded groups of a step; arrays are [R, G] except `position`."""
 
     position: IntArray
-    """[R] which groups of the step."""
+    """[R] their positions among the groups of the step."""
     advantages: FloatArray
     completion_prob: FloatArray
     weights: FloatArray
@@ -35,7 +35,7 @@ class Verdicts:
 
     @staticmethod
     def of(config: Config, step: int, decision: Decision, rollouts: Rollouts) -> Verdicts:
-        """What is to be recorded of `step`."""
+        """Collect what is recorded of `step`."""
         position = recorded_positions(config, step, decision.prompts.prompt_index, rollouts)
         reasons = reasons_of(config, decision, rollouts)
         shape = rollouts.rewards.shape
@@ -53,7 +53,7 @@ class Verdicts:
         )
 
     def join(self, groups: Mapping[int, Group]) -> list[RecordedGroup]:
-        """With those of the recorded groups that this rank holds, by their position in the step."""
+        """Combine with the recorded groups that this rank holds, given by their position in the step."""
         columns = (self.advantages, self.completion_prob, self.weights, self.kept, self.why)
         return [
             RecordedGroup(position, groups[position], *row)
@@ -63,8 +63,8 @@ class Verdicts:
 
 
 def recorded_positions(config: Config, step: int, prompt_index: IntArray, rollouts: Rollouts) -> IntArray:
-    """[R] positions of the groups that are recorded, sorted: the fixed prompts first, then in the order of the draw, as
-    long as they fit.
+    """[R] sorted positions of the recorded groups. Fixed prompts go first, then the others in the order of their draws,
+    until the step's size limit is reached.
 
     Args:
         prompt_index: [K].
@@ -85,10 +85,10 @@ def recorded_positions(config: Config, step: int, prompt_index: IntArray, rollou
 
 
 def reasons_of(config: Config, decision: Decision, rollouts: Rollouts) -> np.ndarray[tuple[int], np.dtype[np.str_]]:
-    """[K * G] why each completion was kept or not, in a word (docs/run_directory.md lists them).
+    """[K * G] one word for why each completion was kept or not (docs/run_directory.md lists them).
 
-    A policy says with what probability it keeps a completion, not how it came to it. So a probability between floor and
-    1 is put down to the score, and one of 0 to a rank: what no draw could have kept was cut by a fixed rule.
+    A policy reports the probability with which it keeps a completion, not the reason. A probability between the floor
+    and 1 is attributed to the score, and one of 0 to the rank: what no draw can keep was cut by a fixed rule.
     """
     truncated: BoolArray = np.zeros(decision.kept.shape, dtype=np.bool_)
     if config.objective.overlong.filter:

@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from dppo_megatron.config.changes import check_changes, fingerprint
-from dppo_megatron.config.hints import OTHER_NAMES, all_keys
+from dppo_megatron.config.hints import all_keys
 from dppo_megatron.config.load import config_values, read_config, save_config
+from dppo_megatron.config.other_trainers import OTHER_NAMES
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 

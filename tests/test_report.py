@@ -246,6 +246,28 @@ def test_in_a_browser_for_everyone(page: Any) -> None:
             assert _contrast(*colours) >= 4.5, (theme, ink, ground)
 
 
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_in_a_browser_axe_finds_nothing(page: Any, theme: str) -> None:
+    """WCAG 2.1 A and AA, and axe's best practices, on the whole page with all plots drawn."""
+    package = pytest.importorskip("axe_core_python", reason="axe-core-python is not installed")
+    page.execute_script(f"setTheme('{theme}'); drawAll()")
+    assert _wait(page, "document.querySelectorAll('.plot .main-svg').length > 30")
+    page.execute_script((Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
+    tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]
+    page.set_script_timeout(120)
+    found = page.execute_async_script(
+        "const done = arguments[1]; axe.run(document, {runOnly: arguments[0]}).then(done, e => done({error: `${e}`}))",
+        tags,
+    )
+    assert "error" not in found, found["error"]
+    assert len(found["passes"]) > 20
+    told = [
+        f"{one['id']}: {one['help']}: {one['nodes'][0]['html'][:200]} ({len(one['nodes'])})"
+        for one in found["violations"]
+    ]
+    assert told == []
+
+
 def _contrast(first: str, second: str) -> float:
     def luminance(colour: str) -> float:
         digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])

@@ -1,7 +1,7 @@
-"""Where training's memory is while servers generate on the same GPUs: on the host.
+"""Moves training state to host memory while servers generate on the same GPUs.
 
-Of a bfloat16 model training holds 18 bytes a parameter: weights 2, gradients 4, main parameters and moments 12. In this
-order, which is that of verl, slime and NeMo-RL, a card never holds both sides:
+Training a bfloat16 model takes 18 bytes per parameter: weights 2, gradients 4, main parameters and moments 12. In this
+order, which is that of verl, slime and NeMo-RL, a GPU never holds both the trainer's state and the servers':
 
     trainer   update | free gradients, optimizer to host | weights to servers | weights to host |           | bring back
     servers   asleep | asleep                            | wake weights       | hold weights    | wake cache,
@@ -10,10 +10,10 @@ order, which is that of verl, slime and NeMo-RL, a card never holds both sides:
 The weights leave when every rank has handed them over and before any server takes memory for its cache
 (`rollout/sync/weight_sync.py`); `loop.py` calls it, for `actor.offload`. It has not run on a GPU.
 
-Gradients are freed and not copied: they are zero before the next step anyway. Optimizer tensors exchange their data for
-a host copy, so a checkpoint can be written from there. Weights keep their tensors (the model's parameters are views of
-one buffer) and give up the storage. On CUDA the host copies are pinned, and kept for the next time. Nothing waits for a
-copy before the end: the allocator hands freed memory on in the order of the stream.
+Gradients are freed, not copied: the next step zeroes them anyway. Optimizer tensors point to a host copy while they are
+away, so a checkpoint can be written from it. Weights keep their tensors, since the model's parameters are views of one
+buffer, and only release the storage. On CUDA the host copies are pinned, and kept for reuse. Copies are asynchronous,
+with one wait at the end: the allocator reuses freed memory in stream order.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ Part = Literal["gradients", "optimizer", "weights"]
 
 
 class Offload:
-    """Moves the parts of one actor's training state away from its device and back. Calling a method again does nothing.
+    """Moves one actor's training state off its device and back. Repeating a call has no effect.
 
     Args:
-        device: where the parts belong.
+        device: where the state lives during training.
     """
 
     def __init__(self, model: Sequence[DistributedDataParallel], device: torch.device) -> None:
         self._model, self._device = model, device
         self._away: set[Part] = set()
         self._host: dict[tuple[int, str], Tensor] = {}
-        """Host copies, by the tensor that they belong to (its id and what it is); they outlive a return."""
+        """Host copies by owner (its id) and name; kept after the state has come back."""
         self._sizes: dict[int, int] = {}
-        """Bytes of the storages that were given up, by the storage's id."""
+        """Sizes in bytes of the released storages, by the storage's id."""
         self._starts: dict[int, int] = {}
         """Where in its storage the tensor begins that owns it."""
         self._borrowing: list[tuple[Tensor, Tensor]] = []
@@ -49,16 +49,16 @@ class Offload:
 
     @property
     def away(self) -> frozenset[Part]:
-        """What is not on the device now."""
+        """The parts that are not on the device now."""
         return frozenset(self._away)
 
     def forget_optimizer(self) -> None:
-        """A new optimizer is about to be built: the host copies of the old one are dropped."""
+        """Drop the host copies of the optimizer's state, because a new optimizer is about to be built."""
         self._host = {key: tensor for key, tensor in self._host.items() if key[1] == "weights"}
         self._away.discard("optimizer")
 
     def leave(self, optimizer: Any, *, weights: bool) -> None:
-        """Free the gradients, move the optimizer's state and, if asked, the weights to the host."""
+        """Free the gradients; move the optimizer's state and, if `weights`, the weights to the host."""
         if "gradients" not in self._away:
             for buffer in self._buffers():
                 self._give_up(buffer.grad_data)
@@ -78,7 +78,7 @@ class Offload:
             torch.cuda.empty_cache()
 
     def come_back(self, optimizer: Any, *, weights_only: bool = False) -> None:
-        """Bring back the weights, and unless told otherwise the optimizer's state and empty gradient buffers."""
+        """Bring back the weights and, unless `weights_only`, the optimizer's state and zeroed gradient buffers."""
         if "weights" in self._away:
             for whole in self._weights():
                 self._take_again(whole)
@@ -128,7 +128,7 @@ class Offload:
             yield from (*model.buffers, *model.expert_parallel_buffers)
 
     def _weights(self) -> Iterator[Tensor]:
-        """Tensors that between them own every storage of the parameters, once."""
+        """Tensors that together own each storage of the parameters exactly once."""
         seen: set[int] = set()
         for buffer in self._buffers():
             if buffer.param_data is not None:
@@ -138,9 +138,9 @@ class Offload:
             yield from (param.data for param in model.parameters() if id(param) not in seen)
 
     def _optimizer_tensors(self, optimizer: Any) -> Iterator[tuple[Any, str]]:
-        """(main parameter, "data") and (its state, name) for all that is the optimizer's own and not on the host.
+        """(main parameter, "data") and (its state, name) for every tensor that belongs to the optimizer alone.
 
-        A float32 model has no main parameters: the optimizer's are views of the weights, and stay with them.
+        A float32 model has no main parameters: the optimizer updates views of the weights, which move with the weights.
         """
         weights = {param.untyped_storage()._cdata for model in self._model for param in model.parameters()}
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -155,7 +155,7 @@ class Offload:
 
     def _to_host(self, owner: Any, name: str) -> None:
         tensor = _get(owner, name)
-        if tensor.device != self._device:  # the optimizer keeps it on the host by itself
+        if tensor.device != self._device:  # the optimizer keeps it on the host itself
             return
         host = self._host_for(owner, name, tensor)
         self._copy(tensor, host)
@@ -200,7 +200,7 @@ def pageable(tensor: Tensor) -> Tensor:
 
 
 def _is_moment(value: object) -> bool:
-    """What is worth moving: not the step count, of one element."""
+    """Whether `value` is worth moving; the step count, a single element, is not."""
     return isinstance(value, Tensor) and value.numel() > 1
 
 

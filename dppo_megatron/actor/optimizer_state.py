@@ -1,16 +1,16 @@
-"""Checkpoints of the distributed optimizer without gathering the model on every rank.
+"""Checkpoints of the distributed optimizer without gathering the whole model on every rank.
 
-Megatron's format for any layout (`fully_reshardable`) stores whole parameters. To make them it gathers the float32
-parameters and both moments, 12 bytes a parameter, in the host memory of every data-parallel rank, while saving and
-again while loading: 770 GB on a node of eight ranks for 8 billion parameters. But each rank holds a contiguous stretch
-of the flat buffer, so nearly all parameters lie whole on one rank already:
+Megatron's format that loads at any layout (`fully_reshardable`) stores whole parameters. To assemble them, Megatron
+gathers the float32 parameters and both moments, 12 bytes per parameter, in the host memory of every data-parallel rank,
+when saving and again when loading: 770 GB on a node of eight ranks for 8 billion parameters. But each rank holds one
+contiguous range of the flat buffer, so nearly every parameter is complete on one rank already:
 
     flat buffer    | embedding         | q | k | v | ... | fc1        | fc2        | norm |
     ranks          |--- 0 ---|--- 1 ---|--- 2 ---------|------ 3 ------|------ 4 ----------|
                       embedding: 0 sends its part to 1       fc1: 4 gets the rest of 3, and so on
 
-Here each parameter is written by the rank that holds most of it, and only pieces of those that cross a border travel.
-A load asks for the parameters that touch the rank's stretch. What is on disk is Megatron's format, key for key.
+Here the rank that holds most of a parameter writes it, and only pieces of parameters that cross a boundary are sent.
+When loading, a rank reads the parameters that overlap its range. The files are in Megatron's format, key for key.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _STATES = ("param", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a parameter's elements are spread over the data-parallel ranks."""
+    """How one parameter's elements are distributed over the data-parallel ranks."""
 
     pieces: dict[int, slice]
-    """Rank -> its elements of the flattened parameter, in order."""
+    """Rank -> the slice of the flattened parameter that it holds, in order."""
 
     @staticmethod
     def of(start: int, end: int, stretch: int) -> Spread:
-        """Of elements [start, end) of a bucket in which every rank holds `stretch` elements.
+        """The spread of elements [start, end) of a bucket in which every rank holds `stretch` elements.
 
         Example: (6, 14, stretch 8) -> rank 0 has the parameter's [0, 2), rank 1 has [2, 8).
         """
@@ -48,7 +48,7 @@ class Spread:
 
     @property
     def writer(self) -> int:
-        """The rank that holds most of it, the first of equals."""
+        """The rank that holds most of it; the lowest one in a tie."""
         return max(self.pieces, key=lambda rank: (self.pieces[rank].stop - self.pieces[rank].start, -rank))
 
 
@@ -58,9 +58,9 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
     def sharded_param_state_fully_reshardable(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict[int, dict[str, Any]]:
-        """See Megatron's, which this replaces: by place in the buffers, the states of a parameter as sharded tensors.
+        """Replaces Megatron's method: position in the buffers -> the parameter's states as sharded tensors.
 
-        Collective over the data-parallel group. Here a rank returns only what it writes, or what it needs to load.
+        Collective over the data-parallel group. A rank returns only what it writes, or what it needs to load.
         """
         described, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
         by_param = {base.data: base for base in nested_values(described)}
@@ -78,7 +78,7 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         return out
 
     def _spreads(self) -> Iterator[tuple[torch.nn.Parameter, Spread]]:
-        """Every parameter in the buffers' order, the same on all ranks of the data-parallel group."""
+        """Every parameter, in buffer order, which is the same on all ranks of the data-parallel group."""
         size = self.data_parallel_group.size()
         for buffer in self.buffers:
             for param, (start, end, bucket_id) in buffer.param_index_map.items():
@@ -90,7 +90,7 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         return {name: torch.empty(param.shape, dtype=torch.float32, device="cpu") for name in _STATES}
 
     def _whole(self, param: torch.nn.Parameter, spread: Spread, rank: int) -> dict[str, Tensor]:
-        """The parameter's states, in its shape, on the rank that writes it; nothing elsewhere. Sends what it must."""
+        """The parameter's states in its shape on the rank that writes it, empty elsewhere; ranks send their pieces."""
         if rank not in spread.pieces:
             return {}
         held = self._get_main_param_and_optimizer_states(param)
@@ -99,7 +99,7 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         if len(spread.pieces) == 1:
             return {name: tensor.view(param.shape) for name, tensor in mine.items()}
         whole = {}
-        for name, tensor in mine.items():  # one after another: on the device there is never more than one of them
+        for name, tensor in mine.items():  # one at a time, so that the device holds at most one assembled state
             assembled = self._assemble(tensor, param.numel(), spread, rank)
             if assembled is not None:
                 whole[name] = assembled.view(param.shape).cpu()
@@ -120,7 +120,7 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
 
 
 def _stored(base: Any, name: str, data: Tensor, is_writer: bool) -> Any:
-    """`data` under the model parameter's own place in the checkpoint, with Megatron's key for an optimizer state."""
+    """`data` as a sharded tensor at the model parameter's place, under Megatron's key for this optimizer state."""
     # the last part of a replica id is the data-parallel rank; the main replica has zeros only
     changes: dict[str, Any] = {
         "key": f"optimizer.state.{name}.{base.key}",

@@ -1,10 +1,10 @@
-"""Rotary position embedding: cosines and sines once a pack, applied inside the core attention.
+"""Rotary position embedding: cosines and sines computed once per pack, applied inside the core attention.
 
-Megatron's own goes over a pack's sequences in every layer, for queries and keys apart, and asks the device for their
-lengths each time: two host waits a call, 144 in a forward pass of a 36-layer model, and from 0.19 on a Python loop over
-sequences as well. Here the model is built without position embeddings, the pack carries the position of each of its
-tokens, and the attention rotates (after the query and key norms, where Megatron does it too). The arithmetic is
-Megatron's, operation for operation, so that not one bit differs.
+Megatron's implementation iterates over the pack's sequences in every layer, separately for queries and keys, and reads
+their lengths from the device each time. That is two host synchronizations per call, 144 per forward pass of a 36-layer
+model, and since 0.19 a Python loop over the sequences as well. Here the model is built without position embeddings, the
+pack carries each token's position, and the attention applies the rotation, after the query and key norms as Megatron
+does. The arithmetic is Megatron's, operation for operation, so results are bit-identical.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Rotation(NamedTuple):
-    """Angles of a pack's tokens, [T / CP, 1, D / 2] each, in the type of the activations."""
+    """Cosines and sines of the angles of a pack's tokens: [T / CP, 1, D / 2] each, in the activations' dtype."""
 
     cos: Tensor
     sin: Tensor
@@ -26,15 +26,15 @@ class Rotation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """How a model turns positions into angles. Frozen, so that it can be the key of a pack's cache."""
+    """How a model turns positions into angles. Frozen, so that a pack can cache by it."""
 
     head_dim: int
     theta: float
     llama3_factor: float = 0.0
-    """Rope scaling `llama3` with Megatron's constants; 0: none."""
+    """Factor of RoPE scaling `llama3`, with Megatron's constants; 0: no scaling."""
 
     def at(self, position_ids: Tensor, dtype: torch.dtype) -> Rotation:
-        """Angles at `position_ids` [T], computed in float32 as everywhere else and then rounded."""
+        """The rotation at `position_ids` [T], computed in float32 and then rounded to `dtype`."""
         embedding = RotaryEmbedding(
             self.head_dim,
             rotary_percent=1.0,
@@ -48,7 +48,7 @@ class Rotary:
 
 
 def rotate(states: Tensor, rotation: Rotation) -> Tensor:
-    """Queries or keys [T / CP, heads, D], each head's halves turned by the angle of its token's position.
+    """Rotate queries or keys [T / CP, heads, D] by the angles of their tokens' positions, in pairs of the two halves.
 
     Example: at angle a, the pair (x[i], x[i + D / 2]) becomes (x cos a - y sin a, y cos a + x sin a).
     """
@@ -57,7 +57,7 @@ def rotate(states: Tensor, rotation: Rotation) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back: autograd would keep four products of the size of `states`."""
+    """A rotation's gradient is the inverse rotation. Autograd would keep four tensors as large as `states`."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -76,11 +76,11 @@ def _turn(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Rotating:
-    """Mixed into a core attention: queries and keys are rotated by the pack's positions before it attends.
+    """Mixin for a core attention: rotates queries and keys by the pack's positions before attention is computed.
 
         class TransformerEngineAttention(Rotating, TEDotProductAttention): ...
 
-    The pack is Megatron's `packed_seq_params` and has `rotation(rotary, dtype)`, made once for all layers.
+    The pack is Megatron's `packed_seq_params`; its `rotation(rotary, dtype)` is computed once for all layers.
     """
 
     def __init__(self, *args: Any, rotary: Rotary, **kwargs: Any) -> None:
@@ -88,7 +88,7 @@ class Rotating:
         self._rotary = rotary
 
     def forward(self, query: Tensor, key: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
-        """query [T, H, D] and key [T, K, D] of this rank's tokens; the rest is the attention's own business."""
+        """Rotate query [T, H, D] and key [T, K, D] of this rank's tokens; pass everything else on to the attention."""
         assert packed_seq_params is not None, "the actor always packs"
         rotation = packed_seq_params.rotation(self._rotary, query.dtype)
         query, key = rotate(query, rotation), rotate(key, rotation)

@@ -15,7 +15,6 @@ from dppo_megatron.config.data import EvalSetConfig, eval_set_configs
 from dppo_megatron.config.load import load_config
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
-from dppo_megatron.distributed import launched_world_size
 from dppo_megatron.evaluation.choice import chosen_sets, without
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.evaluation.grading import SetGraders, unparsed, vote_of
@@ -32,6 +31,7 @@ from dppo_megatron.evaluation.samples import (
 from dppo_megatron.evaluation.statistics import EvalScores, percent
 from dppo_megatron.evaluation.target import find_target
 from dppo_megatron.job import Job, prepare_job
+from dppo_megatron.launched import launched_world_size
 from dppo_megatron.observe.progress import Progress
 from dppo_megatron.rewards.grading import GradeTask, make_grader
 from dppo_megatron.rewards.start_checks import check_grader

@@ -1,14 +1,14 @@
-"""samples/: every recorded completion with what became of it and why, as parquet files that pandas and polars read.
+"""samples/: each recorded completion, what was decided about it and why, as parquet that pandas and polars read.
 
-A file holds whole steps of one rank and is there whole or not at all: it gets its name when it is complete. A step is
-its own file at first, so that a killed run has its last step; sixty-four of them are then merged into one, because a
-parallel file system counts files and not bytes.
+A file holds complete steps of one rank, and gets its final name only when it is complete. Each step is written to a
+file of its own, so a killed run still has its last step. Every 64 such files are merged into one, because parallel file
+systems handle few large files better than many small ones.
 
     loop (every rank)          thread "samples"
     write(step, groups) ──▶ queue of 4 ──▶ arrow columns ──▶ steps_000012-000012.rank0000.parquet
-      never waits: where the disk is        every 64: ──▶ steps_000001-000064.rank0000.parquet
-      slower than the steps, a step's       above max_gb: the oldest file goes
-      samples are dropped, and said
+      never waits: if the disk is slower    every 64: ──▶ steps_000001-000064.rank0000.parquet
+      than the steps, samples are           above max_gb: the oldest file is deleted
+      dropped, with a warning
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from dppo_megatron.config.observe import SamplesConfig
 from dppo_megatron.types import BoolArray, Completion, FloatArray, Group, IntArray
 
 SAMPLES = "samples"
-"""The directory, in that of the run."""
+"""Name of the directory inside the run directory."""
 _NAME = re.compile(r"steps_(\d+)-(\d+)\.rank(\d+)\.parquet")
 _MERGE = 64
-"""Steps of a merged file."""
+"""Steps in a merged file."""
 _QUEUE = 4
-"""Steps that may wait for the disk. Each holds the completions of its recorded groups in memory."""
+"""Steps that may wait for the disk. Each keeps the completions of its recorded groups in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroup:
-    """One group with what was decided about it. Arrays are [G]."""
+    """One group and the decisions about it. Arrays are [G]."""
 
     position: int
-    """Which group of the step it is."""
+    """Its position among the groups of the step."""
     group: Group
     advantages: FloatArray
     completion_prob: FloatArray
-    """Inclusion probability given the group; NaN where the completion was not up for the draw."""
+    """Inclusion probability given the group; NaN where the completion did not take part in the draw."""
     weights: FloatArray
     """Product of the weights of all selections; 0 where not kept."""
     kept: BoolArray
     why: tuple[str, ...]
     """Why each completion was kept or not (docs/run_directory.md)."""
     actor_logprobs: dict[int, FloatArray] = field(default_factory=dict)
-    """Completion index -> the actor's log-probability of each token, where this rank has computed them."""
+    """Completion index -> the actor's log-probability of each token, for completions that this rank has scored."""
 
 
 def add_actor_logprobs(groups: Sequence[RecordedGroup], rows: IntArray, values: Mapping[int, FloatArray]) -> None:
-    """Note the actor's log-probabilities of those completions of an update that are recorded here.
+    """Add the actor's log-probabilities to the recorded groups, for the completions of one update.
 
     Args:
-        rows: [n] of the update's plan: position of the group times G, plus the completion.
-        values: place in `rows` -> [completion tokens].
+        rows: [n] completions in the update's plan: position of the group times G, plus the completion index.
+        values: index into `rows` -> [completion tokens].
     """
     by_position = {one.position: one for one in groups}
     for place, logprobs in values.items() if groups else ():
@@ -71,13 +71,13 @@ def add_actor_logprobs(groups: Sequence[RecordedGroup], rows: IntArray, values: 
 
 
 class SampleWriter:
-    """Writes this rank's recorded groups from a thread of its own, until `close`.
+    """Writes this rank's recorded groups in a background thread, until `close`.
 
-    Nothing that goes wrong here stops a run: it is said once, and the samples of that step are missing.
+    A failure here never stops a run: each kind is reported once, and the samples of that step are missing.
 
     Args:
-        directory: `samples/` of the run; made with the first file.
-        say: takes a line for the person who watches.
+        directory: `samples/` of the run; created with the first file.
+        say: prints a log line.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class SampleWriter:
         self._queue: queue.Queue[tuple[int, list[RecordedGroup]] | threading.Event | None] = queue.Queue(_QUEUE)
         self._said: set[str] = set()
         self.cpu_s = 0.0
-        """CPU seconds that the thread has taken."""
+        """CPU seconds used by the thread."""
         self._thread: threading.Thread | None = None
 
     def write(self, step: int, groups: list[RecordedGroup]) -> None:
-        """Hand over a step's recorded groups; returns at once. They must not change any more."""
+        """Queue a step's recorded groups and return at once. The caller must not change them afterwards."""
         if not groups:
             return
         if self._thread is None:
@@ -113,14 +113,14 @@ class SampleWriter:
             done.wait(timeout_s)
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Write what waits, and end."""
+        """Write what is queued, then stop the thread."""
         if self._thread is None:
             return
         try:
             self._queue.put(None, timeout=timeout_s)
             self._thread.join(timeout_s)
         except queue.Full:
-            self._warn("stuck", "the disk does not answer: the last steps' samples are left")
+            self._warn("stuck", "the disk does not answer: the samples of the last steps are lost")
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -129,7 +129,7 @@ class SampleWriter:
                 continue
             try:
                 self._write(*item)
-            except Exception as error:  # a look at the samples is not worth a run
+            except Exception as error:  # samples are for looking at, which is not worth losing a run
                 self._warn(type(error).__name__, f"samples of step {item[0]} cannot be written: {error}")
             self.cpu_s = time.thread_time()
 
@@ -150,7 +150,7 @@ class SampleWriter:
             sizes.pop(0)
 
     def _own(self) -> list[SampleFile]:
-        """Also the files of ranks that a run on more ranks had."""
+        """This rank's files, and its share of files from an earlier start on more ranks."""
         return [one for one in sample_files(self._directory) if one.rank % self._world_size == self._rank]
 
     def _warn(self, kind: str, text: str) -> None:
@@ -161,7 +161,7 @@ class SampleWriter:
 
 @dataclass(frozen=True, slots=True, order=True)
 class SampleFile:
-    """One file of samples/, ordered by its steps."""
+    """One file of samples/; sorts by its steps."""
 
     first: int
     last: int
@@ -170,7 +170,7 @@ class SampleFile:
 
 
 def sample_files(directory: Path) -> list[SampleFile]:
-    """The complete files, oldest first. Of a merge that a kill has cut short, the merged file and not its parts."""
+    """The complete files, oldest first. If a merge was interrupted by a kill: the merged file, not its parts."""
     found = []
     for path in directory.glob("steps_*.parquet"):
         if match := _NAME.fullmatch(path.name):
@@ -186,8 +186,20 @@ def sample_files(directory: Path) -> list[SampleFile]:
     return sorted(set(found) - parts)
 
 
+def newest_sample_file(directory: Path) -> Path | None:
+    """The complete file with the latest step, of the lowest rank that has one; None where there is none."""
+    try:
+        names = [match for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+    except OSError:
+        return None
+    if not names:
+        return None
+    newest = max(names, key=lambda match: (int(match[2]), -int(match[3]), int(match[1])))
+    return directory / newest.string
+
+
 def rewind_samples(directory: Path, last_step: int) -> None:
-    """Leave the samples of the steps up to `last_step`, as the other records of a run that resumes there."""
+    """Delete the samples of steps after `last_step`, as is done with the logs of a run that resumes there."""
     if not directory.is_dir():
         return
     keep = sample_files(directory)
@@ -204,7 +216,7 @@ def rewind_samples(directory: Path, last_step: int) -> None:
 
 
 def to_table(step: int, groups: Sequence[RecordedGroup]) -> Any:
-    """A step's completions as a pyarrow table, a row each, groups in their order."""
+    """A step's completions as a pyarrow table: one row each, in the order of the groups."""
     import pyarrow as pa
 
     rows = [(one, index) for one in sorted(groups, key=lambda one: one.position) for index in range(len(one.kept))]
@@ -246,7 +258,7 @@ def to_table(step: int, groups: Sequence[RecordedGroup]) -> Any:
 
 
 def _lists(values: Sequence[Any], kind: np.dtype[Any]) -> Any:
-    """A column of arrays, or nulls; without a Python object a number, which is where the time would go."""
+    """A column of arrays or nulls, built without a Python object per number, which would take most of the time."""
     import pyarrow as pa
 
     offsets = np.zeros(len(values) + 1, dtype=np.int32)
@@ -257,7 +269,7 @@ def _lists(values: Sequence[Any], kind: np.dtype[Any]) -> Any:
 
 
 def _store(tables: Sequence[Any], path: Path) -> None:
-    """One row group a step and table, so that a reader skips the others; under its name when it is complete."""
+    """Write one row group per step and table, so a reader can skip steps; rename the file once it is complete."""
     import pyarrow.parquet as pq
 
     aside = path.with_name(f".{path.name}.incomplete")
@@ -271,7 +283,7 @@ def _store(tables: Sequence[Any], path: Path) -> None:
 def _read(path: Path) -> Any:
     import pyarrow.parquet as pq
 
-    return pq.ParquetFile(path).read()  # read_table would look at the directory's name for partitions
+    return pq.ParquetFile(path).read()  # read_table would parse the directory's name for partitions
 
 
 def _name(first: int, last: int, rank: int) -> str:
@@ -279,7 +291,7 @@ def _name(first: int, last: int, rank: int) -> str:
 
 
 def _text(value: str | None) -> str | None:
-    """A model can write lone surrogates, which UTF-8 has no form for."""
+    """Escape lone surrogates, which a model can write and UTF-8 cannot encode."""
     return value if value is None or value.isascii() else value.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

@@ -1,1 +1,1 @@
-"""`dppo-megatron report`: what runs came to, as one HTML file that needs no network."""
+"""`dppo-megatron report`: one run or several as a single HTML file that needs no network."""

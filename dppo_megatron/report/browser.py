@@ -1,6 +1,6 @@
-"""Samples for the page's browser: some steps of a run, spread over it, with as many groups as the page has room for.
+"""Samples for the page: some steps, spread over the run, each with as many groups as fit.
 
-Tokens travel as ids with one table of their texts, because a page holds the same few thousand tokens over and over.
+Tokens are stored as ids, with one table of their texts: the same few thousand tokens occur over and over.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _HIDDEN = ("step", *_OF_THE_GROUP)
 
 @dataclass
 class Samples:
-    """What the page gets of one run."""
+    """The samples of one run that go into the page."""
 
     steps: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """Step -> groups, each with its `members`."""
     groups_in_step: dict[int, int] = field(default_factory=dict)
-    """Recorded groups of each of these steps, of which the page may have some only."""
+    """Recorded groups of each of these steps; the page may hold fewer."""
     tokens: dict[int, str] = field(default_factory=dict)
-    """Token id -> its text; empty where the tokenizer was not found."""
+    """Token id -> its text; empty if the tokenizer was not found."""
     note: str = ""
 
 
 def read_samples(run: Path, model: str, max_bytes: int) -> Samples:
-    """Samples of a run for the page.
+    """Choose the samples of a run that go into the page.
 
     Args:
-        model: model.hf_path of the run, for the tokenizer, should hf/ not be there yet.
-        max_bytes: of the page, about.
+        model: model.hf_path of the run, for the tokenizer if there is no hf/ yet.
+        max_bytes: approximate limit of their size in the page.
     """
     found = Samples()
     files = sample_files(run / SAMPLES)
@@ -81,7 +81,7 @@ def _spread(steps: list[int], count: int) -> list[int]:
 
 
 def _groups(files: list[SampleFile], step: int) -> tuple[list[dict[str, Any]], int]:
-    """The groups of a step, in their order, over all ranks; and how many there are."""
+    """The groups of a step, of all ranks, in order; and how many there are."""
     import pyarrow.parquet as pq
 
     groups: dict[int, dict[str, Any]] = defaultdict(dict)
@@ -116,7 +116,7 @@ def _short(value: Any) -> Any:
 
 
 def _size(group: dict[str, Any]) -> int:
-    """Characters of JSON, about."""
+    """Approximate size as JSON, in characters."""
     members = group["members"]
     return sum([len(group["prompt"]), *(400 + len(one["text"]) + 14 * one["tokens"] for one in members)])
 

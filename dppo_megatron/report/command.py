@@ -8,8 +8,8 @@ from pathlib import Path
 from dppo_megatron.config.paths import check_writable
 
 _REPORT = """\
-Write what runs came to as one HTML file that needs no network: rewards, evaluations, where the seconds and the tokens
-go, what was pruned and at what price, warnings, settings, and a browser of the samples:
+Write one HTML file about one run or several, which needs no network: rewards, evaluations, where time and tokens go,
+what was pruned and what it cost, warnings, settings, and a browser for the samples:
 
   dppo-megatron report runs/quickstart
   dppo-megatron report runs/quickstart runs/quickstart_grpo --out both.html

@@ -1,4 +1,4 @@
-"""What of a record deserves a second look, with the steps: found in the numbers, because log lines are not recorded."""
+"""Warnings about a run, with their steps. They are derived from the metrics, because log lines are not recorded."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from itertools import groupby
 from dppo_megatron.report.read import RunRecord
 
 _MISMATCH_ALARM = 0.05
-"""Where the settings do not say: mean |log-probability difference| to the engine."""
+"""Used if the run's settings are missing: mean |log-probability difference| to the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing about one run."""
+    """One warning about one run."""
 
     level: str
     """bad, warning or note."""
     text: str
     steps: str
-    """`3`, `3-7, 12`, or empty: the whole run."""
+    """Such as `3` or `3-7, 12`; empty: the whole run."""
 
 
 def findings(run: RunRecord) -> list[Finding]:
-    """The worst first."""
+    """All warnings about a run, the worst first."""
     found = [Finding("warning", note, "") for note in run.notes]
     if run.status == "crashed":
-        found.append(Finding("bad", "the trainer ended without giving its lock back", _spans(run.steps[-1:])))
+        found.append(Finding("bad", "the trainer ended without releasing its lock", _spans(run.steps[-1:])))
     for row in run.ledger:
         biased = [step for step, label in zip(run.steps, row["label"], strict=True) if label == "biased"]
         if biased:
@@ -45,9 +45,9 @@ def findings(run: RunRecord) -> list[Finding]:
             f"engine and actor differ by > {alarm:g}",
         ),
         ("warning", "rollout/truncated_share", lambda v: v > 0.5, "more than half of the completions were truncated"),
-        ("note", "train/entropy", lambda v: v < 0.01, "entropy below 0.01: the policy hardly explores"),
+        ("note", "train/entropy", lambda v: v < 0.01, "entropy below 0.01: the policy has almost stopped exploring"),
         ("note", "prune/completions_trained", lambda v: v == 0, "nothing was trained on"),
-        ("note", "prune/ess_share", lambda v: v < 0.3, "weights leave less than 30 % of the sample size"),
+        ("note", "prune/ess_share", lambda v: v < 0.3, "the weights reduce the effective sample size below 30 %"),
         ("note", "pack/fill", lambda v: v < 0.5, "micro-batches are less than half full"),
     ]
     for level, key, is_odd, text in rules:

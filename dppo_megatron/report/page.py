@@ -1,4 +1,8 @@
-"""The page about runs: their columns, findings and samples, as data for the code in `assets/`."""
+"""The page about runs: their columns, findings and samples, as data for the code in `assets/`.
+
+What a model wrote is data and never markup: it is embedded as JSON in which every `<` is escaped, and the page's code
+inserts it as text.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from dppo_megatron.report.read import RunRecord, default_settings
 
 _SCRIPTS = ("data.js", "charts.js", "sections.js", "samples.js", "page.js")
 SAMPLE_BYTES = 16_000_000
-"""Of all runs' samples together: a browser opens a file of this size at once."""
+"""Limit for the samples of all runs together: a browser opens a page of this size without delay."""
 
 
 def write_page(path: Path, runs: Sequence[RunRecord]) -> None:
@@ -34,7 +38,7 @@ def write_page(path: Path, runs: Sequence[RunRecord]) -> None:
 
 
 def _name_apart(runs: Sequence[RunRecord]) -> None:
-    """Runs of one name get that of the directory above as well."""
+    """Prefix runs of the same name with their parent directory."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
@@ -56,7 +60,7 @@ def _data(run: RunRecord) -> dict[str, Any]:
 
 
 def _sample_data(number: int, samples: Samples) -> list[str]:
-    """One element a step, which the page reads when the step is looked at."""
+    """One element per step, which the page parses when the step is opened."""
     index = {
         "steps": list(samples.steps),
         "groups_in_step": samples.groups_in_step,

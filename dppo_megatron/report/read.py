@@ -1,8 +1,8 @@
-"""A run's files, as far as they go: of a finished run, one that is running, or one that has crashed.
+"""Reads a run's files as far as possible, whether the run has finished, is running or has crashed.
 
-Nothing is taken for granted but a directory with a metrics.jsonl: a torn or damaged line is left out and counted, a
-file that is missing leaves its part of the report empty. The trainer's own readers refuse such files, and rightly: they
-decide how training goes on. Here a person wants to see what there is.
+Only a directory with a metrics.jsonl is required. Damaged lines are skipped and counted, and a missing file leaves its
+part of the report empty. The trainer's own readers refuse such files, because a resume depends on them; here a person
+wants to see whatever there is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OF_THE_TRAINED = (
     "prune/ess_share", "prune/w_cv2", "prune/w_max",
     "train/clip_fraction", "train/entropy", "train/loss", "train/ratio",
 )  # fmt: skip
-"""Figures of the trained completions: a 0 of a step without any is no figure."""
+"""Metrics of trained completions: in a step without any they are 0, which is shown as missing."""
 
 
 @dataclass
@@ -43,21 +43,21 @@ class RunRecord:
     name: str
     path: Path
     status: str
-    """finished, running, crashed (it ended without giving its lock back) or stopped."""
+    """finished, running, crashed (it ended without releasing its lock) or stopped."""
     steps: list[int] = field(default_factory=list)
     columns: dict[str, list[float | None]] = field(default_factory=dict)
-    """Metric -> its value in each of `steps`; null where it was not a number."""
+    """Metric -> its value in each of `steps`; None where it was not a number."""
     ledger: list[dict[str, Any]] = field(default_factory=list)
     """Rows of the bias ledger: name, notes, and in each step its label and kept fraction."""
     summary: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     """Dotted key -> value, as JSON."""
     notes: list[str] = field(default_factory=list)
-    """What of the record could not be read."""
+    """What could not be read."""
 
 
 class _TraceRow(msgspec.Struct):
-    """What of a trace's line is read; the rest is skipped without an object made of it."""
+    """The fields of a trace line that are needed; the decoder skips the rest."""
 
     step: int
     rewards: list[list[float | None]] = []
@@ -75,7 +75,7 @@ def read_run(path: Path) -> RunRecord:
         raise UserError(f"'{path}' is no directory; name the run_dir of a run")
     if not (path / "metrics.jsonl").is_file():
         raise UserError(f"'{path}' holds no metrics.jsonl; name the run_dir of a run")
-    run = RunRecord(path.resolve().name, path, _status(path))
+    run = RunRecord(path.resolve().name, path, run_status(path))
     rows = list(_rows(path / "metrics.jsonl", run.notes))
     if not rows:
         raise UserError(f"'{path}/metrics.jsonl' holds no step yet")
@@ -100,7 +100,7 @@ def default_settings() -> dict[str, str]:
 
 
 def standard_error(rewards: list[list[float | None]], weight: list[float]) -> float | None:
-    """Of the weighted mean reward, over groups: completions of one prompt are no independent draws.
+    """Standard error of the weighted mean reward, over groups: completions of one prompt are not independent.
 
     Example: two groups of means 0 and 1 with weight 1 -> mean 0.5, standard error 0.5.
     """
@@ -118,13 +118,14 @@ def standard_error(rewards: list[list[float | None]], weight: list[float]) -> fl
     return spread * math.sqrt(len(means) / (len(means) - 1))
 
 
-def _status(path: Path) -> str:
+def run_status(path: Path) -> str:
+    """finished, running, crashed or stopped, as the files say."""
     lock = path / LOCK
     if lock.exists():
         try:
             return "running" if time.time() - lock.stat().st_mtime < _HEARTBEAT_S else "crashed"
         except OSError:
-            pass  # given back in this moment
+            pass  # released at this moment
     return "finished" if (path / "summary.json").exists() else "stopped"
 
 
@@ -135,7 +136,7 @@ def _rows(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
             try:
                 row = decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                damaged += line.endswith(b"\n")  # else it is being written, or was when the run was killed
+                damaged += line.endswith(b"\n")  # else it is being written, or was cut off by a kill
                 continue
             if isinstance(row, dict) and type(row.get("step")) is int:
                 yield row
@@ -162,7 +163,7 @@ def _ledger(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _derive(run: RunRecord) -> None:
-    """Columns that follow from others."""
+    """Add the columns that are computed from others."""
 
     def ratio(name: str, above: str, below: str) -> None:
         pairs = zip(run.columns.get(above, []), run.columns.get(below, []), strict=False)
@@ -182,7 +183,7 @@ def _derive(run: RunRecord) -> None:
 
 
 def _add_trace(run: RunRecord, path: Path) -> None:
-    """Standard errors and spreads, which only the single rollouts tell."""
+    """Add standard errors and percentiles, which need the individual rollouts."""
     if not path.is_file():
         return
     place = {step: index for index, step in enumerate(run.steps)}

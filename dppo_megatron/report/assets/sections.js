@@ -98,7 +98,7 @@ function explorer() {
 
 function warnings() {
   const rows = runs.flatMap((run, place) => run.findings.map((one) => make("tr", {}, make("td", {}, make("span", { class: `chip ${{ bad: "bad", warning: "warn", note: "" }[one.level]}` }, one.level)), runs.length > 1 ? make("td", {}, make("span", { class: "dot", "data-colour": place }), " ", run.name) : null, make("td", { class: "wrap" }, one.text), make("td", { class: "wrap" }, one.steps))));
-  const head = ["", ...(runs.length > 1 ? ["run"] : []), "what", "steps"];
+  const head = ["level", ...(runs.length > 1 ? ["run"] : []), "what", "steps"];
   return section("warnings", "Warnings", null, make("div", { class: "card scroll" }, rows.length ? make("table", {}, make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col" }, text)))), make("tbody", {}, ...rows)) : make("p", { class: "empty" }, "Nothing in the record deserves one.")), explorer());
 }
 

@@ -21,6 +21,7 @@ from dppo_megatron.config.rollout import RolloutConfig, check_endpoint
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.servers.directory import Directory, Entry
 from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import Http, Refused, Unreachable, clean_key
 from dppo_megatron.rollout.servers.launch import LaunchedServer, ServerProcess
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
@@ -106,7 +107,7 @@ def connect(
             own.stop()
         raise
     return Connection(
-        fleet=Fleet(servers, rollout, say, processes=launched),
+        fleet=Fleet(servers, rollout, say, processes=launched, health_file=HealthFile(Path(config.run_dir))),
         channel=channel,
         keys=list(addresses.values()),
         seats={url: ranks for url, ranks in found.items() if ranks} if channel == "ipc" else {},

@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Intake, Landed, Ready
 from dppo_megatron.rollout.servers.launch import ServerProcess
 from dppo_megatron.rollout.servers.member import Member, OwnedLock
@@ -116,6 +117,7 @@ class Fleet:
         processes: the processes of `servers`, if the trainer has started them.
         clock: seconds that only grow.
         threads: where questions to servers wait for their answers.
+        health_file: is told how the servers are, for people who watch.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Fleet:
         processes: Sequence[ServerProcess] = (),
         clock: Callable[[], float] = time.monotonic,
         threads: Executor | None = None,
+        health_file: HealthFile | None = None,
     ) -> None:
         self.lock = OwnedLock()
         """Held by whoever changes a member; never across a call to a server."""
@@ -139,7 +142,7 @@ class Fleet:
         """Lets servers in and go; called where a server that is back could be used at once."""
         self.spans = Spans()
         """Gets requests by server, and gradings, while it is on."""
-        self._config, self._clock = config, clock
+        self._config, self._clock, self._health_file = config, clock, health_file
         self._threads = threads or ThreadPoolExecutor(max_workers=max(32, len(servers)), thread_name_prefix="probe")
         self._expected = ""
         self._probing: dict[str, _Probe] = {member.name: _Probe() for member in self.members}
@@ -284,6 +287,8 @@ class Fleet:
                 probe.begun = now
                 timeout_s = self._config.limits.probe_timeout_s
                 probe.answer = self._threads.submit(member.server.healthy, timeout_s=timeout_s)
+        if self._health_file is not None:
+            self._health_file.write(self.members)
 
     def _is_back(self, member: Member) -> None:
         with self.lock:

@@ -1,0 +1,75 @@
+"""servers.json: what the fleet knows of its servers, for whoever watches a run. Nothing reads it to decide anything.
+
+The fleet's health is in rank 0's memory, and `dppo-megatron watch` has only files. The rollout thread writes this one
+between two looks at its servers: at once where a state has changed, else every few seconds. A file that cannot be
+written is no reason to stop, or to say anything: the record, which must not be lost, is complained about elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a reader needs no torch, which the servers' dialects do
+    from dppo_megatron.rollout.servers.member import Member
+
+HEALTH = "servers.json"
+"""The file, in the run directory."""
+_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerHealth:
+    """One server."""
+
+    url: str
+    state: str
+    """live, stale or out (rollout/servers/member.py)."""
+    reason: str
+    """Why it is not live."""
+    outages: int
+    completions: int
+    """In flight there."""
+    asleep: bool
+
+
+class HealthFile:
+    """Writes the file of one run.
+
+    Args:
+        directory: of the run. One without a run.json is no run's, such as an evaluation's; nothing is written there.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / HEALTH
+        self._states: list[str] = []
+        self._written = float("-inf")
+
+    def write(self, members: Sequence[Member]) -> None:
+        """Write, if there is news or the last time is some seconds ago."""
+        now, states = time.monotonic(), [member.condition for member in members]
+        if states == self._states and now - self._written < _EVERY_S:
+            return
+        self._states, self._written = states, now
+        servers = [
+            asdict(ServerHealth(m.name, m.state, m.reason, m.outages, m.completions, bool(m.asleep))) for m in members
+        ]
+        with suppress(OSError):
+            if (self._path.parent / "run.json").exists():
+                aside = self._path.with_name(f"{HEALTH}.new")
+                aside.write_text(json.dumps({"at": time.time(), "servers": servers}) + "\n", encoding="utf-8")
+                aside.replace(self._path)
+
+
+def read_health(path: Path) -> tuple[list[ServerHealth], float]:
+    """The servers and when they were looked at, in seconds since 1970; none where there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        return [ServerHealth(**server) for server in value["servers"]], float(value["at"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return [], 0.0

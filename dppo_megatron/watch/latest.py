@@ -1,0 +1,100 @@
+"""The newest of what a run writes beside its record: samples of the last step, health of the servers, settings."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dppo_megatron.observe.samples import SAMPLES, newest_sample_file
+from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth, read_health
+
+_COLUMNS = ("step", "group", "prompt", "text", "reward", "kept", "why", "tokens", "weight", "extracted")
+
+
+@dataclass
+class Sampled:
+    """One group of the newest step with samples."""
+
+    step: int = 0
+    prompt: str = ""
+    members: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Latest:
+    """Looks at the files only when they have changed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.settings = _settings(path / "config.yaml")
+        """Of the run, as nested values; empty while there are none."""
+        self.samples = Sampled()
+        self._sample_file: Path | None = None
+
+    def look(self) -> None:
+        """Read what is new."""
+        if not self.settings:
+            self.settings = _settings(self._path / "config.yaml")
+        newest = newest_sample_file(self._path / SAMPLES)
+        if newest is not None and newest != self._sample_file:
+            read = _read_samples(newest)
+            if read is not None:
+                self.samples, self._sample_file = read, newest
+
+    def servers(self) -> tuple[list[ServerHealth], float]:
+        """The run's servers, and how many seconds ago they were looked at."""
+        servers, at = read_health(self._path / HEALTH)
+        return servers, max(0.0, time.time() - at)
+
+    def idle_s(self) -> float | None:
+        """Seconds since the last line of the record."""
+        try:
+            return max(0.0, time.time() - (self._path / "metrics.jsonl").stat().st_mtime)
+        except OSError:
+            return None
+
+    def setting(self, key: str, default: Any) -> Any:
+        """A setting of the run by its dotted key."""
+        value: Any = self.settings
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return default if value is None else value
+
+
+def _read_samples(path: Path) -> Sampled | None:
+    """The group of the file's last step whose rewards differ most, the first of equals.
+
+    None if the file cannot be read: it may be merged into another one at this moment.
+    """
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+        rows = file.read_row_group(file.num_row_groups - 1, columns=list(_COLUMNS)).to_pylist()
+    except (OSError, ValueError, KeyError):  # pyarrow's own errors are among these
+        return None
+    if not rows:
+        return None
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["group"], []).append(row)
+    chosen = max(groups.values(), key=_spread)
+    return Sampled(chosen[0]["step"], chosen[0]["prompt"] or "", chosen)
+
+
+def _spread(group: list[dict[str, Any]]) -> float:
+    rewards = [row["reward"] for row in group if row["reward"] is not None]
+    return statistics.pvariance(rewards) if rewards else 0.0
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}

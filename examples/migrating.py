@@ -1,0 +1,30 @@
+"""Settings of a verl, TRL or slime job, each with its name here.
+
+    python examples/migrating.py data.train_batch_size=128 actor_rollout_ref.rollout.n=8
+    rollout.prompts_per_step=128
+    rollout.completions_per_prompt=8
+
+Values are carried over as they stand; where a name is not enough, a comment says what to look at.
+"""
+
+import sys
+
+from dppo_megatron.config.other_trainers import OTHER_NAMES
+
+
+def translate(given: str) -> str:
+    """One `key=value`, or `--key value` written as `--key=value`, as a setting of ours."""
+    name, _, value = given.partition("=")
+    ours = OTHER_NAMES.get(name.removeprefix("--").replace("-", "_"))
+    if ours is None:
+        return f"# {given}: not in the table; see docs/migrating.md"
+    if ours.startswith("no setting"):
+        return f"# {given}: {ours}"
+    key, _, rest = ours.partition(" ")
+    if "=" in ours or rest:
+        return f"# {given}: {ours}"
+    return f"{key}={value}"
+
+
+if __name__ == "__main__":
+    print("\n".join(translate(given) for given in sys.argv[1:]))

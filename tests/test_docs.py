@@ -1,0 +1,226 @@
+"""The documentation holds: links lead somewhere, commands are read, numbers and examples are what the code gives.
+
+`make docs` builds the site with mkdocs. These tests do without it, and look for what a change of the code or of a page
+could break.
+"""
+
+from __future__ import annotations
+
+import doctest
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.job import REPOSITORY, settings, write_job_files
+from support.record import write_record
+
+from dppo_megatron.cli import _parse, _parser
+from dppo_megatron.compare import Comparison, MethodRun, Point, write_results
+from dppo_megatron.config.hints import all_keys
+from dppo_megatron.config.load import load_config, read_config
+from dppo_megatron.config.other_trainers import OTHER_NAMES, SLIME, TRL, VERL
+from dppo_megatron.config.reference import all_settings
+from dppo_megatron.config.schema import Config
+from dppo_megatron.pruning.methods import METHODS
+
+DOCS = REPOSITORY / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+GENERATED = ("reference/settings.md", "reference/commands.md", "reference/python.md")
+LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _without_code(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def _anchors(path: Path) -> set[str]:
+    """As GitHub and mkdocs make them of headings."""
+    headings = re.findall(r"^#+ (.*)$", _without_code(_text(path)), re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", one)).strip().lower() for one in headings]
+    return {one.replace(" ", "-") for one in plain}
+
+
+# ------------------------------------------------------------------------------------------------- the site
+
+
+@pytest.mark.parametrize("page", [*PAGES, REPOSITORY / "README.md"], ids=lambda path: path.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Every relative link and picture of a page, and every heading that a link names."""
+    for groups in LINK.findall(_without_code(_text(page))):
+        target, _, anchor = (groups[0] or groups[1]).partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        to = (page.parent / target).resolve() if target else page
+        assert to.exists(), f"{page.name}: {target}"
+        if anchor and to.suffix == ".md":
+            assert anchor in _anchors(to), f"{page.name}: {target}#{anchor}"
+
+
+def _nav(entry: Any) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    values = entry if isinstance(entry, list) else entry.values()
+    return [page for value in values for page in _nav(value)]
+
+
+def test_the_site_has_every_page_once() -> None:
+    site = yaml.safe_load(_text(REPOSITORY / "mkdocs.yml"))
+    pages = _nav(site["nav"])
+    assert len(pages) == len(set(pages))
+    assert set(pages) == {path.name for path in PAGES} | set(GENERATED)
+    assert site["strict"] is True
+
+
+def test_the_generated_pages() -> None:
+    """Every setting with its default, every command with its help, and only modules that there are."""
+    hook = runpy.run_path(str(REPOSITORY / "tools" / "docs_hook.py"))
+    pages = hook["pages"]()
+    assert {f"reference/{name}.md" for name in pages} == set(GENERATED)
+    for one in all_settings():
+        assert (one.key if one.is_section else f"`{one.key}`") in pages["settings"], one.key
+    for name in ("train", "watch", "report", "config", "completion", "doctor"):
+        assert f"## {name}\n" in pages["commands"] and f"usage: dppo-megatron {name}" in pages["commands"]
+    for module in re.findall(r"^::: (\S+)$", pages["python"], re.MULTILINE):
+        path = REPOSITORY / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), module
+
+
+def test_links_out_of_the_pages_become_names() -> None:
+    """The site has no files of the repository beside its own."""
+    hook = runpy.run_path(str(REPOSITORY / "tools" / "docs_hook.py"))
+    for page in PAGES:
+        assert "](../" not in hook["on_page_markdown"](_text(page), None, None, None)
+
+
+# ------------------------------------------------------------------------------------------------- what pages say
+
+
+def test_the_estimator_by_hand() -> None:
+    """Every number of the page that a line of Python computes is what it computes."""
+    done = doctest.testfile(str(DOCS / "estimator.md"), module_relative=False)
+    assert done.attempted >= 10 and done.failed == 0
+
+
+def test_the_table_of_draws() -> None:
+    """The table of the estimator's page: its last row is the mean of the others, and the full batch's coefficients."""
+    rows = re.findall(r"^\| (?:\d, \d|\*\*mean\*\*) \|(.*)\|$", _text(DOCS / "estimator.md"), re.MULTILINE)
+    numbers = [[float(cell.strip(" *").replace("\u2212", "-")) for cell in row.split("|")] for row in rows]
+    *draws, mean = numbers
+    assert len(draws) == 3 and mean == [sum(column) / 3 for column in zip(*draws, strict=True)]
+    assert mean == [0.75, -0.25, -0.25, -0.25]
+
+
+def _commands(page: Path) -> list[str]:
+    """Lines of code blocks that begin with the command or with torchrun."""
+    blocks = re.findall(r"```\n(.*?)```", _text(page), re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    starts = ("dppo-megatron ", "OMP_NUM_THREADS=1 torchrun ", "torchrun ")
+    return [line.partition(" #")[0].strip() for line in lines if line.startswith(starts)]
+
+
+@pytest.mark.parametrize("page", ["tutorial.md", "choosing.md", "report.md", "index.md"])
+def test_commands_of_the_page_are_read(page: str, tmp_path: Path) -> None:
+    """By the program's own parser and reader. The tutorial's jobs are checked as far as a machine without their files
+    can: keys, types and ranges."""
+    for line in _commands(DOCS / page):
+        words = re.sub(r".*-m dppo_megatron |dppo-megatron ", "", line).split()
+        arguments = _parse(_parser(), words)
+        if words[0] in ("train", "compare"):
+            assert (REPOSITORY / arguments.config).is_file()
+            read_config(str(REPOSITORY / arguments.config), arguments.overrides)
+    for method in re.findall(r"--methods (\S+)", _text(DOCS / page)):
+        assert set(method.split(",")) <= METHODS.keys()
+
+
+def test_settings_of_the_choosing_page_are_settings(tmp_path: Path) -> None:
+    """Each `key=value` in backticks, on a job of its own, with every check."""
+    files = write_job_files(tmp_path / "task")
+    found = re.findall(r"`((?:pruning|rollout|objective)\.[^`]+=[^`]+)`", _text(DOCS / "choosing.md"))
+    assert len(found) >= 5
+    for given in found:
+        load_config(str(REPOSITORY / "configs/quickstart.yaml"), [*settings(files, tmp_path / "run"), *given.split()])
+
+
+# ------------------------------------------------------------------------------------------------- migrating
+
+
+def test_the_tables_are_those_of_the_code() -> None:
+    """`python tools/write_migration_tables.py` changes nothing."""
+    tool = runpy.run_path(str(REPOSITORY / "tools" / "write_migration_tables.py"))
+    page = _text(DOCS / "migrating.md")
+    assert tool["with_tables"](page) == page
+    assert all(f"| `{name}` |" in page for names in (VERL, TRL, SLIME) for name in names)
+
+
+@pytest.mark.parametrize("theirs", sorted(OTHER_NAMES))
+def test_every_target_is_a_setting(theirs: str) -> None:
+    """Each dotted word of an entry is a key of the schema; a value is one that the key takes."""
+    ours, known = OTHER_NAMES[theirs], set(all_keys(Config))
+    for word in re.findall(r"\b(?:[a-z_]+\.)+[a-z_]+\b", ours):
+        assert word in known, word
+    given = re.match(r"([a-z_.]+)=(\[[^\]]*\]|[^ ,]+)", ours)
+    if given:
+        read_config("", [given[0]])
+    elif not ours.startswith("no setting"):
+        assert re.split(r"[ ,]", ours)[0] in known
+
+
+def test_values_that_entries_translate_are_choices() -> None:
+    """`objective.loss (vanilla: clip, ...)`: the words on the right are choices of the setting."""
+    for ours in OTHER_NAMES.values():
+        key, _, rest = ours.partition(" (")
+        for choice in re.findall(r"[\w-]+: ([a-z_0-9]+)[,)]", rest):
+            if key.startswith(("objective.", "rollout.engine")):
+                read_config("", [f"{key}={choice}"])
+
+
+# ------------------------------------------------------------------------------------------------- examples
+
+
+def _run(name: str, *arguments: str) -> int:
+    result = runpy.run_path(str(REPOSITORY / "examples" / name))["main"](*arguments)
+    assert isinstance(result, int)
+    return result
+
+
+def test_reading_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("reading_a_run.py", str(write_record(tmp_path / "run", 6))) == 0
+    said = capsys.readouterr().out
+    assert "reward/mean" in said and "certain" in said and "so it is" in said
+    shown = re.findall(r"```python\n(.*?)```", _text(DOCS / "report.md"), re.DOTALL)
+    example = re.sub(r"\s+", " ", _text(REPOSITORY / "examples" / "reading_a_run.py"))
+    assert shown and all(line in example for block in shown for line in block.splitlines())
+
+
+def test_choosing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Differences are taken seed by seed: here a method is 2 and 4 points above GRPO, whatever the seed does."""
+    end = {("grpo", 0): 0.5, ("grpo", 1): 0.7, ("dppo", 0): 0.52, ("dppo", 1): 0.74}
+    runs = [
+        MethodRun(method, seed, [Point(9, accuracy, 10.0, 1000, 500)], {}, {})
+        for (method, seed), accuracy in end.items()
+    ]
+    write_results(Comparison(runs), tmp_path / "results.json")
+    assert _run("choosing.py", str(tmp_path / "results.json")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:2] == ["grpo", "60.0%"]
+    assert lines[2].startswith("dppo") and lines[2].endswith("+3.0 +- 1.0: no difference that 2 seeds show")
+
+
+def test_migrating(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example in its own docstring; and what it prints is read by the trainer."""
+    path = REPOSITORY / "examples" / "migrating.py"
+    command, *expected = re.findall(r"^    (\S.*)$", _text(path).split('"""')[1], re.MULTILINE)
+    monkeypatch.setattr(sys, "argv", [str(path), *command.split()[2:]])
+    runpy.run_path(str(path), run_name="__main__")
+    said = capsys.readouterr().out.splitlines()
+    assert said == expected
+    config = read_config("", said)
+    assert (config.rollout.prompts_per_step, config.rollout.completions_per_prompt) == (128, 8)

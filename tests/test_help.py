@@ -1,0 +1,181 @@
+"""What a user asks before reading the code: `config`, completion at Tab, and messages that name their page."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.job import REPOSITORY
+
+from dppo_megatron.cli import main
+from dppo_megatron.completion import settings
+from dppo_megatron.config.hints import all_keys
+from dppo_megatron.config.load import config_values, read_config
+from dppo_megatron.config.readers import readings
+from dppo_megatron.config.reference import PAGES, Setting, all_settings, find, page_for
+from dppo_megatron.config.schema import Config
+
+LEAVES = [one for one in all_settings() if not one.is_section]
+
+
+def _by_key(one: Setting) -> str:
+    return one.key
+
+
+# ------------------------------------------------------------------------------------------------- config
+
+
+def test_the_list_is_the_schema() -> None:
+    """Key for key, beside what stands under names that the user chooses."""
+    assert [one.key for one in all_settings() if "<name>" not in one.key] == all_keys(Config)
+
+
+def test_every_default_is_read_back_as_the_default() -> None:
+    """The printed defaults, given on the command line, change nothing."""
+    given = [
+        f"{one.key}={one.default}" for one in LEAVES if "<name>" not in one.key and one.default not in ("''", "{}")
+    ]
+    assert len(given) > 150
+    assert config_values(read_config("", given)) == config_values(Config())
+
+
+@pytest.mark.parametrize("one", LEAVES, ids=_by_key)
+def test_every_setting_has_a_meaning_and_a_reader(one: Setting) -> None:
+    """Nothing is undocumented, and nothing is a setting that no line reads. The line that is named holds the name."""
+    assert one.meaning
+    places = readings(one.owner, one.name)
+    assert places
+    for place in places:
+        lines = (REPOSITORY / place.file).read_text(encoding="utf-8").splitlines()
+        assert one.name in lines[place.line - 1], place
+
+
+def test_readers_are_found_through_what_they_are_called_there() -> None:
+    """Some that were looked up by hand: a chain, a parameter of the section's type, a field of an object, a loop."""
+    found = {
+        key: {f"{place.file}:{place.inside}" for place in readings(find(key)[0].owner, key.rpartition(".")[2])}
+        for key in ("rollout.sampling.temperature", "objective.clip_low", "guard.watchdog_s", "objective.dual_clip")
+    }
+    assert "dppo_megatron/build.py:make_sampling" in found["rollout.sampling.temperature"]
+    assert "dppo_megatron/algorithms/policy_losses.py:clip" in found["objective.clip_low"]
+    assert "dppo_megatron/run.py:Run.__init__" in found["guard.watchdog_s"]
+    assert not any("evaluation" in place for place in found["rollout.sampling.temperature"])  # eval.temperature's
+
+
+def test_every_page_exists_and_every_section_has_one() -> None:
+    assert {name for name in vars(Config()) if isinstance(name, str)} - PAGES.keys() == {
+        "seed",
+        "steps",
+        "threads_per_rank",
+    }
+    for one in all_settings():
+        assert (REPOSITORY / "docs" / one.page).is_file()
+
+
+def test_config_prints_what_there_is_to_know(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "rollout.sampling.top_p"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("rollout.sampling.top_p  (number, default 1.0, in (0, 1])\n")
+    assert "Sample from the smallest set of tokens" in said and "dppo_megatron/build.py:" in said
+    assert said.endswith("see docs/engines.md\n")
+
+
+@pytest.mark.parametrize(
+    ("asked", "keys"),
+    [
+        ("warm_start", ["warm_start", "warm_start.examples_path", "warm_start.completion_field", "warm_start.steps",
+                        "warm_start.examples_per_step", "warm_start.learning_rate", "warm_start.lr_warmup_steps"]),
+        ("zero_advantage", ["objective.zero_advantage_slope"]),
+        ("data.eval_sets.aime24.samples", ["data.eval_sets.<name>.samples"]),
+        ("steps", ["steps"]),
+    ],
+)  # fmt: skip
+def test_config_finds(asked: str, keys: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A section with all that is in it, a part of a name, a set by the user's name for it; a setting before a part."""
+    assert main(["config", asked]) == 0
+    said = capsys.readouterr().out
+    assert [line.split("  (")[0] for line in said.splitlines() if line and not line.startswith(" ")] == keys
+
+
+@pytest.mark.parametrize(
+    ("asked", "hint"),
+    [
+        ("rollout.sampling.temprature", "did you mean 'rollout.sampling.temperature'?"),
+        ("actor_rollout_ref.rollout.n", "here it is rollout.completions_per_prompt"),
+        ("zzz", "known here: actor, checkpoint"),
+    ],
+)
+def test_config_knows_what_was_meant(asked: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", asked]) == 2
+    said = capsys.readouterr().err
+    assert hint in said and said.startswith("error: ") and said.count("\n") == 1
+
+
+def test_a_mistake_names_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(REPOSITORY / "configs" / "quickstart.yaml"), "objective.clip_low=7"]) == 2
+    assert capsys.readouterr().err.endswith("(see docs/objectives.md)\n")
+    assert page_for("data.eval_paths.math = 'x': no such file") == "data.md"
+    assert page_for("no setting in it, but torch.distributed") == ""
+
+
+# ------------------------------------------------------------------------------------------------- completion
+
+
+def test_the_command_line_does_without_torch() -> None:
+    """Neither --help nor a Tab waits seconds for it."""
+    code = "import sys, dppo_megatron.cli as cli; cli._parser(); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+
+
+def test_settings_and_their_choices() -> None:
+    assert list(settings("model.d")) == ["model.dtype="]
+    assert list(settings("model.dtype=b")) == ["model.dtype=bfloat16"]
+    assert list(settings("pruning.prompt.method=gr")) == [
+        "pruning.prompt.method=greso",
+        "pruning.prompt.method=greso_ht",
+    ]
+    assert list(settings("actor.layout.sequence_parallel=")) == [
+        "actor.layout.sequence_parallel=true",
+        "actor.layout.sequence_parallel=false",
+    ]
+    assert list(settings("seed=")) == [] and list(settings("nothing.")) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("dppo-megatron comp", {"compare", "completion"}),
+        ("dppo-megatron config rollout.sampling.te", {"rollout.sampling.temperature "}),
+        ("dppo-megatron train job.yaml rollout.sampling.top", {"rollout.sampling.top_p=", "rollout.sampling.top_k="}),
+        ("dppo-megatron train job.yaml seed=1 model.dtype=b", {"bfloat16 "}),
+        ("dppo-megatron compare job.yaml --st", {"--steps-factor "}),
+    ],
+)
+def test_in_a_real_bash(line: str, offered: set[str], tmp_path: Path) -> None:
+    """What bash is told at Tab, with its own way of breaking words at `=`."""
+    command = tmp_path / "dppo-megatron"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dppo_megatron "$@"\n')
+    command.chmod(0o755)
+    (tmp_path / "job.yaml").touch()
+    words = line.replace("=", " = ").split(" ")
+    script = f"""
+        eval "$(dppo-megatron completion bash)"
+        COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}
+        COMP_LINE='{line}'; COMP_POINT={len(line)}; COMP_TYPE=9
+        $(complete -p dppo-megatron | sed 's/.*-F \\([^ ]*\\).*/\\1/') dppo-megatron
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        ["bash", "--norc", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert set(done.stdout.splitlines()) == offered, done.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_script_for_each_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    assert "dppo-megatron" in capsys.readouterr().out

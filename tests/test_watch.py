@@ -1,0 +1,346 @@
+"""`dppo-megatron watch`: what is shown of each kind of run, that only new lines are read, and a real terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from support.job import REPOSITORY
+from support.record import write_record
+
+from dppo_megatron.cli import main
+from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.report.read import read_run
+from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.health_file import HEALTH, HealthFile, read_health
+from dppo_megatron.watch.follow import SHOWN, Follow
+from dppo_megatron.watch.frame import View, duration, frame, seconds_left
+from dppo_megatron.watch.latest import Latest
+from dppo_megatron.watch.sparkline import BLOCKS, sparkline, widths
+
+
+def _shown(run: Path, view: View | None = None) -> str:
+    latest = Latest(run)
+    latest.look()
+    console = Console(width=120, record=True, file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    console.print(frame(Follow(run).look(), latest, view or View(120)))
+    return console.export_text()
+
+
+def _running(run: Path) -> Path:
+    """As a trainer leaves it while it works: no summary, and a heartbeat that stays fresh however long a test takes."""
+    (run / "summary.json").unlink(missing_ok=True)
+    (run / "lock.json").write_text("{}")
+    os.utime(run / "lock.json", (time.time() + 1e6,) * 2)
+    return run
+
+
+@pytest.mark.parametrize("state", ["finished", "running", "crashed", "stopped"])
+def test_every_state_of_a_run(tmp_path: Path, state: str) -> None:
+    run = write_record(tmp_path / "run", 40)
+    if state != "finished":
+        (run / "summary.json").unlink()
+    if state in ("running", "crashed"):
+        _running(run)
+        config = (run / "config.yaml").read_text()
+        (run / "config.yaml").write_text(config.replace("\nsteps: 40", "\nsteps: 100"))
+    if state == "crashed":
+        os.utime(run / "lock.json", (1, 1))
+    said = _shown(run)
+    assert f"run  {state}" in said and ("about" in said) == (state == "running")
+    assert f"step 40 of {100 if state in ('running', 'crashed') else 40}" in said
+    assert ("ended without" in said) == (state == "crashed")
+    for part in ("reward", "time per step", "50% of completions trained on", "math pass@1", "60.0% (step 40)"):
+        assert part in said
+    assert "samples of step 40" in said and "problem 0: what is 6 * 7?" in said
+    assert "warning: rollout/stragglers changes the expected gradient: cut (step 1-40)" in said
+
+
+def test_a_run_that_has_no_step_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    assert "no step yet" in _shown(_running(run))
+    assert main(["watch", str(tmp_path)]) == 2
+    assert "holds neither run.json nor metrics.jsonl" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path / "none")]) == 2
+    assert main(["watch", str(run), "--every", "0"]) == 2
+
+
+def test_once_prints_one_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where nobody asked for it, but the output is no terminal; then without a single escape sequence."""
+    run = _running(write_record(tmp_path / "run", 5))
+    for extra in (["--once"], []):
+        assert main(["watch", str(run), *extra]) == 0
+        said = capsys.readouterr().out
+        assert said.count("step 5 of 5") == 1 and "\x1b" not in said
+
+
+@pytest.mark.parametrize("unicode", [True, False])
+def test_what_a_model_wrote_is_no_command(tmp_path: Path, unicode: bool) -> None:
+    """Escape sequences, bells and overrides of the writing direction would reach the terminal."""
+    run = write_record(tmp_path / "run", 3, text="[red]so[/red]\x1b]0;taken\x07 \x1b[2J\u202e\nend")
+    said = _shown(run, View(120, unicode=unicode))
+    assert "[red]so[/red]" in said and "end" in said
+    assert not set(said) & set("\x1b\x07\u202e")
+
+
+def test_without_blocks_where_a_terminal_has_none(tmp_path: Path) -> None:
+    assert _shown(write_record(tmp_path / "run", 9, text="x" * 500), View(120, unicode=False, colour=False)).isascii()
+
+
+# ------------------------------------------------------------------------------------------------- following
+
+
+def test_what_was_followed_is_what_the_report_reads(tmp_path: Path) -> None:
+    """Whichever way the lines come in, torn or whole: the same columns, ledger and steps as in one go."""
+    whole = write_record(tmp_path / "whole", 30)
+    data = (whole / "metrics.jsonl").read_bytes()
+    part = tmp_path / "part"
+    part.mkdir()
+    shutil.copy(whole / "config.yaml", part)
+    (part / "metrics.jsonl").touch()
+    follow = Follow(part)
+    for start in range(0, len(data), 4001):
+        with open(part / "metrics.jsonl", "ab") as file:
+            file.write(data[start : start + 4001])
+        record = follow.look()
+    expected = read_run(whole)
+    assert record.steps == expected.steps and record.ledger == expected.ledger and record.notes == []
+    for key in SHOWN:
+        if key in expected.columns:
+            assert record.columns[key] == expected.columns[key], key
+    assert record.columns["rollout/truncated_share"] == expected.columns["rollout/truncated_share"]
+    assert record.columns["eval/math/pass@1"] == expected.columns["eval/math/pass@1"]
+
+
+def test_only_new_lines_are_read(tmp_path: Path) -> None:
+    """What was read is not read again: a change to it, of equal length, is not seen."""
+    run = write_record(tmp_path / "run", 50)
+    follow = Follow(run)
+    before = list(follow.look().columns["reward/mean"])
+    path = run / "metrics.jsonl"
+    size = path.stat().st_size
+    with open(path, "r+b") as file:
+        file.write(b"x" * size)
+        file.seek(0, os.SEEK_END)
+        file.write(json.dumps({"step": 51, "reward/mean": 0.25}).encode() + b"\n")
+    record = follow.look()
+    assert record.steps[-1] == 51 and record.columns["reward/mean"] == [*before, 0.25] and record.notes == []
+
+
+@pytest.mark.parametrize("how", ["replaced", "truncated"])
+def test_a_resume_takes_lines_away(tmp_path: Path, how: str) -> None:
+    run = write_record(tmp_path / "run", 20)
+    follow = Follow(run)
+    assert follow.look().steps[-1] == 20
+    path = run / "metrics.jsonl"
+    kept = b"".join(path.read_bytes().splitlines(keepends=True)[:11])
+    if how == "replaced":
+        (run / "aside").write_bytes(kept)
+        (run / "aside").replace(path)
+    else:
+        path.write_bytes(kept)
+    record = follow.look()
+    assert record.steps == list(range(11)) and all(len(values) == 11 for values in record.columns.values())
+
+
+def test_damage_is_counted(tmp_path: Path) -> None:
+    run = write_record(tmp_path / "run", 5)
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b'\xff\n[]\n{"step": true}\n{"step": 6}\n{"step": 7, "rew')
+    record = Follow(run).look()
+    assert record.steps[-1] == 6 and record.notes == ["metrics.jsonl: 3 damaged lines are left out"]
+
+
+# ------------------------------------------------------------------------------------------------- servers
+
+
+class _Server:
+    """As much of a server as its member asks."""
+
+    class http:
+        url = "http://127.0.0.1:1234"
+
+        @staticmethod
+        def close() -> None:
+            """Nothing is open."""
+
+    @staticmethod
+    def healthy(*, timeout_s: float) -> None:
+        """Always."""
+
+
+class _NoAnswer(Executor):
+    """Probes that never come back, so that only the test changes a state."""
+
+    def submit(self, *_: Any, **__: Any) -> Future[Any]:  # type: ignore[override]
+        return Future()
+
+
+def test_the_health_of_servers(tmp_path: Path) -> None:
+    """From the fleet's own states to the picture; and nothing is written where no run is."""
+    run = _running(write_record(tmp_path / "run", 3))
+    (run / "run.json").write_text("{}")
+    fleet = Fleet([_Server()], RolloutConfig(), print, threads=_NoAnswer(), health_file=HealthFile(run))  # type: ignore[list-item]
+    [member] = fleet.members
+    fleet.expect("1")
+    with fleet.lock:
+        member.took("1")
+    fleet.probe_all()
+    assert [one.state for one in read_health(run / HEALTH)[0]] == ["live"]
+    fleet.mark_out(member, "it broke \x1b[2Jthe connection")
+    fleet.probe_all()
+    fleet.close()
+    [server] = read_health(run / HEALTH)[0]
+    assert (server.state, server.outages) == ("out", 1)
+    said = _shown(run)
+    assert "http://127.0.0.1:1234" in said and "out it broke  [2Jthe connection" in said
+    HealthFile(tmp_path).write(fleet.members)
+    assert not (tmp_path / HEALTH).exists()
+    (run / HEALTH).write_text('{"servers": [{}]}')
+    assert read_health(run / HEALTH) == ([], 0.0)
+
+
+# ------------------------------------------------------------------------------------------------- numbers
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.floats(-1e9, 1e9) | st.none(), max_size=300), st.integers(1, 80))
+def test_a_sparkline_has_its_extremes(values: list[float | None], width: int) -> None:
+    drawn = sparkline(values, width)
+    present = [one for one in values if one is not None]
+    assert len(drawn) <= width and bool(drawn) == bool(present)
+    if present and len(values) <= width:
+        assert drawn[values.index(min(present))] == BLOCKS[0]
+        if max(present) > min(present):
+            assert drawn[values.index(max(present))] == BLOCKS[-1]
+        assert all((one is None) == (character == " ") for one, character in zip(values, drawn, strict=True))
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.floats(0, 1e6), max_size=9), st.integers(0, 200))
+def test_a_bar_is_as_wide_as_it_shall_be(shares: list[float], total: int) -> None:
+    drawn = widths(shares, total)
+    assert sum(drawn) == (total if sum(shares) > 0 else 0)
+    for share, width in zip(shares, drawn, strict=True):
+        assert abs(width - total * share / (sum(shares) or 1)) < 1 + 1e-6
+
+
+def test_time_left(tmp_path: Path) -> None:
+    record = Follow(_running(write_record(tmp_path / "run", 30))).look()
+    record.columns["time/step_s"] = [9.0] * 11 + [2.0] * 11 + [100.0] * 2 + [2.0] * 7
+    assert seconds_left(record, 130) == 200.0
+    assert [duration(one) for one in (7.6, 61, 3725, 90000)] == ["8 s", "1 min 01 s", "1 h 02 min", "1 d 01 h"]
+
+
+# ------------------------------------------------------------------------------------------------- a terminal
+
+
+class _Terminal:
+    """The command in a terminal of its own."""
+
+    def __init__(self, run: Path) -> None:
+        try:
+            master, slave = pty.openpty()
+        except OSError as error:
+            pytest.skip(f"no pseudo-terminal can be opened here: {error}")
+        environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "110", "LINES": "50"}
+        environment |= {"PYTHONPATH": str(REPOSITORY), "PYTHONUTF8": "1"}
+        command = [sys.executable, "-m", "dppo_megatron", "watch", str(run), "--every", "0.1"]
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
+        )
+        os.close(slave)
+        self._master, self.seen = master, b""
+
+    def __enter__(self) -> _Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:  # a test that failed
+            self.process.kill()
+            self.process.wait()
+        os.close(self._master)
+
+    def wait_for(self, text: str) -> None:
+        """Until it is on the screen; the test's own time limit ends this."""
+        self.read(lambda: text.encode() in self.seen)
+
+    def read(self, until: Callable[[], bool]) -> None:
+        while not until():
+            select.select([self._master], [], [])
+            try:
+                part = os.read(self._master, 65536)
+            except OSError:  # Linux says so when the last writer has closed its end
+                part = b""
+            self.seen += part
+            if not part:
+                assert until(), self.seen[-2000:].decode(errors="replace")
+
+    def press(self, key: str) -> int:
+        """Returns the exit code."""
+        os.write(self._master, key.encode())
+        return self.ended()
+
+    def ended(self) -> int:
+        while True:  # what it still writes must be read, or it would wait for ever
+            ready, _, _ = select.select([self._master], [], [], 0.1)
+            if ready:
+                try:
+                    self.seen += os.read(self._master, 65536)
+                except OSError:
+                    break
+            elif self.process.poll() is not None:
+                break
+        return self.process.wait()
+
+
+def _append(run: Path, row: dict[str, float]) -> None:
+    with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def test_in_a_real_terminal_until_q(tmp_path: Path) -> None:
+    """The picture follows the record; `q` leaves, and the last picture stays on the screen behind the alternate one."""
+    run = _running(write_record(tmp_path / "run", 5))
+    with _Terminal(run) as terminal:
+        terminal.wait_for("step 5 of 5")
+        assert b"\x1b[?1049h" in terminal.seen  # the alternate screen: the shell's own is not written over
+        _append(run, {"step": 6, "reward/mean": 0.5, "time/step_s": 1.0})
+        terminal.wait_for("step 6 of 5")
+        assert terminal.press("q") == 0
+        assert "step 6 of 5" in terminal.seen.rpartition(b"\x1b[?1049l")[2].decode()
+
+
+def test_in_a_real_terminal_until_the_run_ends(tmp_path: Path) -> None:
+    run = _running(write_record(tmp_path / "run", 5))
+    with _Terminal(run) as terminal:
+        terminal.wait_for("step 5 of 5")
+        (run / "summary.json").write_text("{}")
+        (run / "lock.json").unlink()
+        assert terminal.ended() == 0
+        assert "finished" in terminal.seen.rpartition(b"\x1b[?1049l")[2].decode()
+
+
+def test_control_c_is_no_fault(tmp_path: Path) -> None:
+    with _Terminal(_running(write_record(tmp_path / "run", 5))) as terminal:
+        terminal.wait_for("step 5 of 5")
+        os.kill(terminal.process.pid, signal.SIGINT)
+        assert terminal.ended() == 130
+        assert b"Traceback" not in terminal.seen

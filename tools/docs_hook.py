@@ -1,0 +1,108 @@
+"""Pages of the documentation site that are made from the code, and links from its pages to files outside of docs/.
+
+mkdocs calls the two functions whose names begin with `on_`. Nothing that they make is checked in: a page that is
+written at every build cannot be older than the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from dppo_megatron.config.readers import readings  # noqa: E402
+from dppo_megatron.config.reference import Setting, all_settings  # noqa: E402
+
+_PYTHON = (
+    ("Pruning as a library", "dppo_megatron.pruning"),
+    ("A policy of your own", "dppo_megatron.pruning.custom"),
+    ("Designs", "dppo_megatron.pruning.designs"),
+    ("What one training step is made of", "dppo_megatron.types"),
+    ("Losses", "dppo_megatron.algorithms.policy_losses"),
+    ("What a loss is given", "dppo_megatron.algorithms.tokens"),
+    ("Packing", "dppo_megatron.packing.planner"),
+    ("Engines", "dppo_megatron.rollout.engine"),
+    ("Reading a run", "dppo_megatron.report.read"),
+)
+"""Modules of the Python reference: what examples and extensions import."""
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the generated pages."""
+    from mkdocs.structure.files import File
+
+    for name, text in pages().items():
+        files.append(File.generated(config, f"reference/{name}.md", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Links to files of the repository become plain names: the site does not know where the repository is kept."""
+    if page is not None and page.file.src_uri.startswith("reference/"):
+        return markdown
+    return re.sub(r"\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", markdown)
+
+
+def pages() -> dict[str, str]:
+    """Name -> Markdown of the generated pages."""
+    return {"settings": settings_page(), "commands": commands_page(), "python": python_page()}
+
+
+def settings_page() -> str:
+    """Every setting, by section."""
+    lines = ["# Settings", "", "Every setting, from the schema. In the terminal: `dppo-megatron config KEY`.", ""]
+    for one in all_settings():
+        if one.is_section:
+            lines += [
+                f"{'#' * (2 + one.key.count('.'))} {one.key}",
+                "",
+                f"{one.meaning} See [{one.page}](../{one.page}).",
+                "",
+            ]
+        else:
+            lines += [*_setting(one), ""]
+    return "\n".join(lines)
+
+
+def _setting(one: Setting) -> Iterator[str]:
+    facts = ", ".join(fact for fact in (one.kind, f"default `{one.default}`", one.allowed) if fact)
+    yield f"**`{one.key}`** ({facts})"
+    yield f":   {_plain(one.meaning)}" + (f" ({_plain(one.why)})" if one.why else "")
+    places = ", ".join(f"`{place.file.removeprefix('dppo_megatron/')}`" for place in _files(one))
+    yield f"    Read in {places}."
+
+
+def _files(one: Setting) -> list[Any]:
+    """One reading of each file."""
+    return list({place.file: place for place in readings(one.owner, one.name)}.values())[:4]
+
+
+def _plain(text: str) -> str:
+    """Text of the schema as Markdown: what looks like HTML or a reference is neither."""
+    return re.sub(r"([<\[\]|_*])", r"\\\1", text) if "`" not in text else text.replace("<", "&lt;")
+
+
+def commands_page() -> str:
+    """The help of every command, as the terminal prints it."""
+    from dppo_megatron.cli import _parser
+
+    parser = _parser()
+    [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    parts = ["# Commands", ""]
+    for name, command in commands.choices.items():
+        parts += [f"## {name}", "", "```text", command.format_help().strip(), "```", ""]
+    return "\n".join(parts)
+
+
+def python_page() -> str:
+    """What examples and extensions import, from the docstrings."""
+    parts = ["# Python", "", "The parts of the package that stand alone, or that an extension meets.", ""]
+    for title, module in _PYTHON:
+        parts += [f"## {title}", "", f"::: {module}", ""]
+    return "\n".join(parts)
