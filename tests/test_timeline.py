@@ -39,6 +39,7 @@ SETTINGS: dict[str, Any] = {
     "observe__profile_ranks": "[1]",
     "observe__trackers": "[tensorboard]",
     "observe__tracking__samples_every": 2,
+    "observe__tracking__drain_s": 300,
 }
 
 

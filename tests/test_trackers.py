@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.wandb_reading import history, records
 
@@ -35,6 +36,8 @@ TOOLS = ["tensorboard", "wandb", "mlflow", "trackio"]
 RUN = "0123456789abcdef"
 SECRET = "canary0123456789canary0123456789canary01"
 CLOSED = "http://127.0.0.1:9"
+for _name in ("DO_NOT_TRACK", "MLFLOW_DISABLE_TELEMETRY"):  # of the readers here; the trackers' own processes see to it
+    os.environ[_name] = "true"
 
 
 def _begin(directory: Path, resumed_step: int | None = None) -> Begin:
@@ -61,7 +64,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.setenv(name, SECRET)
         said: list[str] = []
         for resumed_step, steps, shift in ((None, range(6), 0.0), (3, range(4, 7), 0.5)):
-            trackers = Trackers(TOOLS, _begin(directory, resumed_step), 120.0, said.append)
+            trackers = Trackers(TOOLS, _begin(directory, resumed_step), 300.0, said.append)
             for step in steps:
                 trackers.step(_line(step, shift))
             trackers.close(finished=step == 6)
@@ -173,7 +176,7 @@ def test_a_tool_that_cannot_begin(tmp_path: Path) -> None:
     """Said once, counted for every step, written down; the other tool gets all."""
     (tmp_path / "tensorboard").write_text("in the way")
     said: list[str] = []
-    trackers = Trackers(["tensorboard", "trackio"], _begin(tmp_path), 120.0, said.append)
+    trackers = Trackers(["tensorboard", "trackio"], _begin(tmp_path), 300.0, said.append)
     for step in range(3):
         trackers.step(_line(step))
     trackers.close(finished=True)
@@ -210,7 +213,7 @@ def test_a_tool_whose_process_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """After its first answer, as by the kernel for want of memory."""
     monkeypatch.setattr(sink, "_start", _program("""input(); print('{"failure": ""}', flush=True)"""))
     said: list[str] = []
-    trackers = Trackers(["wandb"], _begin(tmp_path), 120.0, said.append)
+    trackers = Trackers(["wandb"], _begin(tmp_path), 300.0, said.append)
     for step in range(5):
         trackers.step(_line(step))
     trackers.close(finished=True)
@@ -222,9 +225,10 @@ def test_a_failure_does_not_show_the_environment(tmp_path: Path, monkeypatch: py
     """A server that nobody listens at, with a password in its address."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:{SECRET}@127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     said: list[str] = []
     begin = _begin(tmp_path)
-    trackers = Trackers(["mlflow"], Begin(**{**_fields(begin), "offline": False}), 120.0, said.append)
+    trackers = Trackers(["mlflow"], Begin(**{**_fields(begin), "offline": False}), 300.0, said.append)
     trackers.step(_line(0))
     trackers.close(finished=True)
     assert trackers.failures and len(said) == 1 and "127.0.0.1" in said[0]
@@ -244,6 +248,7 @@ def test_scrubbing(monkeypatch: pytest.MonkeyPatch) -> None:
 # -------------------------------------------------------------------------------------------- names and settings
 
 
+@settings(deadline=None)  # the first example imports mlflow
 @given(st.lists(st.text(min_size=1, max_size=30), min_size=2, max_size=2, unique=True))
 def test_mlflow_takes_every_name_and_none_twice(names: list[str]) -> None:
     """By MLflow's own check. Evaluation sets are called what users call them."""
