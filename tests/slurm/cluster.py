@@ -1,9 +1,9 @@
 """A real Slurm of two nodes on this machine: its own configuration, ports, keys and state, under one directory.
 
-Needs root and Debian's packages (`apt-get install slurm-wlm munge`). Both nodes are this machine under two names,
-without GPUs: Slurm 22.05 loses count of a job's GPUs when one of its nodes comes back while the job waits to be run again
-("gres/gpu: node offset invalid", seen), and the job then waits for ever. The names must resolve, as on a cluster, so they
-are added to /etc/hosts where they do not.
+Needs root and Debian's packages (`apt-get install slurm-wlm munge`). Both nodes are this machine under two names. The
+names must resolve, as on a cluster, so they are added to /etc/hosts where they do not. The nodes have no GPUs: Slurm
+22.05 loses count of a job's GPUs when one of its nodes comes back while the job is to be run again ("gres/gpu: node
+offset invalid", seen), and the job then waits for ever.
 
 What differs from a cluster's settings, so that a test takes minutes: a node that does not answer is down after 10 s and
 not 300, and a job that is queued again may start after 5 s and not 120 (its credentials' life time).
