@@ -451,3 +451,38 @@ def test_a_probe_from_before_it_came_back_says_nothing() -> None:
         member.took(member.expected)
     fleet.probe_all()
     assert member.state == "live" and member.outages == 1
+
+
+class Unanswered(Executor):
+    """Questions wait for the test to answer them."""
+
+    def __init__(self) -> None:
+        self.questions: list[Future[Any]] = []
+
+    def submit(self, action: Callable[..., Any], /, *arguments: Any, **more: Any) -> Future[Any]:
+        self.questions.append(Future())
+        return self.questions[-1]
+
+
+def test_a_probe_of_the_predecessor_is_no_news() -> None:
+    """Another server has come to the address while the first one was being asked."""
+    world = World()
+    fleet = world.fleet(1)
+    fleet._threads = threads = Unanswered()
+    fleet.probe_all()
+    fleet.let_go(fleet.members[0], "it has left")
+    place, member = fleet.let_in(FakeServer("a"))  # type: ignore[arg-type]
+    assert (place, member.state) == (0, "stale")
+    synced(fleet)
+    threads.questions[0].set_exception(Unreachable("no answer"))
+    fleet.probe_all()
+    assert fleet.live == [member]
+
+
+def test_who_comes_keeps_the_number_that_it_gets() -> None:
+    """Whoever leaves: the clients know servers by number."""
+    fleet = World().fleet(2)
+    fleet.let_go(fleet.members[0], "it has left")
+    assert fleet.let_in(FakeServer("z"))[0] == 2 and fleet.places == {"a": 0, "b": 1, "z": 2}  # type: ignore[arg-type]
+    synced(fleet)
+    assert [member.name for member in fleet.live] == ["b", "z"]

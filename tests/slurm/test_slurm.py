@@ -84,7 +84,7 @@ class Job:
             SCRIPTS / script,
             str(self.config),
             *self.settings,
-            options=("--gpus-per-node=1",),
+            options=("--gpus-per-node=0",),
             PATH=path,
             PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]),
             OMP_NUM_THREADS="1",
