@@ -34,7 +34,7 @@ PAGES = {
     "eval": "evaluation.md",
     "checkpoint": "checkpoints.md",
     "guard": "checkpoints.md",
-    "observe": "run_directory.md",
+    "observe": "observe.md",
     "run_dir": "run_directory.md",
 }
 """The page in docs/ that explains a section; other settings are on `configuration.md`."""
