@@ -13,7 +13,6 @@ Between two steps the loop holds at most one more: the next, whose generation ha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -25,38 +24,33 @@ import torch
 from dppo_megatron.actor.actor import Actor, warm_start_optimizer
 from dppo_megatron.actor.layout import build_layout
 from dppo_megatron.actor.logprobs import LogprobStore
-from dppo_megatron.algorithms.batch_size import BatchAdvisor, half_of
+from dppo_megatron.algorithms.batch_size import half_of
 from dppo_megatron.algorithms.correction import Mismatch
 from dppo_megatron.algorithms.objectives import make_objective, supervised
-from dppo_megatron.build import cost_model, make_engine, make_sampling, token_capacity, what_to_offload
+from dppo_megatron.build import make_engine, make_sampling, what_to_offload
 from dppo_megatron.config.objective import needs_old_logprobs
+from dppo_megatron.coordinator import Coordinator
 from dppo_megatron.data.order import PromptOrder
-from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.distributed import from_rank_zero, gather_all, to_rank_zero
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.evaluation.statistics import EvalScores
 from dppo_megatron.exchange import Replicas, exchange
 from dppo_megatron.job import Job
-from dppo_megatron.ledger import overlong_row, straggler_row
 from dppo_megatron.observe.metrics import Timers
 from dppo_megatron.observe.samples import add_actor_logprobs
 from dppo_megatron.observe.timeline import StepRecorder
 from dppo_megatron.outcomes import Outcomes
 from dppo_megatron.packing.alignment import packing_layout
-from dppo_megatron.packing.planner import Packable, plan_microbatches
-from dppo_megatron.pruning.interface import PromptFeatures, StepCost
+from dppo_megatron.packing.planner import Packable
 from dppo_megatron.rewards.grading import grade_groups
-from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
 from dppo_megatron.rollout.engine import Request
 from dppo_megatron.rollout.sync.receipts import Canary
-from dppo_megatron.selection import Chosen, Decision, Selector
+from dppo_megatron.selection import Chosen
 from dppo_megatron.spans import Spans
-from dppo_megatron.step import Step, StepRecord, Update, UpdatePlan, sizes_of
-from dppo_megatron.trace import trace_row
+from dppo_megatron.step import Step, StepRecord, Update
 from dppo_megatron.types import (
     Completion,
     FloatArray,
-    IntArray,
     PackPlan,
     Prompt,
     SelectedPrompt,
@@ -64,7 +58,6 @@ from dppo_megatron.types import (
     Watch,
     unwatched,
 )
-from dppo_megatron.verdicts import Verdicts
 
 
 class Loop:
@@ -98,21 +91,9 @@ class Loop:
         self.objective = make_objective(config.objective, job.policy_loss)
         self._replicas = Replicas.agree(layout.data_parallel_rank)
         self._evaluator = Evaluator(job)
-        self._failures = FailureGuard(config.reward)
-        self._packing_layout = packing_layout(config.actor, layout.world_size)
-        self._cost = cost_model(job.architecture)
+        self._coordinator = Coordinator(job, packing_layout(config.actor, layout.world_size))
         self._sampling = make_sampling(job)
         self._group_size = config.rollout.completions_per_prompt
-        self._selector = Selector(
-            config,
-            len(job.train_prompts),
-            capacity=token_capacity(config.packing, self._packing_layout),
-            set_sizes=set_sizes(job.train_sets),
-            features=PromptFeatures.of(job.train_prompts),
-        )
-        self._advisor = BatchAdvisor(self._selector.prompts_per_step, config.objective.updates_per_step)
-        self._outcomes: list[Outcomes] = []
-        """Outcomes of the current step's rollout rounds so far, on rank 0."""
         self._canary = Canary(config.rollout, config.seed, job.stop_token_ids, say)
         self._receipts: dict[str, float] = {}
         """Figures from the weight syncs since the last finished step."""
@@ -179,7 +160,7 @@ class Loop:
         `time/step_cpu_s` the CPU time of this process in it: where cores are shared, the steadier of the two."""
         step, self._ahead = self._ahead or self._new(number), None
         assert step.number == number, f"step {step.number} was begun ahead, {number} is asked for"
-        self.current, self._outcomes = step, []
+        self.current = step
         recorded = self._recorder.step(number) if self._recorder else nullcontext()
         with recorded, step.record.timers.phase("step", cpu=True):
             if step.reached == "new":
@@ -194,7 +175,7 @@ class Loop:
             self.generate(step, more, first)
             first = len(step.selected)
             with step.record.timers.phase("select"):
-                more = self._selected(from_rank_zero(lambda: self._refill(step)))
+                more = self._selected(from_rank_zero(lambda: self._coordinator.refill(step.number)))
             step.selected += more
         if step.reached == "selected":
             step.reach("rolled_out")
@@ -217,12 +198,12 @@ class Loop:
             outcomes = to_rank_zero(Outcomes.of(groups, size, self._replicas.rank))
         step.groups |= groups
         step.reach("rolled_out")
-        from_rank_zero(lambda: self._take(outcomes, step.number))
+        from_rank_zero(lambda: self._coordinator.take(outcomes, step.number))
 
     def prune(self, step: Step) -> None:
         """Advantages on full groups, then the completions worth training on, each with its weight."""
         with step.record.timers.phase("prune"):
-            plans, holders, verdicts = from_rank_zero(lambda: self._decide(step))
+            plans, holders, verdicts = from_rank_zero(lambda: self._coordinator.decide(step, self._engine.statistics()))
         with step.record.timers.phase("exchange"):
             step.reach("pruned")
             step.updates = exchange(plans, step.groups, holders, step.selected, self._group_size, self._replicas)
@@ -292,7 +273,7 @@ class Loop:
         else:
             self.skipped_in_a_row = 0
         if half_norm is not None:
-            self._advisor.probe(measured["grad_norm"], half_norm)
+            self._coordinator.probe(measured["grad_norm"], half_norm)
         step.measured.append(measured)
         for name in measured:
             metrics[f"train/{name}"] = float(np.mean([one[name] for one in step.measured if name in one]))
@@ -312,7 +293,7 @@ class Loop:
         record = step.record
         record.metrics |= self._receipts | self._engine.statistics() | record.timers.drain()
         self._receipts = {}
-        said = from_rank_zero(lambda: self._learn(step))
+        said = from_rank_zero(lambda: self._coordinator.learn(step))
         step.reached = "finished"  # also from `updated`, when a failed sync ends the run
         self.current, self.last_complete_step = None, step.number
         return said
@@ -325,7 +306,7 @@ class Loop:
 
     def pack(self, samples: Sequence[Packable]) -> PackPlan:
         """Micro-batches for every data-parallel rank, planned on rank 0."""
-        return from_rank_zero(lambda: self._plan(samples))
+        return from_rank_zero(lambda: self._coordinator.plan(samples))
 
     def close(self) -> None:
         """Release the engine's servers and the graders' processes."""
@@ -338,15 +319,12 @@ class Loop:
 
         Save rank 0's: only rank 0 selects.
         """
-        own = {"skipped_in_a_row": self.skipped_in_a_row, "batch": self._advisor.state_dict()}
-        return {"selector": self._selector.state_dict()} | own
+        return self._coordinator.state_dict() | {"skipped_in_a_row": self.skipped_in_a_row}
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Restore the `state_dict` of a checkpoint written after `step`."""
-        self._selector.load_state_dict(state["selector"])
+        self._coordinator.load_state_dict(state)
         self.skipped_in_a_row = state["skipped_in_a_row"]
-        if "batch" in state:  # a checkpoint of before there was advice has none
-            self._advisor.load_state_dict(state["batch"])
         self.last_complete_step = step
 
     # ---------------------------------------------------------------------------------------- inside
@@ -364,7 +342,7 @@ class Loop:
     def _select(self, step: Step, timers: Timers) -> None:
         """Choose the prompts of a new step. Only rank 0 has the selector's state."""
         with timers.phase("select"):
-            step.selected = self._selected(from_rank_zero(lambda: self._selector.begin(step.number)))
+            step.selected = self._selected(from_rank_zero(lambda: self._coordinator.begin(step.number)))
         step.reach("selected")
 
     def _start(self, step: Step, selected: Sequence[SelectedPrompt]) -> None:
@@ -372,69 +350,6 @@ class Loop:
         requests = [Request(item.prompt, index, step.number) for item in selected for index in range(size)]
         self._engine.start(requests, self._sampling)
         step.reach("generating")
-
-    def _take(self, outcomes: list[Outcomes], number: int) -> None:
-        """Add the outcomes of a round; raises GuardStop if too many gradings failed. On rank 0."""
-        self._outcomes += outcomes
-        self._failures.check(Outcomes.join(self._outcomes).grades, number)
-
-    def _refill(self, step: Step) -> Chosen | None:
-        """On rank 0."""
-        return self._selector.refill(Outcomes.join(self._outcomes).rewards, step.number)
-
-    def _decide(self, step: Step) -> tuple[list[UpdatePlan], IntArray, Verdicts]:
-        """What to train on, in which micro-batches; which rank holds each group; what is recorded. On rank 0."""
-        size, config = self._group_size, self.job.config
-        outcomes = Outcomes.join([*self._outcomes, Outcomes.of({}, size, 0)])
-        self._outcomes = []
-        rollouts = outcomes.rollouts(step.selected)
-        decision = self._selector.finish(rollouts, step.number)
-        count = rollouts.lengths.size
-        statistics = self._engine.statistics()
-        cut = statistics.get("rollout/cut_completions", 0.0)
-        record = step.record
-        record.metrics |= decision.metrics | statistics
-        record.metrics |= grading_metrics(outcomes.grades, list(config.reward.functions))
-        record.metrics["rollout/completion_tokens_mean"] = float(rollouts.lengths.mean()) if count else math.nan
-        record.metrics["rollout/truncated"] = float(outcomes.truncated.sum())
-        record.ledger = (*decision.ledger, *straggler_row(config.rollout, cut, count), *overlong_row(self.job))
-        record.trace = trace_row(step.number, decision, rollouts)
-        with record.timers.phase("pack"):
-            updates = range(config.objective.updates_per_step)
-            plans = [self._plan_update(step, decision, rollouts.lengths, index) for index in updates]
-        return plans, outcomes.holder, Verdicts.of(config, step.number, decision, rollouts)
-
-    def _plan_update(self, step: Step, decision: Decision, lengths: IntArray, index: int) -> UpdatePlan:
-        rows = np.flatnonzero(decision.kept & (decision.minibatch == index))
-        tokens = lengths.ravel()[rows]
-        pack = self._plan(sizes_of(rows, tokens, step.selected, self._group_size))
-        return UpdatePlan(
-            rows, tokens, decision.advantages[rows], decision.weight[rows], decision.denominator[rows], pack
-        )
-
-    def _plan(self, samples: Sequence[Packable]) -> PackPlan:
-        config = self.job.config.packing
-        return plan_microbatches(
-            samples,
-            layout=self._packing_layout,
-            max_tokens_per_microbatch=config.max_tokens_per_microbatch,
-            mode=config.mode,
-            cost=self._cost,
-            window=config.window,
-        )
-
-    def _learn(self, step: Step) -> list[str]:
-        """Report the step's cost to the policies. On rank 0. A step with a skipped update has no gradient norm."""
-        measured = step.record.metrics
-        rollout_s, update_s = measured["time/rollout_s"] + measured["time/reward_s"], measured["time/update_s"]
-        probe_s = measured.get("time/probe_s", 0.0)  # no part of a step as others are
-        other_s = max(0.0, measured["time/step_s"] - rollout_s - update_s - probe_s)
-        grad_norm = math.nan if measured["train/skipped_updates"] else measured["train/grad_norm"]
-        said = self._selector.feedback(StepCost(step.number, rollout_s, update_s, other_s, grad_norm))
-        tokens = measured["tokens/generated"], measured["tokens/trained"]
-        self._advisor.time(rollout_s, update_s, other_s, *tokens)
-        measured |= self._advisor.metrics()
-        return [*said, *(self._advisor.lines() if probe_s else ())]
 
     def _half_norm(self, step: Step, update: Update) -> float | None:
         """Gradient norm of a random half of an update's prompts, each with twice its weight; None if it is not due."""
