@@ -22,6 +22,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.data.command import add_data_command
 from dppo_megatron.distributed import launched_rank, launched_world_size
 from dppo_megatron.evaluation.options import add_eval
+from dppo_megatron.planning.command import add_dry_run, add_plan, dry_run
 from dppo_megatron.pruning.methods import METHODS, parse_methods
 from dppo_megatron.report.command import add_report
 from dppo_megatron.types import GuardStop, UserError
@@ -159,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="auto|never|DIR",
         help="checkpoint.resume: resume the run in run_dir if there is one (default), never, or from a checkpoint",
     )
+    add_dry_run(commands.choices["train"])
     compare = commands.choices["compare"]
     compare.add_argument("--methods", default=_METHODS, metavar="A,B,...", help=f"default: {_METHODS}")
     compare.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds from the config's on (default: 1)")
@@ -170,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the other methods run F times GRPO's steps, because pruned steps are cheaper (default: 1)",
     )
     compare.add_argument("--out", type=Path, default=Path("compare"), help="where to write (default: compare/)")
+    add_plan(commands)
     add_eval(commands)
     add_report(commands)
     _add_simulate(commands)
@@ -267,6 +270,10 @@ def _converted(arguments: argparse.Namespace) -> list[str]:
 def _train(arguments: argparse.Namespace) -> int:
     _quiet_libraries()
     resume = [f"checkpoint.resume={arguments.resume}"] if arguments.resume else []
+    if arguments.dry_run:
+        return dry_run(arguments.config, [*arguments.overrides, *resume], arguments.gpus)
+    if arguments.gpus is not None:
+        raise UserError("--gpus belongs to --dry-run; a run has as many GPUs as torchrun starts processes")
     config = _load(arguments.config, [*arguments.overrides, *resume])
     from dppo_megatron.job import prepare_job
 
