@@ -24,6 +24,7 @@ from dppo_megatron.distributed import launched_rank, launched_world_size
 from dppo_megatron.evaluation.options import add_eval
 from dppo_megatron.planning.command import add_dry_run, add_plan, dry_run
 from dppo_megatron.pruning.methods import METHODS, parse_methods
+from dppo_megatron.quickstart import add_quickstart
 from dppo_megatron.report.command import add_report
 from dppo_megatron.types import GuardStop, UserError
 
@@ -172,6 +173,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the other methods run F times GRPO's steps, because pruned steps are cheaper (default: 1)",
     )
     compare.add_argument("--out", type=Path, default=Path("compare"), help="where to write (default: compare/)")
+    add_quickstart(commands)
     add_plan(commands)
     add_eval(commands)
     add_report(commands)

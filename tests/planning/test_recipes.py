@@ -110,9 +110,8 @@ def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.Captur
     for phase in plan["phases"].values():
         assert phase["total"] == pytest.approx(sum(v for k, v in phase.items() if k not in ("total", "stage")))
     methods = plan["methods"]
-    assert (
-        methods["dppo"]["step_s"] < methods["grpo"]["step_s"] and methods["dppo"]["label"] == "ratio"
-    )  # of token_mean
+    assert methods["dppo"]["step_s"] < methods["grpo"]["step_s"]
+    assert methods["dppo"]["label"] == "ratio"  # the token mean's divisor
 
 
 @pytest.mark.parametrize(
@@ -187,6 +186,7 @@ def test_dry_run_refuses_what_train_refuses(tmp_path: Path, capsys: pytest.Captu
     """The same checks: a data file that is not there, and a grader that cannot be loaded."""
     files = write_job_files(tmp_path)
     config, settings = str(REPOSITORY / "configs" / "quickstart.yaml"), job_settings(files, tmp_path / "run")
+    capsys.readouterr()  # what writing the model has said
     for wrong in (f"data.train_path={tmp_path / 'no.jsonl'}", "reward.function=no.such:grader"):
         said = []
         for option in ([], ["--dry-run", "--gpus", "1"]):
