@@ -2,6 +2,7 @@
 
     pip install -e '.[benchmarks]'
     python benchmarks/against_trl.py [--json FILE] [--trl-python PATH] [--rounds 4]
+    python benchmarks/against_trl.py --end-to-end COMPARE_DIR     # a whole run: benchmarks/trl_end_to_end.py
 
 TRL's side is its own training loop: `GRPOTrainer.train()` with loss_type "grpo", its buffering, splitting and padding,
 its loss, gradient accumulation, clipping and default AdamW. Only generation is replaced, by the prepared batch that a
@@ -30,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from trl_end_to_end import end_to_end, run_worker
 
 LEARNING_RATE = 1e-6
 CLIP = 0.2
@@ -317,7 +319,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write one JSON object with every figure here")
     parser.add_argument("--trl-python", default=sys.executable, help="interpreter that has trl; default: this one")
-    parser.add_argument("--trl-batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8], help="the fastest is used")
+    parser.add_argument(
+        "--trl-batch-sizes", type=int, nargs="+", help="the fastest is used; default: 1 2 4 8, 64 256 512"
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--samples", type=int, default=128)
@@ -325,20 +329,33 @@ def main() -> int:
     parser.add_argument("--sigma", type=float, default=0.9)
     parser.add_argument("--max-tokens", type=int, default=1024)
     parser.add_argument("--max-tokens-per-microbatch", type=int, default=2048)
+    parser.add_argument("--end-to-end", type=Path, metavar="COMPARE_DIR", help="--out of a finished comparison")
     parser.add_argument("--trl-worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--end-to-end-worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.trl_batch_sizes = args.trl_batch_sizes or ([64, 256, 512] if args.end_to_end else [1, 2, 4, 8])
+    if args.end_to_end_worker:
+        run_worker(args.end_to_end_worker)
+        return 0
     if args.trl_worker:
         run_trl_worker(args.trl_worker, args.trl_batch_sizes[0])
         return 0
+    if args.end_to_end:
+        _check_trl(parser, args.trl_python)
+        return end_to_end(args)
     largest = max(args.trl_batch_sizes)
     if bad := [size for size in args.trl_batch_sizes if args.samples % size or 2 * largest % size]:
         parser.error(f"--trl-batch-sizes {bad[0]} must divide --samples {args.samples} and twice the largest size")
     if args.samples < 2 * largest:
         parser.error(f"--samples {args.samples} must be at least twice the largest of --trl-batch-sizes, {largest}")
-    has_trl = "import importlib.util, sys; sys.exit(importlib.util.find_spec('trl') is None)"
-    if subprocess.run([args.trl_python, "-c", has_trl]).returncode:
-        parser.error(f"{args.trl_python} has no trl: pip install -e '.[benchmarks]', or pass another: --trl-python")
+    _check_trl(parser, args.trl_python)
     return compare(args)
+
+
+def _check_trl(parser: argparse.ArgumentParser, python: str) -> None:
+    has_trl = "import importlib.util, sys; sys.exit(importlib.util.find_spec('trl') is None)"
+    if subprocess.run([python, "-c", has_trl]).returncode:
+        parser.error(f"{python} has no trl: pip install -e '.[benchmarks]', or pass another: --trl-python")
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
-from dppo_megatron.config.schema import PackingConfig
+from dppo_megatron.config.schema import Config, PackingConfig
 from dppo_megatron.cost import cost_model as cost_model
 from dppo_megatron.job import Job
 from dppo_megatron.packing.alignment import PackingLayout
@@ -36,6 +37,13 @@ def make_engine(job: Job, dtype: torch.dtype, device: torch.device, say: Callabl
     engine = ServerEngine(config, job.architecture, job.tokenizer, say, client_hook=grades)
     say(engine.description)
     return engine
+
+
+def what_to_offload(config: Config, device: str) -> Literal["none", "optimizer", "all"]:
+    """`actor.offload` with `auto` decided: on a CPU there is no second memory to go to."""
+    if config.actor.offload == "auto":
+        return "all" if config.rollout.servers.colocate and device == "cuda" else "none"
+    return config.actor.offload
 
 
 def make_sampling(job: Job) -> Sampling:

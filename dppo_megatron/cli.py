@@ -10,12 +10,13 @@ import json
 import os
 import select
 import sys
-import textwrap
 import warnings
 from pathlib import Path
 
 from dppo_megatron import __version__
+from dppo_megatron.compare.command import add_compare
 from dppo_megatron.config import load_config
+from dppo_megatron.config.command_line import check_comes_first
 from dppo_megatron.config.paths import check_directory, check_writable
 from dppo_megatron.config.ranges import Range
 from dppo_megatron.config.schema import Config
@@ -23,9 +24,10 @@ from dppo_megatron.data.command import add_data_command
 from dppo_megatron.distributed import launched_rank, launched_world_size
 from dppo_megatron.evaluation.options import add_eval
 from dppo_megatron.planning.command import add_dry_run, add_plan, dry_run
-from dppo_megatron.pruning.methods import METHODS, parse_methods
+from dppo_megatron.pruning.methods import parse_methods
 from dppo_megatron.quickstart import add_quickstart
 from dppo_megatron.report.command import add_report
+from dppo_megatron.rollout.serve_command import add_serve
 from dppo_megatron.types import GuardStop, UserError
 
 _METHODS = "grpo,cppo,greso,dppo_paper,dppo,dppo_auto"
@@ -41,14 +43,6 @@ On several processes, with the same arguments:
 
 Every setting is described in dppo_megatron/config/schema.py. What a run leaves in its directory is described in
 docs/run_directory.md.
-"""
-_COMPARE = f"""\
-Train CONFIG's job under several pruning methods and report what each reached, how fast, and from how many tokens:
-
-  dppo-megatron compare configs/quickstart.yaml --methods grpo,cppo,greso,dppo_paper,dppo,dppo_auto --seeds 3
-
-Same start, data order and evaluation; one run after another on this machine. Writes results.json and report.html.
-{textwrap.fill(f"Methods: {', '.join(METHODS)}, or module:Class for a policy of your own.", 119)}
 """
 _SIMULATE = """\
 Replay the selection of every method on a recorded run (trace.jsonl in its directory) and predict what a step costs:
@@ -142,41 +136,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, run, summary, description in (
-        ("train", _train, "train a model", _TRAIN),
-        ("compare", _compare, "train under several pruning methods and compare", _COMPARE),
-    ):
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        command.add_argument("config", metavar="CONFIG", help="YAML file")
-        command.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the file's")
-        command.set_defaults(run=run)
-    commands.choices["train"].add_argument(
+    command = commands.add_parser(
+        "train",
+        help="train a model",
+        description=_TRAIN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_argument("config", metavar="CONFIG", help="YAML file")
+    command.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the file's")
+    command.set_defaults(run=_train)
+    command.add_argument(
         "--resume",
         metavar="auto|never|DIR",
         help="checkpoint.resume: resume the run in run_dir if there is one (default), never, or from a checkpoint",
     )
     add_dry_run(commands.choices["train"])
-    compare = commands.choices["compare"]
-    compare.add_argument("--methods", default=_METHODS, metavar="A,B,...", help=f"default: {_METHODS}")
-    compare.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds from the config's on (default: 1)")
-    compare.add_argument(
-        "--steps-factor",
-        type=float,
-        default=1.0,
-        metavar="F",
-        help="the other methods run F times GRPO's steps, because pruned steps are cheaper (default: 1)",
-    )
-    compare.add_argument("--out", type=Path, default=Path("compare"), help="where to write (default: compare/)")
+    add_compare(commands)
     add_quickstart(commands)
     add_plan(commands)
     add_eval(commands)
     add_report(commands)
+    add_serve(commands)
     _add_simulate(commands)
     doctor = commands.add_parser(
         "doctor",
@@ -291,31 +272,6 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _compare(arguments: argparse.Namespace) -> int:
-    from dppo_megatron.compare import compare, report, table, write_results
-
-    methods = parse_methods(arguments.methods)
-    _check_option("--seeds", arguments.seeds, "[1, 10000]")
-    _check_option("--steps-factor", arguments.steps_factor, "(0, 10000]")
-    config = _load(arguments.config, arguments.overrides, writes_run=False)
-    for name in ("", "results.json", "report.html"):
-        check_writable("--out", arguments.out / name, directory=not name)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    comparison = compare(
-        config,
-        arguments.config,
-        arguments.overrides,
-        methods,
-        seeds=arguments.seeds,
-        steps_factor=arguments.steps_factor,
-        out=arguments.out,
-    )
-    write_results(comparison, arguments.out / "results.json")
-    report(comparison, arguments.out / "report.html", title=f"{arguments.config}: pruning methods compared")
-    print(table(comparison))
-    return 0
-
-
 def _simulate(arguments: argparse.Namespace) -> int:
     from dppo_megatron.simulate import as_json, fit_costs, simulate, table
     from dppo_megatron.trace import read_trace
@@ -362,8 +318,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _load(path: str, overrides: list[str], *, writes_run: bool = True) -> Config:
-    if "=" in path and not os.path.exists(path):
-        raise UserError(f"'{path}' stands where CONFIG should: the file comes first, settings (key=value) after it")
+    check_comes_first(path)
     return load_config(path, overrides, writes_run=writes_run)
 
 

@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from dppo_megatron.actor.layout import build_layout
 from dppo_megatron.actor.logprobs import LogprobStore
 from dppo_megatron.algorithms.correction import Mismatch
 from dppo_megatron.algorithms.objectives import make_objective, supervised
-from dppo_megatron.build import cost_model, make_engine, make_sampling, token_capacity
+from dppo_megatron.build import cost_model, make_engine, make_sampling, token_capacity, what_to_offload
 from dppo_megatron.config.objective import needs_old_logprobs
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.data.sets import set_sizes
@@ -68,6 +67,8 @@ class Loop:
         dtype = getattr(torch, config.model.dtype)
         layout = build_layout(config.actor.layout, config.seed)
         self._engine = make_engine(job, dtype, layout.device, say)  # first: reports a bad server at once
+        self._engine.rest()  # and gives the actor the device
+        self._offload = what_to_offload(config, layout.device.type)
         self.actor = Actor(config.actor, layout, job.architecture, job.checkpoint.get, dtype=dtype)
         self.objective = make_objective(config.objective, job.policy_loss)
         self._replicas = Replicas.agree(layout.data_parallel_rank)
@@ -107,7 +108,6 @@ class Loop:
         config = self.job.config
         warm, examples = config.warm_start, self.job.warm_start_examples
         if warm.steps:
-            self._engine.rest()
             self.actor.start_phase(
                 warm_start_optimizer(config.actor.optimizer, warm.learning_rate, warm.lr_warmup_steps), warm.steps
             )
@@ -128,20 +128,31 @@ class Loop:
 
     def load_engine(self) -> None:
         """Give the engine the actor's weights. Raises GuardStop if they do not arrive."""
-        bucket_bytes = self.job.config.rollout.sync.bucket_mb << 20
-        weights = partial(self.actor.weights, self._engine.receivers, bucket_bytes)
-        if self._engine.load_weights(weights) or self._canary.is_overdue:
-            self._receipts |= self._canary.take(self._engine, self.job.train_prompts[0], self._score)
+        if self._offload != "none":
+            self.actor.offload()  # before servers wake
+        if self._engine.load_weights(self._weights) or self._canary.is_overdue:
+            self._canary.ask(self._engine, self.job.train_prompts[0])
+            if self._offload != "all":  # else in `to_training`, when there is room for the weights again
+                self._receipts |= self._canary.judge(self._score)
+
+    def final_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights on rank 0, under their Hugging Face names. Nothing is generated after this. Collective; raises
+        GuardStop if servers turn out to have had others."""
+        if self._offload == "all":
+            self._engine.rest()
+        self._canary.judge(self._score)
+        return self.actor.weights(to=[0])
 
     # ---------------------------------------------------------------------------------------- the phases of a step
 
     @contextmanager
     def step(self, number: int) -> Iterator[Step]:
-        """Step `number`: the one begun ahead, or a new one. `time/step_s` is the time spent in the block."""
+        """Step `number`: the one begun ahead, or a new one. `time/step_s` is the time spent in the block,
+        `time/step_cpu_s` the CPU time of this process in it: where cores are shared, the steadier of the two."""
         step, self._ahead = self._ahead or Step(number), None
         assert step.number == number, f"step {step.number} was begun ahead, {number} is asked for"
         self.current, self._outcomes = step, []
-        with step.record.timers.phase("step"):
+        with step.record.timers.phase("step", cpu=True):
             if step.reached == "new":
                 self._select(step, step.record.timers)
             yield step
@@ -206,6 +217,7 @@ class Loop:
         objective, timers = self.job.config.objective, step.record.timers
         if self._ahead is None:  # with a step begun ahead it is generating
             self._engine.rest()
+        self._receipts |= self._canary.judge(self._score)
         needs_old, needs_reference = needs_old_logprobs(objective), objective.kl.coef > 0
         if not (needs_old or needs_reference):
             return
@@ -303,6 +315,13 @@ class Loop:
         self.last_complete_step = step
 
     # ---------------------------------------------------------------------------------------- inside
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """A pass over the actor's weights for the engine. They leave the device with its end: servers have copies."""
+        bucket_bytes = self.job.config.rollout.sync.bucket_mb << 20
+        yield from self.actor.weights(self._engine.receivers, bucket_bytes)
+        if self._offload == "all":
+            self.actor.offload(weights=True)
 
     def _select(self, step: Step, timers: Timers) -> None:
         """Choose the prompts of a new step. Only rank 0 has the selector's state."""

@@ -56,7 +56,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if run_dir.exists() and any(run_dir.iterdir()) and not any((run_dir / name).exists() for name in _OURS):
         raise UserError(f"--run-dir {run_dir}: holds something that is no run; name another directory")
     python = [sys.executable, "-m"]
-    code = _call([*python, "dppo_megatron.data.quickstart", "--out", str(task), "--seed", str(arguments.seed)])
+    code = _call([*python, "dppo_megatron.data.make_quickstart", "--out", str(task), "--seed", str(arguments.seed)])
     if code:
         return code
     shutil.rmtree(run_dir, ignore_errors=True)

@@ -179,6 +179,8 @@ class Run:
     def _write_metrics(self, step: int, line: dict[str, Any], scores: Sequence[EvalScores]) -> None:
         if self._files:
             line = line | {key: value for one in scores for key, value in one.metrics().items()}
+            if scores:
+                line["eval/problems"] = {one.name: one.by_problem for one in scores}
             self._files.write("metrics.jsonl", {"step": step} | line)
         self.say(f"step {step:>4}: {one.line()}" for one in scores)
 
@@ -216,7 +218,7 @@ class Run:
     def finish(self) -> None:
         """The Hugging Face checkpoint, summary.json and the closing table. Collective."""
         self._finalize(blocking=True)
-        weights = self.loop.actor.weights(to=[0])
+        weights = self.loop.final_weights()
         write_checkpoint(self._directory / "hf", self._config.model.hf_path, weights, write=self._writes)
         self.summary.wall_s = time.perf_counter() - self._started
         from_rank_zero(self._write_end)

@@ -77,9 +77,12 @@ class Completion:
     finish_reason: FinishReason
     text: str
     """`token_ids` decoded without special tokens, for the grader."""
-    weights_versions: IntArray | None = None
-    """[n] which weight sync (1, 2, ... since the run was last started) each token was sampled under; None if the engine
-    does not say."""
+    weights_spans: tuple[tuple[int, int], ...] = ()
+    """(weights version, tokens sampled under it), in order; versions count the weight syncs since the run was last
+    started. Empty if the engine does not say.
+
+    Example: ((4, 120), (5, 30)) is 150 tokens, the last 30 of them sampled after the fifth sync.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,16 @@ import torch
 
 from dppo_megatron import platform
 
+if not torch.cuda.is_available():  # before anything imports Triton, whose own functions read it when they are defined
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 torch.set_num_threads(1)
 platform.prepare()
 # A shell that starts the tests in the background has SIGINT ignored, and so would every command that a test interrupts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ENGINES = ("test_engine_servers", "test_engine_launch", "test_real_math")
+ENGINES = ("test_server_generation", "test_server_sync", "test_server_troubles", "test_engine_launch", "test_real_math")
 """Files that start real servers: one worker has them all, so that no two servers need their 3 GB at the same time."""
 LONGEST = (
     *ENGINES,
@@ -29,12 +32,14 @@ LONGEST = (
     "test_actor_layouts",
     "test_training",
     "test_faults",
-    "test_simulate_compare",
+    "test_simulate",
+    "test_compare_runs",
     "test_lint",
     "test_updates_per_step",
     "test_pool",
     "test_examples",
     "test_weight_sync",
+    "test_servers_everywhere",
     "test_pruning_labels",
     "test_pruning_custom",
     "test_fuzz_config",

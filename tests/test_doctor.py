@@ -13,6 +13,7 @@ from support.tiny import random_samples
 
 from dppo_megatron.actor.layout import build_layout
 from dppo_megatron.cli import main
+from dppo_megatron.doctor.environment import environment
 from dppo_megatron.doctor.fp8_gate import Finding, run_gate, unsafe_patterns
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.platform.capabilities import Machine
@@ -66,6 +67,28 @@ def test_layers_and_recipes_by_machine(
         with pytest.raises(UserError) as raised:
             machine.choose_layer_spec(wanted, fp8)
         assert outcome in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "device", "said"),
+    [
+        ({}, "cpu", "nothing to set on a CPU"),
+        ({}, "cuda", "CUDA_DEVICE_MAX_CONNECTIONS=1 (set by the trainer); without expandable segments"),
+        (
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "8"},
+            "cuda",
+            "CUDA_DEVICE_MAX_CONNECTIONS=8: with tensor or context parallelism",
+        ),
+        (
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            "cuda",
+            "CUDA_DEVICE_MAX_CONNECTIONS=1; expandable segments: CUDA IPC to servers then needs ptrace rights",
+        ),
+    ],
+)
+def test_environment_variables_are_judged(variables: dict[str, str], device: str, said: str) -> None:
+    """What is set, what the trainer sets, and what would be better."""
+    assert environment(variables, device).startswith(said)
 
 
 @pytest.mark.parametrize(

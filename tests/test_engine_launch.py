@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines.servers import local_settings, needs
 from support.job import job_config, read_metrics, write_job_files
 from support.launch import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent / "engines"))
-from servers import local_settings, needs
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.tiny_model import write_tiny_qwen3
@@ -101,6 +99,37 @@ def _train_and_kill_the_server(config: Config, killed: str) -> str:
         with pytest.raises(ProcessLookupError):
             _wait_until_gone(last.pid)
     return description
+
+
+@needs("vllm")
+def test_each_node_of_a_job_has_a_server(files: Path, tmp_path: Path) -> None:
+    """Two ranks as two nodes, with a real server each: both generate, each gets its weights through memory of the rank
+    beside it, and engine and actor agree."""
+    config = job_config(
+        files,
+        tmp_path / "run",
+        steps=2,
+        rollout__limits__max_concurrent_sequences=16,
+        rollout__sync__verify_every=1,
+        rollout__servers__colocate="true",
+        **local_settings("vllm"),
+    )
+    receivers = run_ranks(_train_as_two_nodes, 2, config, timeout_s=500)
+    assert receivers == [[0, 1]] * 2, "each hands weights to its neighbour"
+    rows = read_metrics(tmp_path / "run")[1:]
+    assert len(rows) == 2 and all(row["rollout/servers_live"] == row["rollout/canary_servers"] == 2 for row in rows)
+    assert all(row["mismatch/logprob_abs_diff_mean"] < 1e-3 for row in rows)
+    for name in ("server_0", "node1_server_0"):
+        asked = (tmp_path / "run" / "servers" / f"{name}.log").read_text().count("POST /inference/v1/generate HTTP/1.1")
+        assert asked > 10, f"{name} has generated"
+
+
+def _train_as_two_nodes(config: Config) -> list[int]:
+    os.environ["GROUP_RANK"] = os.environ["RANK"]  # an agent of torchrun each
+    with Run(prepare_job(config, 2)) as run:
+        receivers = list(run.loop._engine.receivers)
+        train(run)
+    return receivers
 
 
 def _asks_for_its_key(server: LaunchedServer, engine: str) -> None:

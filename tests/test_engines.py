@@ -13,12 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from engines.servers import PYTHON, needs, stand_ins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.job import job_config, write_job_files
-
-sys.path.insert(0, str(Path(__file__).parent / "engines"))
-from servers import PYTHON, needs, stand_ins
 from support.settings import rollout_config
 
 from dppo_megatron.config.rollout import check_rollout
@@ -26,8 +24,9 @@ from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.grouping import grouped
 from dppo_megatron.rollout.hf import cut
 from dppo_megatron.rollout.servers import wire
-from dppo_megatron.rollout.servers.connect import check_server, choose_channel
+from dppo_megatron.rollout.servers.connect import check_server, choose_channel, ipc_warning
 from dppo_megatron.rollout.servers.http import Http, Unreachable
+from dppo_megatron.rollout.servers.launch import LaunchedServer
 from dppo_megatron.rollout.servers.protocol import ServerInfo, is_older
 from dppo_megatron.rollout.servers.wire import GenerateRequest
 from dppo_megatron.rollout.sync.channels import buckets, write_snapshot
@@ -125,7 +124,7 @@ def test_the_canary_names_the_server() -> None:
     [
         ({"servers.endpoints": ["http://127.0.0.1:1"]}, "hf has no servers"),
         ({"engine": "vllm"}, "rollout.servers.launch=local"),
-        (SERVES | {"servers.launch": "local"}, "one of the two"),
+        (SERVES | {"servers.launch": "local"}, "one of the three"),
         (SERVES | {"servers.endpoints": ["127.0.0.1:8000"]}, "expected http://host:port"),
         (SERVES | {"servers.endpoints": ["http://10.1.2.3:8000"]}, "allow_remote_endpoints"),
         (SERVES | {"servers.endpoints": ["http://u:secret@127.0.0.1:8000"]}, "put no key in an address"),
@@ -163,6 +162,33 @@ def test_the_channel_is_chosen_and_can_be_forced() -> None:
     assert chosen("disk", own) == "disk" and chosen("gloo", own) == "gloo"
     with pytest.raises(UserError, match=r"sync\.channel = gloo"):
         chosen("gloo", ("disk",))
+
+
+def test_expandable_segments_are_said_with_ipc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under either name of torch's variable; anything else in it says nothing."""
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    assert not ipc_warning()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments:True")
+    assert ipc_warning().startswith("; PYTORCH_CUDA_ALLOC_CONF has expandable_segments")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    assert not ipc_warning()
+
+
+def test_a_server_does_not_inherit_the_trainers_place_or_cuda_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither torchrun's variables nor what is for the trainer's CUDA alone, unless it is given for the server."""
+    for variable in ("RANK", "MASTER_ADDR", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "KEPT"):
+        monkeypatch.setenv(variable, "trainer's")
+    command = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+    server = LaunchedServer(command, {"PYTORCH_ALLOC_CONF": "server's"}, tmp_path / "log")
+    server.start()
+    assert server.process is not None
+    server.process.wait()
+    found = json.loads((tmp_path / "log").read_text())
+    assert found["KEPT"] == "trainer's" and found["PYTORCH_ALLOC_CONF"] == "server's"
+    assert not {"RANK", "MASTER_ADDR", "CUDA_DEVICE_MAX_CONNECTIONS"} & set(found)
 
 
 def test_old_versions_are_old() -> None:

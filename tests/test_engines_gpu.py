@@ -6,16 +6,13 @@ run by us (docs/engines.md).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from engines.servers import Reference, local_settings, needs
 from support.job import REPOSITORY, job_config, read_metrics, settings, write_job_files
-
-sys.path.insert(0, str(Path(__file__).parent / "engines"))
-from servers import Reference, local_settings, needs
 
 from dppo_megatron.actor.layout import start_process_group, stop_process_group
 from dppo_megatron.cli import main

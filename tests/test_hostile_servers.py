@@ -5,18 +5,14 @@ The table is tests/engines/hostile.py. All of it goes through a real rollout cli
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "engines"))
-from hostile import ENGINES, SLOW, WRONG
-from rig import Rig, requests, run
-from stub import StubServers, completion, good
+from engines.hostile import ENGINES, SLOW, WRONG
+from engines.rig import Rig, requests, run
+from engines.stub import StubServers, completion, good
 
 from dppo_megatron.rollout.client.holding import Arrived
 from dppo_megatron.types import GuardStop

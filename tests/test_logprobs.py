@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from support.launch import run_ranks
 from support.live_bytes import LiveBytes
 
-from dppo_megatron.actor.logprobs import Projection, chunked_logprobs
+from dppo_megatron.actor.logprobs import Projection, Softmax, TorchSoftmax, chunked_logprobs
 
 TOKENS, HIDDEN, VOCAB, PADDED = 50, 16, 37, 40
 
@@ -28,7 +31,7 @@ def _sharded(chunk_tokens: int) -> dict[str, np.ndarray]:
     rows = PADDED // group.size()
     mine = weight[group.rank() * rows : (group.rank() + 1) * rows].clone().requires_grad_()
     hidden.requires_grad_()
-    values = chunked_logprobs(hidden, mine, targets, Projection(VOCAB, 0.7, chunk_tokens, group))
+    values = chunked_logprobs(hidden, mine, targets, Projection(VOCAB, 0.7, chunk_tokens, group, TorchSoftmax()))
     torch.autograd.backward(values, upstream.unbind())
     torch.distributed.all_reduce(hidden.grad)
     parts = {"logprobs": values[0], "entropy": values[1], "grad_hidden": hidden.grad, "grad_weight": mine.grad}
@@ -58,7 +61,7 @@ def _peak_bytes(num_tokens: int, chunk_tokens: int, vocab_size: int) -> int:
     hidden = torch.randn(num_tokens, 8, requires_grad=True)
     weight = torch.randn(vocab_size, 8, requires_grad=True)
     targets = torch.randint(0, vocab_size, (num_tokens,))
-    projection = Projection(vocab_size, 1.0, chunk_tokens, torch.distributed.group.WORLD)
+    projection = Projection(vocab_size, 1.0, chunk_tokens, torch.distributed.group.WORLD, TorchSoftmax())
     with LiveBytes() as bytes_:
         logprobs, entropy = chunked_logprobs(hidden, weight, targets, projection)
         (logprobs.sum() + entropy.sum()).backward()
@@ -78,3 +81,83 @@ def test_peak_memory_is_that_of_a_chunk() -> None:
     assert twice - peak < 40 * 4 * 4096
     whole = run_ranks(_peak_bytes, 1, 4096, 4096, vocab)[0]
     assert whole > 1.5 * 4 * 4096 * vocab, "the counter does not see what one chunk of everything holds"
+
+
+# ------------------------------------------------------------------------------------------------- the fused kernels
+
+
+@pytest.fixture
+def triton_softmax() -> Callable[[int], Softmax]:
+    """The fused kernels with blocks of so many columns: compiled on CUDA, interpreted elsewhere (conftest.py)."""
+    pytest.importorskip("triton", reason="Triton is not installed (torch's CUDA builds bring it: make test-newest)")
+    from dppo_megatron.actor.fused_softmax import TritonSoftmax
+
+    return TritonSoftmax
+
+
+def _both_passes(
+    softmax: Softmax, dtype: torch.dtype, temperature: float, upstream: tuple[bool, bool], group: Any
+) -> dict[str, torch.Tensor]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    hidden, weight, targets, grads = (tensor.to(device) for tensor in _inputs())
+    hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+    values = chunked_logprobs(hidden, weight, targets, Projection(VOCAB, temperature, 16, group, softmax))
+    used = [(value, grad.float()) for value, grad, use in zip(values, grads, upstream, strict=True) if use]
+    torch.autograd.backward([value for value, _ in used], [grad for _, grad in used])
+    names = ("logprobs", "entropy", "grad_hidden", "grad_weight")
+    found = (*values, hidden.grad, weight.grad)
+    return {name: tensor.detach().float() for name, tensor in zip(names, found, strict=True)}  # type: ignore[union-attr]
+
+
+class _OneRank:
+    """A group of one, without processes."""
+
+    @staticmethod
+    def size() -> int:
+        return 1
+
+    @staticmethod
+    def rank() -> int:
+        return 0
+
+
+@pytest.mark.parametrize("upstream", [(True, True), (True, False), (False, True)], ids=["both", "log-probs", "entropy"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("block", "temperature"), [(8, 0.7), (64, 1.0)])
+def test_fused_kernels_compute_the_same(
+    triton_softmax: Callable[[int], Softmax],
+    block: int,
+    temperature: float,
+    dtype: torch.dtype,
+    bound: float,
+    upstream: tuple[bool, bool],
+) -> None:
+    """Values and gradients equal torch's: blocks that do not divide the columns, padding columns, one gradient alone.
+
+    Sums over 37 columns in another order differ by a few float32 roundings of values around 4; in bfloat16 a gradient
+    may round to the neighbouring number, 2 ** -8 of its size.
+    """
+    fused, plain = (
+        _both_passes(softmax, dtype, temperature, upstream, _OneRank)
+        for softmax in (triton_softmax(block), TorchSoftmax())
+    )
+    for name, tensor in plain.items():
+        scale = 1.0 if name in ("logprobs", "entropy") else float(tensor.abs().max())
+        limit = 1e-5 if name in ("logprobs", "entropy") else bound * scale
+        assert (fused[name] - tensor).abs().max() <= limit, name
+
+
+def test_fused_statistics_join_over_ranks(triton_softmax: Callable[[int], Softmax]) -> None:
+    """Two ranks' columns, of which one has padding only: joined as the chunked head joins them."""
+    logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)) * 5
+    group = type("Second", (), {"rank": staticmethod(lambda: 1), "size": staticmethod(lambda: 2)})
+    targets = torch.tensor([8, 3, 10, 9, 15])
+    for vocab in (12, 8):
+        found = []
+        for softmax in (triton_softmax(4), TorchSoftmax()):
+            out = torch.empty(4, 5)
+            softmax.statistics(logits.clone(), targets, Projection(vocab, 0.9, 5, group, softmax), out)  # type: ignore[arg-type]
+            found.append(out)
+        # sums are relative to the largest logit, which is any very low number where there is no real column
+        torch.testing.assert_close(found[0][1:], found[1][1:], rtol=1e-6, atol=1e-6)
+        assert (found[0][0] < -1e38).all() if vocab == 8 else torch.equal(found[0][0], found[1][0])

@@ -26,6 +26,7 @@ class Lives(RuleBasedStateMachine):
         self.before = self.member.state
         self.complete_since_out = False
         """A sync of the expected version has been complete, and nothing has gone wrong since."""
+        self.has_left = False
         self.in_flight: list[tuple[int, int]] = []
 
     def _do(self, name: str, *arguments: object) -> object:
@@ -43,8 +44,9 @@ class Lives(RuleBasedStateMachine):
 
     @rule()
     def answers(self) -> None:
+        was = self.member.state
         self._do("answers")
-        assert self.member.state != "out"
+        assert (self.member.state == "out") == (was == "out" and self.has_left), "who has left is not called back"
 
     @rule(version=st.sampled_from("123"))
     def expects(self, version: str) -> None:
@@ -64,6 +66,17 @@ class Lives(RuleBasedStateMachine):
         self._do("restarted")
         assert self.member.state == "out" and not self.member.asleep
         self.complete_since_out = False
+
+    @rule()
+    def leaves(self) -> None:
+        assert self._do("left", "it has left") == (not self.has_left)
+        assert self.member.state == "out" and not self.member.may_be_asked
+        self.complete_since_out, self.has_left = False, True
+
+    @rule()
+    def may_return(self) -> None:
+        self._do("may_return")
+        self.has_left = False
 
     @rule()
     def sleeps(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
@@ -16,10 +17,14 @@ from dppo_megatron.algorithms.objectives import supervised
 
 def _device_bytes(actor: Actor) -> dict[str, int]:
     """Bytes of storage of each part that are not one of the host copies."""
-    host = {tensor.data_ptr() for tensor in actor._memory._host.values()}
+    host = {tensor.untyped_storage().data_ptr() for tensor in actor._memory._host.values()}
 
     def total(tensors: list[torch.Tensor]) -> int:
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.data_ptr() not in host}
+        storages = {
+            t.untyped_storage()._cdata: t.untyped_storage()
+            for t in tensors
+            if t.untyped_storage().data_ptr() not in host
+        }
         return sum(storage.nbytes() for storage in storages.values())
 
     inner = [part.optimizer for part in actor._optimizer.chained_optimizers]
@@ -34,12 +39,30 @@ def _device_bytes(actor: Actor) -> dict[str, int]:
     }
 
 
-def _run(model: Path, parallel: Parallel, weights: bool | None) -> dict[str, Any]:
-    """Three updates, between which the actor leaves the device, unless `weights` is None."""
+def _directory(out: dict[str, Any], parent: Path) -> str:
+    directory = parent / str(len(out["saved"]))
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    out["saved"].append(directory)
+    return str(directory)
+
+
+def _load(model: Path, parallel: Parallel, directory: Path) -> dict[str, Any]:
+    """Weights and optimizer state that a checkpoint holds, by an actor that has never left its device."""
+    actor = build_actor(model, parallel)
+    loaded = dist_checkpointing.load({"actor": actor.sharded_state(loading=True)}, str(directory))
+    actor.load_sharded_state(loaded["actor"])
+    weights = {name: tensor.clone() for name, tensor in actor.weights()}
+    states = [part.optimizer.state_dict()["state"] for part in actor._optimizer.chained_optimizers]
+    return {"weights": weights, "states": states}
+
+
+def _run(model: Path, parallel: Parallel, weights: bool | None, directory: Path) -> dict[str, Any]:
+    """Three updates, after each of which the actor leaves the device, unless `weights` is None, and is saved."""
     actor = build_actor(model, parallel)
     samples = random_samples(8, 37)
     plan = plan_for(samples, parallel)
-    out: dict[str, Any] = {"bytes": []}
+    out: dict[str, Any] = {"bytes": [], "saved": []}
     for _ in range(3):
         actor.update(samples, plan, supervised())
         if weights is not None:
@@ -47,8 +70,10 @@ def _run(model: Path, parallel: Parallel, weights: bool | None) -> dict[str, Any
             actor.offload(weights=weights)
             actor.offload(weights=weights)  # again: nothing
             out["bytes"].append((before, _device_bytes(actor), actor._memory.away))
-            actor.sharded_state()  # a checkpoint needs no optimizer on the device
-            assert "optimizer" in actor._memory.away
+            dist_checkpointing.save({"actor": actor.sharded_state()}, _directory(out, directory))
+            assert actor.away == out["bytes"][-1][2], "a checkpoint is written from the host"
+        else:
+            dist_checkpointing.save({"actor": actor.sharded_state()}, _directory(out, directory))
     out["weights"] = {name: tensor.clone() for name, tensor in actor.weights()}
     return out
 
@@ -65,12 +90,14 @@ CASES = [
 @pytest.mark.parametrize("parallel", CASES, ids=lambda p: f"{p}-{p.dtype}")
 def test_the_device_is_left(tmp_path: Path, parallel: Parallel, weights: bool) -> None:
     """While away, gradients and optimizer hold no byte of the device, the weights none or their own; the weights after
-    three updates are those of an actor that stayed, bit for bit."""
+    three updates, and a checkpoint that was written meanwhile, are those of an actor that stayed, bit for bit."""
     model = write_model(tmp_path / "model")
-    stayed = run_ranks(_run, parallel.world_size, model, parallel, None)[0]
-    left = run_ranks(_run, parallel.world_size, model, parallel, weights)[0]
+    stayed = run_ranks(_run, parallel.world_size, model, parallel, None, tmp_path / "stayed")[0]
+    left = run_ranks(_run, parallel.world_size, model, parallel, weights, tmp_path / "left")[0]
     for before, after, away in left["bytes"]:
         assert all(before.values()) and after["gradients"] == after["optimizer"] == 0
         assert after["weights"] == (0 if weights else before["weights"])
         assert away == {"gradients", "optimizer"} | ({"weights"} if weights else set())
     assert all(torch.equal(tensor, left["weights"][name]) for name, tensor in stayed["weights"].items())
+    saved = [run_ranks(_load, parallel.world_size, model, parallel, out["saved"][1])[0] for out in (stayed, left)]
+    torch.testing.assert_close(saved[1], saved[0], rtol=0, atol=0)

@@ -12,10 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+from engines.stub import StubServers, good
 from support.settings import rollout_config
-
-sys.path.insert(0, str(Path(__file__).parent / "engines"))
-from stub import StubServers, good
 
 from dppo_megatron.rollout.servers.connect import workers
 from dppo_megatron.rollout.servers.http import Http, Refused, Unreachable

@@ -83,12 +83,13 @@ def test_a_second_trainer_is_told_who_has_the_directory(
 
 def test_a_trainer_of_another_host_is_known_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernel locks may be local to a host: the file's age decides, by the file system's own clock."""
-    holder = {"host": "elsewhere", "pid": 1, "slurm_job": "77", "since": "yesterday", "boot": "x", "process_start": "5"}
+    holder = {"host": "elsewhere", "pid": 1, "since": "yesterday", "boot": "x", "process_start": "5"}
+    holder |= {"slurm_job": "77", "slurm_attempt": "2"}
     path = tmp_path / "lock.json"
     path.write_text(json.dumps(holder))
     os.utime(path, (time.time() - 3600,) * 2)
     lock = RunLock(tmp_path)
-    assert lock.took_over == "host elsewhere, process 1, Slurm job 77, since yesterday"
+    assert lock.took_over == "host elsewhere, process 1, Slurm job 77 (attempt 2), since yesterday"
     lock.release()
     path.write_text(json.dumps(holder))
     beating = subprocess.Popen(

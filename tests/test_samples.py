@@ -30,7 +30,7 @@ from dppo_megatron.verdicts import reasons_of, recorded_positions
 
 def _group(position: int, size: int = 2, tokens: int = 3, text: str = "answer") -> RecordedGroup:
     prompt = Prompt(100 + position, f"problem {position}", (1, 2), "42", "algebra")
-    completion = Completion(np.arange(tokens), np.full(tokens, -0.5, np.float32), "stop", text, np.full(tokens, 7))
+    completion = Completion(np.arange(tokens), np.full(tokens, -0.5, np.float32), "stop", text, ((7, tokens),))
     rewards = np.array([1.0] + [np.nan] * (size - 1))
     grades = (Grade(1.0, "42", "exact"),) + (Grade(np.nan, failure="timed out"),) * (size - 1)
     return RecordedGroup(

@@ -46,9 +46,12 @@ PROMISED = {
     "time/update_s",
     "time/sync_s",
     "time/step_s",
+    "time/step_cpu_s",
     "tokens/generated",
     "tokens/trained",
 }
+LISTS = {"prune/ledger", "eval/problems"}
+"""Keys whose values are no numbers."""
 PP2 = {"actor__layout__pipeline_parallel": 2}
 
 
@@ -138,7 +141,7 @@ def test_resume_continues_at_any_layout(
     resharded = _run(files, tmp_path / "tp2pp2", 4, **resume, **TP2, **PP2)
     assert "differs from rank 0" not in capfd.readouterr().err, "ranks saved different states"
     for mine, theirs in zip(resharded, original, strict=True):
-        for key in theirs.keys() - {"prune/ledger"} - {key for key in theirs if key.startswith("pack/")}:
+        for key in theirs.keys() - LISTS - {key for key in theirs if key.startswith("pack/")}:
             assert mine[key] == nearly(theirs[key], rel=1e-4, abs=1e-5), key
 
 
@@ -249,12 +252,12 @@ def test_run_directory(files: Path, finished: Path) -> None:
     rows = read_metrics(finished, with_time=True)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     figures = {"completion_tokens_mean", "failed", "truncated_share", "pass@1", "pass@1_se", "avg@1", "avg@1_se"}
-    assert set(rows[0]) == {"step"} | {f"eval/heldout/{name}" for name in figures}
+    assert set(rows[0]) == {"step", "eval/problems"} | {f"eval/heldout/{name}" for name in figures}
     for row in rows[1:]:
         assert set(row) >= PROMISED
         facts = {"reward/parsed_share", "reward/boxed_share", "reward/disagreement"}  # this grader gives none
         assert {key for key, value in row.items() if value is None} == facts
-        assert all(np.isfinite(value) for key, value in row.items() if key not in facts | {"prune/ledger"})
+        assert all(np.isfinite(value) for key, value in row.items() if key not in facts | LISTS)
         assert {entry["label"] for entry in row["prune/ledger"]} <= {"exact", "unbiased"}
     assert "eval/heldout/pass@1" in rows[4] and "eval/heldout/pass@1" not in rows[3]
     summary = json.loads((finished / "summary.json").read_text())

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.seats import RankDevice, seats, visible_devices
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
-from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, buckets
+from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, buckets, on_each
 from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import MOST_MISSED, Canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
@@ -129,7 +130,7 @@ def test_a_hung_server_does_not_take_the_others_with_it(running: Running) -> Non
     """SIGSTOP in the second bucket: its neighbours in the broadcast give up before their requests time out, and are not
     to blame. It comes back by a later sync."""
     servers = [PipeServer(0), PipeServer(1, hangs_at=1), PipeServer(2)]
-    sync, fleet, _ = running.sync(*servers, **{"limits.sync_timeout_s": 4.0})
+    sync, fleet, _ = running.sync(*servers, **{"limits.sync_timeout_s": 4.0, "limits.probe_timeout_s": 4.0})
     sync.to(lambda: _weights(3))
     assert [member.state for member in fleet.members] == ["live", "out", "live"]
     assert _holds(servers[0], _weights(3), "1") and _holds(servers[2], _weights(3), "1")
@@ -160,6 +161,104 @@ def test_servers_wake_in_two_steps_around_the_weights(running: Running) -> None:
         "sleep", "wake weights", "pause", "begin", "join", "end", "wake kv_cache", "resume", "version",
     ]  # fmt: skip
     assert fleet.live and sync.stage == "done"
+
+
+class Told:
+    """A server in this process that does what it is told; `fails` makes it refuse an update."""
+
+    def __init__(self, name: str, fails: bool = False, woken: Callable[[], None] = lambda: None) -> None:
+        self.http = type("Address", (), {"url": name, "close": lambda self: None})()
+        self.calls: list[str] = []
+        self.fails, self.version, self.woken = fails, "", woken
+
+    def healthy(self, *, timeout_s: float) -> None: ...
+
+    def sleep(self, awake: Any, *, timeout_s: float) -> None:
+        self.calls.append("sleep")
+
+    def wake(self, what: str, *, timeout_s: float) -> None:
+        self.calls.append(f"wake {what}")
+        if what == "kv_cache":
+            self.woken()
+
+    def pause(self, in_flight: str, *, timeout_s: float) -> None:
+        self.calls.append("pause")
+
+    def resume(self, *, timeout_s: float) -> None:
+        self.calls.append("resume")
+
+    def weights_version(self, *, timeout_s: float) -> str:
+        return self.version
+
+
+class Telling:
+    """A channel that moves no bytes, to servers of this process."""
+
+    name, not_to_blame, receivers = "telling", (), (0,)
+
+    def __init__(self, fleet: Fleet | None, pushed: Callable[[], Any] = lambda: None) -> None:
+        self._fleet, self._pushed = fleet, pushed
+
+    def push(self, tensors: Any, members: Sequence[Member], version: str) -> list[Member]:
+        assert self._fleet is not None
+
+        def take(member: Member) -> None:
+            server = cast(Told, member.server)
+            server.calls.append("update")
+            if server.fails:
+                raise Unreachable("it has died")
+            server.version = version
+
+        took = on_each(self._fleet, members, take)
+        self._pushed()
+        return took
+
+    def take_part(self, tensors: Any) -> None:
+        for _ in tensors:
+            pass
+
+
+def test_a_colocated_server_that_was_started_again_sleeps_first() -> None:
+    """A fresh process has all of its memory, where the actor's weights are about to come back. While another server is
+    live, who has failed waits for the next sync: the actor's weights would be beside that one's cache."""
+    good, bad = Told("a"), Told("b", fails=True)
+    config = _config(**{"servers.colocate": True})
+    fleet = Fleet([cast(Any, good), cast(Any, bad)], config, print)
+    sync = WeightSync(config, cast(Any, Telling(fleet)), fleet)
+    sync.sleep()
+    sync.to(lambda: _weights(1))
+    assert [member.state for member in fleet.members] == ["live", "out"] and bad.calls.count("update") == 1
+    bad.fails, bad.calls = False, []
+    with fleet.lock:
+        fleet.members[1].restarted()
+    sync.to(lambda: _weights(2))
+    assert bad.calls == ["sleep", "wake weights", "pause", "update", "wake kv_cache", "resume"] and len(fleet.live) == 2
+
+
+def _meeting(config: RolloutConfig, directory: Path) -> list[bool]:
+    """On rank 0: whether rank 1 had walked the stream to its end when the server was to wake its cache."""
+    told: list[bool] = []
+    pushed, ended, is_first = directory / "pushed", directory / "ended", torch.distributed.get_rank() == 0
+    server = Told("a", woken=lambda: told.append(ended.exists()))
+    fleet = Fleet([cast(Any, server)], config, print) if is_first else None
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "t", torch.ones(1)
+        if not is_first:
+            while not pushed.exists():
+                time.sleep(0.01)
+            ended.touch()
+
+    sync = WeightSync(config, cast(Any, Telling(fleet, pushed.touch)), fleet)
+    if is_first:
+        sync.sleep()
+    sync.to(stream)
+    return told
+
+
+def test_caches_wake_when_every_rank_has_handed_over(tmp_path: Path) -> None:
+    """Rank 1 ends its stream after rank 0 has sent everything: the server's cache wakes after that."""
+    assert run_ranks(_meeting, 2, _config(**{"servers.colocate": True}), tmp_path)[0] == [True]
 
 
 class _Nameless:
@@ -253,13 +352,15 @@ def test_each_rank_hands_its_buffer_to_the_server_beside_it(running: Running) ->
 
 def test_ranks_are_found_by_their_devices() -> None:
     """By UUID whatever the numbers; a worker on a GPU without a rank has none; ranks of a CPU take turns."""
-    ranks = [RankDevice("here", frozenset(names)) for names in (("GPU-a", "0"), ("GPU-b", "1"))]
+    ranks = [RankDevice(0, frozenset(names)) for names in (("GPU-a", "0"), ("GPU-b", "1"))]
     assert seats(ranks, ("GPU-b", "GPU-a"), 0) == (1, 0) and seats(ranks, ("0",), 5) == (0,)
     assert seats(ranks, ("GPU-a", "GPU-c"), 0) is None and seats(ranks, (), 0) is None
-    assert seats([*ranks, RankDevice("elsewhere", frozenset(("GPU-c",)))], ("GPU-c",), 0) is None
-    shared = [RankDevice("here", frozenset(("cpu",)))] * 2
+    assert seats([*ranks, RankDevice(1, frozenset(("GPU-c",)))], ("GPU-c",), 0) is None
+    shared = [RankDevice(0, frozenset(("cpu",)))] * 2
     assert [seats(shared, ("cpu", "cpu"), turn) for turn in range(3)] == [(0, 0), (1, 1), (0, 0)]
     assert visible_devices("2, 3") == ["2", "3"]
+    two_nodes = [RankDevice(node, frozenset((name,))) for node in (0, 1) for name in ("0", "1")]
+    assert seats(two_nodes, ("1", "0"), 0, node=1) == (3, 2), "GPUs of two machines may have one number"
 
 
 class Silent(PipeServer):
@@ -310,7 +411,7 @@ class Answering:
 
 
 def _completion(logprob: float) -> Completion:
-    return Completion(np.array([3, 4]), np.full(2, logprob, np.float32), "length", "", np.array([1, 1]))
+    return Completion(np.array([3, 4]), np.full(2, logprob, np.float32), "length", "", ((1, 2),))
 
 
 def test_the_canary_is_short_and_silence_does_not_pass() -> None:
@@ -325,16 +426,20 @@ def test_the_canary_is_short_and_silence_does_not_pass() -> None:
         return [np.full(len(one.token_ids), -1.0) for one in completions]
 
     engine.answers = [("a", _completion(-1.01))]
-    found = canary.take(engine, prompt, score)  # type: ignore[arg-type]
+    canary.ask(engine, prompt)  # type: ignore[arg-type]
+    found = canary.judge(score)
     assert found == {"rollout/canary_servers": 1.0, "rollout/canary_logprob_diff": pytest.approx(0.01, abs=1e-6)}
     count, sampling = engine.asked[0]
     assert count == 8 and (sampling.max_completion_tokens, sampling.top_p, sampling.top_k) == (64, 1.0, 0)
     engine.answers = []
     for _ in range(MOST_MISSED - 1):
-        assert canary.take(engine, prompt, score) == {"rollout/canary_servers": 0.0} and canary.is_overdue  # type: ignore[arg-type]
+        canary.ask(engine, prompt)  # type: ignore[arg-type]
+        assert canary.judge(score) == {"rollout/canary_servers": 0.0} and canary.is_overdue
     assert len(said) == MOST_MISSED - 1 and "none of 2 servers answered for its canary" in said[0]
     with pytest.raises(GuardStop, match=r"no rollout server has answered for its canary after 3 weight syncs"):
-        canary.take(engine, prompt, score)  # type: ignore[arg-type]
+        canary.ask(engine, prompt)  # type: ignore[arg-type]
     engine.answers = [("b", _completion(-2.0))]
+    canary.ask(engine, prompt)  # type: ignore[arg-type]
     with pytest.raises(GuardStop, match=r"^b scores a canary"):
-        canary.take(engine, prompt, score)  # type: ignore[arg-type]
+        canary.judge(score)
+    assert canary.judge(score) == {}, "judged once"

@@ -152,6 +152,8 @@ def actor_config(args: argparse.Namespace) -> ActorConfig:
         optimizer=OptimizerConfig(learning_rate=1e-8, max_grad_norm=1.0),
         recompute=args.recompute,
         layer_spec=args.layer_spec,
+        logprob_kernel=args.logprob_kernel,
+        logprob_chunk_tokens=args.logprob_chunk_tokens,
     )
 
 
@@ -200,6 +202,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=8, help="of a step, for mfu")
     parser.add_argument("--recompute", choices=["none", "full"], default="none")
     parser.add_argument("--layer-spec", choices=["auto", "te", "local"], default="auto")
+    parser.add_argument("--logprob-kernel", choices=["auto", "triton", "torch"], default="auto")
+    parser.add_argument("--logprob-chunk-tokens", type=int, default=ActorConfig().logprob_chunk_tokens)
     parser.add_argument("--warmup-steps", type=int, default=3)
     parser.add_argument("--timed-steps", type=int, default=10)
     args = parser.parse_args(arguments)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -28,10 +28,10 @@ from torch import Tensor
 
 from dppo_megatron.actor.batch import Microbatch, Samples, build_microbatch
 from dppo_megatron.actor.layout import Layout
-from dppo_megatron.actor.logprobs import LogprobStore
+from dppo_megatron.actor.logprobs import LogprobStore, choose_softmax
 from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
 from dppo_megatron.actor.model import build_model, transformer_config
-from dppo_megatron.actor.offload import Offload
+from dppo_megatron.actor.offload import Offload, Part, pageable
 from dppo_megatron.actor.optimizer import build_optimizer, build_schedule
 from dppo_megatron.actor.overrides import build
 from dppo_megatron.algorithms.objectives import Objective
@@ -64,7 +64,11 @@ class Actor:
         self._architecture = architecture
         self._dtype = dtype
         spec, reason = this_machine().choose_layer_spec(config.layer_spec, config.fp8)
-        self.description = f"actor: {_describe(config.layout, layout)}; layers: {spec} ({reason}); fp8: {config.fp8}"
+        self._softmax, kernel = choose_softmax(config.logprob_kernel, layout.device, dtype)
+        self.description = (
+            f"actor: {_describe(config.layout, layout)}; layers: {spec} ({reason}); fp8: {config.fp8};"
+            f" log-probabilities: {kernel}"
+        )
         """One line for the log: how the model is split, which layers were chosen and why."""
         megatron_config = transformer_config(architecture, layout, dtype, config, spec)
         megatron_config.finalize_model_grads_func = finalize_model_grads
@@ -77,6 +81,7 @@ class Actor:
                 "use_distributed_optimizer": config.optimizer.distributed and dtype != torch.float64,
                 "grad_reduce_in_fp32": dtype == torch.bfloat16,
                 "fp8_param_gather": config.fp8_param,
+                "overlap_grad_reduce": config.overlap_grad_reduce,
             },
             config.ddp,
         )
@@ -110,6 +115,11 @@ class Actor:
         with `weights` the weights too (after they were synced). What a later call needs comes back with it: `update`
         brings all, `own_logprobs` and `weights` the weights; a checkpoint is written from the host."""
         self._memory.leave(self._optimizer, weights=weights)
+
+    @property
+    def away(self) -> frozenset[Part]:
+        """What `offload` has taken from the device and nothing has brought back yet."""
+        return self._memory.away
 
     def update(
         self,
@@ -248,7 +258,8 @@ class Actor:
 
     def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
         """Megatron's sharded state dict of model, optimizer and schedule, for saving or as a template to load into."""
-        self._memory.come_back(self._optimizer, weights_only=not loading)
+        if loading:
+            self._memory.come_back(self._optimizer)
         metadata = {
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
             "distrib_optim_sharding_type": "fully_reshardable",
@@ -264,7 +275,19 @@ class Actor:
         if self._config.fp8 == "off":  # FP8 state beside the weights; else empty, and specific to a layer spec
             model = {name: _tensors_only(chunk) for name, chunk in model.items()}
         state = {**model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
-        return state if self._reference is None else state | {"reference": self._sharded_reference(metadata)}
+        if self._reference is not None:
+            state |= {"reference": self._sharded_reference(metadata)}
+        return state if loading else self._from_host(state)
+
+    def _from_host(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The same state with what is away read from the host, and nothing in pinned memory."""
+        away = {id(p): p for p in self._parameters()} if "weights" in self._memory.away else {}
+        for value in nested_values(state):
+            if isinstance(value, (ShardedTensor, ShardedTensorFactory)) and isinstance(value.data, Tensor):
+                if id(value.data) in away:
+                    value.data = self._memory.host_view(value.data)
+                value.data = pageable(value.data)
+        return state
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Restore a state that was loaded into the template of `sharded_state(loading=True)`."""
@@ -350,6 +373,7 @@ class Actor:
             self._architecture.vocab_size,
             temperature,
             self._config.logprob_chunk_tokens,
+            self._softmax,
         )
 
     def _parameters(self) -> list[torch.nn.Parameter]:

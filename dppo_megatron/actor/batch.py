@@ -42,6 +42,12 @@ class Microbatch:
     """[T] int64, position of the token's sequence in this pack; a closing dummy segment is a sequence of its own."""
     local: Tensor
     """[T / CP] int64, positions in the pack of the tokens that this context-parallel rank holds."""
+    trained: Tensor
+    """int64, positions in the pack where `mask` is 1. Made on the host: a boolean index would wait for the device."""
+    local_trained: Tensor
+    """int64, likewise among `local`."""
+    trained_lengths: tuple[int, ...]
+    """How many of `trained` belong to each sample, in the order of `samples`, in which they lie in the pack."""
 
     @property
     def local_tokens(self) -> Tensor:
@@ -71,37 +77,62 @@ def build_microbatch(
     """
     context = context or ContextShare()
     num_tokens, slots = packed.num_tokens, packed.cu_seqlens_padded
-    tokens, targets = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int64)
-    mask, coefficient, behaviour, advantages = (np.zeros(num_tokens) for _ in range(4))
-    old, reference = np.zeros(num_tokens), np.zeros(num_tokens)
+    host = _HostBatch(num_tokens, device)
+    tokens, targets, sequence = host.integers.numpy()
+    mask, coefficient, behaviour, old, reference, advantages = host.floats.numpy()
+    lengths = []
     for start, member in zip(slots, packed.members, strict=False):
         sample = samples[member]
         end = start + sample.num_tokens
         tokens[start:end], targets[start:end] = sample.token_ids[:-1], sample.token_ids[1:]
-        trained = slice(start + sample.num_prompt_tokens - 1, end)
-        mask[trained] = 1.0
-        coefficient[trained] = sample.weight / sample.denominator
-        behaviour[trained] = sample.behaviour_logprobs
-        old[trained] = sample.behaviour_logprobs if sample.old_logprobs is None else sample.old_logprobs
+        scored = slice(start + sample.num_prompt_tokens - 1, end)
+        lengths.append(scored.stop - scored.start)
+        mask[scored] = 1.0
+        coefficient[scored] = sample.weight / sample.denominator
+        behaviour[scored] = sample.behaviour_logprobs
+        old[scored] = sample.behaviour_logprobs if sample.old_logprobs is None else sample.old_logprobs
         if sample.reference_logprobs is not None:
-            reference[trained] = sample.reference_logprobs
-        advantages[trained] = sample.advantage
-
-    def send(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
+            reference[scored] = sample.reference_logprobs
+        advantages[scored] = sample.advantage
 
     slot_lengths = np.diff(slots)
+    sequence[:] = np.repeat(np.arange(len(slot_lengths)), slot_lengths)
+    own = context.indices(slots)
+    trained = torch.from_numpy(np.flatnonzero(mask))
+    integers, floats = host.send()
     return Microbatch(
         samples=packed.members,
-        tokens=send(tokens)[None],
+        tokens=integers[0][None],
         packed=PackedSequences.of(packed, context, device),
-        targets=send(targets),
-        mask=send(mask),
-        coefficient=send(coefficient),
-        behaviour_logprobs=send(behaviour),
-        old_logprobs=send(old),
-        reference_logprobs=send(reference),
-        advantages=send(advantages),
-        sequence=send(np.repeat(np.arange(len(slot_lengths)), slot_lengths)),
-        local=context.indices(slots).to(device),
+        targets=integers[1],
+        mask=floats[0],
+        coefficient=floats[1],
+        behaviour_logprobs=floats[2],
+        old_logprobs=floats[3],
+        reference_logprobs=floats[4],
+        advantages=floats[5],
+        sequence=integers[2],
+        local=to_device(own, device),
+        trained=to_device(trained, device),
+        local_trained=to_device(torch.from_numpy(np.flatnonzero(mask[own.numpy()])), device),
+        trained_lengths=tuple(lengths),
     )
+
+
+class _HostBatch:
+    """The numbers of a pack of T tokens, in two pieces of memory that go to the device in two copies."""
+
+    def __init__(self, num_tokens: int, device: torch.device) -> None:
+        self._device = device
+        pinned = device.type == "cuda"
+        self.integers = torch.zeros(3, num_tokens, dtype=torch.int64, pin_memory=pinned)
+        self.floats = torch.zeros(6, num_tokens, dtype=torch.float64, pin_memory=pinned)
+
+    def send(self) -> tuple[Tensor, Tensor]:
+        """Both on the device. From pinned memory, which torch keeps until the copy is done, nobody waits for it."""
+        return tuple(tensor.to(self._device, non_blocking=True) for tensor in (self.integers, self.floats))  # type: ignore[return-value]
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host there, without waiting for what the device still does."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

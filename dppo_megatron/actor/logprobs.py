@@ -9,17 +9,18 @@ for part of the second multiplication. Peak memory beside the model: some four f
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dppo_megatron.actor.batch import Microbatch
-from dppo_megatron.types import FloatArray, TrainSample
+from dppo_megatron.types import FloatArray, TrainSample, UserError
 
 
 @dataclass
@@ -34,13 +35,10 @@ class LogprobStore:
 
     def add(self, microbatch: Microbatch, logprobs: Tensor) -> None:
         """Add those of one pack [T]."""
-        trained = microbatch.mask > 0
-        counts = torch.bincount(microbatch.sequence[trained], minlength=len(microbatch.samples))
-        flat = logprobs.detach()[trained].double().cpu()
-        # a closing dummy segment has no trained tokens, so the members' counts are all of them
-        edges = [0, *counts.cumsum(0)[: len(microbatch.samples)].tolist()]
+        flat = logprobs.detach()[microbatch.trained].double().cpu().numpy()
+        edges = [0, *accumulate(microbatch.trained_lengths)]
         for sample, (start, end) in zip(microbatch.samples, pairwise(edges), strict=True):
-            self.values[sample] = flat[start:end].numpy()
+            self.values[sample] = flat[start:end]
 
     def as_old(self, samples: Mapping[int, TrainSample]) -> dict[int, TrainSample]:
         """The samples with these as `old_logprobs`; unchanged where this rank has none."""
@@ -49,6 +47,27 @@ class LogprobStore:
     def as_reference(self, samples: Mapping[int, TrainSample]) -> dict[int, TrainSample]:
         """The samples with these as `reference_logprobs`; likewise."""
         return {i: replace(s, reference_logprobs=self.values[i]) if i in self.values else s for i, s in samples.items()}
+
+
+class Softmax(Protocol):
+    """What is done with the logits of a chunk of n tokens, on one rank's V / tp columns."""
+
+    def statistics(self, logits: Tensor, targets: Tensor, projection: Projection, out: Tensor) -> None:
+        """Per token, into `out` [4, n]: the largest scaled logit m; sum exp(x - m); sum (x - m) exp(x - m); and the
+        target's scaled logit, 0 if another rank has it. `logits` [n, V / tp] may be overwritten."""
+
+    def gradient(self, logits: Tensor, chunk: BackwardChunk, projection: Projection) -> Tensor:
+        """The gradient of the logits, in their dtype; they may be overwritten by it."""
+
+
+class BackwardChunk(NamedTuple):
+    """What the backward pass knows of a chunk of n tokens: [n] each."""
+
+    targets: Tensor
+    log_normalizer: Tensor
+    entropy: Tensor
+    grad_logprobs: Tensor | None
+    grad_entropy: Tensor | None
 
 
 class Projection(NamedTuple):
@@ -62,6 +81,15 @@ class Projection(NamedTuple):
     """Tokens whose logits exist at a time."""
     group: dist.ProcessGroup
     """The tensor-parallel group."""
+    softmax: Softmax
+
+    def num_real(self, columns: int) -> int:
+        """How many of this rank's columns are no padding."""
+        return max(0, min(columns, self.vocab_size - self.first_column(columns)))
+
+    def first_column(self, columns: int) -> int:
+        """The token id of this rank's first column."""
+        return self.group.rank() * columns
 
 
 def chunked_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
@@ -85,61 +113,112 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, projection: Projection
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs, entropy, log_normalizer = hidden.new_empty(3, len(hidden), dtype=dtype)
+        statistics = hidden.new_empty(4, len(hidden), dtype=dtype)
         for rows in _chunks(len(hidden), projection.chunk_tokens):
-            scaled = _scaled_logits(hidden[rows], weight, projection, dtype)
-            column, inside = _column(targets[rows], scaled.size(-1), projection)
-            peak = scaled.amax(-1)
-            dist.all_reduce(peak, dist.ReduceOp.MAX, projection.group)
-            shifted = scaled.sub_(peak[:, None])
-            picked = torch.where(inside, shifted.gather(1, column)[:, 0], 0.0)
-            exp = shifted.exp()
-            shifted[:, _num_real(scaled.size(-1), projection) :] = 0.0  # 0 * -inf would be NaN
-            exp_shifted = shifted.mul_(exp).sum(-1)
-            sums = torch.stack([exp.sum(-1), exp_shifted, picked])
-            dist.all_reduce(sums, group=projection.group)
-            normalizer, weighted, target_logit = sums
-            logprobs[rows] = target_logit - normalizer.log()
-            entropy[rows] = normalizer.log() - weighted / normalizer
-            log_normalizer[rows] = normalizer.log() + peak
-        ctx.save_for_backward(hidden, weight, targets, entropy, log_normalizer)
+            # multiplied in the model's type, as rollout engines do
+            projection.softmax.statistics(hidden[rows] @ weight.t(), targets[rows], projection, out=statistics[:, rows])
+        peak, normalizer, weighted, target_logit = _over_ranks(statistics, projection.group)
+        log_normalizer = normalizer.log()
+        logprobs = (target_logit - peak) - log_normalizer
+        entropy = log_normalizer - weighted / normalizer
+        ctx.save_for_backward(hidden, weight, targets, entropy, log_normalizer + peak)
         ctx.projection = projection
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None, None]:
-        grad_logprobs, grad_entropy = grads
         hidden, weight, targets, entropy, log_normalizer = ctx.saved_tensors
         projection: Projection = ctx.projection
         grad_hidden = torch.zeros_like(hidden)
         # accumulates over chunks: in bfloat16 small contributions would be lost
         grad_weight = torch.zeros_like(weight, dtype=log_normalizer.dtype)
         for rows in _chunks(len(hidden), projection.chunk_tokens):
-            log_probs = _scaled_logits(hidden[rows], weight, projection, log_normalizer.dtype)
-            log_probs -= log_normalizer[rows, None]
-            if grad_entropy is None:
-                grad = log_probs.exp_()
-                grad *= -_rows_of(grad_logprobs, rows)
-            else:
-                probs = log_probs.exp()
-                log_probs[:, _num_real(probs.size(-1), projection) :] = 0.0
-                grad = log_probs.add_(entropy[rows, None]).mul_(grad_entropy[rows, None])
-                grad += _rows_of(grad_logprobs, rows)
-                grad *= probs.neg_()
-            if grad_logprobs is not None:
-                column, inside = _column(targets[rows], grad.size(-1), projection)
-                grad.scatter_add_(1, column, torch.where(inside, grad_logprobs[rows], 0.0)[:, None])
-            if projection.temperature != 1:
-                grad /= projection.temperature
-            grad_logits = grad.to(hidden.dtype)
+            own = (None if grad is None else grad[rows] for grad in grads)
+            chunk = BackwardChunk(targets[rows], log_normalizer[rows], entropy[rows], *own)
+            grad_logits = projection.softmax.gradient(hidden[rows] @ weight.t(), chunk, projection)
             grad_hidden[rows] = grad_logits @ weight
             grad_weight += grad_logits.t() @ hidden[rows]
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
-def _rows_of(grad: Tensor | None, rows: slice) -> Tensor | float:
-    return 0.0 if grad is None else grad[rows, None]
+def _over_ranks(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A `Softmax`'s statistics of all ranks' columns together: two exchanges a pack, none on one rank."""
+    if group.size() == 1:
+        return statistics
+    peak, exp, weighted, picked = statistics
+    highest = peak.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+    down = peak - highest
+    sums = torch.stack([exp * down.exp(), (weighted + exp * down) * down.exp(), picked])
+    dist.all_reduce(sums, group=group)
+    return torch.cat([highest[None], sums])
+
+
+class TorchSoftmax:
+    """A `Softmax` of torch's operations, in float32 (float64 for float64 logits)."""
+
+    def statistics(self, logits: Tensor, targets: Tensor, projection: Projection, out: Tensor) -> None:
+        """See `Softmax`."""
+        scaled = _scaled(logits, projection, out.dtype)
+        del logits
+        column, inside = _column(targets, scaled.size(-1), projection)
+        # a rank of padding alone has no largest logit: a finite one keeps its sums 0
+        peak = torch.clamp(scaled.amax(-1), min=torch.finfo(scaled.dtype).min)
+        out[3] = torch.where(inside, scaled.gather(1, column)[:, 0], 0.0)
+        shifted = scaled.sub_(peak[:, None])
+        exp = shifted.exp()
+        shifted[:, projection.num_real(scaled.size(-1)) :] = 0.0  # 0 * -inf would be NaN
+        out[0], out[1] = peak, exp.sum(-1)
+        out[2] = shifted.mul_(exp).sum(-1)
+
+    def gradient(self, logits: Tensor, chunk: BackwardChunk, projection: Projection) -> Tensor:
+        """See `Softmax`."""
+        dtype = logits.dtype
+        log_probs = _scaled(logits, projection, chunk.log_normalizer.dtype)
+        del logits
+        log_probs -= chunk.log_normalizer[:, None]
+        if chunk.grad_entropy is None:
+            grad = log_probs.exp_()
+            grad *= -_column_of(chunk.grad_logprobs)
+        else:
+            probs = log_probs.exp()
+            log_probs[:, projection.num_real(probs.size(-1)) :] = 0.0
+            grad = log_probs.add_(chunk.entropy[:, None]).mul_(chunk.grad_entropy[:, None])
+            grad += _column_of(chunk.grad_logprobs)
+            grad *= probs.neg_()
+        if chunk.grad_logprobs is not None:
+            column, inside = _column(chunk.targets, grad.size(-1), projection)
+            grad.scatter_add_(1, column, torch.where(inside, chunk.grad_logprobs, 0.0)[:, None])
+        if projection.temperature != 1:
+            grad /= projection.temperature
+        return grad.to(dtype)
+
+
+def choose_softmax(wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[Softmax, str]:
+    """What `actor.logprob_kernel` asks for, and one word for the log, with the reason where `auto` could not fuse.
+
+    Raises:
+        UserError: `triton` cannot run here.
+    """
+    lacks = ""
+    if device.type != "cuda":
+        lacks = "there is no CUDA device"
+    elif dtype == torch.float64:
+        lacks = "float64 is torch's"
+    elif importlib.util.find_spec("triton") is None:
+        lacks = "Triton is not installed"
+    if wanted == "triton" and lacks:
+        raise UserError(f"actor.logprob_kernel = triton: {lacks}; use auto or torch")
+    if wanted == "torch" or lacks:
+        return TorchSoftmax(), f"torch ({lacks or 'as configured'})"
+    from dppo_megatron.actor.fused_softmax import TritonSoftmax
+
+    return TritonSoftmax(), "triton"
+
+
+def _column_of(grad: Tensor | None) -> Tensor | float:
+    return 0.0 if grad is None else grad[:, None]
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:
@@ -147,21 +226,18 @@ def _chunks(count: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, count))
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, projection: Projection, dtype: torch.dtype) -> Tensor:
-    """[chunk, V / tp] with -inf on the padding columns. Multiplied in the model's type, as rollout engines do."""
-    scaled = (hidden @ weight.t()).to(dtype)
+def _scaled(logits: Tensor, projection: Projection, dtype: torch.dtype) -> Tensor:
+    """[n, V / tp] in `dtype`, divided by the temperature, with -inf on the padding columns; overwrites `logits` if they
+    have that type."""
+    scaled = logits.to(dtype)
     if projection.temperature != 1:
         scaled /= projection.temperature
-    scaled[:, _num_real(scaled.size(-1), projection) :] = -torch.inf
+    scaled[:, projection.num_real(scaled.size(-1)) :] = -torch.inf
     return scaled
 
 
-def _num_real(columns: int, projection: Projection) -> int:
-    return max(0, min(columns, projection.vocab_size - projection.group.rank() * columns))
-
-
 def _column(targets: Tensor, columns: int, projection: Projection) -> tuple[Tensor, Tensor]:
-    """[chunk, 1] the targets' local columns, and [chunk] whether this rank holds them."""
-    local = targets - projection.group.rank() * columns
-    inside = (local >= 0) & (local < _num_real(columns, projection))
+    """[n, 1] the targets' local columns, and [n] whether this rank holds them."""
+    local = targets - projection.first_column(columns)
+    inside = (local >= 0) & (local < projection.num_real(columns))
     return local.clamp(0, columns - 1)[:, None], inside

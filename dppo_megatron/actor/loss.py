@@ -24,7 +24,7 @@ from torch import Tensor
 from dppo_megatron.actor.batch import Microbatch
 from dppo_megatron.actor.context import gather_pack
 from dppo_megatron.actor.layout import Layout
-from dppo_megatron.actor.logprobs import LogprobStore, Projection, chunked_logprobs
+from dppo_megatron.actor.logprobs import LogprobStore, Projection, Softmax, chunked_logprobs
 from dppo_megatron.actor.model import output_weight
 from dppo_megatron.algorithms.objectives import Objective, TokenBatch
 
@@ -39,6 +39,7 @@ class Scorer:
     vocab_size: int
     temperature: float
     chunk_tokens: int
+    softmax: Softmax
 
     def __call__(self, microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[1, T / cp (/ tp with sequence parallelism), H] -> ([T], [T]), 0 where the mask is 0, alike on all ranks."""
@@ -46,12 +47,13 @@ class Scorer:
             rows = gather_from_sequence_parallel_region(hidden[0])
         else:
             rows = copy_to_tensor_model_parallel_region(hidden[0])
-        trained = torch.nonzero(microbatch.mask[microbatch.local] > 0)[:, 0]
+        trained = microbatch.local_trained
         projection = Projection(
             self.vocab_size,
             self.temperature,
             self.chunk_tokens,
             parallel_state.get_tensor_model_parallel_group(),
+            self.softmax,
         )
         targets = microbatch.targets[microbatch.local[trained]]
         both = chunked_logprobs(rows.index_select(0, trained), output_weight(self.model), targets, projection)
@@ -93,13 +95,13 @@ class LossHook:
                 sequence=microbatch.sequence,
             )
         )
-        trained = microbatch.mask > 0
+        trained = microbatch.trained
         # where, not a product: a user's loss may be infinite on a prompt position, and infinity times 0 is NaN
-        loss = torch.where(trained, result.loss, 0.0) @ microbatch.coefficient.to(dtype)
+        loss = torch.where(microbatch.mask > 0, result.loss, 0.0) @ microbatch.coefficient.to(dtype)
         if self.watch is not None:
             self.watch.add(microbatch, logprobs)
         self._add("loss", loss.detach())
-        self._add("tokens", trained.sum())
+        self._add("tokens", trained.new_tensor(len(trained)))
         self._add("entropy", entropy.detach()[trained].sum())
         self._add("logprob_abs_diff", (logprobs.detach() - behaviour)[trained].abs().sum())
         for name, values in result.diagnostics.items():

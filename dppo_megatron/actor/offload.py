@@ -1,11 +1,14 @@
 """Where training's memory is while servers generate on the same GPUs: on the host.
 
 Of a bfloat16 model training holds 18 bytes a parameter: weights 2, gradients 4, main parameters and moments 12. In this
-order a card never holds both sides. The loop does not call it yet: it has not run on a GPU.
+order, which is that of verl, slime and NeMo-RL, a card never holds both sides:
 
-    trainer   step ... | free gradients, optimizer to host | weights to servers | weights to host (if asked) |
-    servers   asleep ..|...................................| wake weights       | wake cache, generate        | sleep
-    trainer                                                                                     next step: bring back
+    trainer   update | free gradients, optimizer to host | weights to servers | weights to host |           | bring back
+    servers   asleep | asleep                            | wake weights       | hold weights    | wake cache,
+                                                                                                  generate, sleep
+
+The weights leave when every rank has handed them over and before any server takes memory for its cache
+(`rollout/sync/weight_sync.py`); `loop.py` calls it, for `actor.offload`. It has not run on a GPU.
 
 Gradients are freed and not copied: they are zero before the next step anyway. Optimizer tensors exchange their data for
 a host copy, so a checkpoint can be written from there. Weights keep their tensors (the model's parameters are views of
@@ -38,7 +41,11 @@ class Offload:
         self._host: dict[tuple[int, str], Tensor] = {}
         """Host copies, by the tensor that they belong to (its id and what it is); they outlive a return."""
         self._sizes: dict[int, int] = {}
-        """Bytes of the storages that were given up, by the id of the tensor that was asked for them."""
+        """Bytes of the storages that were given up, by the storage's id."""
+        self._starts: dict[int, int] = {}
+        """Where in its storage the tensor begins that owns it."""
+        self._borrowing: list[tuple[Tensor, Tensor]] = []
+        """Float32 main parameters that are views of weights which are away, and what they view on the device."""
 
     @property
     def away(self) -> frozenset[Part]:
@@ -65,6 +72,7 @@ class Offload:
                 self._copy(whole, self._host_for(whole, "weights"))
                 self._give_up(whole)
             self._away.add("weights")
+            self._borrow(optimizer)
         self._wait()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -76,6 +84,9 @@ class Offload:
                 self._take_again(whole)
                 self._copy(self._host_for(whole, "weights"), whole)
             self._away.discard("weights")
+            for main, on_device in self._borrowing:
+                main.data = on_device
+            self._borrowing.clear()
         if not weights_only and "optimizer" in self._away:
             for owner, name in self._optimizer_tensors(optimizer):
                 self._to_device(owner, name)
@@ -87,7 +98,30 @@ class Offload:
             self._away.discard("gradients")
         self._wait()
 
+    def host_view(self, param: Tensor) -> Tensor:
+        """The host's copy of a parameter whose weights are away, in its shape; to be read only."""
+        assert "weights" in self._away
+        storage = param.untyped_storage()._cdata
+        whole = self._host[storage, "weights"].view(-1)
+        start = param.storage_offset() - self._starts[storage]
+        return whole[start : start + param.numel()].view(param.shape)
+
     # ---------------------------------------------------------------------------------------- inside
+
+    def _borrow(self, optimizer: Any) -> None:
+        """Let float32 main parameters that are views of the weights view the host's copy: a checkpoint reads them.
+
+        Not the model's own parameters: Megatron's hooks hang on those, and are lost if their device changes.
+        """
+        own = {id(param) for model in self._model for param in model.parameters()}
+        for main in self._mains(optimizer):
+            if id(main) not in own and (main.untyped_storage()._cdata, "weights") in self._host:
+                self._borrowing.append((main, main.data))
+                main.data = self.host_view(main)
+
+    def _mains(self, optimizer: Any) -> Iterator[Tensor]:
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]) if optimizer is not None else ():
+            yield from (param for group in part.optimizer.param_groups for param in group["params"])
 
     def _buffers(self) -> Iterator[Any]:
         for model in self._model:
@@ -111,6 +145,8 @@ class Offload:
         weights = {param.untyped_storage()._cdata for model in self._model for param in model.parameters()}
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             inner = part.optimizer
+            if hasattr(inner, "sub_optimizers"):  # cpu_offload: its state is on the host already
+                continue
             for param in (param for group in inner.param_groups for param in group["params"]):
                 if param.untyped_storage()._cdata not in weights:
                     yield param, "data"
@@ -145,7 +181,7 @@ class Offload:
 
     def _give_up(self, whole: Tensor) -> None:
         storage = whole.untyped_storage()
-        self._sizes[storage._cdata] = storage.nbytes()
+        self._sizes[storage._cdata], self._starts[storage._cdata] = storage.nbytes(), int(whole.storage_offset())
         storage.resize_(0)
 
     def _take_again(self, whole: Tensor) -> None:
@@ -155,6 +191,12 @@ class Offload:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def pageable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if its memory is pinned: Megatron's checkpoint writers are forked and may outlast the step,
+    and a forked process shares pinned pages with its parent, which the next `leave` would overwrite."""
+    return tensor.clone() if tensor.device.type == "cpu" and tensor.is_pinned() else tensor
 
 
 def _is_moment(value: object) -> bool:

@@ -14,6 +14,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from dppo_megatron.actor.torch_adam import repair, use_fused_kernels
 from dppo_megatron.config.schema import OptimizerConfig
+from dppo_megatron.platform.capabilities import this_machine
+from dppo_megatron.types import UserError
 
 
 def build_optimizer(
@@ -23,6 +25,9 @@ def build_optimizer(
 
     A `max_grad_norm` of 0 becomes infinity, not Megatron's 0: with 0 Megatron does not compute the norm at all, and
     the norm is worth a line in the metrics.
+
+    Raises:
+        UserError: what fewer bits need is not installed.
     """
     optimizer: MegatronOptimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -37,6 +42,7 @@ def build_optimizer(
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=config.distributed,
+            **_savings(config),
         ),
         model,
         use_gloo_process_groups=False,
@@ -44,6 +50,24 @@ def build_optimizer(
     repair(optimizer)
     use_fused_kernels(optimizer)
     return optimizer
+
+
+def _savings(config: OptimizerConfig) -> dict[str, Any]:
+    """Megatron's fields for an optimizer that takes less of the device's memory."""
+    settings: dict[str, Any] = {}
+    if (config.moments, config.main_parameters) != ("float32", "float32"):
+        moments = getattr(torch, config.moments)
+        settings |= {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
+        settings["main_params_dtype"] = getattr(torch, config.main_parameters)
+    if config.cpu_offload:
+        settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": config.cpu_offload}
+        settings["overlap_cpu_optimizer_d2h_h2d"] = True
+    if not settings:
+        return settings
+    if lacks := this_machine().lacks_transformer_engine:
+        raise UserError(f"actor.optimizer.moments and main_parameters below float32, and cpu_offload: {lacks}")
+    # offloading takes this path of Megatron's too, as its own command line demands
+    return settings | {"use_precision_aware_optimizer": True}
 
 
 def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, total_steps: int) -> Any:

@@ -24,6 +24,7 @@ FREE = frozenset(
         "moe_token_dispatcher_type",
         "persist_layer_norm",
         "grad_reduce_in_fp32",
+        "overlap_grad_reduce",
     }
 )
 """Fields that this program gives a value and that may be given another one."""
@@ -35,6 +36,8 @@ _REFUSED = {
     "cuda_graph_impl": "packs have a new shape every time, and a graph is of one shape",
     "enable_cuda_graph": "packs have a new shape every time, and a graph is of one shape",
     "external_cuda_graph": "packs have a new shape every time, and a graph is of one shape",
+    "tp_comm_overlap": "Transformer Engine's buffers for it are made by Megatron's training program, not by its core",
+    "overlap_moe_expert_parallel_comm": "Megatron schedules it by layers, which needs its own forward step",
     "apply_rope_fusion": "rotary embedding is this program's own (docs/actor.md)",
     "mtp_num_layers": "no model family here has such layers",
 }

@@ -30,6 +30,7 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
     check_ranges(config)
     _check_text(config)
     _check_optimizer(config.actor.optimizer)
+    _check_fewer_bits(config)
     _check_actor(config)
     if purpose == "plan":
         _check_model(config)
@@ -90,6 +91,30 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
             f"actor.optimizer.min_learning_rate = {optimizer.min_learning_rate} is above"
             f" learning_rate = {optimizer.learning_rate}"
         )
+    if optimizer.cpu_offload and not optimizer.distributed:
+        raise UserError(
+            f"actor.optimizer.cpu_offload = {optimizer.cpu_offload} needs actor.optimizer.distributed = true"
+        )
+
+
+def _check_fewer_bits(config: Config) -> None:
+    """Megatron's precision-aware optimizer has conditions of its own, and fails in the middle of building it."""
+    optimizer = config.actor.optimizer
+    for key in ("moments", "main_parameters"):
+        if (kind := getattr(optimizer, key)) == "float32":
+            continue
+        setting = f"actor.optimizer.{key} = {kind}"
+        if not optimizer.distributed:
+            raise UserError(f"{setting} needs actor.optimizer.distributed = true")
+        if config.model.dtype != "bfloat16":
+            raise UserError(f"{setting} needs model.dtype = bfloat16, not {config.model.dtype}")
+        if optimizer.cpu_offload:
+            raise UserError(f"{setting}: with actor.optimizer.cpu_offload the host's state is float32")
+        if config.actor.offload != "none" and config.rollout.servers.colocate:
+            raise UserError(
+                f"{setting} has scales on the device and cannot be written from the host; with"
+                " rollout.servers.colocate set actor.offload = none or keep the optimizer in float32"
+            )
 
 
 def _check_actor(config: Config) -> None:
@@ -97,6 +122,17 @@ def _check_actor(config: Config) -> None:
     if actor.layout.virtual_pipeline > 1 and actor.layout.pipeline_parallel == 1:
         raise UserError(
             f"actor.layout.virtual_pipeline = {actor.layout.virtual_pipeline} needs pipeline_parallel above 1"
+        )
+    if actor.offload not in ("auto", "none") and not config.rollout.servers.colocate:
+        raise UserError(
+            f"actor.offload = {actor.offload} has no effect while rollout.servers.colocate = false: nobody else uses"
+            " the device while servers generate"
+        )
+    share = actor.optimizer.cpu_offload
+    if 0 < share < 1 and actor.offload != "none" and config.rollout.servers.colocate:
+        raise UserError(
+            f"actor.optimizer.cpu_offload = {share}: with rollout.servers.colocate the rest would stay on the device;"
+            " use 1, or 0 (actor.offload then takes the optimizer to the host and back), or actor.offload = none"
         )
     if actor.fp8 == "off":
         extra = {"fp8_bf16_layers": actor.fp8_bf16_layers, "fp8_param": actor.fp8_param}

@@ -8,6 +8,7 @@ mapping; `key.name=...` adds one entry.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -17,6 +18,12 @@ from dppo_megatron.config.reading import Entries, Reader, Values, parse, text_no
 from dppo_megatron.types import UserError
 
 _PART = re.compile(r'"([^"]*)"|\'([^\']*)\'|([^."\'=]+)')
+
+
+def check_comes_first(path: str) -> None:
+    """Raise UserError if a setting stands where a command expects its config file."""
+    if "=" in path and not os.path.exists(path):
+        raise UserError(f"'{path}' stands where CONFIG should: the file comes first, settings (key=value) after it")
 
 
 def read_setting(item: str, root: type) -> Values:

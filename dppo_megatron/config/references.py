@@ -58,7 +58,7 @@ def unescaped(text: str) -> str:
 def may_use_environment(key: str) -> bool:
     """Only paths: run_dir, model.hf_path, data.eval_paths.NAME, rollout.sync.dir, rollout.servers.python, ..."""
     parts = key.split(".")
-    if key in ("rollout.sync.dir", "rollout.servers.python"):
+    if key in ("rollout.sync.dir", "rollout.servers.python", "rollout.servers.addresses_from"):
         return True
     return parts[-1].endswith(("path", "_dir")) or key.startswith("data.eval_paths.")
 

@@ -40,9 +40,15 @@ class ServersConfig:
     allow_remote_endpoints: bool = False
     """Plain HTTP to other hosts: prompts and completions are then readable on that network."""
     launch: Literal["none", "local"] = "none"
-    """`local`: the trainer starts `count` servers on this machine and ends them with the run."""
+    """`local`: the trainer starts `count` servers on each of its machines and ends them with the run. On several
+    machines they listen on that network, so it needs `allow_remote_endpoints`."""
     count: int = ranged(1, "[1, 1024]")
-    """Servers that launch=local starts."""
+    """Servers that launch=local starts on each of the trainer's machines, or `dppo-megatron serve` on its own."""
+    addresses_from: str = ""
+    """Directory on a shared file system where `dppo-megatron serve` writes the addresses of servers on other machines.
+    Servers may come and go while the run goes on: a new one is used from the next weight sync on."""
+    wait_for: int = ranged(1, "[1, 1024]")
+    """With `addresses_from`, the first step waits until so many servers have come (`limits.start_timeout_s`)."""
     python: str = ""
     """Python interpreter of the environment that holds the engine (.venv-vllm/bin/python); empty: the trainer's."""
     args: list[str] = field(default_factory=list)
@@ -123,16 +129,23 @@ def check_rollout(config: RolloutConfig) -> None:
     """Raise `UserError` for the first setting of `rollout` that is out of range or contradicts another."""
     check_ranges(config, "rollout.")
     serves = config.engine != "hf"
-    for key, value in (("endpoints", config.servers.endpoints), ("launch", config.servers.launch != "none")):
+    servers = config.servers
+    for key, value in (
+        ("endpoints", servers.endpoints),
+        ("launch", servers.launch != "none"),
+        ("addresses_from", servers.addresses_from),
+    ):
         if value and not serves:
             raise UserError(f"rollout.servers.{key} is set, but rollout.engine = hf has no servers; use vllm or sglang")
     if not serves and config.async_steps:
         raise UserError("rollout.async_steps = 1 needs servers: the embedded hf engine shares the actor's processors")
-    if serves and bool(config.servers.endpoints) == (config.servers.launch == "local"):
+    sources = (config.servers.endpoints, config.servers.launch == "local", config.servers.addresses_from)
+    if serves and sum(map(bool, sources)) != 1:
         raise UserError(
             f"rollout.engine = {config.engine}: give the servers' addresses as"
-            " rollout.servers.endpoints=[http://127.0.0.1:8000] or let the trainer start them with"
-            " rollout.servers.launch=local, one of the two"
+            " rollout.servers.endpoints=[http://127.0.0.1:8000], let the trainer start them with"
+            " rollout.servers.launch=local, or find those of `dppo-megatron serve` with"
+            " rollout.servers.addresses_from=DIR, one of the three"
         )
     if config.servers.colocate and config.servers.launch != "local":
         raise UserError(

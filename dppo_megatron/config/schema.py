@@ -99,6 +99,14 @@ class OptimizerConfig:
     """Global gradient-norm clip; 0 turns clipping off."""
     distributed: bool = True
     """Shard optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
+    moments: Literal["float32", "bfloat16", "float16"] = "float32"
+    """How Adam's moments are kept. Fewer bits than float32 need Transformer Engine's Adam (Megatron's precision-aware
+    optimizer), model.dtype=bfloat16 and `distributed`."""
+    main_parameters: Literal["float32", "float16"] = "float32"
+    """How the optimizer's own parameters are kept; float16 needs what fewer bits for the moments need."""
+    cpu_offload: float = ranged(0.0, "[0, 1]")
+    """Share of the parameters whose optimizer state lives, and is stepped, on the host: less device memory for a slower
+    step. Needs `distributed` and Transformer Engine. What leaves only while servers generate is `actor.offload`."""
 
 
 @dataclass
@@ -112,11 +120,21 @@ class ActorConfig:
     each layer that recompute_modules names."""
     recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
     """What recompute = selective recomputes, by Megatron's names: core_attn, mlp, moe, moe_act, layernorm."""
+    offload: Literal["auto", "none", "optimizer", "all"] = "auto"
+    """What leaves the device while colocated servers generate: `optimizer` frees gradients and takes main parameters
+    and moments to pinned host memory, `all` the weights too. `auto`: all on GPUs with rollout.servers.colocate, else
+    none."""
+    overlap_grad_reduce: bool = False
+    """Send gradients between data-parallel ranks while the last micro-batch's backward pass still runs, in buckets of
+    actor.ddp.bucket_size elements."""
     layer_spec: Literal["auto", "te", "local"] = "auto"
     """Layers of the model: `te` is Transformer Engine's (CUDA), `local` Megatron's own with this project's packed
     attention. `auto` takes te where it is installed and a CUDA device is there."""
     logprob_chunk_tokens: int = ranged(2048, "[1, 100000000]")
     """Tokens whose full-vocabulary float32 logits exist at a time when log-probabilities are taken."""
+    logprob_kernel: Literal["auto", "triton", "torch"] = "auto"
+    """What computes log-probabilities and entropy of a chunk: fused `triton` kernels (CUDA), or `torch`'s operations,
+    which read the logits some ten times instead of once. `auto` takes triton where it can run."""
     fp8: Literal["off", "tensorwise", "delayed", "blockwise", "mxfp8"] = "off"
     """FP8 recipe of Transformer Engine for the linear layers; H100: tensorwise, delayed or blockwise. mxfp8 needs a
     Blackwell chip. Run `dppo-megatron doctor --fp8-gate CONFIG` before a long job."""

@@ -1,103 +1,54 @@
-"""Writes what the quickstart trains: the arithmetic problem set and the tiny Qwen3 checkpoint.
+"""The quickstart's directory: problems, a tiny model, and `task.json`, which says how both were made.
 
 They are made, not downloaded, so that the quickstart needs no network after installation and every seed is another
-task and another model. A second run with the same arguments changes nothing; a directory that holds anything else is
-left as it is, since a run may be reading it.
+task and another model. `dppo-megatron compare` reads task.json to make the same for its other seeds.
 """
 
 from __future__ import annotations
 
-import argparse
-import filecmp
-import os
-import sys
-import tempfile
-from collections.abc import Sequence
+import json
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from transformers.utils.logging import disable_progress_bar
-
 from dppo_megatron.data.arithmetic import write_task
-from dppo_megatron.data.tiny_model import write_tiny_qwen3
-from dppo_megatron.types import UserError
+
+RECIPE = "task.json"
+_MAKER = "arithmetic"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 done, 2 the user's mistake."""
-    args = _parse(argv)
-    disable_progress_bar()
-    try:
-        changed = make_quickstart(args.out, args.seed, args.train, args.heldout, args.warm_start)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{args.out}: {'written' if changed else 'already up to date'}")
-    return 0
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a quickstart's directory is a function of."""
+
+    seed: int = 0
+    num_train: int = 512
+    num_heldout: int = 384
+    num_warm_start: int = 16384
+
+    def with_seed(self, seed: int) -> Recipe:
+        """The same with another seed."""
+        return replace(self, seed=seed)
 
 
-def make_quickstart(out: Path, seed: int, num_train: int, num_heldout: int, num_warm_start: int) -> bool:
-    """Write `out/{train,heldout,warm_start}.jsonl` and `out/model`; False if they were there already.
+def write_quickstart(directory: Path, recipe: Recipe) -> None:
+    """Write `{train,heldout,warm_start}.jsonl`, `model/` and `task.json` into `directory`, made if it is missing.
 
     Raises:
-        UserError: `out` holds something else, or the task cannot be made with these counts.
+        UserError: the task cannot be made with these counts.
     """
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out}: exists and is not a directory")
-    if out.absolute() == Path.cwd():
-        raise UserError(f"--out {out}: is the working directory; name a directory of its own")
-    parent = _make_parent(out.absolute().parent)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=parent) as scratch:
-        made = Path(scratch) / out.name
-        write_task(made, seed, num_train, num_heldout, num_warm_start)
-        write_tiny_qwen3(made / "model", seed)
-        if out.exists() and any(out.iterdir()):
-            difference = _first_difference(made, out)
-            if difference is None:
-                return False
-            raise UserError(
-                f"--out {out}: holds something else ({difference} differs from what --seed {seed} makes);"
-                " choose another directory or remove that one"
-            )
-        if out.exists():
-            out.rmdir()
-        os.replace(made, out)
-    return True
+    from dppo_megatron.data.tiny_model import write_tiny_qwen3  # torch and transformers: seconds
+
+    write_task(directory, recipe.seed, recipe.num_train, recipe.num_heldout, recipe.num_warm_start)
+    write_tiny_qwen3(directory / "model", recipe.seed)
+    (directory / RECIPE).write_text(json.dumps({"maker": _MAKER} | asdict(recipe)) + "\n", encoding="utf-8")
 
 
-def _make_parent(parent: Path) -> Path:
+def read_recipe(directory: Path) -> Recipe | None:
+    """The recipe of a directory that `write_quickstart` made; None of any other."""
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out: cannot make {parent}: {error.strerror}") from None
-    if not os.access(parent, os.W_OK):
-        raise UserError(f"--out: {parent} is not writable")
-    return parent
-
-
-def _first_difference(made: Path, out: Path) -> str | None:
-    """Relative path of the first file that only one of the two trees has or that differs; None if they are equal."""
-    names = {path.relative_to(root) for root in (made, out) for path in root.rglob("*") if not path.is_dir()}
-    for name in sorted(names):
-        pair = (made / name, out / name)
-        if not all(path.is_file() for path in pair) or not filecmp.cmp(*pair, shallow=False):
-            return str(name)
-    return None
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m dppo_megatron.data.quickstart", description=(__doc__ or "").split("\n\n")[0]
-    )
-    parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the problems and of the model (default: 0)")
-    parser.add_argument("--train", type=int, default=512, help="training problems (default: 512)")
-    parser.add_argument("--heldout", type=int, default=384, help="held-out problems (default: 384)")
-    parser.add_argument("--warm-start", type=int, default=16384, help="examples of the warm start (default: 16384)")
-    args = parser.parse_args(argv)
-    if args.seed < 0:
-        parser.error(f"--seed {args.seed}: must not be negative")
-    return args
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        values = json.loads((directory / RECIPE).read_text(encoding="utf-8"))
+        if values.pop("maker") != _MAKER:
+            return None
+        return Recipe(**{name: int(value) for name, value in values.items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform as python_platform
+from collections.abc import Mapping
 
 import torch
 
+from dppo_megatron.actor.logprobs import choose_softmax
 from dppo_megatron.actor.varlen import find_kernel
 from dppo_megatron.platform.capabilities import Machine, this_machine, transformer_engine_warning
 
@@ -14,6 +17,7 @@ _PACKAGES = {
     "torch": "required",
     "megatron-core": "required",
     "transformers": "required",
+    "triton": "fused log-probabilities on CUDA; torch's CUDA builds bring it",
     "transformer-engine": "FP8 and fused layers on CUDA",
     "flash-attn": "attention of the local layers and of Transformer Engine, where it is installed",
     "apex": "fused optimizer where Transformer Engine is not installed",
@@ -28,6 +32,7 @@ _RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 def report() -> list[tuple[str, str]]:
     """(what, finding) rows for people to read."""
     machine = this_machine()
+    device = "cpu" if machine.cuda_capability is None else "cuda"
     rows = [("python", python_platform.python_version())]
     rows += [(name, _version(name, purpose)) for name, purpose in _PACKAGES.items()]
     rows.append(("device", _device(machine)))
@@ -36,9 +41,30 @@ def report() -> list[tuple[str, str]]:
     rows.append(("attention", find_kernel(_HEAD_DIM)[1] if spec == "local" else "Transformer Engine's"))
     rows.append(("optimizer", machine.adam()))
     rows.append(("fp8", _recipes(machine)))
+    rows.append(("log-probabilities", choose_softmax("auto", torch.device(device), torch.bfloat16)[1]))
+    rows.append(("environment", environment(os.environ, device)))
     if warning := transformer_engine_warning():
         rows.append(("warning", warning))
     return rows
+
+
+def environment(variables: Mapping[str, str], device: str) -> str:
+    """What the variables that Megatron and torch read on CUDA are, and what would be better."""
+    if device == "cpu":
+        return "nothing to set on a CPU"
+    connections = variables.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    allocator = variables.get("PYTORCH_ALLOC_CONF", variables.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    said = ["CUDA_DEVICE_MAX_CONNECTIONS=1" + ("" if connections else " (set by the trainer)")]
+    if connections not in ("", "1"):
+        said = [
+            f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: with tensor or context parallelism Megatron overlaps"
+            " communication only at 1"
+        ]
+    if "expandable_segments:true" in allocator.replace(" ", "").lower():
+        said.append("expandable segments: CUDA IPC to servers then needs ptrace rights in a container")
+    else:
+        said.append("without expandable segments packs of varied length fragment memory (PYTORCH_ALLOC_CONF)")
+    return "; ".join(said)
 
 
 def _version(package: str, purpose: str) -> str:

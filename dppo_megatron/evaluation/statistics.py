@@ -64,6 +64,8 @@ class EvalScores:
     failed: int
     """Samples whose grading failed; otherwise they count only in truncated_share and completion_tokens_mean."""
     completion_tokens_mean: float | None
+    by_problem: tuple[float | None, ...] = ()
+    """Share of correct samples of each problem, in the order of the set; None where every grading failed."""
 
     def metrics(self) -> dict[str, float | None]:
         """As keys of metrics.jsonl: `eval/<set>/pass@1` and so on. What the grader does not report has no key (maj@k,
@@ -84,8 +86,8 @@ class EvalScores:
         return {f"eval/{self.name}/{key}": value for key, value in found.items()}
 
     def as_json(self) -> dict[str, Any]:
-        """For results.json, with the number of problems behind every estimate."""
-        return asdict(self)
+        """For results.json, with the number of problems behind every estimate; single problems are in samples.jsonl."""
+        return {name: value for name, value in asdict(self).items() if name != "by_problem"}
 
     def line(self) -> str:
         """For the log: `aime24 pass@1 43.3 % ± 5.9`, plus pass@n, maj@n and failed gradings."""
@@ -140,6 +142,9 @@ def score(name: str, problems: int, samples: int, outcomes: Sequence[Outcome]) -
         unparsed_share=_share(unparsed),
         failed=sum(one.correct is None for one in outcomes),
         completion_tokens_mean=_share(one.tokens for one in outcomes),
+        by_problem=tuple(
+            _share(bool(one.correct) for one in by_problem.get(problem, ())) for problem in range(problems)
+        ),
     )
 
 

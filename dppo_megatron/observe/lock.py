@@ -173,13 +173,15 @@ def _describe_self() -> dict[str, Any]:
         "process_start": _start_of(pid),
     }
     job = os.environ.get("SLURM_JOB_ID", "")
-    return described | ({"slurm_job": job} if job else {})
+    attempt = os.environ.get("SLURM_RESTART_COUNT", "0")
+    return described | ({"slurm_job": job, "slurm_attempt": attempt} if job else {})
 
 
 def _name(holder: dict[str, Any]) -> str:
     if "host" not in holder:
         return "one that has not yet said who it is"
-    job = f", Slurm job {holder['slurm_job']}" if "slurm_job" in holder else ""
+    attempt = f" (attempt {holder['slurm_attempt']})" if "slurm_attempt" in holder else ""
+    job = f", Slurm job {holder['slurm_job']}{attempt}" if "slurm_job" in holder else ""
     return f"host {holder['host']}, process {holder.get('pid')}{job}, since {holder.get('since')}"
 
 

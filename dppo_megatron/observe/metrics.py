@@ -19,13 +19,18 @@ class Timers:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the block to `name`."""
-        start = time.perf_counter()
+    def phase(self, name: str, *, cpu: bool = False) -> Iterator[None]:
+        """Add the time of the block to `name`; with `cpu`, the CPU time of this process to `<name>_cpu` as well."""
+        start, cpu_start = time.perf_counter(), time.process_time()
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            self._add(name, time.perf_counter() - start)
+            if cpu:
+                self._add(f"{name}_cpu", time.process_time() - cpu_start)
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def drain(self) -> dict[str, float]:
         """`time/<phase>_s` of everything since the last call."""

@@ -288,5 +288,4 @@ def _number(value: Any) -> float | None:
 
 
 def _version(completion: Completion, place: int) -> int | None:
-    versions = completion.weights_versions
-    return int(versions[place]) if versions is not None and len(versions) else None
+    return completion.weights_spans[place][0] if completion.weights_spans else None

@@ -8,7 +8,8 @@ from types import FrameType
 from typing import Any
 
 ASKS_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
-"""SIGUSR1 is what jobs commonly request from Slurm, with `sbatch --signal=USR1@300`."""
+"""SIGUSR1 is what jobs request from Slurm (`sbatch --signal=B:USR1@300`, examples/slurm/requeue.sbatch). Slurm sends it
+to every process of a step, so servers, clients and graders ignore it."""
 
 
 class StopRequests:

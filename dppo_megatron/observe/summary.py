@@ -26,6 +26,8 @@ class Summary:
     wall_s: float = 0.0
     warm_start_s: float = 0.0
     train_s: float = 0.0
+    train_cpu_s: float = 0.0
+    """CPU seconds of rank 0's process in the RL steps; graders and servers are processes of their own."""
     eval_before: dict[str, float | None] = field(default_factory=dict)
     """pass@1 by set; None where every grading failed."""
     eval_after: dict[str, float | None] = field(default_factory=dict)
@@ -45,8 +47,9 @@ class Summary:
         self.steps += 1
         for name, key in _COUNTS.items():
             setattr(self, name, getattr(self, name) + int(metrics[key]))
+        self.train_cpu_s += metrics["time/step_cpu_s"]
         for key, seconds in metrics.items():
-            if key.startswith("time/"):
+            if key.startswith("time/") and key != "time/step_cpu_s":
                 phase = key.removeprefix("time/").removesuffix("_s")
                 self.phase_s[phase] = self.phase_s.get(phase, 0.0) + seconds
         self.train_s = self.phase_s["step"]

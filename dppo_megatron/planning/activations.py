@@ -174,24 +174,26 @@ def layer_backward(one: Pass) -> float:
     return inner * one.bytes_each + 2 * one.hidden_bytes
 
 
-def head_bytes(one: Pass, chunk_tokens: int, *, backward: bool, entropy: bool) -> tuple[float, float]:
+def head_bytes(
+    one: Pass, chunk_tokens: int, *, backward: bool, entropy: bool, fused: bool = False
+) -> tuple[float, float]:
     """(logits, the rest) at the peak of the output layer, which `actor/logprobs.py` runs over chunks of tokens.
 
-    The chunk before is still referred to while the next one is made, so two of them count. The three moments that can
-    be the peak: the forward loop, the start of a backward chunk, and the addition of a chunk to the weight's gradient.
+    Forward: a float32 chunk of logits and its exponentials, or only the product where a kernel fuses the rest
+    (actor.logprob_kernel). Backward, two moments can be the peak: making a chunk's gradient, with that of the chunk
+    before still referred to, and adding its product to the weight's gradient.
 
-    Example: bfloat16 with several chunks, forward: 8 bytes an element of the old chunk (logits, exponentials), 2 of the
-    product and 4 of its float32 copy: 14.
+    Example: bfloat16 with several chunks and an entropy term, backward: 2 bytes an element of the old gradient, 4 of
+    the logits, 4 of the probabilities and 2 of the rounded gradient: 12.
     """
     a, each = one.architecture, one.bytes_each
     rows, columns = min(chunk_tokens, one.local), a.padded_vocab_size(one.degrees.tensor) / one.degrees.tensor
-    several, rounded = one.local > chunk_tokens, each if each != 4 else 0
-    hidden, weight = one.local * a.hidden_size * each, columns * a.hidden_size
-    moments = [((8 + max(4, rounded + 4)) if several else 8, hidden)]
+    rounded, hidden = each if each != 4 else 0, one.local * a.hidden_size * each
+    weight = columns * a.hidden_size
+    moments = [(each if fused else 8, hidden)]
     if backward:
-        chunk = 8 if entropy else 4  # probabilities beside the gradient
-        before = chunk + rounded if several else 0
-        gradients = 2 * hidden + 4 * weight
-        moments += [(before + max(chunk, rounded + 4), gradients), (chunk + rounded, gradients + each * weight)]
+        chunk = each if fused else max((8 if entropy else 4) + rounded, 4 + rounded)
+        before, gradients = (each if one.local > chunk_tokens else 0), 2 * hidden + 4 * weight
+        moments += [(before + chunk, gradients), (each, gradients + each * weight)]
     logits, rest = max(moments, key=lambda moment: rows * columns * moment[0] + moment[1])
     return rows * columns * logits, rest

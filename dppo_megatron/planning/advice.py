@@ -68,6 +68,10 @@ def _changes(config: Config, site: Site) -> Iterator[tuple[str, str, Config, Sit
         one = changed()
         one.actor.optimizer.distributed = True
         yield "actor.optimizer.distributed=true", "nothing", one, site
+    if config.actor.optimizer.distributed and config.actor.optimizer.cpu_offload < 1:
+        one = changed()
+        one.actor.optimizer.cpu_offload = 1.0
+        yield "actor.optimizer.cpu_offload=1", "an optimizer step on the host", one, site
     for name, price in (
         ("tensor_parallel", "communication in every layer"),
         ("pipeline_parallel", "idle stages at both ends of a step"),

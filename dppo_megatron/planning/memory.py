@@ -38,6 +38,8 @@ from dppo_megatron.planning.site import (
 )
 from dppo_megatron.weights.architecture import Architecture
 
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_HOST = "optimizer on the host"
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "engine", "other")
 
 
@@ -79,7 +81,7 @@ def plan_memory(config: Config, architecture: Architecture, site: Site, mean_tok
     engine = plan_engine(config, architecture, site, longest_sequence(config)[0])
     stages = [_Stage(config, architecture, degrees, engine, stage, mean_tokens) for stage in range(degrees.pipeline)]
     worst = [max(same, key=lambda phase: phase.total) for same in zip(*(one.phases() for one in stages), strict=True)]
-    host = _host(config, site, engine, max((one.state for one in stages), key=lambda state: sum(state.values())))
+    host = _host(config, site, engine, max(stages, key=lambda one: sum(one.state.values()) + one.on_host))
     return MemoryPlan(tuple(worst), host, engine)
 
 
@@ -103,17 +105,16 @@ def state_bytes(share: Share, degrees: Degrees, actor: ActorConfig, dtype: str) 
     half, distributed = dtype == "bfloat16", actor.optimizer.distributed
     padded = 64 if distributed else 1
     numel = share.count(padded_to=padded)
-    each = 12 if half else 8  # Adam's two moments, and in bfloat16 the float32 main parameter
+    optimizer = actor.optimizer
+    # Adam's two moments, and for bfloat16 a main parameter of more bits
+    each = 2 * _BYTES[optimizer.moments] + (_BYTES[optimizer.main_parameters] if half else 0)
     sharing = {True: degrees.sharing_expert_state, False: degrees.sharing_state}
     state = sum(
         share.count(experts=of_experts, padded_to=padded) * each / (ranks if distributed else 1)
         for of_experts, ranks in sharing.items()
     )
-    return {
-        "weights": numel * (2 if half else 4),
-        "gradients": numel * _gradient_bytes(actor, dtype),
-        "optimizer": state,
-    }
+    on_host, gradients = state * optimizer.cpu_offload, numel * _gradient_bytes(actor, dtype)
+    return {"weights": numel * (2 if half else 4), "gradients": gradients, "optimizer": state - on_host, _HOST: on_host}
 
 
 def _gradient_bytes(actor: ActorConfig, dtype: str) -> int:
@@ -122,7 +123,7 @@ def _gradient_bytes(actor: ActorConfig, dtype: str) -> int:
 
 def leaves_for_servers(config: Config) -> tuple[str, ...]:
     """The parts of the training state that are not on the GPU while colocated servers hold it."""
-    how = getattr(config.actor, "offload", "auto") if config.rollout.servers.colocate else "none"
+    how = config.actor.offload if config.rollout.servers.colocate else "none"
     return {"none": (), "optimizer": ("gradients", "optimizer")}.get(how, ("gradients", "optimizer", "weights"))
 
 
@@ -141,7 +142,9 @@ class _Stage:
         self._config, self._architecture, self._degrees, self._engine = config, architecture, degrees, engine
         self._number, self._is_last = stage, stage == degrees.pipeline - 1
         self._share = share_of(architecture, degrees, stage)
-        self.state = state_bytes(self._share, degrees, config.actor, config.model.dtype)
+        whole = state_bytes(self._share, degrees, config.actor, config.model.dtype)
+        self.state = {part: size for part, size in whole.items() if part != _HOST}
+        self.on_host = whole[_HOST]
         kernels: Kernels = "local" if config.actor.layer_spec == "local" else "te"
         packs = config.packing.mode != "none"
         self._pass = Pass(
@@ -189,7 +192,8 @@ class _Stage:
         if not self._is_last:
             return 0.0, 0.0
         chunk, entropy = self._config.actor.logprob_chunk_tokens, self._config.objective.entropy_coef > 0
-        return head_bytes(self._pass, chunk, backward=backward, entropy=entropy)
+        fused = self._config.actor.logprob_kernel != "torch"
+        return head_bytes(self._pass, chunk, backward=backward, entropy=entropy, fused=fused)
 
     def _working(self, kept: float, layer: float, head: tuple[float, float]) -> dict[str, float]:
         """The output layer and the layers below it do not run at the same time: the larger of the two counts."""
@@ -223,16 +227,20 @@ class _Stage:
         """The optimizer adds in float32: gradients that were reduced in bfloat16 are copied, this rank's share."""
         if _gradient_bytes(self._config.actor, self._config.model.dtype) == 4:
             return 0.0
-        return self.state["optimizer"] / 3
+        return (self.state["optimizer"] + self.on_host) / 3
 
 
-def _host(config: Config, site: Site, engine: EnginePlan, state: dict[str, float]) -> tuple[Phase, ...]:
-    """A node, by the rank that holds most of the model."""
-    ranks, away = site.ranks_per_node, leaves_for_servers(config)
+def _host(config: Config, site: Site, engine: EnginePlan, stage: _Stage) -> tuple[Phase, ...]:
+    """A node whose ranks are all of the stage that holds most."""
+    ranks, away, state = site.ranks_per_node, leaves_for_servers(config), stage.state
     servers = engine.gpus // site.nodes if engine.kind != "hf" and config.rollout.servers.launch == "local" else 0
     always: dict[str, float] = {"processes": (ranks + servers) * PROCESS_HOST_BYTES}
     if config.objective.kl.coef > 0:
         always["reference policy"] = ranks * state["weights"]
-    pinned = {f"{part} on the host": ranks * state[part] for part in away if part != "gradients"}
-    written = {"copies for the checkpoint": ranks * (state["weights"] + state["optimizer"])}
-    return Phase("generate", always | pinned), Phase("checkpoint", always | pinned | written)
+    moved = stage.on_host + (state["optimizer"] if "optimizer" in away else 0.0)
+    if moved:
+        always[_HOST] = ranks * moved
+    if "weights" in away:
+        always["weights on the host"] = ranks * state["weights"]
+    written = {"copies for the checkpoint": ranks * (state["weights"] + state["optimizer"] + stage.on_host)}
+    return Phase("generate", always), Phase("checkpoint", always | written)

@@ -1,25 +1,18 @@
-"""The page: data, code and style in one file, which asks no network for anything.
-
-The plots are plotly's, whose code is taken from its package. What models wrote is data and never markup: it travels as
-JSON in which every `<` is escaped, and the page's code makes text of it.
-"""
+"""The page about runs: their columns, findings and samples, as data for the code in `assets/`."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from dppo_megatron.report.browser import Samples, read_samples
+from dppo_megatron.report.document import ASSETS, script_data, write_html
 from dppo_megatron.report.findings import findings
 from dppo_megatron.report.read import RunRecord, default_settings
-from dppo_megatron.types import UserError
 
-_ASSETS = files("dppo_megatron.report") / "assets"
 _SCRIPTS = ("data.js", "charts.js", "sections.js", "samples.js", "page.js")
 SAMPLE_BYTES = 16_000_000
 """Of all runs' samples together: a browser opens a file of this size at once."""
@@ -32,26 +25,12 @@ def write_page(path: Path, runs: Sequence[RunRecord]) -> None:
         UserError: `path` cannot be written.
     """
     _name_apart(runs)
-    parts = [_script_data("report-data", {"runs": [_data(run) for run in runs], "defaults": default_settings()})]
+    parts = [script_data("report-data", {"runs": [_data(run) for run in runs], "defaults": default_settings()})]
     for number, run in enumerate(runs):
         model = json.loads(run.settings.get("model.hf_path", '""')) or ""
         samples = read_samples(run.path, str(model), SAMPLE_BYTES // len(runs))
         parts += _sample_data(number, samples)
-    page = (_ASSETS / "page.html").read_text(encoding="utf-8")
-    inside = {
-        "title": "dppo-megatron report",
-        "style": (_ASSETS / "style.css").read_text(encoding="utf-8"),
-        "plotly": _plotly(),
-        "data": "\n".join(parts),
-        "script": "\n".join((_ASSETS / name).read_text(encoding="utf-8") for name in _SCRIPTS),
-    }
-    page = re.sub(r"\{\{(\w+)\}\}", lambda match: inside[match[1]], page)  # one pass: what is put in may hold braces
-    try:
-        aside = path.with_name(f"{path.name}.new")
-        aside.write_text(page, encoding="utf-8")
-        aside.replace(path)
-    except OSError as error:
-        raise UserError(f"--out '{path}' cannot be written: {error.strerror}") from None
+    write_html(path, ASSETS / "page.html", "dppo-megatron report", parts, [ASSETS / name for name in _SCRIPTS])
 
 
 def _name_apart(runs: Sequence[RunRecord]) -> None:
@@ -84,18 +63,9 @@ def _sample_data(number: int, samples: Samples) -> list[str]:
         "tokens": samples.tokens,
         "note": samples.note,
     }
-    parts = [_script_data(f"samples-{number}", index)]
-    return parts + [_script_data(f"samples-{number}-{step}", groups) for step, groups in samples.steps.items()]
-
-
-def _script_data(name: str, value: Any) -> str:
-    text = json.dumps(value, separators=(",", ":"), default=str, allow_nan=False).replace("<", "\\u003c")
-    return f'<script type="application/json" id="{name}">{text}</script>'
+    parts = [script_data(f"samples-{number}", index)]
+    return parts + [script_data(f"samples-{number}-{step}", groups) for step, groups in samples.steps.items()]
 
 
 def _short(value: float | None) -> float | None:
     return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def _plotly() -> str:
-    return (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")

@@ -120,6 +120,7 @@ def _limit_harm(setup: dict[str, Any]) -> None:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != setup["parent"]:
             os._exit(0)  # it died before the line above
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm's warning to all processes of a step is the trainer's concern
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     with contextlib.suppress(OSError, ValueError):

@@ -75,7 +75,5 @@ def completion_of(
         logprobs=logprobs,
         finish_reason="stop" if reason == "stop" else "length",
         text=text,
-        weights_versions=np.repeat(
-            np.array([version for version, _ in spans], np.int64), [tokens for _, tokens in spans]
-        ),
+        weights_spans=tuple(spans),
     )

@@ -200,7 +200,7 @@ class HFEngine:
                 logprobs=values[: len(tokens)].astype(np.float32),
                 finish_reason="stop" if stop else "length",
                 text=text,
-                weights_versions=np.full(len(tokens), self._version, dtype=np.int64),
+                weights_spans=((self._version, len(tokens)),),
             )
             for tokens, values, stop, text in zip(cut, logprobs, stopped, texts, strict=True)
         ]

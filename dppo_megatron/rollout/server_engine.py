@@ -43,8 +43,13 @@ from dppo_megatron.rollout.client.remote import (
 )
 from dppo_megatron.rollout.engine import Request, Sampling, Weights
 from dppo_megatron.rollout.grouping import completion_of, grouped
-from dppo_megatron.rollout.servers.connect import ChannelName, Connection, configured_key, connect
+from dppo_megatron.rollout.launching import launch_everywhere
+from dppo_megatron.rollout.servers.connect import ChannelName, Connection, connect
 from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
+from dppo_megatron.rollout.servers.keeper import Keeper
+from dppo_megatron.rollout.servers.launch import ServerProcess
+from dppo_megatron.rollout.servers.member import Member
+from dppo_megatron.rollout.servers.recruit import Recruiter
 from dppo_megatron.rollout.servers.seats import RankDevice, Seats, this_device
 from dppo_megatron.rollout.servers.wire import Expected
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
@@ -94,9 +99,15 @@ class ServerEngine:
         self._channel: Channel | None = None
         self._owners: set[int] = set()
         """Nodes whose client asks servers."""
+        self._keeper: Keeper | None = None
         try:
-            devices = gather_all([this_device()])
-            self.description, meeting, how = from_rank_zero(lambda: self._connect(config, architecture, say, devices))
+            devices = gather_all([this_device(self._nodes.node)])
+            launched: list[ServerProcess] = []
+            if config.rollout.servers.launch == "local":
+                launched, self._keeper = launch_everywhere(config, self._nodes)
+            self.description, meeting, how = from_rank_zero(
+                lambda: self._connect(config, architecture, say, devices, launched)
+            )
             self._secret, self._owners = meeting.secret, from_rank_zero(lambda: self._owners)
             self._take_path = meeting.take_path(self._nodes.node)
             if self._nodes.is_first and self._nodes.node in self._owners:
@@ -230,6 +241,8 @@ class ServerEngine:
             self._client.close()
         if self._connection is not None:
             self._fleet.close()
+        if self._keeper is not None:
+            self._keeper.close()
         if self._channel is not None:
             self._channel.close()
 
@@ -244,18 +257,30 @@ class ServerEngine:
         architecture: Architecture,
         say: Callable[[str], None],
         devices: Sequence[RankDevice],
+        launched: Sequence[ServerProcess],
     ) -> tuple[str, Meeting, _Way]:
-        """On rank 0: reach or start every server, and wait for the clients from now on."""
-        self._connection = connection = connect(config, architecture, say, devices)
+        """On rank 0: reach every server, and wait for the clients from now on."""
+        self._connection = connection = connect(config, architecture, say, devices, launched)
         members, listener = connection.fleet.members, Listener(self._nodes.count)
-        launched = any(member.process is not None for member in members)
-        owned_by = owners([member.name for member in members], self._nodes.count, only_first=launched)
-        addresses = [Address(i, member.name, member.server.dialect) for i, member in enumerate(members)]
-        self._clients = Clients(listener, addresses, owned_by)
-        connection.fleet.intake = self._clients
-        self._owners = set(owned_by)
+        owned_by = owners([m.name for m in members], self._nodes.count, [server.node for server in launched])
+        addresses = [
+            Address(i, member.name, member.server.dialect, key)
+            for i, (member, key) in enumerate(zip(members, connection.keys, strict=True))
+        ]
+        nodes = set(owned_by) if connection.directory is None else set(range(self._nodes.count))
+        self._clients = Clients(listener, addresses, owned_by, sorted(nodes))
+        connection.fleet.intake, self._owners = self._clients, nodes
+        if connection.directory is not None:
+            connection.fleet.recruit = Recruiter(
+                connection.directory, connection, config, architecture, self._introduce
+            ).update
         way = connection.channel, connection.world_sizes, connection.seats
         return connection.description, listener.meeting, way
+
+    def _introduce(self, place: int, member: Member, key: str) -> None:
+        """On rank 0: a server has come."""
+        assert self._clients is not None
+        self._clients.add(Address(place, member.name, member.server.dialect, key))
 
     def _await_clients(self, say: Callable[[str], None]) -> None:
         assert self._clients is not None
@@ -268,8 +293,6 @@ class ServerEngine:
             rank_zero=meeting.address,
             secret=meeting.secret,
             take_path=self._take_path,
-            keys=self._connection.keys if self._connection is not None else {},
-            key=configured_key(self._config.rollout),
             detokenizer=detokenizer,
             hook=hook,
             parent=os.getpid(),
@@ -286,6 +309,8 @@ class ServerEngine:
             return DiskChannel(fleet, directory, self._config.model.hf_path, bucket_bytes, timeout_s)
         if name == "ipc":
             return SharedMemoryChannel(fleet, seats, OFFERS[rollout.engine], bucket_bytes, timeout_s)
+        if self._connection is not None:
+            world_sizes = self._connection.world_sizes  # itself, which grows when a server comes
         return BroadcastChannel(fleet, name, world_sizes, bucket_bytes, timeout_s)
 
     def _settle_requests(self) -> None:

@@ -50,7 +50,7 @@ class Rig:
         self.clients = Clients(listener, known, [0] * len(known))
         self.secret, self.path = listener.meeting.secret, listener.meeting.take_path(0)
         self.node = NodeClient(
-            Setup(0, listener.meeting.address, self.secret, self.path, {}, "", detokenizer, hook, os.getpid())
+            Setup(0, listener.meeting.address, self.secret, self.path, detokenizer, hook, os.getpid())
         )
         self.clients.start(say, 512)
 

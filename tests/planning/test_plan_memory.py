@@ -13,7 +13,7 @@ from support.tiny import Parallel, build_actor, plan_for, random_samples, write_
 
 from dppo_megatron.actor.attention import PackedSequences
 from dppo_megatron.actor.context import ContextShare
-from dppo_megatron.actor.logprobs import Projection, chunked_logprobs
+from dppo_megatron.actor.logprobs import Projection, TorchSoftmax, chunked_logprobs
 from dppo_megatron.config.schema import ActorConfig
 from dppo_megatron.planning.activations import Pass, head_bytes, layer_kept
 from dppo_megatron.planning.memory import state_bytes
@@ -172,7 +172,7 @@ def _head(dtype: torch.dtype, entropy: bool, backward: bool) -> list[int]:
         hidden = torch.randn(tokens, hidden_size, dtype=dtype, requires_grad=backward)
         weight = torch.randn(VOCAB, hidden_size, dtype=dtype, requires_grad=backward)
         targets = torch.randint(0, VOCAB, (tokens,))
-        projection = Projection(VOCAB, 1.0, chunk, torch.distributed.group.WORLD)
+        projection = Projection(VOCAB, 1.0, chunk, torch.distributed.group.WORLD, TorchSoftmax())
         with LiveBytes() as bytes_:
             logprobs, mean = chunked_logprobs(hidden, weight, targets, projection)
             if backward:

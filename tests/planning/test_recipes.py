@@ -118,7 +118,7 @@ def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.Captur
     ("options", "reason"),
     [
         (["--gpu-memory", "40"], "forward needs"),
-        (["--gpu-memory", "40"], "What helps: --gpus 16"),
+        (["--gpu-memory", "40"], "What helps: actor.optimizer.cpu_offload=1"),
         (["--host-memory", "300"], "generate needs 523 GiB of a node's 300 (most of it optimizer on the host)"),
         (["packing.max_tokens_per_microbatch=100"], "must fit"),
         (["--gpus", "6"], "needs a multiple of 8 processes"),

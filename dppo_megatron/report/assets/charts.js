@@ -87,7 +87,7 @@ function scores(metric) {
 
 /** Seconds of each phase, stacked, of one run. */
 function stacked(run) {
-  const all = Object.keys(run.columns).filter((key) => /^time\/\w+_s$/.test(key) && !["time/step_s", "time/pack_s", "time/logprobs_s"].includes(key));
+  const all = Object.keys(run.columns).filter((key) => /^time\/\w+_s$/.test(key) && !["time/step_s", "time/step_cpu_s", "time/pack_s", "time/logprobs_s"].includes(key));
   const order = ["rollout", "reward", "select", "prune", "exchange", "update", "sync"];
   const rank = (key) => { const at = order.indexOf(key.slice(5, -2)); return at < 0 ? 99 : at; };
   const keys = all.sort((a, b) => rank(a) - rank(b)), x = axisValues(run).slice(1);

@@ -78,10 +78,9 @@ class Asker:
 
     Args:
         sockets: that may be open at a time.
-        keys: API key of each address; one that is not named gets `key`.
     """
 
-    def __init__(self, sockets: int, keys: dict[str, str], key: str) -> None:
+    def __init__(self, sockets: int) -> None:
         trace = aiohttp.TraceConfig()
         trace.on_connection_reuseconn.append(_note_reuse)
         self._session = aiohttp.ClientSession(
@@ -92,7 +91,7 @@ class Asker:
             trace_configs=[trace],
         )
         self._reading = asyncio.Semaphore(_READERS)
-        self._sockets, self._keys, self._key = sockets, keys, key
+        self._sockets = sockets
         self._servers: dict[int, Address] = {}
 
     def know(self, servers: list[Address]) -> None:
@@ -145,7 +144,7 @@ class Asker:
             raise self._told(error, server, call) from None
 
     async def _exchange(self, server: Address, call: Call, max_bytes: int, flags: SimpleNamespace) -> bytearray:
-        key = self._keys.get(server.url, self._key)
+        key = server.api_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with self._session.post(
             server.url + call.path, data=call.body, headers=headers, allow_redirects=False, trace_request_ctx=flags

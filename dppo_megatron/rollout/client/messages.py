@@ -22,6 +22,11 @@ class Address(msgspec.Struct, frozen=True):
     server: int
     url: str
     dialect: AnyDialect
+    api_key: str = ""
+
+    def __repr__(self) -> str:
+        """Without the key: messages go into logs."""
+        return f"Address({self.server}, {self.url})"
 
 
 class Servers(msgspec.Struct, frozen=True, tag=True):

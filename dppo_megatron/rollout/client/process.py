@@ -65,9 +65,6 @@ class Setup:
     secret: bytes = field(repr=False)
     take_path: str = ""
     """Where ranks of this node ask for their shares."""
-    keys: dict[str, str] = field(default_factory=dict, repr=False)
-    key: str = field(default="", repr=False)
-    """API keys of the servers by address, and that of all others."""
     detokenizer: Detokenizer | None = None
     hook: HookFactory | None = None
     parent: int = 0
@@ -86,7 +83,7 @@ class Client:
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
         self._loop = asyncio.get_running_loop()
         self._sockets = raise_file_limit() - OWN_FILES
-        self._asker = Asker(self._sockets, setup.keys, setup.key)
+        self._asker = Asker(self._sockets)
         self._lanes = GradeLanes(setup.hook(), self._graded, self._lost) if setup.hook else None
         self._takes = socket.socket(socket.AF_UNIX)
         self._takes.bind(setup.take_path)  # before the first word to rank 0, which then lets ranks come here
@@ -216,7 +213,8 @@ async def _run(setup: Setup) -> None:
 
 def main() -> None:
     """Read the setup from stdin and serve until the trainer is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's to handle, which then closes the connection
+    for number in (signal.SIGINT, signal.SIGUSR1):  # the trainer's to handle, which then closes the connection
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     setup: Setup = pickle.load(sys.stdin.buffer)

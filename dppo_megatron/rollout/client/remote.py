@@ -55,11 +55,13 @@ _TAKE_S = 600.0
 
 
 def this_node() -> str:
-    """Equal for two processes that can share memory files and unix sockets: same host, same boot, same file systems."""
+    """Equal for two processes that can share memory files and unix sockets (same host, boot and file systems) and
+    that the same agent of torchrun has started."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     booted = boot.read_text().strip() if boot.exists() else ""
     mounts = os.readlink("/proc/self/ns/mnt") if os.path.exists("/proc/self/ns/mnt") else ""
-    return f"{socket.gethostname()} {booted} {mounts}"
+    # two of torchrun's agents on one machine count as two nodes: each starts servers, and ends alone
+    return f"{socket.gethostname()} {booted} {mounts} {os.environ.get('GROUP_RANK', '')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +189,19 @@ def take(path: str, secret: bytes, share: int, shares: int) -> Iterator[Arrived]
         raise GuardStop(f"this node's rollout client has ended: {error}") from None
 
 
-def owners(urls: Sequence[str], num_clients: int, *, only_first: bool) -> list[int]:
-    """The client that asks each server. A server on loopback is rank 0's machine's.
+def owners(urls: Sequence[str], num_clients: int, launched_on: Sequence[int] = ()) -> list[int]:
+    """The client that asks each server. Other people's servers on loopback are rank 0's machine's.
 
-    Example: four servers on two nodes are owned by clients 0, 1, 0, 1.
+    Args:
+        launched_on: the machine of each server, if the job has started them: their neighbours ask.
+
+    Example: four servers elsewhere, and a job on two nodes: clients 0, 1, 0, 1.
     """
+    if launched_on:
+        return list(launched_on)
     found, turn = [], 0
     for url in urls:
-        if only_first or urlsplit(url).hostname in LOOPBACK:
+        if urlsplit(url).hostname in LOOPBACK:
             found.append(0)
         else:
             found.append(turn % num_clients)
@@ -208,10 +215,14 @@ class Clients:
     Args:
         of_server: the client that owns each server.
         addresses: all servers, in the fleet's order.
+        nodes: whose clients take part beside those that own a server: more servers may come.
     """
 
-    def __init__(self, listener: Listener, addresses: Sequence[Address], of_server: Sequence[int]) -> None:
+    def __init__(
+        self, listener: Listener, addresses: Sequence[Address], of_server: Sequence[int], nodes: Sequence[int] = ()
+    ) -> None:
         self._listener, self._addresses, self._of_server = listener, list(addresses), list(of_server)
+        self._nodes = sorted({*of_server, *nodes})
         self._peers: dict[int, socket.socket] = {}
         self._sockets: dict[int, int] = {}
         self._buffers: dict[int, frames.FrameBuffer] = {}
@@ -227,7 +238,7 @@ class Clients:
             GuardStop: one has not come.
         """
         deadline = time.monotonic() + _START_S
-        needed = set(self._of_server)
+        needed = set(self._nodes)
         while missing := needed - set(self._peers):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -238,13 +249,23 @@ class Clients:
         for node in needed:
             mine = [address for address, owner in zip(self._addresses, self._of_server, strict=True) if owner == node]
             self._send(node, Servers(mine))
-            room = max(1, self._sockets[node] // len(mine))
+            room = max(1, self._sockets[node] // max(1, len(mine)))
             if room < wanted_per_server:
                 say(
                     f"rollout: the limit on open files (ulimit -n = {self._sockets[node] + OWN_FILES} on node {node})"
                     f" lets each of its {len(mine)} servers have {room} requests in flight of {wanted_per_server}"
                     f" that it would take; {len(mine) * wanted_per_server + OWN_FILES} would be enough for all"
                 )
+
+    def add(self, address: Address) -> None:
+        """One server more, or another one with a number that there was: the client that owns fewest asks it."""
+        if address.server < len(self._addresses):
+            self._addresses[address.server] = address
+        else:
+            loads = {node: self._of_server.count(node) for node in self._nodes}
+            self._addresses.append(address)
+            self._of_server.append(min(loads, key=loads.__getitem__))
+        self._send(self._of_server[address.server], Servers([address]))
 
     def room(self, server: int) -> int:
         """See `Intake.room`."""

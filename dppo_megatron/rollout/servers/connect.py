@@ -19,9 +19,10 @@ import torch
 from dppo_megatron.config.evaluation import longest_sequence
 from dppo_megatron.config.rollout import RolloutConfig, check_endpoint
 from dppo_megatron.config.schema import Config
+from dppo_megatron.rollout.servers.directory import Directory, Entry
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http, Refused, Unreachable, clean_key
-from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.servers.launch import LaunchedServer, ServerProcess
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
 from dppo_megatron.rollout.servers.seats import CPU, RankDevice, Seats, seats, visible_devices
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_command, sglang_environment
@@ -48,29 +49,40 @@ class Connection:
     description: str
     seats: Seats
     """Under the channel ipc, the rank that hands weights to each worker; else empty."""
-    keys: dict[str, str]
-    """API key of each launched server, by address; what is configured goes to all others."""
+    keys: list[str]
+    """API key of each server, in the fleet's order."""
+    directory: Directory | None = None
+    """Of `rollout.servers.addresses_from`."""
 
 
 def connect(
-    config: Config, architecture: Architecture, say: Callable[[str], None], devices: Sequence[RankDevice]
+    config: Config,
+    architecture: Architecture,
+    say: Callable[[str], None],
+    devices: Sequence[RankDevice],
+    launched: Sequence[ServerProcess] = (),
 ) -> Connection:
-    """Reach or start every server and check it.
+    """Reach every server and check it.
 
     Args:
         devices: where each rank of the actor computes.
+        launched: the job's own servers, started but not ready yet; ended if one of them cannot be used.
 
     Raises:
         UserError: what is wrong with which server.
     """
     rollout = config.rollout
-    key = configured_key(rollout)
-    launched = launch_servers(config) if rollout.servers.launch == "local" else []
+    directory = Directory(Path(rollout.servers.addresses_from)) if rollout.servers.addresses_from else None
     try:
-        urls = [server.url for server in launched] or workers(rollout, key, say)
-        keys = [server.api_key for server in launched] or [key] * len(urls)
+        if directory is not None:
+            addresses = _registered(directory, rollout, say)
+        elif launched:
+            addresses = {server.url: server.api_key for server in launched}
+        else:
+            addresses = dict.fromkeys(workers(rollout, key := configured_key(rollout), say), key)
+        urls = list(addresses)
         servers: list[Server] = [
-            make_server(rollout.engine, url, key, architecture.vocab_size) for url, key in zip(urls, keys, strict=True)
+            make_server(rollout.engine, url, key, architecture.vocab_size) for url, key in addresses.items()
         ]
         for own, server in zip(launched, servers, strict=False):
             own.wait_ready(lambda s=server: s.healthy(timeout_s=_READY_S), rollout.limits.start_timeout_s)  # type: ignore[misc]
@@ -95,13 +107,37 @@ def connect(
     return Connection(
         fleet=Fleet(servers, rollout, say, processes=launched),
         channel=channel,
-        keys={server.url: server.api_key for server in launched},
+        keys=list(addresses.values()),
         seats={url: ranks for url, ranks in found.items() if ranks} if channel == "ipc" else {},
         world_sizes={server.http.url: info.world_size for server, info in zip(servers, infos, strict=True)},
         description=(
             f"rollout: {rollout.engine} {infos[0].engine_version} at {', '.join(urls)}; weight sync: {channel} ({why})"
+            f"{ipc_warning() if channel == 'ipc' and on_gpu else ''}"
         ),
+        directory=directory,
     )
+
+
+def _registered(directory: Directory, rollout: RolloutConfig, say: Callable[[str], None]) -> dict[str, str]:
+    """Key by address of the servers that have come and may be asked."""
+
+    def answers(entry: Entry) -> bool:
+        check_entry(entry, rollout)
+        try:
+            make_server(entry.engine, entry.url, entry.api_key, 0).healthy(timeout_s=_READY_S)
+        except (Unreachable, Refused):
+            return False
+        return True
+
+    entries = directory.wait_for(rollout.servers.wait_for, rollout.limits.start_timeout_s, answers, say)
+    return {url: entry.api_key for url, entry in entries.items()}
+
+
+def check_entry(entry: Entry, rollout: RolloutConfig) -> None:
+    """Raise UserError for a server of another engine, or one that may not be asked."""
+    if entry.engine != rollout.engine:
+        raise UserError(f"{entry.url} is a server of engine {entry.engine}; rollout.engine = {rollout.engine}")
+    check_endpoint(entry.url, rollout)
 
 
 def workers(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> list[str]:
@@ -128,6 +164,18 @@ def workers(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> lis
     return found
 
 
+def ipc_warning() -> str:
+    """What the description says where torch hands its memory over as file descriptors: a container may not let a
+    server take them (it needs the right to trace processes)."""
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(variable, "").replace(" ", "").lower():
+            return (
+                f"; {variable} has expandable_segments, with which CUDA IPC needs ptrace rights in a container: if the"
+                " first sync fails, unset it or choose rollout.sync.channel = disk"
+            )
+    return ""
+
+
 def _named_workers(http: Http) -> list[str] | None:
     """None for what is no router."""
     try:
@@ -142,7 +190,7 @@ def _named_workers(http: Http) -> list[str] | None:
 
 
 def _seats(
-    launched: Sequence[LaunchedServer], infos: Sequence[ServerInfo], devices: Sequence[RankDevice]
+    launched: Sequence[ServerProcess], infos: Sequence[ServerInfo], devices: Sequence[RankDevice]
 ) -> dict[str, tuple[int, ...] | None]:
     """For each server of ours by address the ranks that share its workers' devices; None for one with a worker on a
     device without a rank."""
@@ -152,9 +200,8 @@ def _seats(
     for turn, (server, info) in enumerate(zip(launched, infos, strict=False)):  # others' servers have none
         workers = info.devices
         if not workers and torch.cuda.is_available():
-            visible = server.variables.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
-            workers = tuple(visible_devices(visible)[: info.world_size])
-        found[server.url] = seats(devices, workers or (CPU,) * info.world_size, turn)
+            workers = tuple(visible_devices(server.visible_devices)[: info.world_size])
+        found[server.url] = seats(devices, workers or (CPU,) * info.world_size, turn, server.node)
     return found
 
 
@@ -259,11 +306,16 @@ def _check_cuts(url: str, info: ServerInfo, rollout: RolloutConfig, vocab_size: 
         )
 
 
-def launch_servers(config: Config) -> list[LaunchedServer]:
-    """Start `rollout.servers.count` processes, without waiting for them.
+def make_servers(config: Config, host: str = "127.0.0.1", node: int = 0, name: str = "") -> list[LaunchedServer]:
+    """`rollout.servers.count` servers for this machine, not started yet.
 
-    Each gets a key of its own through its environment, and asks for it at every endpoint (`in_engine`): other users of
-    this machine can reach the port too.
+    Each gets a key of its own through its environment, and asks for it at every endpoint (`in_engine`): others can
+    reach the port too.
+
+    Args:
+        host: address that they listen on.
+        node: this machine's number in the job.
+        name: begins the names of their logs.
     """
     rollout = config.rollout
     key = configured_key(rollout)
@@ -272,19 +324,27 @@ def launch_servers(config: Config) -> list[LaunchedServer]:
     longest, _ = longest_sequence(config)
     vllm = rollout.engine == "vllm"
     build = vllm_command if vllm else sglang_command
-    command = build(rollout, python, str(Path(config.model.hf_path).absolute()), longest, config.model.dtype, cpu=cpu)
+    model = str(Path(config.model.hf_path).absolute())
+    command = build(rollout, python, model, longest, config.model.dtype, cpu=cpu, host=host)
     if is_torch_dist(config.model.hf_path) and "--load-format" not in rollout.servers.args:
         command += ["--load-format", "dummy"]  # engines cannot read it; the first weight sync brings what it holds
     variables = vllm_environment(cpu) if vllm else sglang_environment(cpu)
     servers = []
+    for index in range(rollout.servers.count):
+        gpus = {"CUDA_VISIBLE_DEVICES": rollout.servers.gpus[index]} if rollout.servers.gpus else {}
+        log = Path(config.run_dir) / "servers" / f"{name}server_{index}.log"
+        own_key = key or secrets.token_urlsafe(32)
+        guard = {"VLLM_API_KEY" if vllm else "DPPO_SERVER_KEY": own_key}
+        servers.append(LaunchedServer(command, variables | gpus | guard, log, own_key, host, node))
+    return servers
+
+
+def launch_servers(config: Config, host: str = "127.0.0.1", name: str = "") -> list[LaunchedServer]:
+    """The same, started, without waiting for them. Raises UserError, with none left, if one cannot be started."""
+    servers = make_servers(config, host, name=name)
     try:
-        for index in range(rollout.servers.count):
-            gpus = {"CUDA_VISIBLE_DEVICES": rollout.servers.gpus[index]} if rollout.servers.gpus else {}
-            log = Path(config.run_dir) / "servers" / f"server_{index}.log"
-            own_key = key or secrets.token_urlsafe(32)
-            guard = {"VLLM_API_KEY" if vllm else "DPPO_SERVER_KEY": own_key}
-            servers.append(LaunchedServer(command, variables | gpus | guard, log, own_key))
-            servers[-1].start()
+        for server in servers:
+            server.start()
     except UserError:
         for server in servers:
             server.stop()

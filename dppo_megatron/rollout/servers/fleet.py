@@ -36,7 +36,7 @@ from itertools import zip_longest
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Intake, Landed, Ready
-from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.servers.launch import ServerProcess
 from dppo_megatron.rollout.servers.member import Member, OwnedLock
 from dppo_megatron.rollout.servers.protocol import Server
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
@@ -121,7 +121,7 @@ class Fleet:
         config: RolloutConfig,
         say: Callable[[str], None],
         intake: Intake | None = None,
-        processes: Sequence[LaunchedServer] = (),
+        processes: Sequence[ServerProcess] = (),
         clock: Callable[[], float] = time.monotonic,
         threads: Executor | None = None,
     ) -> None:
@@ -132,9 +132,14 @@ class Fleet:
         ]
         self.say = say
         self.intake = intake
+        self.recruit: Callable[[Fleet], None] | None = None
+        """Lets servers in and go; called where a server that is back could be used at once."""
         self._config, self._clock = config, clock
-        self._threads = threads or ThreadPoolExecutor(max_workers=len(servers), thread_name_prefix="probe")
+        self._threads = threads or ThreadPoolExecutor(max_workers=max(32, len(servers)), thread_name_prefix="probe")
+        self._expected = ""
         self._probing: dict[str, _Probe] = {member.name: _Probe() for member in self.members}
+        self.places = {member.name: place for place, member in enumerate(self.members)}
+        """Number of each member: it keeps it whoever comes and goes."""
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="launcher")
         """Its thread lives as long as the trainer: the kernel ends a server with the thread that has started it."""
         self._next_ticket = 0
@@ -153,6 +158,7 @@ class Fleet:
     def expect(self, version: str) -> None:
         """Only servers that have taken `version` are live from now on."""
         with self.lock:
+            self._expected = version
             for member in self.members:
                 member.expects(version)
 
@@ -165,13 +171,44 @@ class Fleet:
         member.server.http.close()
 
     def revive(self) -> None:
-        """Ask every server that is out whether it is back, all at once; those that are become stale."""
+        """Ask every server that is out whether it is back, all at once; those that are become stale. Who has come since
+        is among the members now."""
+        if self.recruit is not None:
+            self.recruit(self)
         timeout_s = min(_ANSWER_S, self._config.limits.probe_timeout_s)
         out = [member for member in self.members if member.state == "out" and member.may_be_asked]
         asked = [(member, self._threads.submit(member.server.healthy, timeout_s=timeout_s)) for member in out]
         for member, answer in asked:
             if answer.exception() is None:
                 self._is_back(member)
+
+    def let_in(self, server: Server) -> tuple[int, Member]:
+        """A server that has come, as a member with its number: stale, until the next weight sync. One that has the
+        address of a member takes its place."""
+        url = server.http.url
+        with self.lock:
+            place = self.places.setdefault(url, len(self.members))
+            if place == len(self.members):
+                self._probing[url] = _Probe()
+                self.members.append(Member(server, self.lock, self._clock))
+                self.members[place].expects(self._expected)
+            else:
+                self.members[place].replaced_by(server)
+            self.members[place].answers()
+        return place, self.members[place]
+
+    def let_go(self, member: Member, reason: str) -> None:
+        """Its owner has taken it away: no more requests and no more questions."""
+        with self.lock:
+            news = member.left(reason)
+        if news:
+            self.say(f"rollout: {member.name}: {reason}")
+            member.server.http.close()
+
+    def may_return(self, member: Member) -> None:
+        """Its owner offers it."""
+        with self.lock:
+            member.may_return()
 
     def restart_dead(self) -> None:
         """Start the trainer's own servers that have ended again; they come back by answering a probe."""
@@ -261,7 +298,7 @@ class _Rollout:
         self._pending = deque(index for index in range(len(work.groups)) if index not in work.done)
         self._attempts: dict[int, _Attempt] = {}
         self._watched = -math.inf
-        self._places = {member.name: place for place, member in enumerate(fleet.members)}
+        self._places = fleet.places
 
     def run(self) -> Iterator[int]:
         """See `Fleet.run`."""

@@ -1,7 +1,8 @@
-"""Servers that the trainer starts on its own machine, and ends with the run.
+"""Servers that the trainer starts on this machine, and ends with the run.
 
-They listen on loopback only, log to run_dir/servers, and are asked by the kernel to end when the trainer dies, so that
-a killed run leaves no process on a GPU.
+They listen on loopback, or where a job has several machines on the one address by which the others reach this one. They
+log to run_dir/servers, and the kernel ends them when the trainer dies, so that a killed run leaves no process on a GPU.
+Those on other machines of the job are started there and seen from here through `keeper.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,56 +26,44 @@ _PR_SET_PDEATHSIG = 1
 _GRACE_S = 15.0
 
 
-@dataclass
-class LaunchedServer:
-    """One server process.
+class ServerProcess(ABC):
+    """A server that this job has started, wherever it runs."""
 
-    Args:
-        command: its command line; {port} in it is replaced.
-        variables: environment beside the trainer's own. The place for its key: command lines can be read by everybody
-            on the machine.
-        log: file that takes its output.
-        api_key: what it asks for; empty if it asks for nothing.
-    """
-
-    command: Sequence[str]
-    variables: dict[str, str] = field(repr=False)
-    log: Path
-    api_key: str = field(default="", repr=False)
-    port: int = 0
-    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    is_starting: bool = field(default=False, init=False)
+    url: str
+    api_key: str
+    node: int
+    """The job's machine that it runs on; 0 is rank 0's."""
+    is_starting: bool
     """Started, and not seen ready since."""
+    where: str
+    """Where its output is, for messages."""
 
     @property
-    def url(self) -> str:
-        """Its address."""
-        return f"http://127.0.0.1:{self.port}"
+    @abstractmethod
+    def visible_devices(self) -> str | None:
+        """Its CUDA_VISIBLE_DEVICES."""
 
     @property
+    @abstractmethod
     def is_running(self) -> bool:
         """The process has not ended."""
-        return self.process is not None and self.process.poll() is None
 
+    @property
+    @abstractmethod
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+
+    @abstractmethod
     def start(self) -> None:
-        """Start it, again on the same port if it has run before. Raises UserError if the interpreter is not there."""
-        self.port, self.is_starting = self.port or _free_port(), True
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
-        command = [part.replace("{port}", str(self.port)) for part in self.command]
-        with open(self.log, "ab") as log:
-            try:
-                self.process = subprocess.Popen(
-                    command,
-                    env=inherited | self.variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                    preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-                )
-            except OSError as error:
-                raise UserError(f"rollout.servers.python: '{command[0]}' cannot be started: {error}") from None
+        """Start it, again on the same port if it has run before."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End it and everything it started."""
+
+    @abstractmethod
+    def tail(self) -> str:
+        """The last lines of its output, without its key."""
 
     def wait_ready(self, is_ready: Callable[[], None], timeout_s: float) -> None:
         """Return when `is_ready()` no longer raises.
@@ -90,14 +80,82 @@ class LaunchedServer:
             except Exception as error:
                 problem = str(error)
             if not self.is_running:
-                assert self.process is not None
-                problem = f"ended with code {self.process.returncode} before it was ready"
+                problem = f"ended with code {self.exit_code} before it was ready"
             elif time.monotonic() < deadline:
                 time.sleep(0.5)
                 continue
             else:
                 problem = f"was not ready after rollout.limits.start_timeout_s = {timeout_s:g} s: {problem}"
-            raise UserError(f"the rollout server at {self.url} {problem}; {self.log} ends with:\n{self._tail()}")
+            raise UserError(f"the rollout server at {self.url} {problem}; {self.where} ends with:\n{self.tail()}")
+
+
+@dataclass
+class LaunchedServer(ServerProcess):
+    """One server process of this machine.
+
+    Args:
+        command: its command line; {port} in it is replaced.
+        variables: environment beside the trainer's own. The place for its key: command lines can be read by everybody
+            on the machine.
+        log: file that takes its output.
+        api_key: what it asks for; empty if it asks for nothing.
+        host: address that it listens on, and no other one.
+    """
+
+    command: Sequence[str]
+    variables: dict[str, str] = field(repr=False)
+    log: Path
+    api_key: str = field(default="", repr=False)
+    host: str = "127.0.0.1"
+    node: int = 0
+    port: int = 0
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    is_starting: bool = field(default=False, init=False)
+
+    @property
+    def url(self) -> str:  # type: ignore[override]
+        """Its address."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    @property
+    def where(self) -> str:  # type: ignore[override]
+        """Its log."""
+        return str(self.log)
+
+    @property
+    def visible_devices(self) -> str | None:
+        """See `ServerProcess`."""
+        return self.variables.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+    @property
+    def is_running(self) -> bool:
+        """The process has not ended."""
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """See `ServerProcess`."""
+        return self.process.poll() if self.process is not None else None
+
+    def start(self) -> None:
+        """See `ServerProcess`. Raises UserError if the interpreter is not there."""
+        self.port, self.is_starting = self.port or _free_port(self.host), True
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
+        command = [part.replace("{port}", str(self.port)) for part in self.command]
+        with open(self.log, "ab") as log:
+            try:
+                self.process = subprocess.Popen(
+                    command,
+                    env=inherited | self.variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    preexec_fn=_prepare_child,
+                )
+            except OSError as error:
+                raise UserError(f"rollout.servers.python: '{command[0]}' cannot be started: {error}") from None
 
     def stop(self) -> None:
         """End it and everything it started."""
@@ -111,7 +169,8 @@ class LaunchedServer:
                 if kind == signal.SIGKILL:
                     break
 
-    def _tail(self) -> str:
+    def tail(self) -> str:
+        """See `ServerProcess`; lines that speak of errors first."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line or "error:" in line]
         tail = "\n".join([*errors[-3:], *lines[-5:]])[-2000:]
@@ -121,15 +180,33 @@ class LaunchedServer:
 _LAUNCHER_VARIABLES = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS"),
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
 }
-"""torchrun's: an engine that inherits them takes itself for a rank of the trainer."""
+"""torchrun's: an engine that inherits them takes itself for a rank of the trainer. And what is set for the trainer's
+CUDA alone: one hardware queue would slow an engine down, and vLLM's sleep mode refuses expandable segments."""
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def address_toward(host: str) -> str:
+    """The address of this machine by which `host` would see it; loopback if that is this machine itself.
+
+    Example: on a node with 10.0.0.7 in the cluster's network, address_toward("10.0.0.1") == "10.0.0.7"
+    """
+    # a datagram socket only asks the routing table: nobody need answer, nor even live
+    family, kind, *_, address = socket.getaddrinfo(host, 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def _prepare_child() -> None:
+    """Between fork and exec. Slurm sends the warning before a time limit to every process of a step: it asks the
+    trainer to save, and an engine that knows no SIGUSR1 would end by it."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -8,6 +8,8 @@
        '----------------------------------------------'
                           failed()
 
+A server that has left (`left`, `may_return`) is out, and no answer brings it back before its owner offers it again.
+
 There is no arrow from out to live: a server that comes back holds old weights, or none, and gets no request before a
 complete sync. `took` on a server that has failed meanwhile therefore changes nothing; that race is real, since health
 probes go on in one thread while another syncs.
@@ -24,7 +26,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Literal
 
-from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.servers.launch import ServerProcess
 from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory, Server
 
 State = Literal["out", "stale", "live"]
@@ -83,7 +85,7 @@ class Member:
         server: Server,
         lock: OwnedLock,
         clock: Callable[[], float] = time.monotonic,
-        process: LaunchedServer | None = None,
+        process: ServerProcess | None = None,
     ) -> None:
         self.server, self.process = server, process
         self._lock, self._clock = lock, clock
@@ -103,6 +105,7 @@ class Member:
         self.outstanding_tokens = self.groups = self.completions = 0
         """In flight there: tokens that its groups may come to, groups, and completions of all groups."""
         self._asked_again_at = self._free_at = -float("inf")
+        self._has_left = False
 
     def __repr__(self) -> str:
         return f"Member({self.name}, {self.condition})"
@@ -138,9 +141,9 @@ class Member:
         return was_in
 
     def answers(self) -> None:
-        """It answers, which says nothing of its weights."""
+        """It answers, which says nothing of its weights. One that has left may answer an earlier question."""
         self._owned()
-        if self._state == "out":
+        if self._state == "out" and not self._has_left:
             self._state, self.reason = "stale", "back, to be synced"
 
     def expects(self, version: str) -> None:
@@ -166,6 +169,28 @@ class Member:
         self._state, self.reason = "out", "its process was started again"
         self.asleep, self.has_leftovers = frozenset(), False
 
+    def left(self, reason: str) -> bool:
+        """Its owner has taken it away: it is asked nothing more. Returns whether that is news."""
+        self._owned()
+        news = not self._has_left
+        self._has_left = True
+        if news:
+            self.outages += self._state != "out"
+            self._state, self.reason, self.has_leftovers = "out", reason, True
+        return news
+
+    def may_return(self) -> None:
+        """Its owner offers it; it comes back by answering."""
+        self._owned()
+        self._has_left = False
+
+    def replaced_by(self, server: Server) -> None:
+        """Another server has its address: no weights of ours, and no failures."""
+        self._owned()
+        self.server, self._has_left, self.failures = server, False, 0
+        self._asked_again_at = -float("inf")
+        self.restarted()
+
     def delivered(self) -> None:
         """A good answer: what went wrong before counts no more."""
         self._owned()
@@ -174,7 +199,7 @@ class Member:
     @property
     def may_be_asked(self) -> bool:
         """Whether it is time to ask one that is out if it is back."""
-        return self._clock() >= self._asked_again_at
+        return not self._has_left and self._clock() >= self._asked_again_at
 
     # ---------------------------------------------------------------------------------------------- its memory
 

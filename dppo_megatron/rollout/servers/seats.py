@@ -9,7 +9,6 @@ servers there, and take turns.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -26,18 +25,19 @@ Seats: TypeAlias = dict[str, tuple[int, ...]]
 class RankDevice:
     """Where one rank computes."""
 
-    host: str
+    node: int
+    """The job's machine, counted as by `launching.py`: servers that it has launched there are its neighbours."""
     names: frozenset[str]
     """What its device is called: a UUID and an entry of CUDA_VISIBLE_DEVICES, or `cpu`."""
 
 
-def this_device() -> RankDevice:
-    """This rank's."""
+def this_device(node: int) -> RankDevice:
+    """This rank's, on machine `node` of the job."""
     if not torch.cuda.is_available():
-        return RankDevice(socket.gethostname(), frozenset((CPU,)))
+        return RankDevice(node, frozenset((CPU,)))
     index = torch.cuda.current_device()
     uuid = str(torch.cuda.get_device_properties(index).uuid)
-    return RankDevice(socket.gethostname(), frozenset((uuid, visible_devices(os.environ.get(_VISIBLE))[index])))
+    return RankDevice(node, frozenset((uuid, visible_devices(os.environ.get(_VISIBLE))[index])))
 
 
 def visible_devices(setting: str | None) -> list[str]:
@@ -51,8 +51,8 @@ def visible_devices(setting: str | None) -> list[str]:
     return [str(index) for index in range(max(1, torch.cuda.device_count()))]
 
 
-def seats(ranks: Sequence[RankDevice], workers: Sequence[str], turn: int) -> tuple[int, ...] | None:
-    """For each worker of a server on rank 0's machine, the rank that hands it weights; None if one has no rank.
+def seats(ranks: Sequence[RankDevice], workers: Sequence[str], turn: int, node: int = 0) -> tuple[int, ...] | None:
+    """For each worker of a server on machine `node`, the rank that hands it weights; None if one has no rank.
 
     Args:
         workers: the name of each one's device.
@@ -64,7 +64,7 @@ def seats(ranks: Sequence[RankDevice], workers: Sequence[str], turn: int) -> tup
     """
     found = []
     for worker in workers:
-        near = [rank for rank, own in enumerate(ranks) if own.host == ranks[0].host and worker in own.names]
+        near = [rank for rank, own in enumerate(ranks) if own.node == node and worker in own.names]
         if not near:
             return None
         found.append(near[turn % len(near)])

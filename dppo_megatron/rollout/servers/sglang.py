@@ -201,13 +201,13 @@ def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
 
 
 def sglang_command(
-    config: RolloutConfig, python: str, model: str, max_tokens: int, dtype: str, *, cpu: bool
+    config: RolloutConfig, python: str, model: str, max_tokens: int, dtype: str, *, cpu: bool, host: str = "127.0.0.1"
 ) -> list[str]:
     """The command line of a launched server."""
     on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
     return [
         *(python, str(_IN_ENGINE / "dppo_sglang_server.py"), "--model-path", model, "--served-model-name", "policy"),
-        *("--host", "127.0.0.1", "--port", "{port}", "--dtype", dtype, "--context-length", str(max_tokens)),
+        *("--host", host, "--port", "{port}", "--dtype", dtype, "--context-length", str(max_tokens)),
         *("--max-running-requests", str(config.limits.max_concurrent_sequences), "--skip-server-warmup"),
         *(["--enable-memory-saver"] if config.servers.colocate and not cpu else []),
         *([*on_cpu, "--disable-overlap-schedule", "--disable-cuda-graph", "--grammar-backend", "none"] if cpu else []),

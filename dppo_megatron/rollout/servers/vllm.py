@@ -214,12 +214,12 @@ def _update_info(tensors: Sequence[TensorNote]) -> dict[str, Any]:
 
 
 def vllm_command(
-    config: RolloutConfig, python: str, model: str, max_tokens: int, dtype: str, *, cpu: bool
+    config: RolloutConfig, python: str, model: str, max_tokens: int, dtype: str, *, cpu: bool, host: str = "127.0.0.1"
 ) -> list[str]:
     """The command line of a launched server."""
     return [
         *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "policy"),
-        *("--host", "127.0.0.1", "--port", "{port}", "--dtype", dtype, "--max-model-len", str(max_tokens)),
+        *("--host", host, "--port", "{port}", "--dtype", dtype, "--max-model-len", str(max_tokens)),
         *("--max-num-seqs", str(config.limits.max_concurrent_sequences), "--enable-scale-out"),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--worker-extension-cls", "dppo_vllm_extension.WorkerExtension"),

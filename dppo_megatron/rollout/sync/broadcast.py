@@ -14,7 +14,6 @@ Servers give up a broadcast before the request for it times out (`_SHORTER`), so
 
 from __future__ import annotations
 
-import socket
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
+from dppo_megatron.rollout.servers.launch import address_toward
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.sync.channels import FAILURES, Bucket, BucketChannel, Tensors, at_once, in_thread, receiver
 from dppo_megatron.rollout.transfer.groups import (
@@ -157,9 +157,5 @@ def _own_address(urls: Sequence[str]) -> str:
     for url in urls:
         parts = urlsplit(url)
         assert parts.hostname is not None
-        # a datagram socket only asks the routing table: the server need not answer, nor even live
-        family, kind, *_, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            found.append(str(probe.getsockname()[0]))
+        found.append(address_toward(parts.hostname))
     return next((address for address in found if not ip_address(address).is_loopback), found[0])

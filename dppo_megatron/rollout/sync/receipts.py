@@ -160,31 +160,42 @@ class Canary:
         tokens = min(CANARY_TOKENS, rollout.sampling.max_completion_tokens)
         self._sampling = Sampling(tokens, rollout.sampling.temperature, seed, stop_token_ids=stop_token_ids)
         self._receipt, self._say = Receipt("canary"), say
+        self._prompt: Prompt | None = None
+        self._answers: list[tuple[str, Completion]] = []
+        """What servers said last, until it is judged."""
 
     @property
     def is_overdue(self) -> bool:
         """Nobody answered the last one."""
         return self._receipt.is_overdue
 
-    def take(self, engine: Engine, prompt: Prompt, score: Score) -> dict[str, float]:
-        """Ask all servers at once and compare. Collective.
+    def ask(self, engine: Engine, prompt: Prompt) -> None:
+        """Ask all servers at once. Collective. Raises GuardStop if nobody answers time after time."""
+        asked = sum(state == "live" for state in engine.health().values())
+        requests = [Request(prompt, index, 0) for index in range(self._count)]
+        self._prompt, self._answers = prompt, engine.probe(requests, self._sampling)
+        self._receipt.settle(len({server for server, _ in self._answers}), asked, self._say)
+
+    def judge(self, score: Score) -> dict[str, float]:
+        """Compare what the last `ask` got; nothing if that was judged already. Collective, and before the actor's
+        weights change: where they have left the device to the servers, this waits until those sleep.
 
         Returns:
             `rollout/canary_servers`, how many answered, and `rollout/canary_logprob_diff` if any did.
 
         Raises:
-            GuardStop: a server computes with other weights, or nobody answers time after time.
+            GuardStop: a server computes with other weights.
         """
-        asked = sum(state == "live" for state in engine.health().values())
-        answers = engine.probe([Request(prompt, index, 0) for index in range(self._count)], self._sampling)
-        servers = [server for server, _ in answers]
-        answered = len(set(servers))
-        self._receipt.settle(answered, asked, self._say)
+        prompt, answers = self._prompt, self._answers
+        self._prompt, self._answers = None, []
+        if prompt is None:
+            return {}
         if not answers:
             return {"rollout/canary_servers": 0.0}
+        servers = [server for server, _ in answers]
         scored = score(prompt, [completion for _, completion in answers])
         worst = canary_difference(servers, [completion.logprobs for _, completion in answers], scored, self._bound)
-        return {"rollout/canary_servers": float(answered), "rollout/canary_logprob_diff": worst}
+        return {"rollout/canary_servers": float(len(set(servers))), "rollout/canary_logprob_diff": worst}
 
 
 def ask_for_canary(

@@ -4,13 +4,17 @@ proves it.
 One sync is one or more passes over the actor's stream. Every rank walks every pass, because the stream is collective;
 rank 0 speaks to the servers, all of them at the same time in each step of the line:
 
-    reviving ─▶ waking ─▶ pausing ─▶ sending ─▶ finishing ─▶ proving ─▶ done
-       ▲                                                       │
-       └────────── somebody stale answers: another pass ───────┘
+    reviving ─▶ waking ─▶ pausing ─▶ sending ─▶ handed over ─▶ finishing ─▶ proving ─▶ done
+       ▲                                                                       │
+       └──────────────── somebody stale answers: another pass ─────────────────┘
+
+All ranks meet at `handed over`: each has walked the stream to its end, and an actor that shares its device gives its
+weights up there. Only then do servers take memory for their caches.
 
 A server is live when it names the version that it was sent, and no sooner. Who failed in a pass gets one more chance in
 this sync if it answers, and the next at the next sync; who only lost a pass because a neighbour in the broadcast failed
-has not failed. With nobody live, the sync waits `limits.engine_wait_s` for somebody, then stops the run.
+has not failed. (A colocated server waits for the next sync if another is live: that one's cache is where the actor's
+weights would have to be.) With nobody live, the sync waits `limits.engine_wait_s` for somebody, then stops the run.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.distributed import from_rank_zero
+from dppo_megatron.distributed import from_rank_zero, gather_all
 from dppo_megatron.rollout.engine import Weights
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused
@@ -30,7 +34,7 @@ from dppo_megatron.rollout.sync.channels import FAILURES, Channel, Tensors, at_o
 from dppo_megatron.rollout.sync.receipts import Digests, Receipt, differing
 from dppo_megatron.types import GuardStop
 
-Stage = Literal["done", "reviving", "waking", "pausing", "sending", "finishing", "proving"]
+Stage = Literal["done", "reviving", "waking", "pausing", "sending", "handed over", "finishing", "proving"]
 _RETRY_S = 1.0
 
 
@@ -97,7 +101,7 @@ class WeightSync:
         assert self._weights is not None, "a sync comes first"
         started, wait_until, passes, is_over = time.perf_counter(), 0.0, 0, False
         while not is_over:
-            problem = self._pass_to_the_end(self._weights())
+            problem = self._pass_to_the_end(self._weights)
             passes += 1
             wait_until = wait_until or time.monotonic() + self._rollout.limits.engine_wait_s
 
@@ -115,15 +119,21 @@ class WeightSync:
         fleet = self._fleet
         fleet.wait_for_starting(self._rollout.limits.start_timeout_s)  # else they would take it during the update
         fleet.revive()
+        self._put_to_sleep(fleet.members)
+
+    def _put_to_sleep(self, members: Sequence[Member]) -> list[Member]:
+        """Those of `members` that sleep now."""
 
         def sleep(member: Member) -> None:
             """One server. On a timeout we assume that it sleeps."""
             awake = DEVICE_MEMORY - member.asleep
-            with fleet.lock:
+            if not awake:
+                return
+            with self._fleet.lock:
                 member.slept()
             member.server.sleep(awake, timeout_s=self._timeout_s)
 
-        on_each(fleet, [m for m in fleet.members if m.asleep != DEVICE_MEMORY], sleep, doing="going to sleep")
+        return on_each(self._fleet, members, sleep, doing="going to sleep")
 
     def pause(self, members: Sequence[Member]) -> None:
         """On rank 0: running requests are treated as `sync.in_flight` says, leftovers of an outage are ended, since
@@ -140,40 +150,61 @@ class WeightSync:
         """On rank 0: after `pause`, without a sync."""
         on_each(self._fleet, members, lambda m: m.server.resume(timeout_s=self._timeout_s), doing="resuming")
 
-    def _pass_to_the_end(self, tensors: Tensors) -> Exception | None:
+    def _pass_to_the_end(self, weights: Weights) -> Exception | None:
         """One pass, and what went wrong in it: every rank walks the stream to its end first."""
-        stream = iter(tensors)
+        members: list[Member] = []
+        problem: Exception | None = None
+        digests = Digests() if self._proves and self._all is not None else None
+
+        def attempt(act: Callable[[], None]) -> None:
+            """On rank 0: an error raised there would leave the other ranks alone in the stream."""
+            nonlocal problem
+            try:
+                if self._all is not None and problem is None:
+                    act()
+            except Exception as error:
+                problem = error
+
+        stream = iter(weights())
+        # no rank begins to read it before the servers are ready: an actor may have to bring its weights back for it
+        from_rank_zero(lambda: attempt(lambda: members.extend(self._prepare())))
         if self._all is None:
             self._channel.take_part(stream)
-            return None
-        problem: Exception | None = None
-        try:
-            self._pass(stream)
-        except Exception as error:  # whatever it is: alone, this rank would leave the others in the stream
-            problem = error
+        attempt(lambda: self._send(digests.watch(stream) if digests else stream, members))
         drain(stream)
+        gather_all([self._channel.name])  # all have handed over
+        attempt(lambda: self._finish(members, digests))
         return problem
 
-    def _pass(self, tensors: Tensors) -> None:
-        """On rank 0: the line at the head of this file."""
-        fleet, version = self._fleet, str(self.version)
+    def _prepare(self) -> list[Member]:
+        """On rank 0: the members of this pass, awake for weights and paused."""
+        fleet = self._fleet
         self.stage = "reviving"
         fleet.restart_dead()
         fleet.revive()
         members = [member for member in fleet.members if member.state == "stale"]
         self.stage = "waking"
+        if self._rollout.servers.colocate:  # one that was started again has all of its memory
+            members = self._put_to_sleep(members)
         self._wake(members, "weights")
         self.stage = "pausing"
         if self._rollout.sync.in_flight == "finish":
             self._settle_requests()
         self.pause(members)
+        return members
+
+    def _send(self, tensors: Tensors, members: list[Member]) -> None:
+        """On rank 0: leaves those in `members` that took everything."""
         self.stage = "sending"
-        digests = Digests() if self._proves else None
-        took = self._channel.push(digests.watch(tensors) if digests else tensors, members, version)
+        members[:] = self._channel.push(tensors, tuple(members), str(self.version))
+        self.stage = "handed over"
+
+    def _finish(self, took: Sequence[Member], digests: Digests | None) -> None:
+        """On rank 0: who took the weights generates, and proves it if a proof is due."""
         self.stage = "finishing"
         self._wake(took, "kv_cache")
-        self._finish(took, version)
-        if digests is not None and fleet.live:
+        self._open(took, str(self.version))
+        if digests is not None and self._fleet.live:
             self.stage = "proving"
             self._compare(digests)
 
@@ -188,7 +219,7 @@ class WeightSync:
 
         on_each(self._fleet, [m for m in members if what in m.asleep], wake, doing="waking up")
 
-    def _finish(self, members: Sequence[Member], version: str) -> None:
+    def _open(self, members: Sequence[Member], version: str) -> None:
         """Generate again, and read the version back. Those that agree are live."""
 
         def finish(member: Member) -> None:
@@ -234,7 +265,7 @@ class WeightSync:
         if any(member.state == "stale" and member.name in self._channel.not_to_blame for member in fleet.members):
             return True
         if fleet.live:
-            return passes < 2 and self._any_stale()
+            return passes < 2 and not self._rollout.servers.colocate and self._any_stale()
         if passes > 1:
             time.sleep(_RETRY_S)
         while passes < 2 or time.monotonic() < wait_until:

@@ -1,4 +1,4 @@
-"""Predictions of `simulate` against what a real run then does, and `compare` end to end."""
+"""Predictions of `simulate` against what a real run then does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.job import REPOSITORY, job_config, read_metrics, settings, write_warm_job_files
+from support.job import job_config, read_metrics, write_warm_job_files
 from support.launch import run_ranks
 
 from dppo_megatron.cli import main
@@ -138,27 +138,6 @@ def test_broken_trace_is_named(still: Path, tmp_path: Path) -> None:
     torn.write_text("\n".join([*lines[:2], lines[2][:50]]))
     with pytest.raises(UserError, match=r"trace\.jsonl:3: not valid JSON"):
         read_trace(str(torn))
-
-
-@pytest.mark.slow
-def test_compare_command(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two methods on two seeds, for real: the same start, the speed-ups, and a report that stands alone."""
-    config = str(REPOSITORY / "configs" / "quickstart.yaml")
-    overrides = [s for s in settings(files, tmp_path / "unused") if not s.startswith("run_dir")]
-    code = main(["compare", config, *overrides, "--methods", "grpo,dppo", "--seeds", "2", "--out", str(tmp_path / "c")])
-    assert code == 0
-    printed = capsys.readouterr().out
-    assert "grpo" in printed and "dppo" in printed
-    results = json.loads((tmp_path / "c" / "results.json").read_text())
-    assert [(run["method"], run["seed"]) for run in results["runs"]] == [
-        ("grpo", 0), ("grpo", 1), ("dppo", 0), ("dppo", 1),
-    ]  # fmt: skip
-    for seed in (0, 1):
-        starts = {run["curve"][0]["accuracy"] for run in results["runs"] if run["seed"] == seed}
-        assert len(starts) == 1, "the methods did not start from the same model"
-    assert all(value >= 1 for value in results["speedups"]["grpo"])
-    page = (tmp_path / "c" / "report.html").read_text()
-    assert page.count("<svg") == 3 and "http" not in page.replace("http://www.w3.org", "").split("<svg")[0]
 
 
 def _prediction(**changes: Any) -> Prediction:

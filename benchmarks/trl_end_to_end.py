@@ -1,0 +1,225 @@
+"""TRL's own GRPOTrainer on the job of a finished comparison: seconds to 90 and 95 % of its gain.
+
+    dppo-megatron compare configs/quickstart.yaml --methods grpo,dppo --seeds 3 --out compare
+    python benchmarks/against_trl.py --end-to-end compare [--trl-python PATH] [--json FILE]
+
+Of every seed the same checkpoint, training problems, held-out problems, reward function and hyper-parameters as the
+comparison's GRPO had, which are read from its run. Everything else is TRL's: generation by transformers, buffering,
+padding, loss, optimizer. TRL gets the fastest of several per-device batch sizes, tried for three steps each. Evaluation
+samples as ours does and is not counted in any time. TRL's run is then the baseline, and our runs are judged against it
+as `compare` judges (`dppo_megatron/compare/verdict.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parent.parent
+TRIAL_STEPS = 3
+
+
+def run_worker(job_path: Path) -> None:
+    """In TRL's process: train as job_path says, and write the curve beside it."""
+    import torch
+    import transformers
+    import trl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    from datasets import Dataset  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    sys.path.insert(0, str(REPOSITORY))
+    from dppo_megatron.rewards.graders import final_answer
+
+    job = json.loads(job_path.read_text(encoding="utf-8"))
+    torch.set_num_threads(job["threads"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"], padding_side="left")
+    model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    train, heldout = (_rows(job[name]) for name in ("train", "heldout"))
+    count = job["prompts_per_step"] * job["completions_per_prompt"]
+
+    def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        return [final_answer(text, reference) for text, reference in zip(completions, answer, strict=True)]
+
+    def solved() -> list[float]:
+        torch.manual_seed(job["seed"])
+        model.eval()
+        asked = tokenizer([row["problem"] for row in heldout], return_tensors="pt", padding=True)
+        sampling: dict[str, Any] = {"do_sample": False}
+        if job["eval_temperature"]:
+            sampling = {"do_sample": True, "temperature": job["eval_temperature"], "top_k": 0, "top_p": 1.0}
+        with torch.no_grad():
+            tokens = model.generate(**asked, max_new_tokens=job["max_completion_tokens"], **sampling)
+        model.train()
+        texts = tokenizer.batch_decode(tokens[:, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+        return [final_answer(text, row["answer"]) for text, row in zip(texts, heldout, strict=True)]
+
+    class Watch(transformers.TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.spent = [0.0, 0.0]
+            self.tokens = 0.0
+            self.points: list[dict[str, Any]] = []
+            self.solved: list[list[float]] = []
+            self.step_cpu_s: list[float] = []
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.evaluate(0)
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self._clocks = time.perf_counter(), time.process_time()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            took = time.perf_counter() - self._clocks[0], time.process_time() - self._clocks[1]
+            self.spent = [before + now for before, now in zip(self.spent, took, strict=True)]
+            self.step_cpu_s.append(took[1])
+            if not job["trial"] and (state.global_step % job["every"] == 0 or state.global_step == job["steps"]):
+                self.evaluate(state.global_step)
+
+        def evaluate(self, step: int) -> None:
+            if job["trial"]:
+                return
+            self.solved.append(solved())
+            accuracy = sum(self.solved[-1]) / len(heldout)
+            self.points.append({"step": step, "accuracy": accuracy, "train_s": self.spent[0]} | {
+                "train_cpu_s": self.spent[1], "tokens_generated": 0, "tokens_trained": 0})  # fmt: skip
+            print(f"TRL step {step}: {100 * accuracy:.1f} %, {self.spent[1]:.1f} CPU s", file=sys.stderr, flush=True)
+
+    watch = Watch()
+    config = trl.GRPOConfig(
+        output_dir=str(job_path.parent / "trl"),
+        per_device_train_batch_size=job["batch_size"],
+        gradient_accumulation_steps=count // job["batch_size"],
+        num_generations=job["completions_per_prompt"],
+        max_completion_length=job["max_completion_tokens"],
+        temperature=job["temperature"],
+        loss_type="grpo",
+        scale_rewards="group",
+        epsilon=job["clip_low"],
+        epsilon_high=job["clip_high"],
+        beta=0.0,
+        learning_rate=job["learning_rate"],
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=job["lr_warmup_steps"],
+        weight_decay=job["weight_decay"],
+        adam_beta1=job["adam_beta1"],
+        adam_beta2=job["adam_beta2"],
+        max_grad_norm=job["max_grad_norm"],
+        max_steps=TRIAL_STEPS if job["trial"] else job["steps"],
+        seed=job["seed"],
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        logging_strategy="no",
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = trl.GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": row["problem"], "answer": row["answer"]} for row in train]),
+        processing_class=tokenizer,
+        callbacks=[watch],
+    )
+    trainer.train()
+    found = {"points": watch.points, "solved": watch.solved, "step_cpu_s": watch.step_cpu_s}
+    found["versions"] = {"trl": trl.__version__, "transformers": transformers.__version__}
+    (job_path.parent / "found.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def end_to_end(args: argparse.Namespace) -> int:
+    """Run TRL on every seed of the comparison, judge our runs against it, print the table."""
+    from dppo_megatron.compare.arms import Arm
+    from dppo_megatron.compare.record import LAST, MethodRun, Point
+    from dppo_megatron.compare.table import about, table
+    from dppo_megatron.compare.verdict import judge
+
+    out: Path = args.end_to_end
+    known = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    runs = [
+        MethodRun(**run | {"curve": [Point(**point) for point in run["curve"]], "solved": run["solved"]})
+        for run in known["runs"]
+    ]
+    baseline = known["verdict"]["baseline"]
+    batch_size, tried, versions = 0, {}, {}
+    for seed in sorted({run.seed for run in runs}):
+        job = _job(out / f"seed{seed}" / baseline, out / f"seed{seed}", args.threads)
+        if not batch_size:
+            tried = {size: _trial(args, out, job, size) for size in args.trl_batch_sizes}
+            batch_size = min(tried, key=lambda size: tried[size])
+        found = _work(args.trl_python, out / f"seed{seed}" / "trl", job | {"batch_size": batch_size})
+        versions = found["versions"]
+        last = [sum(shares) / LAST for shares in zip(*found["solved"][-LAST:], strict=True)]
+        curve = [Point(**point) for point in found["points"]]
+        runs.append(MethodRun("trl", seed, curve, {}, {"heldout": list(last)}, {"step": curve[-1].train_s}))
+    names = list(dict.fromkeys(run.arm for run in runs if run.arm != "trl"))
+    arms = [Arm(name, name, 0, ()) for name in names]
+    verdict = judge(runs, [Arm("trl", "trl", 0, ()), *[replace(arm, method="ours") for arm in arms]])
+    print(table(verdict))
+    print(f"TRL {versions['trl']}, per-device batch size {batch_size}: " + _seconds(tried))
+    if args.json:
+        values = about() | {"benchmark": "against_trl --end-to-end", "trl_versions": versions, "tried_cpu_s": tried}
+        values |= {"verdict": asdict(verdict), "runs": [asdict(run) for run in runs]}
+        args.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _job(run_dir: Path, home: Path, threads: int) -> dict[str, Any]:
+    """What TRL needs of our run's settings."""
+    from dppo_megatron.config import load_config
+
+    config = load_config(str(run_dir / "config.yaml"), [], writes_run=False)
+    optimizer, rollout = config.actor.optimizer, config.rollout
+    names = ("learning_rate", "lr_warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm")
+    return {name: getattr(optimizer, name) for name in names} | {
+        "model": config.model.hf_path,
+        "train": config.data.train_path,
+        "heldout": config.data.eval_paths["heldout"],
+        "prompts_per_step": rollout.prompts_per_step,
+        "completions_per_prompt": rollout.completions_per_prompt,
+        "max_completion_tokens": rollout.sampling.max_completion_tokens,
+        "temperature": rollout.sampling.temperature,
+        "clip_low": config.objective.clip_low,
+        "clip_high": config.objective.clip_high,
+        "steps": config.steps,
+        "every": config.eval.every_steps,
+        "eval_temperature": config.eval.temperature,
+        "seed": config.seed,
+        "threads": config.threads_per_rank or threads,
+        "trial": False,
+    }
+
+
+def _trial(args: argparse.Namespace, out: Path, job: dict[str, Any], size: int) -> float:
+    """CPU seconds of a step, the first left out."""
+    found = _work(args.trl_python, out / "trl_trial", job | {"batch_size": size, "trial": True})
+    return float(min(found["step_cpu_s"][1:]))
+
+
+def _work(python: str, directory: Path, job: dict[str, Any]) -> dict[str, Any]:
+    """Run TRL's process, unless it has done this job already."""
+    directory.mkdir(parents=True, exist_ok=True)
+    job_path, found_path = directory / "job.json", directory / "found.json"
+    wanted = json.dumps(job)
+    if not (found_path.exists() and job_path.exists() and job_path.read_text(encoding="utf-8") == wanted):
+        found_path.unlink(missing_ok=True)
+        job_path.write_text(wanted, encoding="utf-8")
+        environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"])}
+        command = [python, str(Path(__file__).with_name("against_trl.py")), "--end-to-end-worker", str(job_path)]
+        subprocess.run(command, check=True, env=environment)
+    found: dict[str, Any] = json.loads(found_path.read_text(encoding="utf-8"))
+    return found
+
+
+def _rows(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def _seconds(tried: dict[int, float]) -> str:
+    return ", ".join(f"{size}: {seconds:.1f} CPU s a step" for size, seconds in tried.items())

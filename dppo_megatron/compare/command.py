@@ -1,0 +1,91 @@
+"""`dppo-megatron compare CONFIG`. Imports nothing heavy: --help and mistakes must not wait for torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from pathlib import Path
+
+from dppo_megatron.config import load_config
+from dppo_megatron.config.command_line import check_comes_first
+from dppo_megatron.config.paths import check_writable
+from dppo_megatron.config.ranges import Range
+from dppo_megatron.pruning.methods import METHODS
+from dppo_megatron.types import UserError
+
+_METHODS = "grpo,grpo_nonzero,cppo,greso,dppo_paper,dppo,dppo_auto"
+_COMPARE = f"""\
+Train CONFIG's job under several pruning methods and report how much sooner each is where GRPO gets to, and where it
+ends (docs/pruning.md):
+
+  dppo-megatron compare configs/quickstart.yaml --methods grpo@16,grpo,grpo@64,grpo_nonzero,dppo --seeds 5
+
+METHOD@N is a method with N prompts a step, and as many more or fewer steps. The baseline is the best of the GRPOs that
+are listed. grpo_nonzero is GRPO that leaves out completions without gradient. One run after another on this machine,
+from the same start; those that had finished in --out are kept. Writes results.json and report.html.
+
+{textwrap.fill(f"Methods: {', '.join(METHODS)}, grpo_nonzero, or module:Class for a policy of your own.", 119)}
+"""
+
+
+def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    command = commands.add_parser(
+        "compare",
+        help="train under several pruning methods and compare",
+        description=_COMPARE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_argument("config", metavar="CONFIG", help="YAML file")
+    command.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the file's")
+    command.add_argument("--methods", default=_METHODS, metavar="A,B@N,...", help=f"default: {_METHODS}")
+    command.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds from the config's on (default: 1)")
+    command.add_argument(
+        "--steps-factor",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="methods other than GRPO run F times the steps, because pruned steps are cheaper (default: 1)",
+    )
+    command.add_argument("--out", type=Path, default=Path("compare"), help="where to write (default: compare/)")
+    command.set_defaults(run=_compare)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    for name, value, interval in (
+        ("--seeds", arguments.seeds, "[1, 10000]"),
+        ("--steps-factor", arguments.steps_factor, "(0, 10000]"),
+    ):
+        if value not in (allowed := Range.parse(interval)):
+            raise UserError(f"{name} {value}: {allowed.wanted(value)}")
+    check_comes_first(arguments.config)
+    from dppo_megatron.compare.arms import parse_arms
+    from dppo_megatron.compare.page import write_page
+    from dppo_megatron.compare.runs import in_a_process, run_all
+    from dppo_megatron.compare.table import results, table, write_results
+    from dppo_megatron.compare.tasks import shared_task
+    from dppo_megatron.compare.verdict import judge
+
+    config = load_config(arguments.config, arguments.overrides, writes_run=False)
+    arms = parse_arms(arguments.methods, config, arguments.steps_factor)
+    out: Path = arguments.out
+    for name in ("", "results.json", "report.html"):
+        check_writable("--out", out / name, directory=not name)
+    out.mkdir(parents=True, exist_ok=True)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    shared = shared_task(config)
+    each = f"All seeds share one task: {shared}." if shared else "Each seed has a task, a model and a held-out set."
+    notes = [each] if arguments.seeds > 1 else ["One seed: no interval over seeds."]
+    given = config, arguments.config, arguments.overrides, arms
+    runs = run_all(*given, seeds=arguments.seeds, out=out, say=say, launch=in_a_process)
+    verdict = judge(runs, arms)
+    text, values = table(verdict), results(verdict, runs, notes)
+    write_results(out / "results.json", values)
+    write_page(out / "report.html", f"{arguments.config}: methods compared", text, values)
+    print("\n".join([text, *notes, f"{out}/: results.json, report.html"]))
+    return 0

@@ -1,0 +1,160 @@
+"""Starts the runs of a comparison, one process after another, and says how far they are.
+
+Each run is a process of its own, as a user would start it. For each seed there is one warm start, and all arms begin
+from its checkpoint with the same data order and evaluation. The order of the arms rotates from seed to seed, so that a
+machine that slows down does not always penalize the same one.
+
+A run that has finished with the same settings is kept on a rerun: hours of work are not lost to an interrupt, and a
+further seed or arm costs only itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+from dppo_megatron.compare.arms import Arm
+from dppo_megatron.compare.record import MethodRun, read_method_run
+from dppo_megatron.compare.tasks import shared_task, task_settings
+from dppo_megatron.config import load_config
+from dppo_megatron.config.load import config_values
+from dppo_megatron.config.schema import Config
+from dppo_megatron.types import GuardStop, UserError
+
+_KEPT = "compare.json"
+"""In a run's directory once it has finished: the settings that it had."""
+_STEP_LINE = re.compile(r"step +(\d+)/(\d+) ")
+_EVERY_S = 10.0
+"""Between two lines of a run in progress."""
+Launch: TypeAlias = Callable[[Path, list[str], Callable[[str], None]], None]
+"""Runs `dppo-megatron` for a run directory, with these arguments, and passes on every line that it prints."""
+
+
+@dataclass
+class Progress:
+    """Plain lines, as a pipe or a log wants them: which run of how many, how far it is, what it scores."""
+
+    say: Callable[[str], None]
+    total: int
+    done: int = 0
+    _last: float = 0.0
+
+    def begin(self, name: str, *, kept: bool) -> None:
+        """A run starts, or is there already."""
+        self.done += 1
+        self._last = time.monotonic()
+        self.say(f"compare: {self.done}/{self.total} {name}{': kept, it had finished with these settings' * kept}")
+
+    def line(self, name: str, line: str) -> None:
+        """A line of the run's own log: evaluations are passed on, steps now and then."""
+        now = time.monotonic()
+        step = _STEP_LINE.match(line)
+        if step and now - self._last >= _EVERY_S:
+            self.say(f"compare: {self.done}/{self.total} {name}: step {step[1]} of {step[2]}")
+            self._last = now
+        elif " pass@1 " in line and line.startswith("step "):
+            self.say(f"compare: {self.done}/{self.total} {name}: {' '.join(line.split())}")
+            self._last = now
+
+
+def run_all(
+    config: Config,
+    config_path: str,
+    overrides: Sequence[str],
+    arms: Sequence[Arm],
+    *,
+    seeds: int,
+    out: Path,
+    say: Callable[[str], None],
+    launch: Launch,
+) -> list[MethodRun]:
+    """Run every arm on every seed, in `out/seed<N>/<arm>`.
+
+    Args:
+        say: takes lines about the progress.
+        launch: how a run is started: `in_a_process`.
+
+    Raises:
+        UserError: no evaluation set, torchrun, or a run ended with exit code 2.
+        GuardStop: a run was stopped by a guard.
+    """
+    if not (config.data.eval_paths or config.data.eval_sets):
+        raise UserError("data.eval_paths and data.eval_sets are empty: there is nothing to compare by")
+    if int(os.environ.get("WORLD_SIZE", "1")) != 1:
+        raise UserError("compare starts its own processes: run it without torchrun")
+    warm, shared = bool(config.warm_start.steps), shared_task(config)
+    progress = Progress(say, seeds * (len(arms) + warm))
+    train = partial(_train, config_path, progress=progress, launch=launch)
+    runs = []
+    for offset in range(seeds):
+        seed = config.seed + offset
+        home = out / f"seed{seed}"
+        settings = [*overrides, f"seed={seed}"]
+        if offset and shared is None:
+            settings += task_settings(config, seed, home / "task")
+        if warm:
+            train([*settings, "steps=0"], home / "start")
+            settings += [f"model.hf_path={home / 'start' / 'hf'}", "warm_start.steps=0"]
+        first = offset % len(arms)
+        for arm in [*arms[first:], *arms[:first]]:
+            run_dir = home / arm.directory
+            train([*settings, *arm.settings], run_dir)
+            runs.append(read_method_run(arm.name, seed, run_dir))
+    names = [arm.name for arm in arms]
+    return sorted(runs, key=lambda run: (names.index(run.arm), run.seed))
+
+
+def in_a_process(run_dir: Path, arguments: list[str], line: Callable[[str], None]) -> None:
+    """Run `dppo-megatron` with `arguments` in a process of its own; `line` takes what it prints."""
+    command = [sys.executable, "-m", "dppo_megatron", *arguments]
+    with tempfile.TemporaryFile("w+") as errors:  # a pipe that nobody empties would stop the run when it is full
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            assert process.stdout is not None
+            for printed in process.stdout:
+                line(printed)
+        errors.seek(0)
+        _check_end(run_dir, process.returncode, errors.read())
+
+
+def _train(config_path: str, settings: list[str], run_dir: Path, progress: Progress, launch: Launch) -> None:
+    name = f"{run_dir.parent.name} {run_dir.name}"
+    wanted = _identity(config_path, settings)
+    kept = _finished_as(run_dir) == wanted
+    progress.begin(name, kept=kept)
+    if kept:
+        return
+    shutil.rmtree(run_dir, ignore_errors=True)
+    launch(run_dir, ["train", config_path, *settings, f"run_dir={run_dir}"], partial(progress.line, name))
+    (run_dir / _KEPT).write_text(wanted, encoding="utf-8")
+
+
+def _check_end(run_dir: Path, code: int, said: str) -> None:
+    if code == 2:
+        raise UserError(said.strip().removeprefix("error: "))
+    if code == 3:
+        raise GuardStop(f"{run_dir}: {said.strip().rpartition('stopped: ')[2]}")
+    if code:
+        raise RuntimeError(f"{run_dir}: the run failed with exit code {code}:\n{said[-4000:]}")
+
+
+def _identity(config_path: str, settings: list[str]) -> str:
+    """All settings of the run, those of the file included."""
+    return json.dumps(config_values(load_config(config_path, settings, writes_run=False)), default=str)
+
+
+def _finished_as(run_dir: Path) -> str | None:
+    try:
+        return (run_dir / _KEPT).read_text(encoding="utf-8")
+    except OSError:
+        return None

@@ -1,0 +1,155 @@
+"""Addresses of servers as files in a directory that inference and training nodes share.
+
+    dppo-megatron serve (an inference node)                         trainer, rank 0
+    server is ready -> NAME.json {url, key, engine} ------------->  start: waits for `wait_for` of them
+    touches it every 5 s ---------------------------------------->  each weight sync: who is new, who has left
+    ends -> removes it
+
+Files and no service: the run directory is shared already, a file outlives nobody (its heartbeat stops with its owner),
+and the file system decides who may read the keys. A file holds a key, so it is readable by its owner only (0600), and
+only files of the same user are believed: whoever could name an address would be sent the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dppo_megatron.config.paths import shown
+from dppo_megatron.types import UserError
+
+HEARTBEAT_S = 5.0
+_STALE_S = 60.0
+"""Twelve heartbeats, as for the run's lock."""
+_LOOK_S = 1.0
+_SUFFIX = ".json"
+_LARGEST_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One server."""
+
+    url: str
+    api_key: str = field(repr=False)
+    engine: str
+
+
+class Registration:
+    """One server's file, from construction to `remove`.
+
+    Args:
+        name: of the file; no two servers may have the same.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, directory: Path, name: str, entry: Entry) -> None:
+        self._path = directory / f"{name}{_SUFFIX}"
+        content = {"url": entry.url, "api_key": entry.api_key, "engine": entry.engine}
+        aside = directory / f".{name}.{os.getpid()}"
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            json.dump(content, file)
+        aside.replace(self._path)  # whole, or not there
+
+    def beat(self) -> None:
+        """Show that it lives; a file system that hangs or is full for a while is no reason to end."""
+        with contextlib.suppress(OSError):
+            os.utime(self._path)
+
+    def remove(self) -> None:
+        """It takes no more requests."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+
+class Directory:
+    """Who is registered, as the trainer sees it.
+
+    Args:
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._clock = path, clock
+        self._seen: dict[str, tuple[int, float]] = {}
+        """By file name its time stamp, and when that was first seen: clocks of two machines are never compared."""
+
+    def entries(self) -> dict[str, Entry]:
+        """The servers by address, those whose heartbeat has not stopped; the later file of two with one address.
+
+        Raises:
+            UserError: a file holds a key that others can read, or belongs to another user.
+        """
+        found: dict[str, tuple[int, Entry]] = {}
+        names = sorted(self._path.glob(f"[!.]*{_SUFFIX}")) if self._path.is_dir() else []
+        for path in names:
+            with contextlib.suppress(FileNotFoundError):  # it has just been removed
+                stamp, entry = _read(path)
+                last, since = self._seen.get(path.name, (0, 0.0))
+                if stamp != last:
+                    self._seen[path.name] = last, since = stamp, self._clock()
+                fresh = self._clock() - since < _STALE_S
+                if entry is not None and fresh and stamp > found.get(entry.url, (0, entry))[0]:
+                    found[entry.url] = stamp, entry
+        return {url: entry for url, (_, entry) in found.items()}
+
+    def wait_for(
+        self, count: int, timeout_s: float, answers: Callable[[Entry], bool], say: Callable[[str], None]
+    ) -> dict[str, Entry]:
+        """The servers by address that answer, as soon as there are `count` of them.
+
+        Args:
+            answers: whether a server does.
+
+        Raises:
+            UserError: they have not come in time.
+        """
+        deadline, said = time.monotonic() + timeout_s, ""
+        while True:
+            entries = self.entries()
+            ready = {url: entry for url, entry in entries.items() if answers(entry)}
+            if len(ready) >= count:
+                return ready
+            state = f"{len(ready)} of {count} rollout servers have come to {shown(self._path)}"
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"rollout.servers.addresses_from = '{shown(self._path)}': after rollout.limits.start_timeout_s ="
+                    f" {timeout_s:g} s only {state}{_silent(entries, ready)}. Start them with: dppo-megatron serve"
+                    f" CONFIG rollout.servers.addresses_from={shown(self._path)}"
+                )
+            if state != said:
+                say(f"rollout: waiting for servers; {state}")
+                said = state
+            time.sleep(_LOOK_S)
+
+
+def _silent(entries: Mapping[str, Entry], ready: Mapping[str, Entry]) -> str:
+    silent = sorted(entries.keys() - ready.keys())
+    return f"; no answer from {', '.join(silent)}" if silent else ""
+
+
+def _read(path: Path) -> tuple[int, Entry | None]:
+    """Its time stamp in ns and what it says; None for a file of something else."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise UserError(
+                f"rollout.servers.addresses_from: {path} must belong to you and be readable by you only (0600):"
+                " it names where weights are sent, and holds a key"
+            )
+        content = file.read(_LARGEST_BYTES)
+    try:
+        values = json.loads(content)
+        entry = Entry(str(values["url"]), str(values["api_key"]), str(values["engine"]))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return status.st_mtime_ns, None
+    return status.st_mtime_ns, entry

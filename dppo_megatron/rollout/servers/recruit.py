@@ -1,0 +1,92 @@
+"""Servers that come and go while a run goes on.
+
+At every weight sync, and while the run waits for any server, the directory of addresses is read again. Who is new is
+asked what it is; if it fits it becomes a member that is stale, so that the sync that follows brings it the newest
+weights and its first request comes after. Who has left is asked nothing more; its requests went elsewhere already.
+One that does not fit, or does not answer yet, is nobody's failure: the run has servers without it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.rollout.servers.connect import Connection, check_entry, check_server, make_server
+from dppo_megatron.rollout.servers.directory import Directory, Entry
+from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.http import Refused, Unreachable
+from dppo_megatron.rollout.servers.member import Member
+from dppo_megatron.types import UserError
+from dppo_megatron.weights.architecture import Architecture
+
+_ASK_S = 10.0
+
+
+class Recruiter:
+    """Keeps a fleet's members those of a directory.
+
+    Args:
+        known: the connection that was made at start.
+        introduce: tells whoever asks servers of a new one: its number in the fleet, the member, and its key.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        known: Connection,
+        config: Config,
+        architecture: Architecture,
+        introduce: Callable[[int, Member, str], None],
+    ) -> None:
+        self._directory, self._connection = directory, known
+        self._config, self._architecture, self._introduce = config, architecture, introduce
+        self._keys = dict(zip((member.name for member in known.fleet.members), known.keys, strict=True))
+        self._refused: set[tuple[str, str]] = set()
+        """(address, key) of those that do not fit, so that each is said once."""
+        self._busy = threading.Lock()
+
+    def update(self, fleet: Fleet) -> None:
+        """Let in who is new, and let go who has left. A second thread that comes meanwhile finds it done."""
+        if not self._busy.acquire(blocking=False):
+            return
+        try:
+            self._update(fleet)
+        except (OSError, UserError) as error:  # a file system that hangs, a file that somebody else has put there
+            fleet.say(f"rollout: the addresses of servers cannot be read: {error}")
+        finally:
+            self._busy.release()
+
+    def _update(self, fleet: Fleet) -> None:
+        entries = self._directory.entries()
+        for member in fleet.members:
+            if member.name in entries and self._keys.get(member.name) == entries[member.name].api_key:
+                fleet.may_return(member)
+            else:
+                fleet.let_go(member, "it has left")
+        here = {(member.name, self._keys[member.name]) for member in fleet.members}
+        for url, entry in entries.items():
+            if (url, entry.api_key) not in here | self._refused:
+                self._try(fleet, entry)
+
+    def _try(self, fleet: Fleet, entry: Entry) -> None:
+        config = self._config
+        server = make_server(config.rollout.engine, entry.url, entry.api_key, self._architecture.vocab_size)
+        try:
+            check_entry(entry, config.rollout)
+            server.healthy(timeout_s=_ASK_S)
+            info = server.describe(timeout_s=_ASK_S)
+            check_server(entry.url, info, config, self._architecture)
+            if self._connection.channel not in info.channels:
+                raise UserError(f"{entry.url} is not started for weight sync over {self._connection.channel}")
+        except Unreachable:
+            return  # asked again at the next sync
+        except (UserError, Refused, KeyError, TypeError, ValueError) as error:
+            self._refused.add((entry.url, entry.api_key))
+            fleet.say(f"rollout: a new server is not used: {error}")
+            return
+        self._keys[entry.url] = entry.api_key
+        self._connection.world_sizes[entry.url] = info.world_size
+        place, member = fleet.let_in(server)
+        self._introduce(place, member, entry.api_key)
+        fleet.say(f"rollout: {entry.url} has come; it gets requests after a weight sync")

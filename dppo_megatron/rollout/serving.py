@@ -1,0 +1,141 @@
+"""Servers of a machine that does not train: started, announced, watched, and taken away again.
+
+    main thread     start all -> wait until each is ready -> announce it -> every 5 s: heartbeat; start again who ended
+    SIGTERM, ^C     take the addresses away, then end the servers
+    kill -9         the kernel ends the servers; their heartbeat stops, and the trainer asks them nothing more
+
+The trainer's part is `servers/directory.py` and `servers/recruit.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from dppo_megatron.config.paths import check_writable
+from dppo_megatron.config.schema import Config
+from dppo_megatron.rollout.launching import check_network
+from dppo_megatron.rollout.servers.connect import launch_servers, make_server
+from dppo_megatron.rollout.servers.directory import HEARTBEAT_S, Entry, Registration
+from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.types import GuardStop, UserError
+
+_READY_S = 5.0
+_MOST_STARTS = 3
+"""Starts in a row after which a server that ends again before it was ready ends this command."""
+
+
+def serve(config: Config, host: str, say: Callable[[str], None] = print) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        UserError: the address or directory cannot be used, or a server cannot be started.
+        GuardStop: a server ends at every start.
+    """
+    check_writable("run_dir", config.run_dir, directory=True)  # for the servers' logs
+    address = _resolved(host)
+    check_network([address], config)
+    directory = Path(config.rollout.servers.addresses_from)
+    check_writable("rollout.servers.addresses_from", directory, directory=True)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = f"{host}-{os.getpid()}-"
+    with ExitStack() as undo:
+        asked_to_end = _listen(undo)
+        servers = launch_servers(config, address, name)
+        for server in servers:
+            undo.callback(server.stop)
+        kept = [_Kept(server, config, directory, f"{name}{index}", say) for index, server in enumerate(servers)]
+        for one in kept:
+            undo.callback(one.withdraw)  # first of all: nobody shall ask a server that is about to end
+        while not asked_to_end.wait(0.5 if any(one.is_starting for one in kept) else HEARTBEAT_S):
+            for one in kept:
+                one.look()
+    say("serve: ended")
+
+
+class _Kept:
+    """One server of this command: starting, announced, or ended."""
+
+    def __init__(
+        self, server: LaunchedServer, config: Config, directory: Path, name: str, say: Callable[[str], None]
+    ) -> None:
+        self._server, self._directory, self._name, self._say = server, directory, name, say
+        self._entry = Entry(server.url, server.api_key, config.rollout.engine)
+        self._speaker = make_server(config.rollout.engine, server.url, server.api_key, 0)
+        self._timeout_s = config.rollout.limits.start_timeout_s
+        self._registration: Registration | None = None
+        self._was_ready = False
+        self._starts = 1
+        """In a row, without having been ready."""
+        self._deadline = time.monotonic() + self._timeout_s
+
+    @property
+    def is_starting(self) -> bool:
+        """Not ready yet."""
+        return self._server.is_starting
+
+    def look(self) -> None:
+        """Announce it when it is ready, show that it lives, start it again when it has ended."""
+        server = self._server
+        if not server.is_running:
+            self._start_again()
+        elif server.is_starting:
+            self._ask_if_ready()
+        elif self._registration is not None:
+            self._registration.beat()
+
+    def withdraw(self) -> None:
+        """Take its address away."""
+        if self._registration is not None:
+            self._registration.remove()
+            self._registration = None
+
+    def _ask_if_ready(self) -> None:
+        try:
+            self._speaker.healthy(timeout_s=_READY_S)
+        except Exception as error:  # not yet, whatever it is: until it ends or its time is over
+            if time.monotonic() > self._deadline:
+                raise UserError(
+                    f"the rollout server at {self._server.url} was not ready after rollout.limits.start_timeout_s ="
+                    f" {self._timeout_s:g} s: {error}; {self._server.where} ends with:\n{self._server.tail()}"
+                ) from None
+            return
+        self._server.is_starting, self._was_ready, self._starts = False, True, 0
+        self._registration = Registration(self._directory, self._name, self._entry)
+        self._say(f"serve: {self._server.url} is ready; its address is in {self._directory}")
+
+    def _start_again(self) -> None:
+        server = self._server
+        self.withdraw()
+        problem = f"the rollout server at {server.url} ended with code {server.exit_code}"
+        if not self._was_ready or self._starts >= _MOST_STARTS:
+            text = f"{problem} before it was ready; {server.where} ends with:\n{server.tail()}"
+            raise GuardStop(text) if self._was_ready else UserError(text)
+        self._say(f"serve: {problem}; starting it again")
+        self._starts, self._deadline = self._starts + 1, time.monotonic() + self._timeout_s
+        server.start()
+
+
+def _listen(undo: ExitStack) -> threading.Event:
+    """Set by SIGTERM and SIGINT. SIGUSR1, Slurm's warning to every process of a job, is the trainer's concern."""
+    asked_to_end = threading.Event()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    for number, handler in before.items():
+        undo.callback(signal.signal, number, handler)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: asked_to_end.set())
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    return asked_to_end
+
+
+def _resolved(host: str) -> str:
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--host {host}: no such host: {error}") from None

@@ -1,0 +1,84 @@
+"""What the trainer launches in place of vLLM: a process with vLLM's command line, key and endpoints, without a model.
+
+Its completions are those of `stub.py`, a function of the seed. Weights are taken by every channel and forgotten; their
+version is remembered, and in every answer. `fake_python` makes the interpreter that starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Asks for the key everywhere, as the guarded vLLM does."""
+
+    protocol_version = "HTTP/1.1"
+    version = "default"
+
+    def do_GET(self) -> None:
+        self._answer(None)
+
+    def do_POST(self) -> None:
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._answer(json.loads(content) if content else {})
+
+    def _answer(self, body: Any) -> None:
+        path = self.path.partition("?")[0]
+        if self.headers.get("Authorization") != f"Bearer {os.environ['VLLM_API_KEY']}":
+            return self._send({"error": "no key"}, 401)
+        if path == "/workers":
+            return self._send({}, 404)
+        if path in ("/update_weight_version", "/finish_weight_update"):
+            Handler.version = body.get("new_version", body.get("weight_version"))
+        self._send(self._about(path, body))
+
+    def _about(self, path: str, body: Any) -> Any:
+        if path == "/inference/v1/generate":
+            from stub import answer_to  # numpy: not before a server is asked for completions
+
+            return answer_to(body, self.version)
+        settings = {
+            "model_config": {"logprobs_mode": "processed_logprobs"},
+            "weight_transfer_config": {"backend": "dppo"},
+            "parallel_config": {"worker_extension_cls": "dppo_vllm_extension.WorkerExtension"},
+        }
+        model = {"architecture": None, "vocab_size": None, "device": "cpu"}
+        answers = {
+            "/version": {"version": "0.32.0"},
+            "/v1/models": {"data": [{"id": "policy", "root": "", "max_model_len": 4096}]},
+            "/server_info": {"vllm_config": settings},
+            "/weight_info": {"weight_version": self.version},
+            "/get_world_size": {"world_size": 1},
+            "/collective_rpc": {"results": [model]},
+            "/weight_checker": {"checksums": {}},
+        }
+        return answers.get(path, {})
+
+    def _send(self, answer: Any, status: int = 200) -> None:
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        print(format % arguments, flush=True)
+
+
+def fake_python(directory: Path) -> Path:
+    """An executable that starts this server whatever module it is asked to run; for `rollout.servers.python`."""
+    script = directory / "fake_python"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).resolve()}" "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
+if __name__ == "__main__":
+    given = dict(zip(sys.argv, sys.argv[1:], strict=False))
+    ThreadingHTTPServer((given["--host"], int(given["--port"])), Handler).serve_forever()

@@ -1,0 +1,44 @@
+"""Real servers of each engine, started once for all files here; tests run engine by engine.
+
+The model is the quickstart's with tied embeddings: the case in which vLLM on a CPU keeps a stale packed copy.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engines.servers import API_KEY, needs, start_servers
+from support.job import write_job_files
+from support.served import Served
+
+from dppo_megatron.data.tiny_model import write_tiny_qwen3
+
+
+@pytest.fixture(scope="package")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_job_files(tmp_path_factory.mktemp("task"))
+    write_tiny_qwen3(directory / "model", seed=0, tie_word_embeddings=True)
+    return directory
+
+
+@pytest.fixture(scope="package", params=[pytest.param(name, marks=needs(name)) for name in ("vllm", "sglang")])
+def served(request: pytest.FixtureRequest, files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    os.environ["DPPO_ENGINE_API_KEY"] = API_KEY
+    started = start_servers(request.param, files, tmp_path_factory.mktemp("servers"), 2)
+    yield Served(request.param, files, started)
+    for server in started:
+        if server.process is not None:
+            server.process.send_signal(signal.SIGCONT)
+        server.stop()
+    del os.environ["DPPO_ENGINE_API_KEY"]
+
+
+@pytest.fixture(autouse=True)
+def engines_are_closed(served: Served) -> Iterator[None]:
+    yield
+    while served.engines:
+        served.engines.pop().close()

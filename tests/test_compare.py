@@ -1,0 +1,213 @@
+"""What `compare` says about runs, against independent computations; no run is made here."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from scipy.ndimage import uniform_filter1d
+from support.job import REPOSITORY, settings, write_job_files
+
+from dppo_megatron.compare.arms import parse_arms
+from dppo_megatron.compare.page import write_page
+from dppo_megatron.compare.record import MethodRun, Point, read_method_run
+from dppo_megatron.compare.statistics import Curve, accuracy_at, cost_to, median_over_seeds, moving_mean
+from dppo_megatron.compare.table import results, table
+from dppo_megatron.compare.tasks import shared_task, task_settings
+from dppo_megatron.compare.verdict import judge
+from dppo_megatron.config import Config, load_config
+from dppo_megatron.data.quickstart import Recipe, write_quickstart
+from dppo_megatron.types import UserError
+
+CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
+shares = st.floats(0, 1, allow_nan=False)
+
+
+@hypothesis.settings(deadline=None)
+@given(st.lists(shares, min_size=1, max_size=30))
+def test_moving_mean_is_a_box_filter_inside(values: list[float]) -> None:
+    """scipy's box filter; at the two ends the mean of the two values that there are."""
+    mean = moving_mean(np.array(values))
+    expected = uniform_filter1d(np.array(values), 3)
+    assert mean[1:-1] == pytest.approx(expected[1:-1])
+    if len(values) > 1:
+        assert mean[0] == pytest.approx((values[0] + values[1]) / 2)
+        assert mean[-1] == pytest.approx((values[-1] + values[-2]) / 2)
+    else:
+        assert mean == pytest.approx(values)
+
+
+@hypothesis.settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0.01, 10), shares), min_size=2, max_size=20), shares)
+def test_cost_to_a_level_is_the_first_crossing(steps: list[tuple[float, float]], level: float) -> None:
+    """On the curve (numpy's interpolation) the level stands at that cost, and before it on a fine grid nowhere."""
+    cost = np.cumsum([0.0, *(step for step, _ in steps[1:])])
+    curve = Curve(cost, np.array([value for _, value in steps]))
+    found = cost_to(curve, level)
+    if found is None:
+        assert curve.accuracy.max() < level
+        return
+    if found == 0:
+        assert curve.accuracy[0] >= level
+        return
+    assert np.interp(found, cost, curve.accuracy) == pytest.approx(level)
+    before = np.linspace(0, found, 500, endpoint=False)
+    assert (np.interp(before, cost, curve.accuracy) < level + 1e-9).all()
+
+
+def test_accuracy_at_a_cost_stays_at_the_last() -> None:
+    curve = Curve(np.array([0.0, 10.0]), np.array([0.2, 0.6]))
+    assert [accuracy_at(curve, cost) for cost in (0, 5, 10, 99)] == pytest.approx([0.2, 0.4, 0.6, 0.6])
+
+
+@pytest.mark.parametrize("values", [[1.0], [1.0, 2.0, 4.0], [2.1, 1.9, 3.0, 2.5, 0.0]])
+def test_the_interval_over_seeds_is_the_bootstrap_s(values: list[float]) -> None:
+    """All n^n resamples, enumerated: each end has 2.5 % beyond it, up to the resampling's own error (0.5 % at 10,000
+    draws is over three standard errors)."""
+    interval = median_over_seeds(values)
+    medians = np.array([np.median(drawn) for drawn in itertools.product(values, repeat=len(values))])
+    assert interval.median == np.median(values)
+    assert (medians < interval.low).mean() <= 0.03 and (medians <= interval.low).mean() >= 0.02
+    assert (medians > interval.high).mean() <= 0.03 and (medians >= interval.high).mean() >= 0.02
+
+
+def test_the_interval_over_many_seeds_is_scipy_s() -> None:
+    values = np.random.default_rng(0).normal(2.0, 0.3, 40)
+    theirs = stats.bootstrap((values,), np.median, method="percentile", rng=1).confidence_interval
+    ours = median_over_seeds(values.tolist())
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=0.03)
+
+
+def _config(**values: Any) -> Config:
+    config = Config()
+    config.rollout.prompts_per_step, config.steps, config.eval.every_steps = 32, 64, 4
+    return config
+
+
+def test_arms_see_equally_many_prompts() -> None:
+    arms = {arm.name: arm for arm in parse_arms("grpo,grpo@16,grpo@64,grpo_nonzero,dppo@16", _config(), 1.5)}
+    assert {name: arm.steps for name, arm in arms.items()} == {
+        "grpo": 64, "grpo@16": 128, "grpo@64": 32, "grpo_nonzero": 64, "dppo@16": 192,
+    }  # fmt: skip
+    assert {"eval.every_steps=8", "rollout.prompts_per_step=16"} <= set(arms["grpo@16"].settings)
+    assert "pruning.prompt.method=none" in arms["grpo_nonzero"].settings
+
+
+@pytest.mark.parametrize("names", ["", "grpo,grpo", "grop", "grpo@0", "grpo@x", "grpo@-1", "dppo@", "grpo_nonzero@1.5"])
+def test_arms_that_are_none(names: str) -> None:
+    if names == "dppo@":
+        with pytest.raises(UserError, match="after @ stands the number of prompts"):
+            parse_arms(names, _config(), 1.0)
+        return
+    with pytest.raises(UserError, match="--methods"):
+        parse_arms(names, _config(), 1.0)
+
+
+def _run(arm: str, seed: int, rate: float, seconds_per_step: float, end: float = 0.8, points: int = 17) -> MethodRun:
+    """A run that rises from 0.3 towards `end` as 1 - exp(-rate t), without noise."""
+    curve = [
+        Point(4 * i, 0.3 + (end - 0.3) * (1 - math.exp(-rate * i)), 4 * i * seconds_per_step,
+              2 * i * seconds_per_step, 100 * i, 50 * i)
+        for i in range(points)
+    ]  # fmt: skip
+    solved: dict[str, list[float | None]] = {"held": [*(float(i < 100 * end) for i in range(100)), None]}
+    return MethodRun(arm, seed, curve, {"prompts": "exact"}, solved, {"step": 1.0, "rollout": 0.4, "update": 0.5})
+
+
+def test_the_factor_is_what_was_built_in() -> None:
+    """The same learning at half the seconds a step is 2x at every level, whatever the smoothing; the end is the same
+    on every problem, so the difference is 0 with no interval around it."""
+    arms = parse_arms("grpo,dppo", _config(), 1.0)
+    runs = [_run("grpo", s, 0.2, 1.0 + s) for s in range(3)] + [_run("dppo", s, 0.2, 0.5 * (1 + s)) for s in range(3)]
+    verdict = judge(runs, arms)
+    assert (verdict.baseline, verdict.gain_from) == ("grpo", "grpo")
+    base, dppo = verdict.arms
+    for clock in ("train_s", "train_cpu_s"):
+        for share in ("0.9", "0.95"):
+            assert base.by_seed[clock][share] == pytest.approx([1.0] * 3)
+            assert dppo.by_seed[clock][share] == pytest.approx([2.0] * 3)
+    assert dppo.end_difference is not None and dppo.end_difference.within_noise
+    assert (dppo.end_difference.low, dppo.end_difference.high) == (0.0, 0.0)
+    curve = runs[0].against("train_s").smoothed()
+    assert dppo.at_budget["0.50"] == pytest.approx(curve.accuracy[-1])
+
+
+def test_the_baseline_is_the_best_of_the_grpos() -> None:
+    """The arm with the best end sets the gain, the soonest one there the seconds; a worse end cannot lower the bar."""
+    arms = parse_arms("grpo@64,grpo,grpo@16,dppo", _config(), 1.0)
+    runs = [_run("grpo@64", 0, 0.3, 2.0, end=0.81), _run("grpo", 0, 0.3, 1.0, end=0.80)]
+    runs += [_run("grpo@16", 0, 0.3, 0.2, end=0.6), _run("dppo", 0, 0.3, 1.0, end=0.80)]
+    verdict = judge(runs, arms)
+    assert (verdict.baseline, verdict.gain_from) == ("grpo", "grpo@64")
+    by_name = {one.arm: one for one in verdict.arms}
+    assert by_name["dppo"].by_seed["train_s"]["0.95"] == pytest.approx([1.0])
+    assert by_name["grpo@16"].by_seed["train_s"]["0.9"] == [0.0]
+    assert "not reached" in table(verdict)
+    assert by_name["grpo@16"].end_difference is not None and not by_name["grpo@16"].end_difference.within_noise
+
+
+def test_a_baseline_that_gains_nothing_gives_no_factor() -> None:
+    arms = parse_arms("grpo,dppo", _config(), 1.0)
+    verdict = judge([_run("grpo", 0, 0.2, 1.0, end=0.2), _run("dppo", 0, 0.2, 1.0)], arms)
+    assert verdict.arms[1].factors["train_s"]["0.9"] is None
+    assert " - " in table(verdict)
+
+
+def test_the_page_and_the_results_hold_every_figure(tmp_path: Path) -> None:
+    """JSON without NaN; the page asks for nothing from outside."""
+    arms = parse_arms("grpo,dppo", _config(), 1.0)
+    runs = [_run("grpo", 0, 0.2, 1.0), _run("dppo", 0, 0.2, 0.5)]
+    verdict = judge(runs, arms)
+    values = json.loads(json.dumps(results(verdict, runs, ["a note"]), allow_nan=False))
+    assert {"date", "versions", "machine", "verdict", "runs"} <= set(values)
+    write_page(tmp_path / "report.html", "<b>title", table(verdict), values)
+    page = (tmp_path / "report.html").read_text()
+    assert "default-src 'none'" in page and "<b>title" not in page and "{{" not in page.split("<script>")[0]
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Costs add up over the steps; the end is the mean of the last two evaluations of each problem, failures left
+    out; the worst label stays."""
+    rows: list[dict[str, Any]] = [{"step": 0, "eval/h/pass@1": 0.25, "eval/problems": {"h": [0.5, 0.0]}}]
+    for step, label in ((1, "unbiased"), (2, "exact")):
+        rows.append({"step": step, "time/step_s": 2.0, "time/step_cpu_s": 1.5, "tokens/generated": 10.0,
+                     "tokens/trained": 4.0, "prune/ledger": [{"name": "p", "label": label}]})  # fmt: skip
+    rows[1] |= {"eval/h/pass@1": 0.5, "eval/problems": {"h": [1.0, None]}}
+    rows[2] |= {"eval/h/pass@1": 0.75, "eval/problems": {"h": [0.5, 1.0]}}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "summary.json").write_text('{"phase_s": {"step": 4.0}}')
+    run = read_method_run("dppo", 3, tmp_path)
+    assert run.curve == [Point(0, 0.25, 0, 0, 0, 0), Point(1, 0.5, 2.0, 1.5, 10, 4), Point(2, 0.75, 4.0, 3.0, 20, 8)]
+    assert run.solved == {"h": [0.75, 1.0]} and run.labels == {"p": "unbiased"}
+
+
+def test_each_seed_has_a_task_of_its_own_where_one_can_be_made(tmp_path: Path) -> None:
+    """Every path of the job that lies in the task's directory moves to the new one; the rest stays."""
+    home = tmp_path / "task"
+    home.mkdir()
+    write_quickstart(home, Recipe(0, 48, 24, 64))
+    config = load_config(CONFIG, settings(home, tmp_path / "run"), writes_run=False)
+    assert shared_task(config) is None and task_settings(config, 0, tmp_path / "new") == []
+    made = dict(item.split("=", 1) for item in task_settings(config, 1, tmp_path / "new"))
+    assert set(made) == {
+        "model.hf_path", "data.train_path", "data.eval_paths.heldout", "warm_start.examples_path",
+    }  # fmt: skip
+    assert all(Path(path).exists() for path in made.values())
+    assert (tmp_path / "new" / "train.jsonl").read_text() != (home / "train.jsonl").read_text()
+    write_quickstart(tmp_path / "again", Recipe(1, 48, 24, 64))
+    for name in ("train.jsonl", "model/model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "new" / name).read_bytes()
+
+
+def test_a_task_that_was_not_made_is_shared(tmp_path: Path) -> None:
+    config = load_config(CONFIG, settings(write_job_files(tmp_path / "t"), tmp_path / "run"), writes_run=False)
+    assert "has no task.json" in str(shared_task(config))

@@ -1,0 +1,291 @@
+"""Servers of other machines: their addresses in files, `dppo-megatron serve`, and a fleet whose members come and go."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.job import REPOSITORY, job_config, settings, write_job_files
+
+sys.path.insert(0, str(Path(__file__).parent / "engines"))
+from fake_vllm import fake_python
+from stub import StubServers, good
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.job import prepare_job
+from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.servers.directory import Directory, Entry, Registration
+from dppo_megatron.types import Prompt, UserError
+
+SAMPLING = Sampling(12, 1.0, 0)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job_files(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture
+def stubs() -> Iterator[StubServers]:
+    with StubServers(dict.fromkeys("abcd", good)) as servers:
+        yield servers
+
+
+def _until(holds: Callable[[], Any], what: Callable[[], str]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.05)
+
+
+# --------------------------------------------------------------------------------------------------------- the files
+
+
+def test_an_address_is_read_by_its_owner_only(tmp_path: Path) -> None:
+    """Mode 0600 whatever the umask, whole or absent, and its key in no repr."""
+    before = os.umask(0)
+    try:
+        registration = Registration(tmp_path, "a", entry := Entry("http://n1:8000", "secret", "vllm"))
+    finally:
+        os.umask(before)
+    [file] = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600 and "secret" not in repr(entry)
+    assert Directory(tmp_path).entries() == {"http://n1:8000": entry}
+    registration.remove()
+    assert not list(tmp_path.iterdir()) and Directory(tmp_path).entries() == {}
+
+
+def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    Registration(tmp_path, "a", Entry("http://n1:8000", "secret", "vllm"))
+    (tmp_path / "a.json").chmod(0o640)
+    with pytest.raises(UserError, match=r"a\.json must belong to you and be readable by you only") as refused:
+        Directory(tmp_path).entries()
+    assert "secret" not in str(refused.value)
+
+
+def test_a_heartbeat_that_stops_is_the_end(tmp_path: Path) -> None:
+    """Judged by the reader's own clock: one that has not changed for a minute is gone, until it beats again."""
+    now = [1000.0]
+    directory = Directory(tmp_path, lambda: now[0])
+    registration = Registration(tmp_path, "a", Entry("http://n1:8000", "k", "vllm"))
+    os.utime(tmp_path / "a.json", ns=(5, 5))  # the writer's clock says 1970
+    assert len(directory.entries()) == 1
+    now[0] += 59
+    assert len(directory.entries()) == 1
+    now[0] += 2
+    assert not directory.entries()
+    registration.beat()
+    assert len(directory.entries()) == 1
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "5", '{"url": "http://n1:1"}', "[" * 9999, "\x00\xff"])
+def test_files_of_something_else_are_passed_over(tmp_path: Path, content: str) -> None:
+    Registration(tmp_path, "a", entry := Entry("http://n1:8000", "k", "vllm"))
+    other = tmp_path / "b.json"
+    other.write_text(content, encoding="utf-8")
+    other.chmod(0o600)
+    (tmp_path / "notes.txt").write_text("not an address")
+    assert list(Directory(tmp_path).entries().values()) == [entry]
+
+
+def test_of_two_files_with_one_address_the_later_is_true(tmp_path: Path) -> None:
+    for name, key, stamp in (("b", "old", 10), ("a", "new", 20)):
+        Registration(tmp_path, name, Entry("http://n1:8000", key, "vllm"))
+        os.utime(tmp_path / f"{name}.json", ns=(stamp, stamp))
+    assert [entry.api_key for entry in Directory(tmp_path).entries().values()] == ["new"]
+
+
+# --------------------------------------------------------------------------------------- a fleet that comes and goes
+
+
+def _config(files: Path, run_dir: Path, addresses: Path, **extra: Any) -> Config:
+    return job_config(
+        files,
+        run_dir,
+        rollout__engine="vllm",
+        rollout__completions_per_prompt=3,
+        rollout__servers__addresses_from=addresses,
+        rollout__sync__verify_every=0,
+        rollout__limits__start_timeout_s=extra.pop("start_timeout_s", 60),
+        rollout__limits__engine_wait_s=30,
+        **extra,
+    )
+
+
+class Trainer:
+    """The engine of a run of one rank, which syncs and generates."""
+
+    def __init__(self, config: Config) -> None:
+        self.said: list[str] = []
+        job = prepare_job(config, 1)
+        self.engine = ServerEngine(config, job.architecture, job.tokenizer, self.said.append)
+        self.step = 0
+
+    def __call__(self) -> dict[str, str]:
+        """A weight sync and a rollout; the state of every server after it."""
+        self.step += 1
+        self.engine.load_weights(lambda: iter([("lm_head.weight", torch.zeros(2, 2))]))
+        asked = [Request(Prompt(i, "", (2, 3), "", ""), c, self.step) for i in range(8) for c in range(3)]
+        assert len(self.engine.generate(asked, SAMPLING)) == 24
+        return self.engine.health()
+
+
+def test_servers_come_and_go(files: Path, tmp_path: Path, stubs: StubServers) -> None:
+    """One is there at start. A second comes and is live after the next sync; the first leaves, and comes back; one of
+    another engine is said once and not used; nobody asks one that has left."""
+    addresses = tmp_path / "addresses"
+    addresses.mkdir()
+
+    def come(name: str, engine: str = "vllm") -> Registration:
+        return Registration(addresses, name, Entry(stubs.url(name), "key", engine))
+
+    first = come("a")
+    trainer = Trainer(_config(files, tmp_path / "run", addresses))
+    try:
+        assert trainer() == {stubs.url("a"): "live"}
+        come("b")
+        come("c", engine="sglang")
+        assert trainer() == {stubs.url("a"): "live", stubs.url("b"): "live"}
+        assert stubs.asked["b"] > 0 and "c" not in stubs.asked
+        first.remove()
+        assert trainer() == {stubs.url("a"): "out: it has left", stubs.url("b"): "live"}
+        asked = stubs.asked["a"]
+        assert trainer()[stubs.url("b")] == "live" and stubs.asked["a"] == asked
+        come("a")
+        assert set(trainer().values()) == {"live"} and stubs.asked["a"] > asked
+        said = "\n".join(trainer.said)
+        assert said.count("has come") == 1 and said.count("it has left") == 1
+        assert said.count("is a server of engine sglang; rollout.engine = vllm") == 1 and "key" not in said
+    finally:
+        trainer.engine.close()
+
+
+def test_a_server_that_comes_with_another_key_takes_the_place(files: Path, tmp_path: Path, stubs: StubServers) -> None:
+    """Started anew at the address that it had: asked with the new key, by rank 0 and by the client."""
+    keys: list[str] = []
+
+    async def note(asked: Any) -> None:
+        keys.append(asked.headers.get("authorization", ""))
+        await good(asked)
+
+    stubs.behaviours["a"] = note
+    addresses = tmp_path / "addresses"
+    addresses.mkdir()
+    Registration(addresses, "before", Entry(stubs.url("a"), "old", "vllm"))
+    trainer = Trainer(_config(files, tmp_path / "run", addresses))
+    try:
+        assert trainer() == {stubs.url("a"): "live"}
+        (addresses / "before.json").unlink()
+        Registration(addresses, "after", Entry(stubs.url("a"), "new", "vllm"))
+        keys.clear()
+        assert trainer() == {stubs.url("a"): "live"} and set(keys) == {"Bearer new"}
+    finally:
+        trainer.engine.close()
+
+
+def test_servers_that_do_not_come_are_said(files: Path, tmp_path: Path, stubs: StubServers) -> None:
+    """How many of how many, who does not answer, and what would start them."""
+    addresses = tmp_path / "addresses"
+    addresses.mkdir()
+    Registration(addresses, "a", Entry(stubs.url("a"), "key", "vllm"))
+    Registration(addresses, "b", Entry("http://127.0.0.1:9", "key", "vllm"))
+    config = _config(files, tmp_path / "run", addresses, start_timeout_s=0.5, rollout__servers__wait_for=2)
+    with pytest.raises(UserError, match=r"only 1 of 2 rollout servers .*127\.0\.0\.1:9.*dppo-megatron serve"):
+        Trainer(config)
+
+
+# ----------------------------------------------------------------------------------------------------- the command
+
+
+def _serve(files: Path, run_dir: Path, addresses: Path, **extra: Any) -> subprocess.Popen[str]:
+    values = {
+        "rollout__engine": "vllm",
+        "rollout__servers__addresses_from": addresses,
+        "rollout__servers__python": fake_python(files),
+    }
+    overrides = settings(files, run_dir, **values | extra)
+    command = [sys.executable, "-m", "dppo_megatron", "serve", str(REPOSITORY / "configs" / "quickstart.yaml")]
+    return subprocess.Popen([*command, *overrides], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _server_pids(files: Path) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"fake_vllm.py" in command and str(files).encode() in command:
+            found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.slow
+def test_serve_keeps_servers_for_a_trainer(tmp_path: Path) -> None:
+    """Ready, they are announced; a trainer finds and uses them. One that is killed is started again and synced; SIGUSR1
+    does nothing; SIGTERM takes the addresses away and ends all."""
+    files = write_job_files(tmp_path / "task")
+    addresses = tmp_path / "addresses"
+    serving = _serve(files, tmp_path / "run", addresses, rollout__servers__count=2)
+    try:
+        trainer = Trainer(_config(files, tmp_path / "run", addresses, rollout__servers__wait_for=2))
+        try:
+            assert list(trainer().values()) == ["live", "live"]
+            assert all(file.stat().st_mode & 0o777 == 0o600 for file in addresses.glob("*.json"))
+            serving.send_signal(signal.SIGUSR1)
+            killed = _server_pids(files)[0]
+            os.kill(killed, signal.SIGKILL)
+            _until(lambda: len(set(_server_pids(files)) - {killed}) == 2, lambda: "it was not started again")
+            _until(lambda: len(list(addresses.glob("*.json"))) == 2, lambda: "it was not announced again")
+            _until(lambda: list(trainer().values()) == ["live", "live"], lambda: str(trainer.said))
+        finally:
+            trainer.engine.close()
+        serving.send_signal(signal.SIGTERM)
+        said, _ = serving.communicate(timeout=60)
+        assert serving.returncode == 0 and "starting it again" in said and said.endswith("serve: ended\n")
+        assert not list(addresses.glob("*.json")) and not _server_pids(files)
+    finally:
+        serving.kill()
+
+
+def test_a_server_that_cannot_start_ends_serve(files: Path, tmp_path: Path) -> None:
+    """With the end of its log, and exit code 2."""
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho 'Error: no such model'\nexit 3\n")
+    broken.chmod(0o755)
+    serving = _serve(files, tmp_path / "run", tmp_path / "addresses", rollout__servers__python=broken)
+    said, _ = serving.communicate(timeout=60)
+    assert serving.returncode == 2 and "ended with code 3 before it was ready" in said and "no such model" in said
+    assert not list((tmp_path / "addresses").glob("*.json"))
+
+
+def test_serve_says_what_it_needs(files: Path, tmp_path: Path) -> None:
+    """A directory; an address of this machine; leave to listen on a network."""
+    from dppo_megatron.cli import main
+    from dppo_megatron.rollout.serving import serve
+
+    config = str(REPOSITORY / "configs" / "quickstart.yaml")
+    local = settings(files, tmp_path, rollout__engine="vllm", rollout__servers__launch="local")
+    assert main(["serve", config, *local]) == 2
+    checked = _config(files, tmp_path / "run", tmp_path / "addresses")
+    with pytest.raises(UserError, match=r"listen on their network \(192\.0\.2\.1\).*allow_remote_endpoints"):
+        serve(checked, "192.0.2.1")
+    with pytest.raises(UserError, match=r"--host no\.such\.host\.invalid: no such host"):
+        serve(checked, "no.such.host.invalid")
+
+
+def test_what_is_written_is_json(tmp_path: Path) -> None:
+    """For other tools that start servers: the three keys that docs/cluster.md names."""
+    Registration(tmp_path, "a", Entry("http://n1:8000", "k", "vllm"))
+    written = json.loads((tmp_path / "a.json").read_text())
+    assert written == {"url": "http://n1:8000", "api_key": "k", "engine": "vllm"}

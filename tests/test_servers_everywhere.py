@@ -1,0 +1,299 @@
+"""Servers on every machine of a job: started there, watched there, asked for again from rank 0, and gone with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from support.job import REPOSITORY, job_config, write_job_files
+from support.job import settings as job_settings
+from support.launch import RankError, run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent / "engines"))
+from fake_vllm import fake_python
+from stub import completion
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.distributed import from_rank_zero, gather_all
+from dppo_megatron.job import prepare_job
+from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.grouping import grouped
+from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.servers.keeper import Keeper, RemoteServer
+from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.types import Completion, Prompt
+
+LIMIT = 12
+
+
+def _until(holds: Callable[[], bool], what: str, seconds: float = 60, said: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"{what}\n{said()}"
+        time.sleep(0.05)
+
+
+def _is_gone(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job_files(tmp_path_factory.mktemp("task"))
+
+
+def fake_config(files: Path, run_dir: Path, **extra: Any) -> Config:
+    return job_config(
+        files,
+        run_dir,
+        rollout__engine="vllm",
+        rollout__completions_per_prompt=3,
+        rollout__servers__launch="local",
+        rollout__servers__python=fake_python(files),
+        rollout__sync__verify_every=0,
+        **extra,
+    )
+
+
+def test_a_keeper_starts_and_is_asked_to_start_again(tmp_path: Path) -> None:
+    """Through a store alone: what rank 0 sees of a server that runs, that is killed, and that it has asked for."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    command = [sys.executable, "-c", "import sys, time; print('here I am', sys.argv[1], flush=True); time.sleep(600)"]
+    servers = [LaunchedServer([*command, "{port}"], {}, tmp_path / f"{i}.log", f"key{i}", node=1) for i in range(2)]
+    keeper = Keeper(servers, 1, store, "job")
+    try:
+        handles = [RemoteServer(one, store, "job") for one in keeper.begin()]
+        assert [handle.url for handle in handles] == [server.url for server in servers]
+        assert all(handle.is_running and handle.exit_code is None and handle.node == 1 for handle in handles)
+        killed, other = (server.process for server in servers)
+        assert killed is not None and other is not None
+        _until(lambda: "here I am" in servers[0].log.read_text(), "it has not begun")
+        os.killpg(killed.pid, signal.SIGKILL)
+        _until(lambda: not handles[0].is_running, "its end was not told")
+        assert handles[0].exit_code == -signal.SIGKILL and "here I am" in handles[0].tail() and handles[1].is_running
+        handles[0].start()
+        assert handles[0].is_running, "asked for counts as running, or it would be asked for again and again"
+        _until(lambda: servers[0].process is not killed and servers[0].is_running, "it was not started again")
+        assert servers[1].process is other
+    finally:
+        keeper.close()
+    last = servers[0].process
+    assert last is not None and _is_gone(last.pid) and _is_gone(other.pid)
+
+
+def _as_two_nodes(config: Config, killed: int) -> dict[str, Any]:
+    """On each of four ranks, two a node: three syncs and rollouts; before the second sync the server of node `killed`
+    dies."""
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)  # torchrun's agent
+    job = prepare_job(config, dist.get_world_size())
+    engine = ServerEngine(config, job.architecture, job.tokenizer)
+    found: dict[int, Completion] = {}
+    try:
+        assert engine._nodes.count == 2
+        mine: list[Any] = []
+        if engine._connection is not None:
+            mine = [m.process for m in engine._fleet.members if isinstance(m.process, LaunchedServer)]
+        elif engine._keeper is not None:
+            mine = list(engine._keeper._servers)
+        pids = gather_all([(engine._nodes.node, server.process.pid) for server in mine])
+        weights = [(name, job.checkpoint.get(name)) for name in list(job.checkpoint.names)[:3]]
+        states = []
+        for step in (1, 2, 3):
+            engine.load_weights(lambda to=None: iter(weights))
+            engine.start(
+                [Request(Prompt(i, "", (2, 3), "", ""), c, step) for i in range(12) for c in range(3)], SAMPLING
+            )
+            found = engine.finish()
+            states.append(engine.health())
+            if step == 1:
+                for server in mine:
+                    if engine._nodes.node == killed:
+                        os.killpg(server.process.pid, signal.SIGKILL)
+                if engine._connection is not None:
+                    _until(lambda: not all(m.process.is_running for m in engine._fleet.members), "its end was not told")  # type: ignore[union-attr]
+                dist.barrier()
+        sync = from_rank_zero(lambda: engine._sync.version)
+        described = engine.description
+        started_again = gather_all([(engine._nodes.node, server.process.pid) for server in mine])
+        dist.barrier()
+    finally:
+        engine.close()
+    dist.barrier()
+    gone = all(_is_gone(pid) for _, pid in [*pids, *started_again])
+    return {"found": found, "states": states, "pids": pids, "again": started_again, "gone": gone} | {
+        "sync": sync,
+        "described": described,
+        "receivers": list(engine.receivers),
+    }
+
+
+SAMPLING = Sampling(LIMIT, 1.0, 0)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_every_node_has_servers_of_its_own(files: Path, tmp_path: Path, killed: int) -> None:
+    """Two nodes of two ranks and a colocated server each: both take a part of every rollout, and weights come from the
+    ranks beside them. One that is killed is started again on its node, and none is left at the end."""
+    config = fake_config(files, tmp_path / "run", rollout__servers__colocate="true", rollout__limits__probe_every_s=0.2)
+    ranks = run_ranks(_as_two_nodes, 4, config, killed, timeout_s=120)
+    assert [sorted(node for node, _ in rank["pids"]) for rank in ranks] == [[0, 1]] * 4
+    before, after = dict(ranks[0]["pids"]), dict(ranks[0]["again"])
+    assert before[killed] != after[killed] and before[1 - killed] == after[1 - killed]
+    assert all(rank["gone"] and rank["sync"] == 3 for rank in ranks)
+    assert "weight sync: ipc" in ranks[0]["described"]
+    assert all(set(rank["receivers"]) >= {0} and any(r >= 2 for r in rank["receivers"]) for rank in ranks)
+    first, _, last = ranks[0]["states"]
+    assert list(first.values()) == list(last.values()) == ["live", "live"]
+    positions = sorted(position for rank in ranks for position in rank["found"])
+    assert positions == list(range(36)) and all(rank["found"] for rank in ranks), "each node's client brings in a part"
+    asked = [Request(Prompt(i, "", (2, 3), "", ""), c, 3) for i in range(12) for c in range(3)]
+    groups, _ = grouped(asked, SAMPLING, 3)
+    for rank in ranks:
+        for position, one in rank["found"].items():
+            tokens, logprobs, _ = completion(groups[position // 3].seed + position % 3, LIMIT)
+            assert one.token_ids.tolist() == tokens and (one.weights_versions == 3).all()
+            np.testing.assert_allclose(one.logprobs, logprobs, rtol=1e-6)
+    assert {path.name for path in (tmp_path / "run" / "servers").iterdir()} == {"server_0.log", "node1_server_0.log"}
+
+
+def _start_engine(config: Config) -> None:
+    os.environ["GROUP_RANK"] = str(dist.get_rank())
+    if dist.get_rank() == 1:
+        config.rollout.servers.python = "/no/such/python"
+    job = prepare_job(config, dist.get_world_size())
+    ServerEngine(config, job.architecture, job.tokenizer)
+
+
+def test_a_node_that_cannot_start_its_servers_is_named_everywhere(files: Path, tmp_path: Path) -> None:
+    """And rank 0's are ended: a run with the servers of one node alone would go on unnoticed."""
+    with pytest.raises(RankError) as failure:
+        run_ranks(_start_engine, 2, fake_config(files, tmp_path / "run"), timeout_s=120)
+    said = str(failure.value)
+    assert said.count("UserError: ") == 2 and said.count("'/no/such/python' cannot be started") == 2
+    assert "(rank 1): rollout.servers.python" in said
+    log = tmp_path / "run" / "servers" / "server_0.log"
+    assert log.exists()
+
+
+class Agents:
+    """Two of torchrun's agents on this machine, as two machines: the command of docs/cluster.md."""
+
+    def __init__(self, directory: Path, settings: list[str]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
+            *("--rdzv-id", "test", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+            *("-m", "dppo_megatron", "train", str(REPOSITORY / "configs" / "quickstart.yaml"), *settings),
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10"}
+        self.logs = [directory / f"agent{i}.log" for i in range(2)]
+        self.agents = []
+        for log in self.logs:
+            with open(log, "ab") as file:
+                self.agents.append(
+                    subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
+                )
+
+    def wait(self) -> list[int]:
+        """Their exit codes."""
+        return [agent.wait(240) for agent in self.agents]
+
+    def said(self) -> str:
+        return "\n".join(log.read_text(errors="replace")[-4000:] for log in self.logs)
+
+    def kill(self, agent: int) -> None:
+        """As when that machine's power fails: the agent and its rank (which leads a session of its own) at once."""
+        victims = [pid for pid in _under(self.agents[agent].pid) if b"fake_vllm.py" not in _command(pid)]
+        for pid in [self.agents[agent].pid, *victims]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        for number in range(2):
+            if self.agents[number].poll() is None:
+                self.kill(number)
+            self.agents[number].wait()
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _under(pid: int) -> list[int]:
+    """All descendants of a process."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found, new = list[int](), [pid]
+    while new:
+        new = [child for child, parent in parents.items() if parent in new]
+        found += new
+    return found
+
+
+def _servers(files: Path) -> list[int]:
+    pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if b"fake_vllm.py" in _command(pid) and str(files).encode() in _command(pid)]
+
+
+def _rows(metrics: Path) -> int:
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+@pytest.mark.slow
+def test_two_agents_of_torchrun(tmp_path: Path) -> None:
+    """A real job of two agents with a server each. The second one dies, as a machine does: the other agent ends, and no
+    server is left on either. The same command resumes and ends."""
+    files = write_job_files(tmp_path / "task")
+    values = {
+        "steps": 500,
+        "warm_start__steps": 0,
+        "rollout__engine": "vllm",
+        "rollout__prompts_per_step": 4,
+        "rollout__servers__launch": "local",
+        "rollout__servers__colocate": "true",
+        "rollout__servers__python": fake_python(files),
+        "rollout__sync__verify_every": 0,
+        "checkpoint__every_steps": 1,
+        "guard__watchdog_s": 20,
+    }
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    job = Agents(tmp_path, job_settings(files, tmp_path / "run", **values))
+    try:
+        _until(
+            lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, "no step was made", 240, job.said
+        )
+        assert len(_servers(files)) == 2
+        job.kill(1)
+        assert all(code != 0 for code in job.wait())
+        _until(lambda: not _servers(files), "servers are left", 60, job.said)
+    finally:
+        job.close()
+    done = _rows(metrics) - 1
+    job = Agents(tmp_path, job_settings(files, tmp_path / "run", **values | {"steps": done + 1}))
+    try:
+        assert job.wait() == [0, 0], job.said()
+    finally:
+        job.close()
+    assert "resumed from" in job.said() and (tmp_path / "run" / "summary.json").exists() and not _servers(files)
