@@ -51,10 +51,15 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return interpreter
 
 
-def _run(python: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _python(python: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [str(python), "-m", "dppo_megatron", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=500)
+    return subprocess.run(
+        [str(python), *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=500
+    )
+
+
+def _run(python: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return _python(python, cwd, "-m", "dppo_megatron", *arguments)
 
 
 def test_wheel_holds_what_the_checkout_has(wheel: Path) -> None:
@@ -73,12 +78,7 @@ def test_wheel_holds_what_the_checkout_has(wheel: Path) -> None:
 def test_quickstart_runs_outside_the_checkout(python: Path, tmp_path: Path) -> None:
     """The installed package makes the task, trains two steps and writes the report; a second run replaces the first,
     and a directory that is no run is left alone."""
-    where = subprocess.run(
-        [str(python), "-c", "import dppo_megatron; print(dppo_megatron.__file__)"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    where = _python(python, tmp_path, "-c", "import dppo_megatron; print(dppo_megatron.__file__)")
     assert str(python.parent.parent) in where.stdout, "the checkout was imported, not the wheel"
     short = ["steps=2", "warm_start.steps=2", "rollout.prompts_per_step=8", "threads_per_rank=1", "eval.every_steps=0"]
     done = _run(python, tmp_path, "quickstart", *short)
