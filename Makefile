@@ -34,25 +34,12 @@ NPROC ?= 1
 TP ?= 1
 PP ?= 1
 CONFIG ?= configs/quickstart.yaml
-TASK := runs/task_seed$(SEED)
 RUN ?= runs/quickstart
-SETTINGS = run_dir=$(RUN) seed=$(SEED) actor.layout.tensor_parallel=$(TP) actor.layout.pipeline_parallel=$(PP) \
-  model.hf_path=$(TASK)/model data.train_path=$(TASK)/train.jsonl data.eval_paths.heldout=$(TASK)/heldout.jsonl \
-  warm_start.examples_path=$(TASK)/warm_start.jsonl
-
-ifeq ($(NPROC),1)
-TRAIN = $(BIN)/dppo-megatron train
-else
-TRAIN = OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node $(NPROC) -m dppo_megatron train
-endif
 
 .PHONY: quickstart test test-quick test-sglang test-slurm test-newest lint docs clean
 
 quickstart: $(VENV)/.installed
-	$(BIN)/python tools/make_quickstart.py --out $(TASK) --seed $(SEED)
-	rm -rf $(RUN)
-	$(TRAIN) $(CONFIG) $(SETTINGS)
-	$(BIN)/dppo-megatron report $(RUN)
+	$(BIN)/dppo-megatron quickstart --config $(CONFIG) --run-dir $(RUN) --seed $(SEED) --nproc $(NPROC) --tp $(TP) --pp $(PP)
 
 test: $(VENV)/.installed $(VLLM_VENV)/.installed
 	@export DPPO_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python; \

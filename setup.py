@@ -1,5 +1,27 @@
-"""All metadata is in pyproject.toml; this file is for tools that still look for it."""
+"""All metadata is in pyproject.toml. This file puts configs/ and examples/, which lie beside the package in a checkout,
+into it in a wheel: `dppo_megatron.config.shipped` finds them in either place."""
+
+import shutil
+from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
-setup()
+SHIPPED = ("configs", "examples")
+
+
+class BuildWithConfigs(build_py):
+    """As `build_py`, and the directories of `SHIPPED` beside it."""
+
+    def run(self):
+        super().run()
+        if self.editable_mode:  # the checkout itself is imported
+            return
+        here = Path(__file__).parent
+        for name in SHIPPED:
+            target = Path(self.build_lib) / "dppo_megatron" / "shipped" / name
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(here / name, target, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+
+
+setup(cmdclass={"build_py": BuildWithConfigs})

@@ -1,4 +1,4 @@
-"""Builds engine, sampling, packing capacity and cost model from a job's settings.
+"""Builds engine, sampling and packing capacity from a job's settings.
 
 Apart from `loop.py`, so that a new engine is one branch here and no phase of the loop knows which one runs.
 """
@@ -13,9 +13,9 @@ from typing import Literal
 import torch
 
 from dppo_megatron.config.schema import Config, PackingConfig
+from dppo_megatron.cost import cost_model as cost_model
 from dppo_megatron.job import Job
 from dppo_megatron.packing.alignment import PackingLayout
-from dppo_megatron.packing.cost import CostModel
 from dppo_megatron.packing.slack import TokenCapacity
 from dppo_megatron.rewards.lanes import GradeInClient, grade_completions
 from dppo_megatron.rollout.engine import Engine, Sampling
@@ -23,7 +23,6 @@ from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.spans import Spans
 from dppo_megatron.types import Watch
-from dppo_megatron.weights.architecture import Architecture
 
 
 def make_engine(
@@ -65,19 +64,3 @@ def make_sampling(job: Job) -> Sampling:
 def token_capacity(config: PackingConfig, layout: PackingLayout) -> TokenCapacity | None:
     """How much a step's micro-batches hold; None for mode=none, where each holds one sequence and none has room."""
     return None if config.mode == "none" else TokenCapacity(layout, config.max_tokens_per_microbatch)
-
-
-def cost_model(architecture: Architecture) -> CostModel:
-    """Training cost of a sequence by its length, which the planner balances."""
-    experts = architecture.experts
-    return CostModel.of_transformer(
-        num_layers=architecture.num_layers,
-        hidden_size=architecture.hidden_size,
-        ffn_size=experts.ffn_size if experts else architecture.ffn_size,
-        num_heads=architecture.num_heads,
-        num_kv_heads=architecture.num_kv_heads,
-        head_dim=architecture.head_dim,
-        vocab_size=architecture.vocab_size,
-        active_experts=experts.per_token if experts else 1,
-        num_experts=experts.count if experts else 0,
-    )

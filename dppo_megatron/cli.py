@@ -26,7 +26,9 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.data.command import add_data_command
 from dppo_megatron.evaluation.options import add_eval
 from dppo_megatron.launched import launched_rank, launched_world_size
+from dppo_megatron.planning.command import add_dry_run, add_plan, dry_run
 from dppo_megatron.pruning.methods import parse_methods
+from dppo_megatron.quickstart import add_quickstart
 from dppo_megatron.report.command import add_report
 from dppo_megatron.rollout.serve_command import add_serve
 from dppo_megatron.types import GuardStop, UserError, Watch, unwatched
@@ -168,7 +170,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="auto|never|DIR",
         help="checkpoint.resume: resume the run in run_dir if there is one (default), never, or from a checkpoint",
     )
+    add_dry_run(commands.choices["train"])
     add_compare(commands)
+    add_quickstart(commands)
+    add_plan(commands)
     add_eval(commands)
     add_report(commands)
     add_serve(commands)
@@ -271,6 +276,10 @@ def _converted(arguments: argparse.Namespace) -> list[str]:
 def _train(arguments: argparse.Namespace) -> int:
     _quiet_libraries()
     resume = [f"checkpoint.resume={arguments.resume}"] if arguments.resume else []
+    if arguments.dry_run:
+        return dry_run(arguments.config, [*arguments.overrides, *resume], arguments.gpus)
+    if arguments.gpus is not None:
+        raise UserError("--gpus belongs to --dry-run; a run has as many GPUs as torchrun starts processes")
     config = _load(arguments.config, [*arguments.overrides, *resume])
     from dppo_megatron.job import prepare_job
 

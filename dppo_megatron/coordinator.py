@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.algorithms.batch_size import BatchAdvisor
-from dppo_megatron.build import cost_model, token_capacity
+from dppo_megatron.build import token_capacity
+from dppo_megatron.cost import cost_model
 from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.job import Job
 from dppo_megatron.ledger import overlong_row, straggler_row

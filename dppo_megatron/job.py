@@ -23,7 +23,7 @@ from dppo_megatron.data.examples import load_examples
 from dppo_megatron.data.fingerprint import data_fingerprint
 from dppo_megatron.data.report import report_lines
 from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_train_sets, stop_token_ids
-from dppo_megatron.platform.capabilities import this_machine
+from dppo_megatron.platform.capabilities import Machine, this_machine
 from dppo_megatron.pruning.outcomes import LARGEST_REWARD
 from dppo_megatron.pruning.policies import check_methods, prompt_policy_class
 from dppo_megatron.rewards.grading import Grader, make_grader
@@ -76,12 +76,20 @@ class Job:
         return report_lines(self.train_sets, self.eval_sets, self.stop_token_ids, self.tokenizer)
 
 
-def prepare_job(config: Config, world_size: int, *, trains: bool = True, watch: Watch = unwatched) -> Job:
+def prepare_job(
+    config: Config,
+    world_size: int,
+    *,
+    trains: bool = True,
+    watch: Watch = unwatched,
+    machine: Machine | None = None,
+) -> Job:
     """Load the data and read the checkpoint's headers.
 
     Args:
         trains: False for an evaluation alone: no training data, and the actor's settings are not checked.
         watch: shows the progress of checks that take long.
+        machine: what the job will run on; None: this machine.
 
     Raises:
         UserError: anything that would fail later.
@@ -89,7 +97,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, watch: 
     unread = _check_pruning(config) if trains else []
     architecture = read_architecture(config.model.hf_path)
     if trains:
-        _check_actor(config, architecture, world_size)
+        _check_actor(config, architecture, world_size, machine or this_machine())
     _check_positions(config, architecture)
     checkpoint = open_checkpoint(config.model.hf_path, architecture)
     tokenizer = load_tokenizer(config.model.hf_path, architecture)
@@ -125,11 +133,11 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, watch: 
     )
 
 
-def _check_actor(config: Config, architecture: Architecture, world_size: int) -> None:
+def _check_actor(config: Config, architecture: Architecture, world_size: int, machine: Machine) -> None:
     check_world_size(config, world_size)
     architecture.check_layout(config.actor.layout)
     architecture.check_bf16_layers(config.actor)
-    layout, machine = config.actor.layout, this_machine()
+    layout = config.actor.layout
     machine.choose_layer_spec(config.actor.layer_spec, config.actor.fp8)
     machine.check_experts(layout.expert_parallel, layout.expert_tensor_parallel or layout.tensor_parallel)
     if architecture.experts is not None:

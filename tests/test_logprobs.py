@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 from support.job import REPOSITORY
 from support.launch import run_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.live_bytes import LiveBytes
 
 from dppo_megatron.actor.logprobs import Projection, Softmax, TorchSoftmax, chunked_logprobs
 
@@ -63,40 +62,12 @@ def test_values_and_gradients_equal_log_softmax(world_size: int, chunk_tokens: i
     np.testing.assert_allclose(whole, weight.grad.numpy(), rtol=0, atol=1e-10)
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operations created and that are still alive, and remembers the peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return out
-
-    def _count(self, storage: Any) -> None:
-        if storage._cdata in self._seen:
-            return
-        self._seen.add(storage._cdata)
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
-
-    def _forget(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.live -= size
-
-
 def _peak_bytes(num_tokens: int, chunk_tokens: int, vocab_size: int) -> int:
     hidden = torch.randn(num_tokens, 8, requires_grad=True)
     weight = torch.randn(vocab_size, 8, requires_grad=True)
     targets = torch.randint(0, vocab_size, (num_tokens,))
     projection = Projection(vocab_size, 1.0, chunk_tokens, torch.distributed.group.WORLD, TorchSoftmax())
-    with _LiveBytes() as bytes_:
+    with LiveBytes() as bytes_:
         logprobs, entropy = chunked_logprobs(hidden, weight, targets, projection)
         (logprobs.sum() + entropy.sum()).backward()
     return bytes_.peak

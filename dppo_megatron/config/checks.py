@@ -21,8 +21,8 @@ from dppo_megatron.config.schema import Config, OptimizerConfig
 from dppo_megatron.config.selection import check_selection
 from dppo_megatron.types import UserError
 
-Purpose = Literal["train", "evaluate", "grade"]
-"""What a config is for: an evaluation alone needs no training data, and grading needs no model either."""
+Purpose = Literal["train", "plan", "evaluate", "grade"]
+"""What a config is for: a plan needs no data yet, an evaluation alone no training data, and grading no model either."""
 _NEVER_EMPTY = ("data.problem_field", "data.answer_field", "warm_start.completion_field", "reward.function")
 
 
@@ -33,7 +33,10 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
     _check_optimizer(config.actor.optimizer)
     _check_fewer_bits(config)
     _check_actor(config)
-    if purpose != "grade":
+    if purpose == "plan":
+        _check_model(config)
+        _check_longest(config)
+    elif purpose != "grade":
         _check_required(config, trains=purpose == "train")
         _check_files(config, trains=purpose == "train")
     check_rollout(config.rollout)
@@ -172,8 +175,22 @@ def _check_required(config: Config, *, trains: bool) -> None:
             raise UserError(f"{key} is not set; give it in the config file or as {key}=...")
     if config.model.dtype == "float64":
         raise UserError("model.dtype = float64 has no optimizer in Megatron-core; train in float32 or bfloat16")
+    if trains:
+        _check_longest(config)
+
+
+def _check_model(config: Config) -> None:
+    if not config.model.hf_path:
+        raise UserError(
+            "model.hf_path is not set; give a directory with the model's config.json in the config file or as"
+            " model.hf_path=..."
+        )
+    check_directory("model.hf_path", config.model.hf_path)
+
+
+def _check_longest(config: Config) -> None:
     longest = longest_prompt_tokens(config, training=True) + config.rollout.sampling.max_completion_tokens
-    if trains and longest > config.packing.max_tokens_per_microbatch:
+    if longest > config.packing.max_tokens_per_microbatch:
         raise UserError(
             f"packing.max_tokens_per_microbatch = {config.packing.max_tokens_per_microbatch}: the longest possible"
             f" sequence has data.max_prompt_tokens + rollout.sampling.max_completion_tokens = {longest} tokens"

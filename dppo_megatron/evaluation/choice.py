@@ -15,10 +15,10 @@ import yaml
 
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.shipped import shipped
 from dppo_megatron.types import UserError
 
 _SET_KEYS = tuple(item.name for item in fields(EvalSetConfig))
-_PRESETS = Path("configs") / "eval"
 
 
 def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -76,7 +76,7 @@ def without(values: Mapping[str, Any], said: set[str]) -> dict[str, Any]:
 
 def _preset(name: str, data: Path | None) -> dict[str, dict[str, Any]]:
     """All sets of a preset, or the one set of that name."""
-    folder = _folder()
+    folder = shipped("configs", "eval")
     files = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
     if name in files:
         return _located(_read(files[name]), name, data)
@@ -87,11 +87,6 @@ def _preset(name: str, data: Path | None) -> dict[str, dict[str, Any]]:
             f"--sets {name}: no preset and no set of one (known: {known}); give name=path for a set of your own"
         )
     return _located({name: sets[name]}, name, data)
-
-
-def _folder() -> Path:
-    beside_package = Path(__file__).parents[2] / _PRESETS
-    return beside_package if beside_package.is_dir() else _PRESETS
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

@@ -53,7 +53,7 @@ def enable() -> None:
             f"{hook.PACKAGE} was imported before dppo_megatron.platform.enable(), so its CUDA expressions can no "
             "longer be rewritten. Call enable() or prepare() before anything, another library included, imports it."
         )
-    sys.meta_path.insert(0, hook.Finder(CodeCache(default_root(), rewrite.rules_version())))
+    sys.meta_path.insert(0, hook.Finder(lambda: CodeCache(default_root(), rewrite.rules_version())))
 
 
 def prepare(device: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceType:

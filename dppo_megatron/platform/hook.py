@@ -7,10 +7,11 @@ installed package, and other importers are not slowed (one string comparison for
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType, ModuleType
 
@@ -65,9 +66,10 @@ class Loader(importlib.machinery.SourceFileLoader):
 class Finder(importlib.abc.MetaPathFinder):
     """Gives the modules of `megatron.core` their loader."""
 
-    def __init__(self, cache: CodeCache) -> None:
+    def __init__(self, make_cache: Callable[[], CodeCache]) -> None:
         self.stats = Stats()
-        self._cache = cache
+        # made with the first module, so that a program that imports no Megatron leaves no directory behind
+        self._cache = functools.cache(make_cache)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -77,7 +79,7 @@ class Finder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
-            spec.loader = Loader(spec.loader.name, str(spec.loader.path), self._cache, self.stats)
+            spec.loader = Loader(spec.loader.name, str(spec.loader.path), self._cache(), self.stats)
         return spec
 
 

@@ -83,7 +83,9 @@ def _first_difference(made: Path, out: Path) -> str | None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make_quickstart.py", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m dppo_megatron.data.make_quickstart", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems and of the model (default: 0)")
     parser.add_argument("--train", type=int, default=512, help="training problems (default: 512)")

@@ -1,0 +1,131 @@
+"""A whole plan: memory, seconds, what pruning saves, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dppo_megatron.config.checks import check_world_size
+from dppo_megatron.config.data import longest_prompt_tokens
+from dppo_megatron.config.schema import Config
+from dppo_megatron.planning.advice import Advice, advise
+from dppo_megatron.planning.memory import MemoryPlan, Phase, plan_memory
+from dppo_megatron.planning.savings import predict
+from dppo_megatron.planning.shares import active_parameters, whole_model
+from dppo_megatron.planning.site import GIB, Site
+from dppo_megatron.planning.timing import Lengths, Speeds, Timing, plan_timing
+from dppo_megatron.simulate import Prediction
+from dppo_megatron.trace import Trace
+from dppo_megatron.weights.architecture import Architecture
+
+_PROMPT_TOKENS = 150
+"""Of a problem of mathematics in a chat template. An assumption."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a job would need and cost."""
+
+    parameters: int
+    active: int
+    site: Site
+    lengths: Lengths
+    memory: MemoryPlan
+    timing: Timing | None
+    speeds: Speeds
+    predictions: tuple[Prediction, ...]
+    advice: tuple[Advice, ...]
+    has_trace: bool
+
+    @property
+    def problems(self) -> list[str]:
+        """Why it cannot fit; empty if it does."""
+        site, engine, found = self.site, self.memory.engine, []
+        for phase in self.memory.phases:
+            if phase.total > site.gpu_memory:
+                found.append(
+                    f"{phase.name} needs {phase.total / GIB:.1f} GiB of a GPU's {site.gpu_memory / GIB:.1f}"
+                    f" (most of it {most(phase)})"
+                )
+        if engine.kind != "hf" and engine.gpus and engine.sequences < 1:
+            found.append(
+                f"the servers have {engine.cache / GIB:.1f} GiB for keys and values, less than the"
+                f" {engine.cache_per_token * engine.longest / GIB:.1f} of one sequence of {engine.longest} tokens"
+            )
+        for phase in self.memory.host:
+            if phase.total > site.host_memory:
+                found.append(
+                    f"{phase.name} needs {phase.total / GIB:.0f} GiB of a node's {site.host_memory / GIB:.0f}"
+                    f" (most of it {most(phase)})"
+                )
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """Every figure, in bytes and seconds."""
+        timing = self.timing
+        return {
+            "parameters": self.parameters,
+            "gpus": self.site.gpus,
+            "gpu_memory": self.site.gpu_memory,
+            "fits": not self.problems,
+            "problems": self.problems,
+            "phases": {p.name: p.parts | {"total": p.total, "stage": p.stage} for p in self.memory.phases},
+            "host": {p.name: p.parts | {"total": p.total} for p in self.memory.host},
+            "largest": self.memory.largest.name,
+            "advice": {one.change: one.total for one in self.advice},
+            "seconds": None if timing is None else timing.seconds | {"step": timing.step_s},
+            "methods": {p.method: {"step_s": p.step_s, "label": p.label} for p in self.predictions},
+        }
+
+
+def most(phase: Phase) -> str:
+    """The largest part's name."""
+    return max(phase.parts, key=phase.parts.__getitem__)
+
+
+def make_plan(
+    config: Config,
+    architecture: Architecture,
+    site: Site,
+    speeds: Speeds,
+    *,
+    completion_tokens: float | None = None,
+    prompt_tokens: float | None = None,
+    methods: list[str] | None = None,
+    trace: Trace | None = None,
+) -> Plan:
+    """Plan a checked config.
+
+    Args:
+        completion_tokens: mean length; None: half of the longest allowed, or the trace's.
+        prompt_tokens: likewise; None: 150, or the longest allowed if that is less.
+        methods: pruning methods to compare, the first one the measure; empty: none.
+        trace: a recorded run whose outcomes are replayed.
+
+    Raises:
+        UserError: the layout does not fit the model or the number of GPUs.
+    """
+    check_world_size(config, site.gpus)
+    architecture.check_layout(config.actor.layout)
+    if completion_tokens is None:
+        limit = config.rollout.sampling.max_completion_tokens
+        recorded = [step.rollouts.lengths.mean() for step in trace.steps] if trace else [limit / 2]
+        completion_tokens = min(float(sum(recorded) / len(recorded)), limit)
+    if prompt_tokens is None:
+        prompt_tokens = min(_PROMPT_TOKENS, longest_prompt_tokens(config, training=True))
+    lengths = Lengths(prompt_tokens, completion_tokens)
+    memory = plan_memory(config, architecture, site, lengths.sequence)
+    timing = plan_timing(config, architecture, site, memory.engine, lengths, speeds)
+    predictions = predict(config, timing, lengths, methods, trace) if methods and timing else []
+    return Plan(
+        parameters=whole_model(architecture),
+        active=active_parameters(architecture),
+        site=site,
+        lengths=lengths,
+        memory=memory,
+        timing=timing,
+        speeds=speeds,
+        predictions=tuple(predictions),
+        advice=tuple(advise(config, architecture, site, lengths.sequence)),
+        has_trace=trace is not None,
+    )

@@ -1,0 +1,68 @@
+"""The machines that a plan is for, and the constants that no config.json tells.
+
+Each constant says where it comes from; `assumptions` lists those that are guesses, for the end of a plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+
+CONTEXT_BYTES = 2 * GIB
+"""CUDA context, NCCL's buffers and cuBLAS workspaces of a training process. An assumption; nvidia-smi before the first
+step shows yours."""
+SLEEPING_BYTES = 2 * GIB
+"""What a sleeping server keeps on a GPU: its context, NCCL and CUDA graphs. An assumption."""
+ENGINE_WORK_BYTES = 3 * GIB
+"""What a server needs beside weights and cache: activations of a prefill, sampling, CUDA graphs. An assumption; vLLM
+logs its own at start."""
+FRAGMENTATION = 1.05
+"""Memory that the allocator holds over what tensors take, on activations: the factor of Megatron-LM's own estimate
+(megatron/training/theoretical_memory_usage.py)."""
+PROCESS_HOST_BYTES = 6 * GIB
+"""Host memory of one process with torch and CUDA, and of the data that it reads. An assumption."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """A kind of GPU."""
+
+    memory_bytes: float
+    """What programs see; less than the name says."""
+    peak_flops: float
+    """Dense bfloat16, NVIDIA's data sheets."""
+
+
+CHIPS = {
+    "h100": Chip(79.1 * GIB, 989e12),  # out-of-memory messages of torch: "a total capacity of 79.10 GiB"
+    "h200": Chip(139.8 * GIB, 989e12),
+    "a100": Chip(79.1 * GIB, 312e12),
+    "b200": Chip(178.0 * GIB, 2250e12),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a job would run."""
+
+    gpus: int
+    """Of the trainer."""
+    gpus_per_node: int
+    gpu_memory: float
+    """Bytes of one GPU."""
+    peak_flops: float
+    host_memory: float
+    """Bytes of one node."""
+    engine_gpus: int = 0
+    """GPUs behind `rollout.servers.endpoints`; 0: not known."""
+
+    @property
+    def nodes(self) -> int:
+        """Of the trainer."""
+        return max(1, -(-self.gpus // self.gpus_per_node))
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Training processes on one node."""
+        return min(self.gpus, self.gpus_per_node)

@@ -1,0 +1,198 @@
+"""The plan's bytes against those that torch allocates for tiny models on a CPU, within 5 % or better."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.launch import run_ranks
+from support.live_bytes import LiveBytes
+from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
+
+from dppo_megatron.actor.attention import PackedSequences
+from dppo_megatron.actor.context import ContextShare
+from dppo_megatron.actor.logprobs import Projection, TorchSoftmax, chunked_logprobs
+from dppo_megatron.config.schema import ActorConfig
+from dppo_megatron.planning.activations import Pass, head_bytes, layer_kept
+from dppo_megatron.planning.memory import state_bytes
+from dppo_megatron.planning.shares import Degrees, share_of
+from dppo_megatron.weights.architecture import read_architecture
+
+SIZES = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32, "vocab_size": 131}
+"""Large enough that rounding a tensor up to 64 elements is no figure of its own."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        name: write_model(folder / name, family=name, **SIZES, tie_word_embeddings=name == "qwen2")
+        for name in ("qwen3", "qwen2", "qwen3_moe")
+    }
+
+
+# ------------------------------------------------------------------------------------------------ training state
+
+
+def _state(path: Path, parallel: Parallel) -> dict[str, int]:
+    """Bytes of the parts after an optimizer step, each storage once."""
+    actor = build_actor(path, parallel)
+    with torch.no_grad():  # a step that needs no loss: the moments exist after it
+        for model in actor._model:
+            for buffer in (*model.buffers, *model.expert_parallel_buffers):
+                buffer.grad_data.fill_(1e-3)
+        actor._optimizer.step()
+    buffers = [buffer for model in actor._model for buffer in (*model.buffers, *model.expert_parallel_buffers)]
+    weights = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in actor._parameters()}
+    optimizer: dict[int, int] = {}
+    for owner, name in actor._memory._optimizer_tensors(actor._optimizer):
+        tensor = owner.data if name == "data" else owner[name]
+        optimizer[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    return {
+        "weights": sum(weights.values()),
+        "gradients": sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers),
+        "optimizer": sum(optimizer.values()),
+        "count": sum(p.numel() for p in actor._parameters()),
+        "stage": actor.layout.rank if parallel.pp > 1 else 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [
+        ("qwen3", Parallel(distributed_optimizer=True)),
+        ("qwen3", Parallel(dtype=torch.bfloat16, distributed_optimizer=True)),
+        ("qwen3", Parallel(dtype=torch.bfloat16)),
+        ("qwen3", Parallel(tp=2, dp=2, dtype=torch.bfloat16, distributed_optimizer=True)),
+        ("qwen2", Parallel(pp=2, dtype=torch.bfloat16, distributed_optimizer=True)),
+        ("qwen3_moe", Parallel(dp=2, ep=2, dtype=torch.bfloat16, distributed_optimizer=True)),
+    ],
+    ids=lambda value: str(value) + (str(value.dtype)[5:] if isinstance(value, Parallel) else ""),
+)
+def test_training_state(models: dict[str, Path], family: str, parallel: Parallel) -> None:
+    """Weights, gradients and optimizer state of every rank: parameters exactly, bytes within 1 %.
+
+    What is left over is the end of a bucket, rounded up to 128 elements a rank.
+    """
+    architecture = read_architecture(models[family])
+    degrees = Degrees.of(parallel.layout, parallel.world_size)
+    actor = ActorConfig(layout=parallel.layout)
+    actor.optimizer.distributed = parallel.distributed_optimizer
+    for measured in run_ranks(_state, parallel.world_size, models[family], parallel):
+        share = share_of(architecture, degrees, measured["stage"])
+        assert share.count() == measured["count"]
+        planned = state_bytes(share, degrees, actor, str(parallel.dtype).removeprefix("torch."))
+        for part in ("weights", "gradients", "optimizer"):
+            assert planned[part] == pytest.approx(measured[part], rel=0.01), part
+
+
+# ------------------------------------------------------------------------------------------------ activations
+
+
+def _saved_by_a_layer(path: Path, parallel: Parallel, recompute: str, modules: list[str]) -> tuple[int, int, float]:
+    """(tokens, bytes saved by autograd in one layer, slots over tokens in attention's batches)."""
+    actor = build_actor(path, parallel)
+    samples = random_samples(6, 37)
+    microbatch = plan_for(samples, parallel).microbatches[0][0]
+    packed = PackedSequences.of(microbatch, ContextShare(0, 1), torch.device("cpu"))
+    block = actor._chunks[0].decoder
+    block.config.recompute_granularity = None if recompute == "none" else recompute
+    if recompute == "full":
+        block.config.recompute_method, block.config.recompute_num_layers = "uniform", 1
+    tokens = microbatch.cu_seqlens_padded[-1]
+    rows = tokens // (parallel.tp if parallel.sequence_parallel else 1)
+    hidden = torch.randn(rows, 1, actor._architecture.hidden_size, dtype=parallel.dtype, requires_grad=True)
+    ours = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        """Autograd saves a tensor."""
+        if tensor.untyped_storage().data_ptr() not in ours:
+            saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    block.train()
+    packed.rotation(block.layers[0].self_attention.core_attention._rotary, parallel.dtype)  # once a pack, not a layer
+    angles = {angle.untyped_storage().data_ptr() for angles in packed._rotations.values() for angle in angles}
+    ours |= angles
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        if recompute == "full":
+            block._checkpointed_forward(hidden, None, None, None, None, None, packed, False)
+        else:
+            block.layers[0](hidden_states=hidden, attention_mask=None, packed_seq_params=packed)
+    indices = sum(t.untyped_storage().nbytes() for t in saved.values() if t.dtype == torch.int64 and t.ndim == 1)
+    total = sum(t.untyped_storage().nbytes() for t in saved.values()) - indices
+    padded = sum(len(bucket.query_index) for bucket in packed.attending.buckets)
+    return tokens, total // (len(block.layers) if recompute == "full" else 1), padded / tokens
+
+
+ALL = "none", ["core_attn"]
+CASES: list[tuple[str, Parallel, str, list[str]]] = [
+    ("qwen3", Parallel(), *ALL),
+    ("qwen3", Parallel(dtype=torch.bfloat16), *ALL),
+    ("qwen3", Parallel(tp=2), *ALL),
+    ("qwen3", Parallel(tp=2, sequence_parallel=False), *ALL),
+    ("qwen2", Parallel(), *ALL),
+    ("qwen3_moe", Parallel(), *ALL),
+    ("qwen3_moe", Parallel(tp=2), *ALL),
+    ("qwen3", Parallel(), "full", []),
+    ("qwen3", Parallel(tp=2), "full", []),
+]
+
+
+@pytest.mark.parametrize(("family", "parallel", "recompute", "modules"), CASES, ids=str)
+def test_activations_of_a_layer(
+    models: dict[str, Path], family: str, parallel: Parallel, recompute: str, modules: list[str]
+) -> None:
+    """What autograd saves in one layer, each storage once, within 5 %: with recomputation and without, in both types,
+    split over two ranks and not. The places of attention's gather (int64, 3 a token) are not part of the plan."""
+    architecture = read_architecture(models[family])
+    results = run_ranks(_saved_by_a_layer, parallel.world_size, models[family], parallel, recompute, modules)
+    for tokens, measured, padding in results:
+        degrees = Degrees.of(parallel.layout, parallel.world_size)
+        each = torch.empty((), dtype=parallel.dtype).element_size()
+        one = Pass(architecture, degrees, tokens, each, "cpu", padding)
+        planned = layer_kept(one, ActorConfig(recompute=recompute, recompute_modules=modules))
+        assert sum(planned.values()) == pytest.approx(measured, rel=0.05), planned
+
+
+# ------------------------------------------------------------------------------------------------ the output layer
+
+
+HEADS = [(512, 128, 64), (512, 128, 512), (128, 128, 64), (128, 128, 512)]
+"""Tokens, chunk, hidden size: many chunks and one, and either of logits and weight gradient the larger."""
+
+
+def _head(dtype: torch.dtype, entropy: bool, backward: bool) -> list[int]:
+    """Peak of live bytes, what was there before included."""
+    peaks = []
+    for tokens, chunk, hidden_size in HEADS:
+        hidden = torch.randn(tokens, hidden_size, dtype=dtype, requires_grad=backward)
+        weight = torch.randn(VOCAB, hidden_size, dtype=dtype, requires_grad=backward)
+        targets = torch.randint(0, VOCAB, (tokens,))
+        projection = Projection(VOCAB, 1.0, chunk, torch.distributed.group.WORLD, TorchSoftmax())
+        with LiveBytes() as bytes_:
+            logprobs, mean = chunked_logprobs(hidden, weight, targets, projection)
+            if backward:
+                (logprobs.sum() + mean.sum() if entropy else logprobs.sum()).backward()
+        peaks.append(bytes_.peak)
+    return peaks
+
+
+VOCAB = 4096
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(("entropy", "backward"), [(False, False), (False, True), (True, True)])
+def test_logits_of_a_chunk(models: dict[str, Path], dtype: torch.dtype, entropy: bool, backward: bool) -> None:
+    """Peak of live bytes in the output layer, forward alone and with its backward pass, within 5 %."""
+    architecture, each = read_architecture(models["qwen3"]), torch.empty((), dtype=dtype).element_size()
+    [peaks] = run_ranks(_head, 1, dtype, entropy, backward)
+    for (tokens, chunk, hidden_size), measured in zip(HEADS, peaks, strict=True):
+        shape = replace(architecture, vocab_size=VOCAB, hidden_size=hidden_size)
+        one = Pass(shape, Degrees(1, 1, 1, 1, 1, 1, 1, False), tokens, each, "cpu")
+        planned = sum(head_bytes(one, chunk, backward=backward, entropy=entropy))
+        weight = VOCAB * hidden_size * each  # part of the model, not of the plan's working set
+        assert planned == pytest.approx(measured - weight, rel=0.05)

@@ -1,0 +1,200 @@
+"""Every recipe of configs/h100 passes `plan` and a dry run on its GPUs, and a dry run leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.job import REPOSITORY, write_job_files
+from support.job import settings as job_settings
+from support.true_shapes import MODELS, write_config, write_empty_model
+
+from dppo_megatron.cli import main
+from dppo_megatron.config import load_config
+
+RECIPES = sorted((REPOSITORY / "configs" / "h100").glob("*gpus_*.yaml"))
+PARTS = re.compile(r"(\w+)_(\d+)gpus_(grpo|dppo)")
+
+
+def _parts(recipe: Path) -> tuple[str, str, str]:
+    match = PARTS.fullmatch(recipe.stem)
+    assert match, recipe
+    return match.group(1), match.group(2), match.group(3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of each model, and 128 problems."""
+    folder = tmp_path_factory.mktemp("recipes")
+    for name in MODELS:
+        write_empty_model(folder / name, name)
+    rows = [json.dumps({"problem": f"What is {n} + 1?", "answer": str(n + 1)}) for n in range(128)]
+    (folder / "train.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return folder
+
+
+def _settings(folder: Path, recipe: Path) -> list[str]:
+    model, gpus, _ = _parts(recipe)
+    return [
+        str(recipe),
+        f"model.hf_path={folder / model}",
+        f"data.train_path={folder / 'train.jsonl'}",
+        "data.eval_sets={}",
+        f"run_dir={folder / 'run'}",
+        "--gpus",
+        gpus,
+    ]
+
+
+def test_all_are_there() -> None:
+    """Four models, three sizes, and twins."""
+    assert {_parts(path) for path in RECIPES} == {
+        (model, gpus, method) for model in MODELS for gpus in ("8", "16", "32") for method in ("grpo", "dppo")
+    }
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_passes_plan_and_dry_run(folder: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On its GPUs, with the true shapes: it fits, and the first prompt is rendered by the chat template."""
+    assert main(["plan", *_settings(folder, recipe), "--methods", "grpo", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert out.rstrip().endswith("<think>\n\n</think>") and "What is 0 + 1?\nPlease reason step by step" in out
+    assert "does not fit" not in out and not (folder / "run").exists()
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.stem.endswith("dppo")], ids=lambda path: path.stem)
+def test_twins_differ_in_pruning_only(folder: Path, recipe: Path) -> None:
+    """So that they can be compared; and recipes of one model differ in their layout only."""
+    model, _, _ = _parts(recipe)
+
+    def loaded(path: Path) -> dict[str, Any]:
+        """The whole config as plain values."""
+        return asdict(load_config(str(path), [f"model.hf_path={folder / model}"], purpose="plan", writes_run=False))
+
+    dppo, grpo = loaded(recipe), loaded(recipe.with_name(recipe.name.replace("dppo", "grpo")))
+    assert {key for key in dppo if dppo[key] != grpo[key]} == {"pruning", "run_dir"}
+    smallest = loaded(recipe.with_name(f"{model}_8gpus_dppo.yaml"))
+    for one in (dppo, smallest):  # only a job of several nodes has servers elsewhere
+        one["rollout"]["servers"].pop("allow_remote_endpoints")
+    assert {key for key in dppo if dppo[key] != smallest[key]} <= {"actor", "run_dir"}
+
+
+@pytest.mark.parametrize("recipe", sorted(REPOSITORY.glob("configs/h100/*.yaml")), ids=lambda path: path.stem)
+def test_values_have_sources(recipe: Path) -> None:
+    """Every number of a model's recipe says where it comes from, on its line, the one above, or "this and the next"."""
+    lines = recipe.read_text(encoding="utf-8").splitlines()
+    covered = 0
+    for number, line in enumerate(lines):
+        covered = max(covered - 1, 0)
+        if said := re.search(r"# this and the next( two)?", line):
+            covered = 3 if said.group(1) else 2
+        has_number = re.search(r": .*\d", line.partition("#")[0]) and "run_dir" not in line and "defaults" not in line
+        plain = ("bfloat16", "max_prompt_tokens", "max_concurrent_sequences", "path:", "gpus:")
+        if has_number and not any(word in line for word in plain):
+            assert "#" in line or covered or lines[number - 1].lstrip().startswith("#"), line
+
+
+def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No tokenizer, no weights, no data, no run_dir."""
+    model = write_config(tmp_path, "qwen3_8b")
+    recipe = str(REPOSITORY / "configs" / "h100" / "qwen3_8b_8gpus_dppo.yaml")
+    assert main(["plan", recipe, f"model.hf_path={model}", "--json", str(tmp_path / "plan.json")]) == 0
+    out = capsys.readouterr().out
+    plan = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert plan["fits"] and f"largest: {plan['largest']}" in out
+    assert list(plan["phases"]) == ["generate", "sync", "log-probs", "forward", "backward", "step", "checkpoint"]
+    for phase in plan["phases"].values():
+        assert phase["total"] == pytest.approx(sum(v for k, v in phase.items() if k not in ("total", "stage")))
+    methods = plan["methods"]
+    assert methods["dppo"]["step_s"] < methods["grpo"]["step_s"]
+    assert methods["dppo"]["label"] == "ratio"  # the token mean's divisor
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--gpu-memory", "40"], "forward needs"),
+        (["--gpu-memory", "40"], "What helps: actor.optimizer.cpu_offload=1"),
+        (["--host-memory", "300"], "generate needs 523 GiB of a node's 300 (most of it optimizer on the host)"),
+        (["packing.max_tokens_per_microbatch=100"], "must fit"),
+        (["--gpus", "6"], "needs a multiple of 8 processes"),
+        (["actor.layout.tensor_parallel=3"], "needs a multiple of 3 processes"),
+        (["--mfu", "40"], "--mfu 40.0: must be in (0, 1]"),
+        (["rollout.servers.args=[--gpu-memory-utilization, most]"], "'most' is not a number above 0"),
+        (['rollout.servers.args=[--gpu-memory-utilization, "0.2"]'], "for keys and values, less than"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_exit_2(
+    tmp_path: Path, options: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the reason, and what would help."""
+    model = write_config(tmp_path, "qwen3_32b")
+    recipe = str(REPOSITORY / "configs" / "h100" / "qwen3_32b_8gpus_grpo.yaml")
+    settings = [recipe, f"model.hf_path={model}"]
+    assert main(["plan", *settings, *options, "--methods", "grpo"]) == 2
+    assert reason in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ --dry-run
+
+
+def _everything(folder: Path) -> dict[str, tuple[int, int] | None]:
+    """Path to size and time of modification of every file in a folder; None for directories."""
+    return {
+        str(path.relative_to(folder)): None if path.is_dir() else (path.lstat().st_size, path.lstat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_dry_run_writes_nothing(tmp_path: Path, command: str) -> None:
+    """A process with home, temporary directory, caches and working directory of its own leaves them as they were: no
+    file, no directory, no change of one. Data, tokenizer, weights and grader were loaded."""
+    for name in ("home", "tmp", "cwd", "task"):
+        (tmp_path / name).mkdir()
+    files = write_job_files(tmp_path / "task")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "HF_"))}
+    environment |= {
+        "HOME": str(tmp_path / "home"),
+        "TMPDIR": str(tmp_path / "tmp"),
+        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONDONTWRITEBYTECODE": "1",  # Python's own cache, which any command fills
+    }
+    settings = job_settings(files, tmp_path / "cwd" / "run")
+    config = str(REPOSITORY / "configs" / "quickstart.yaml")
+    before = _everything(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "dppo_megatron", command, config, *settings, "--dry-run", "--gpus", "1"],
+        cwd=tmp_path / "cwd",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert _everything(tmp_path) == before
+    first = json.loads((files / "train.jsonl").read_text(encoding="utf-8").splitlines()[0])["problem"]
+    assert done.stdout.rstrip("\n").endswith(first)
+
+
+def test_dry_run_refuses_what_train_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same checks: a data file that is not there, and a grader that cannot be loaded."""
+    files = write_job_files(tmp_path)
+    config, settings = str(REPOSITORY / "configs" / "quickstart.yaml"), job_settings(files, tmp_path / "run")
+    capsys.readouterr()  # what writing the model has said
+    for wrong in (f"data.train_path={tmp_path / 'no.jsonl'}", "reward.function=no.such:grader"):
+        said = []
+        for option in ([], ["--dry-run", "--gpus", "1"]):
+            assert main(["train", config, *settings, wrong, *option]) == 2
+            said.append(capsys.readouterr().err)
+        assert said[0] == said[1]
+    assert main(["train", config, *settings, "--gpus", "2"]) == 2
+    assert "--gpus belongs to --dry-run" in capsys.readouterr().err

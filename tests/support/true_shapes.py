@@ -1,0 +1,102 @@
+"""Model directories with the shapes of the real Qwen3 models and none of their weights.
+
+The safetensors files have true headers and no data: they are sparse, so 61 GB of them take a few kilobytes of disk and
+are never read. Shapes are those of the models' own config.json on the hub.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+from dppo_megatron.data.tiny_chat_model import train_tokenizer
+from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.weights.shapes import hf_shapes
+
+_COMMON: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40960,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 151936,
+}
+_MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_4b": _COMMON
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_8b": _COMMON
+    | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_hidden_layers": 36},
+    "qwen3_32b": _COMMON
+    | {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "num_hidden_layers": 64},
+    "qwen3_30b_a3b": _COMMON
+    | _MIXTURE
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+    },
+}
+_FILE_BYTES = 4 * 10**9
+
+
+def write_config(directory: Path, name: str, **changes: Any) -> Path:
+    """Only config.json: what a plan reads."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(MODELS[name] | changes), encoding="utf-8")
+    return directory
+
+
+def write_empty_model(directory: Path, name: str) -> Path:
+    """config.json, a small tokenizer with a chat template, and weights without data."""
+    tokenizer = train_tokenizer(["What is 1 + 1? Please reason step by step."], 320)
+    tokenizer.save_pretrained(directory)
+    write_config(directory, name, eos_token_id=tokenizer.eos_token_id)
+    shapes = list(hf_shapes(read_architecture(directory)).items())
+    files: list[dict[str, Any]] = [{}]
+    end, weight_map = 0, {}
+    for tensor, shape in shapes:
+        size = 2 * math.prod(shape)
+        if end and end + size > _FILE_BYTES:
+            files.append({})
+            end = 0
+        files[-1][tensor] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    for number, header in enumerate(files):
+        path = directory / f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with open(path, "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + max(entry["data_offsets"][1] for entry in header.values()))
+        weight_map |= dict.fromkeys(header, path.name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return directory

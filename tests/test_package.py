@@ -1,0 +1,97 @@
+"""The wheel: what it holds, and that it works in an environment where there is no checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from support.job import REPOSITORY
+
+from dppo_megatron.config.shipped import shipped
+
+pytestmark = pytest.mark.slow
+SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "dppo_megatron", "configs", "examples")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that nothing of the build stays in the checkout, and with the installed setuptools, so that
+    nothing is fetched."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in SOURCES:
+        path, skip = REPOSITORY / name, shutil.ignore_patterns("__pycache__", "*.egg-info")
+        if path.is_dir():
+            shutil.copytree(path, source / name, ignore=skip)
+        else:
+            shutil.copy(path, source / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out)]
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [built] = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh environment with the wheel alone; what it needs is found in the tests' own."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False)
+    interpreter = folder / "bin" / "python"
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+    with zipfile.ZipFile(wheel) as archive:  # what pip does with a wheel of pure Python, less its scripts
+        archive.extractall(site)
+    (site / "neighbour.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return interpreter
+
+
+def _python(python: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [str(python), *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=500
+    )
+
+
+def _run(python: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return _python(python, cwd, "-m", "dppo_megatron", *arguments)
+
+
+def test_wheel_holds_what_the_checkout_has(wheel: Path) -> None:
+    """Every config and example, every module, the typing marker and the report's assets."""
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for directory in ("configs", "examples"):
+        for path in (REPOSITORY / directory).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                assert f"dppo_megatron/shipped/{path.relative_to(REPOSITORY)}" in names
+    for path in (REPOSITORY / "dppo_megatron").rglob("*"):
+        if path.suffix in (".py", ".typed", ".js", ".css", ".html"):
+            assert str(path.relative_to(REPOSITORY)) in names
+    assert not any(name.startswith(("tests/", "benchmarks/", "setup")) for name in names)
+
+
+def test_quickstart_runs_outside_the_checkout(python: Path, tmp_path: Path) -> None:
+    """The installed package makes the task, trains two steps and writes the report; a second run replaces the first,
+    and a directory that is no run is left alone."""
+    where = _python(python, tmp_path, "-c", "import dppo_megatron; print(dppo_megatron.__file__)")
+    assert str(python.parent.parent) in where.stdout, "the checkout was imported, not the wheel"
+    short = ["steps=2", "warm_start.steps=2", "rollout.prompts_per_step=8", "threads_per_rank=1", "eval.every_steps=0"]
+    done = _run(python, tmp_path, "quickstart", *short)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = tmp_path / "runs" / "quickstart"
+    assert (run_dir / "summary.json").is_file() and (run_dir / "report.html").is_file()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("keep")
+    refused = _run(python, tmp_path, "quickstart", "--run-dir", "mine")
+    assert refused.returncode == 2 and "holds something that is no run" in refused.stderr
+    assert (tmp_path / "mine" / "notes").read_text() == "keep"
+
+
+def test_shipped_files_are_the_checkouts_here() -> None:
+    """In a checkout nothing is copied."""
+    assert shipped("configs", "quickstart.yaml") == REPOSITORY / "configs" / "quickstart.yaml"
