@@ -82,7 +82,7 @@ class Coordinator:
         count = rollouts.lengths.size
         cut = statistics.get("rollout/cut_completions", 0.0)
         record = step.record
-        record.metrics |= decision.metrics | statistics
+        record.metrics |= {**decision.metrics, **statistics}
         record.metrics |= grading_metrics(outcomes.grades, list(config.reward.functions))
         record.metrics["rollout/completion_tokens_mean"] = float(rollouts.lengths.mean()) if count else math.nan
         record.metrics["rollout/truncated"] = float(outcomes.truncated.sum())
