@@ -8,7 +8,7 @@ no model that a CPU trains in minutes can read one.
 The demonstrations of the warm start are a mixture: some work the chain out line by line, most state the result
 outright, as text found in the wild does, and the longer the chain the more of them do. A model trained on both mostly
 guesses; reinforcement learning teaches it to work in steps, the short chains first, and reliably. So groups without
-reward variance are spread as on real sets: a third at the start (always or never solved), seven in ten at the end,
+reward variance are spread as on real sets: a third at the start (always or never solved), six in ten at the end,
 while the accuracy still climbs. Every problem can be learned. An earlier version had products that were never
 demonstrated: a seventh of the problems only wasted rollouts, and the rest was solved by half of the run.
 """
