@@ -29,7 +29,7 @@ from dppo_megatron.pruning.methods import METHODS
 
 DOCS = REPOSITORY / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-GENERATED = ("reference/settings.md", "reference/commands.md", "reference/python.md")
+GENERATED = ("index.md", "reference/settings.md", "reference/commands.md", "reference/python.md")
 LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -83,7 +83,7 @@ def test_the_generated_pages() -> None:
     """Every setting with its default, every command with its help, and only modules that there are."""
     hook = runpy.run_path(str(REPOSITORY / "tools" / "docs_hook.py"))
     pages = hook["pages"]()
-    assert {f"reference/{name}.md" for name in pages} == set(GENERATED)
+    assert {"index.md", *(f"reference/{name}.md" for name in pages)} == set(GENERATED)
     for one in all_settings():
         assert (one.key if one.is_section else f"`{one.key}`") in pages["settings"], one.key
     for name in ("train", "watch", "report", "config", "completion", "doctor"):
@@ -91,6 +91,16 @@ def test_the_generated_pages() -> None:
     for module in re.findall(r"^::: (\S+)$", pages["python"], re.MULTILINE):
         path = REPOSITORY / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), module
+
+
+def test_the_first_page_is_the_readme() -> None:
+    """Every relative link of it leads to a page or picture of the site."""
+    home = runpy.run_path(str(REPOSITORY / "tools" / "docs_hook.py"))["home_page"]()
+    links = [first or second for first, second in LINK.findall(_without_code(home))]
+    inside = [link.partition("#")[0] for link in links if not re.match(r"[a-z]+:", link)]
+    assert len(inside) > 20
+    for link in inside:
+        assert (DOCS / link).is_file(), link
 
 
 def test_links_out_of_the_pages_become_names() -> None:
