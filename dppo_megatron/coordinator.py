@@ -48,7 +48,12 @@ class Coordinator:
             set_sizes=set_sizes(job.train_sets),
             features=PromptFeatures.of(job.train_prompts),
         )
-        self._advisor = BatchAdvisor(self._selector.prompts_per_step, config.objective.updates_per_step)
+        self._advisor = BatchAdvisor(
+            prompts=config.rollout.prompts_per_step,
+            updates=config.objective.updates_per_step,
+            planned=self._selector.prompts_per_step,
+            problems=len(job.train_prompts),
+        )
         self._outcomes: list[Outcomes] = []
         """Of the present step's rollout rounds so far."""
 

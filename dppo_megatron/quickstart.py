@@ -12,6 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dppo_megatron.config import load_config
+from dppo_megatron.config.checks import check_world_size
+from dppo_megatron.config.paths import check_writable
 from dppo_megatron.config.ranges import Range
 from dppo_megatron.config.shipped import shipped
 from dppo_megatron.types import UserError
@@ -23,8 +26,6 @@ Write an arithmetic task and a tiny model into runs/task_seedSEED, train on it f
   dppo-megatron quickstart --nproc 4 --tp 2 --pp 2 --seed 1
   dppo-megatron quickstart steps=2 warm_start.steps=10       # any setting of configs/quickstart.yaml
 """
-_OURS = ("metrics.jsonl", "config.yaml")
-"""A directory with one of these is a run, and may be removed for the next quickstart."""
 
 
 def add_quickstart(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -59,13 +60,15 @@ def _run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--{name} {value}: {allowed.wanted(value)}")
     task = arguments.task or Path("runs") / f"task_seed{arguments.seed}"
     run_dir: Path = arguments.run_dir
-    if run_dir.exists() and any(run_dir.iterdir()) and not any((run_dir / name).exists() for name in _OURS):
-        raise UserError(f"--run-dir {run_dir}: holds something that is no run; name another directory")
+    if any(setting.startswith("run_dir=") for setting in arguments.overrides):
+        raise UserError("run_dir=...: a quickstart has --run-dir DIR for that")
+    check_writable("--run-dir", run_dir, directory=True)
+    if run_dir.exists() and any(run_dir.iterdir()):
+        _check_is_run(run_dir)
     python = [sys.executable, "-m"]
     code = _call([*python, "dppo_megatron.data.make_quickstart", "--out", str(task), "--seed", str(arguments.seed)])
     if code:
         return code
-    shutil.rmtree(run_dir, ignore_errors=True)
     settings = {
         "run_dir": run_dir,
         "seed": arguments.seed,
@@ -77,12 +80,43 @@ def _run(arguments: argparse.Namespace) -> int:
         "warm_start.examples_path": task / "warm_start.jsonl",
     }
     config = arguments.config or str(shipped("configs", "quickstart.yaml"))
-    train = ["dppo_megatron", "train", config, *(f"{k}={v}" for k, v in settings.items()), *arguments.overrides]
+    given = [*(f"{key}={value}" for key, value in settings.items()), *arguments.overrides]
+    # before a run that may have taken an hour is removed
+    check_world_size(load_config(config, given, writes_run=False), arguments.nproc)
+    _remove(run_dir)
+    train = ["dppo_megatron", "train", config, *given]
     environment = dict(os.environ)
     if arguments.nproc > 1:
         environment["OMP_NUM_THREADS"] = "1"
         train = ["torch.distributed.run", "--nproc-per-node", str(arguments.nproc), "-m", *train]
     return _call([*python, *train], environment) or _call([*python, "dppo_megatron", "report", str(run_dir)])
+
+
+def _check_is_run(directory: Path) -> None:
+    """Raise UserError unless it holds a run and may be removed: many a project has a config.yaml."""
+    from dppo_megatron.observe.run_directory import read_identity
+
+    try:
+        is_run = bool(read_identity(directory))
+    except UserError:
+        is_run = False
+    if not is_run:
+        raise UserError(f"--run-dir {directory}: holds something that is no run; name another directory")
+
+
+def _remove(run_dir: Path) -> None:
+    """Remove an earlier run. Raises UserError if a trainer is writing it, or the system forbids it."""
+    if not run_dir.exists():
+        return
+    from dppo_megatron.observe.lock import RunLock
+
+    lock = RunLock(run_dir)
+    try:
+        shutil.rmtree(run_dir)
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir}: cannot be removed: {error.strerror or error}") from None
+    finally:
+        lock.release()
 
 
 def _call(command: list[str], environment: dict[str, str] | None = None) -> int:

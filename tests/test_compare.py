@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from support.job import REPOSITORY, settings, write_job_files
 from dppo_megatron.compare.arms import parse_arms
 from dppo_megatron.compare.page import write_page
 from dppo_megatron.compare.record import MethodRun, Point, read_method_run
+from dppo_megatron.compare.runs import run_all
 from dppo_megatron.compare.statistics import Curve, accuracy_at, cost_to, median_over_seeds, moving_mean
 from dppo_megatron.compare.table import results, table
 from dppo_megatron.compare.tasks import shared_task, task_settings
 from dppo_megatron.compare.verdict import judge
 from dppo_megatron.config import Config, load_config
-from dppo_megatron.data.quickstart import Recipe, write_quickstart
-from dppo_megatron.types import UserError
+from dppo_megatron.data.quickstart import Recipe, read_recipe, write_quickstart
+from dppo_megatron.types import GuardStop, UserError
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 shares = st.floats(0, 1, allow_nan=False)
@@ -162,6 +164,15 @@ def test_a_baseline_that_gains_nothing_gives_no_factor() -> None:
     assert " - " in table(verdict)
 
 
+def test_an_arm_that_is_there_at_once_has_no_boundless_factor() -> None:
+    """The baseline gains a point in 16 evaluations, the arm 50 in one: smoothed, it starts above the level. It was
+    there by its first evaluation, and no factor is larger than the baseline's seconds over those of that."""
+    arms = parse_arms("grpo,dppo", _config(), 1.0)
+    runs = [_run("grpo", 0, 0.3, 1.0, end=0.31), _run("dppo", 0, 9.0, 1.0, end=0.80)]
+    factors = judge(runs, arms).arms[1].by_seed["train_s"]["0.9"]
+    assert 1 < factors[0] <= runs[0].curve[-1].train_s / runs[1].curve[1].train_s
+
+
 def test_the_page_and_the_results_hold_every_figure(tmp_path: Path) -> None:
     """JSON without NaN; the page asks for nothing from outside."""
     arms = parse_arms("grpo,dppo", _config(), 1.0)
@@ -190,22 +201,115 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert run.solved == {"h": [0.75, 1.0]} and run.labels == {"p": "unbiased"}
 
 
+@pytest.mark.parametrize("ungraded", [0, 2])
+def test_a_run_without_a_score_at_its_start_or_end_is_no_run(tmp_path: Path, ungraded: int) -> None:
+    """null where every grading failed: without its end a run would look cheaper than it was."""
+    costs = {"time/step_s": 2.0, "time/step_cpu_s": 1.5, "tokens/generated": 1, "tokens/trained": 1, "prune/ledger": []}
+    rows = [
+        {"step": step, "eval/h/pass@1": None if step == ungraded else 0.5, "eval/problems": {"h": [0.5]}} | costs
+        for step in range(3)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "summary.json").write_text('{"phase_s": {"step": 4.0}}')
+    with pytest.raises(UserError, match="every grading of an evaluation set failed at the start or the end"):
+        read_method_run("dppo", 3, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ what is kept
+
+
+def _recorded(run_dir: Path) -> None:
+    """What a run of two evaluations leaves, as far as a comparison reads it."""
+    points = _run("", 0, 0.2, 1.0, points=2).curve
+    rows = [
+        {"step": one.step, "eval/h/pass@1": one.accuracy, "eval/problems": {"h": [0.5]}, "time/step_s": one.train_s,
+         "time/step_cpu_s": one.train_cpu_s, "tokens/generated": 1, "tokens/trained": 1, "prune/ledger": []}
+        for one in points
+    ]  # fmt: skip
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run_dir / "summary.json").write_text('{"phase_s": {"step": 4.0}}')
+    (run_dir / "hf").mkdir()
+
+
+@pytest.fixture
+def compared(tmp_path: Path) -> Callable[..., list[str]]:
+    """Compares grpo with dppo on one seed, in the same directory each time; returns the runs that were started."""
+    files = write_job_files(tmp_path / "task")
+
+    def compare(*overrides: str, leaves: Callable[[Path], None] = _recorded) -> list[str]:
+        """With these settings; `leaves` writes what a run leaves."""
+        given = [one for one in settings(files, tmp_path / "unused") if not one.startswith("run_dir")] + [*overrides]
+        config = load_config(CONFIG, given, writes_run=False)
+        started: list[str] = []
+
+        def launch(run_dir: Path, arguments: list[str], line: Callable[[str], None]) -> None:
+            """In place of a process."""
+            started.append(run_dir.name)
+            leaves(run_dir)
+
+        arms, out = parse_arms("grpo,dppo", config, 1.0), tmp_path / "out"
+        run_all(config, CONFIG, given, arms, seeds=1, out=out, say=lambda line: None, launch=launch)
+        return started
+
+    return compare
+
+
+def test_arms_are_run_again_from_another_start(compared: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Their own settings name the start's directory only, and none of them differs."""
+    assert compared() == ["start", "grpo", "dppo"]
+    assert compared() == []
+    assert compared("warm_start.steps=7") == ["start", "grpo", "dppo"]
+    assert compared("warm_start.steps=7", "objective.clip_low=0.1") == ["start", "grpo", "dppo"]
+    with open(tmp_path / "task" / "heldout.jsonl", "a") as file:
+        file.write('{"problem": "1+1=", "answer": "2"}\n')
+    assert compared("warm_start.steps=7", "objective.clip_low=0.1") == ["start", "grpo", "dppo"]
+
+
+def test_a_run_that_was_stopped_is_not_kept(compared: Callable[..., list[str]]) -> None:
+    """A signal ends a run with a checkpoint and exit code 0, before its summary."""
+    with pytest.raises(GuardStop, match="stopped before its end"):
+        compared(leaves=lambda run_dir: (run_dir / "metrics.jsonl").touch())
+    assert compared() == ["start", "grpo", "dppo"]
+
+
+def test_what_compare_has_not_made_is_not_removed(compared: Callable[..., list[str]], tmp_path: Path) -> None:
+    """A user's own run may have the name of an arm's."""
+    own = tmp_path / "out" / "seed0" / "dppo" / "metrics.jsonl"
+    own.parent.mkdir(parents=True)
+    own.write_text("mine")
+    with pytest.raises(UserError, match="holds something that compare has not made"):
+        compared()
+    assert own.read_text() == "mine"
+
+
 def test_each_seed_has_a_task_of_its_own_where_one_can_be_made(tmp_path: Path) -> None:
     """Every path of the job that lies in the task's directory moves to the new one; the rest stays."""
     home = tmp_path / "task"
     home.mkdir()
     write_quickstart(home, Recipe(0, 48, 24, 64))
-    config = load_config(CONFIG, settings(home, tmp_path / "run"), writes_run=False)
+    sets = f"data.eval_sets={{more: {{path: {home / 'heldout.jsonl'}}}}}"
+    config = load_config(CONFIG, [*settings(home, tmp_path / "run"), sets], writes_run=False)
     assert shared_task(config) is None and task_settings(config, 0, tmp_path / "new") == []
     made = dict(item.split("=", 1) for item in task_settings(config, 1, tmp_path / "new"))
     assert set(made) == {
-        "model.hf_path", "data.train_path", "data.eval_paths.heldout", "warm_start.examples_path",
+        "model.hf_path", "data.train_path", "data.eval_paths.heldout", "data.eval_sets.more.path",
+        "warm_start.examples_path",
     }  # fmt: skip
+    load_config(CONFIG, [*settings(home, tmp_path / "run"), sets, *(f"{k}={v}" for k, v in made.items())])
     assert all(Path(path).exists() for path in made.values())
     assert (tmp_path / "new" / "train.jsonl").read_text() != (home / "train.jsonl").read_text()
     write_quickstart(tmp_path / "again", Recipe(1, 48, 24, 64))
     for name in ("train.jsonl", "model/model.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "new" / name).read_bytes()
+
+
+def test_a_task_that_was_made_with_another_seed_than_the_job_s(tmp_path: Path) -> None:
+    """The job's seed 0 has the task of seed 1; its second seed then has that of seed 2, and not the same again."""
+    write_quickstart(tmp_path / "task", Recipe(1, 48, 24, 64))
+    config = load_config(CONFIG, settings(tmp_path / "task", tmp_path / "run"), writes_run=False)
+    assert task_settings(config, 0, tmp_path / "new") == []
+    task_settings(config, 1, tmp_path / "new")
+    assert read_recipe(tmp_path / "new") == Recipe(2, 48, 24, 64)
 
 
 def test_a_task_that_was_not_made_is_shared(tmp_path: Path) -> None:

@@ -119,15 +119,19 @@ class Advice:
 
 @dataclass(slots=True)
 class BatchAdvisor:
-    """Puts both together.
+    """Puts both together; everything that comes out counts prompts as `rollout.prompts_per_step` does.
 
     Args:
-        prompts: planned prompts of a step.
+        prompts: `rollout.prompts_per_step`.
         updates: optimizer updates of a step, which share its prompts.
+        planned: prompts that a step plans for those; more with CPPO's allocation.
+        problems: of all training sets; a step plans no more.
     """
 
     prompts: int
     updates: int
+    planned: int
+    problems: int
     noise: NoiseScale = field(default_factory=NoiseScale)
     rollout: Line = field(default_factory=Line)
     """Seconds of generating and grading by generated tokens."""
@@ -139,24 +143,31 @@ class BatchAdvisor:
 
     def probe(self, whole: float, half: float) -> None:
         """Gradient norms of one update and of a random half of its prompts."""
-        self.noise.add(whole * whole, half * half, self.prompts // self.updates)
+        self.noise.add(whole * whole, half * half, self.planned // self.updates)
 
     def time(self, rollout_s: float, update_s: float, other_s: float, generated: float, trained: float) -> None:
-        """Seconds of one step without a probe, and its tokens."""
+        """Seconds of one step, a probe's left out, and its tokens."""
         self.rollout.add(generated, rollout_s)
         self.update.add(trained, update_s)
         self.other_s += (other_s - self.other_s) / self.rollout.weight
 
+    @property
+    def noise_scale(self) -> float | None:
+        """Prompts of an update; None while it is not known."""
+        scale = self.noise.prompts
+        return None if scale is None else scale * self.prompts / self.planned
+
     def advice(self) -> Advice | None:
         """None while there is too little to go by."""
-        scale, rollout, update = self.noise.prompts, self.rollout.fit(), self.update.fit()
+        scale, rollout, update = self.noise_scale, self.rollout.fit(), self.update.fit()
         if scale is None or rollout is None or update is None:
             return None
         # tokens of a step are in proportion to its prompts
         per_prompt = (rollout[1] * self.rollout.x + update[1] * self.update.x) / self.prompts
         fixed = rollout[0] + update[0] + self.other_s
         scale *= self.updates  # as prompts of a step
-        bounds = self.prompts / _FURTHEST, self.prompts * _FURTHEST
+        most = self.problems * self.prompts // self.planned // self.updates * self.updates
+        bounds = self.prompts / _FURTHEST, min(self.prompts * _FURTHEST, most)
         best = math.sqrt(fixed * scale / per_prompt) if per_prompt > 0 else bounds[1]
         prompts = max(self.updates, round(min(max(best, bounds[0]), bounds[1]) / self.updates) * self.updates)
 
@@ -167,7 +178,7 @@ class BatchAdvisor:
 
     def metrics(self) -> dict[str, float]:
         """`batch/*`, once they are known."""
-        found = {"batch/noise_scale_prompts": self.noise.prompts}
+        found = {"batch/noise_scale_prompts": self.noise_scale}
         if (advice := self.advice()) is not None:
             found |= {"batch/best_prompts": float(advice.prompts), "batch/relative_time": advice.relative_time}
             found |= {"batch/fixed_s": advice.fixed_s, "batch/per_prompt_s": advice.per_prompt_s}
@@ -194,7 +205,8 @@ class BatchAdvisor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore; a run that is resumed with other prompts or updates a step begins anew."""
-        if (state["prompts"], state["updates"]) != (self.prompts, self.updates):
+        planned = state.get("planned", state["prompts"])  # an earlier version had only these
+        if (state["prompts"], state["updates"], planned) != (self.prompts, self.updates, self.planned):
             return
         self.noise, self.rollout = NoiseScale(**state["noise"]), Line(**state["rollout"])
         self.update, self.other_s, self.said = Line(**state["update"]), state["other_s"], state["said"]

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from dppo_megatron.compare.statistics import Curve
+from dppo_megatron.types import UserError
 
 Cost: TypeAlias = Literal["step", "train_s", "train_cpu_s", "tokens_generated", "tokens_trained"]
 _LABELS = ("exact", "unbiased", "ratio", "biased")
@@ -54,19 +55,30 @@ class MethodRun:
 
 
 def read_method_run(arm: str, seed: int, run_dir: Path) -> MethodRun:
-    """Read metrics.jsonl and summary.json of a finished run."""
+    """Read metrics.jsonl and summary.json of a finished run.
+
+    Raises:
+        UserError: it has no score at its start or its end, because every grading of an evaluation set failed.
+    """
     costs = {"train_s": 0.0, "train_cpu_s": 0.0, "tokens_generated": 0, "tokens_trained": 0}
     curve: list[Point] = []
+    first, last = None, None
     labels: dict[str, str] = {}
     solved: list[dict[str, list[float | None]]] = []
     for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
+        first, last = row["step"] if first is None else first, row["step"]
         if row["step"]:
             _add_step(row, costs, labels)
         scores = [value for key, value in row.items() if key.startswith("eval/") and key.endswith("/pass@1")]
         if scores and None not in scores:  # null: every grading of a set failed
             curve.append(Point(row["step"], statistics.mean(scores), **costs))  # type: ignore[arg-type]
             solved.append(row["eval/problems"])
+    if not curve or (curve[0].step, curve[-1].step) != (first, last):
+        raise UserError(
+            f"{run_dir}: every grading of an evaluation set failed at the start or the end of the run, so there is no"
+            " score to compare by; mend the grader and remove this directory"
+        )
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     return MethodRun(arm, seed, curve, labels, _mean_of_last(solved), summary["phase_s"])
 

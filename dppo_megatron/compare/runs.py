@@ -4,12 +4,13 @@ Each run is a process of its own, as a user would start it. For each seed there 
 from its checkpoint with the same data order and evaluation. The order of the arms rotates from seed to seed, so that a
 machine that slows down does not always penalize the same one.
 
-A run that has finished with the same settings is kept on a rerun: hours of work are not lost to an interrupt, and a
-further seed or arm costs only itself.
+A run that has finished with the same settings and data, from the same start, is kept on a rerun: hours of work are not
+lost to an interrupt, and a further seed or arm costs only itself.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -28,12 +29,13 @@ from dppo_megatron.compare.arms import Arm
 from dppo_megatron.compare.record import MethodRun, read_method_run
 from dppo_megatron.compare.tasks import shared_task, task_settings
 from dppo_megatron.config import load_config
+from dppo_megatron.config.data import eval_set_configs, train_set_configs
 from dppo_megatron.config.load import config_values
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import GuardStop, UserError
 
 _KEPT = "compare.json"
-"""In a run's directory once it has finished: the settings that it had."""
+"""In a run's directory: its settings, data and start once it has finished; empty before."""
 _STEP_LINE = re.compile(r"step +(\d+)/(\d+) ")
 _EVERY_S = 10.0
 """Between two lines of a run in progress."""
@@ -87,7 +89,7 @@ def run_all(
 
     Raises:
         UserError: no evaluation set, torchrun, or a run ended with exit code 2.
-        GuardStop: a run was stopped by a guard.
+        GuardStop: a run was stopped by a guard or a signal.
     """
     if not (config.data.eval_paths or config.data.eval_sets):
         raise UserError("data.eval_paths and data.eval_sets are empty: there is nothing to compare by")
@@ -103,13 +105,14 @@ def run_all(
         settings = [*overrides, f"seed={seed}"]
         if offset and shared is None:
             settings += task_settings(config, seed, home / "task")
+        start = ""
         if warm:
-            train([*settings, "steps=0"], home / "start")
+            start = train([*settings, "steps=0"], home / "start")
             settings += [f"model.hf_path={home / 'start' / 'hf'}", "warm_start.steps=0"]
         first = offset % len(arms)
         for arm in [*arms[first:], *arms[:first]]:
             run_dir = home / arm.directory
-            train([*settings, *arm.settings], run_dir)
+            train([*settings, *arm.settings], run_dir, start=start)
             runs.append(read_method_run(arm.name, seed, run_dir))
     names = [arm.name for arm in arms]
     return sorted(runs, key=lambda run: (names.index(run.arm), run.seed))
@@ -127,16 +130,34 @@ def in_a_process(run_dir: Path, arguments: list[str], line: Callable[[str], None
         _check_end(run_dir, process.returncode, errors.read())
 
 
-def _train(config_path: str, settings: list[str], run_dir: Path, progress: Progress, launch: Launch) -> None:
+def _train(
+    config_path: str, settings: list[str], run_dir: Path, progress: Progress, launch: Launch, start: str = ""
+) -> str:
+    """Run it, or keep what is there; returns what it was a function of. `start` is that of the run it begins from."""
     name = f"{run_dir.parent.name} {run_dir.name}"
-    wanted = _identity(config_path, settings)
+    wanted = _identity(config_path, settings, start)
     kept = _finished_as(run_dir) == wanted
     progress.begin(name, kept=kept)
     if kept:
-        return
-    shutil.rmtree(run_dir, ignore_errors=True)
+        return wanted
+    _make_room(run_dir)
     launch(run_dir, ["train", config_path, *settings, f"run_dir={run_dir}"], partial(progress.line, name))
+    if not (
+        run_dir / "summary.json"
+    ).exists():  # a signal ended it with a checkpoint: exit code 0, but it is half a run
+        raise GuardStop(f"{run_dir}: the run was stopped before its end; the same command runs it again")
     (run_dir / _KEPT).write_text(wanted, encoding="utf-8")
+    return wanted
+
+
+def _make_room(run_dir: Path) -> None:
+    """A place for a run, empty but for the file that says whose it is. Raises UserError for what is not ours."""
+    if run_dir.exists():
+        if any(run_dir.iterdir()) and not (run_dir / _KEPT).exists():
+            raise UserError(f"--out: {run_dir} holds something that compare has not made; name another directory")
+        shutil.rmtree(run_dir)
+    run_dir.mkdir(parents=True)
+    (run_dir / _KEPT).touch()
 
 
 def _check_end(run_dir: Path, code: int, said: str) -> None:
@@ -148,9 +169,17 @@ def _check_end(run_dir: Path, code: int, said: str) -> None:
         raise RuntimeError(f"{run_dir}: the run failed with exit code {code}:\n{said[-4000:]}")
 
 
-def _identity(config_path: str, settings: list[str]) -> str:
-    """All settings of the run, those of the file included."""
-    return json.dumps(config_values(load_config(config_path, settings, writes_run=False)), default=str)
+def _identity(config_path: str, settings: list[str], start: str) -> str:
+    """All settings of the run, those of the file included, and digests of its data and of `start`.
+
+    The settings of an arm name the directory of its start and not what was trained there.
+    """
+    config = load_config(config_path, settings, writes_run=False)
+    sets = *train_set_configs(config).values(), *eval_set_configs(config).values()
+    paths = [Path(path) for path in (*(one.path for one in sets), config.warm_start.examples_path) if path]
+    data = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
+    came_from = hashlib.sha256(start.encode()).hexdigest() if start else ""
+    return json.dumps({"settings": config_values(config), "data": data, "start": came_from}, default=str)
 
 
 def _finished_as(run_dir: Path) -> str | None:

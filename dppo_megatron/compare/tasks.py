@@ -24,13 +24,13 @@ def shared_task(config: Config) -> str | None:
 
 def task_settings(config: Config, seed: int, directory: Path) -> list[str]:
     """Make the task of `seed` in `directory`; returns the settings that use it: every path of the job that lies in the
-    task's directory, in the new one. The job's own seed has its task already."""
+    task's directory, in the new one. The job's own seed has its task already, whatever seed that was made with."""
     home = _home(config)
     recipe = read_recipe(home)
     assert recipe is not None, "asked for a task that cannot be made"
-    if seed == recipe.seed:
+    if seed == config.seed:
         return []
-    wanted = recipe.with_seed(seed)
+    wanted = recipe.with_seed(recipe.seed + seed - config.seed)
     if read_recipe(directory) != wanted:  # task.json is written last: it is there when all is
         write_quickstart(directory, wanted)
     paths = {
@@ -38,6 +38,8 @@ def task_settings(config: Config, seed: int, directory: Path) -> list[str]:
         "data.train_path": config.data.train_path,
         "warm_start.examples_path": config.warm_start.examples_path,
         **{f"data.eval_paths.{name}": path for name, path in config.data.eval_paths.items()},
+        **{f"data.eval_sets.{name}.path": one.path for name, one in config.data.eval_sets.items()},
+        **{f"data.train_sets.{name}.path": one.path for name, one in config.data.train_sets.items()},
     }
     moved = {
         key: directory / inside

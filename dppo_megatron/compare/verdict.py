@@ -159,8 +159,11 @@ def _factors(
         theirs = None if level is None else cost_to(base[seed].against(clock).smoothed(), level)
         if level is None or not theirs:
             continue
-        ours = cost_to(run.against(clock).smoothed(), level)
-        factors.append(0.0 if ours is None else theirs / max(ours, 1e-9))
+        curve = run.against(clock)
+        ours = cost_to(curve.smoothed(), level)
+        if ours == 0:  # smoothing lifts the start too: it was there by the first evaluation, no sooner is known
+            ours = float(curve.cost[1])
+        factors.append(0.0 if ours is None else theirs / ours)
     return factors
 
 

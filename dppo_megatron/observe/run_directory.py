@@ -52,7 +52,7 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(path, say)
             try:
-                self.run = _read_identity(path) or _begin_identity(path)
+                self.run = read_identity(path) or _begin_identity(path)
                 """The run's id."""
                 _check_checkpoints(path / "checkpoints")
             except BaseException:
@@ -165,8 +165,8 @@ def _said_as_mistake(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _read_identity(path: Path) -> str:
-    """The id in run.json; empty if the directory holds no run."""
+def read_identity(path: Path) -> str:
+    """The id in run.json; empty if the directory holds no run. Raises UserError for a run without an id."""
     own = path / IDENTITY
     held = [name for name in RECORDS if (path / name).exists()]
     held += [f"checkpoints/{found.name}" for found in sorted((path / "checkpoints").glob("step_[0-9]*"))[:1]]

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from dppo_megatron.config.checks import check_world_size
+from dppo_megatron.config.checks import check_values, check_world_size
 from dppo_megatron.config.evaluation import longest_sequence
 from dppo_megatron.config.schema import Config
 from dppo_megatron.planning.memory import plan_memory
@@ -34,10 +34,11 @@ def advise(config: Config, architecture: Architecture, site: Site, mean_tokens: 
     found = []
     for change, price, changed, there in _changes(config, site):
         try:
+            check_values(changed, "plan")
             architecture.check_layout(changed.actor.layout)
             check_world_size(changed, there.gpus)
             total = plan_memory(changed, architecture, there, mean_tokens).largest.total
-        except UserError:  # no such layout of this model on these GPUs
+        except UserError:  # it contradicts another setting, or there is no such layout of this model on these GPUs
             continue
         if now - total >= _LEAST:
             found.append(Advice(change, total, price))

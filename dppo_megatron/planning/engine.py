@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dppo_megatron.config.ranges import Range
 from dppo_megatron.config.schema import Config
 from dppo_megatron.planning.shares import whole_model
 from dppo_megatron.planning.site import ENGINE_WORK_BYTES, Site
@@ -49,14 +50,13 @@ class EnginePlan:
 
 
 def plan_engine(config: Config, architecture: Architecture, site: Site, longest: int) -> EnginePlan:
-    """The engine of `config`. Raises UserError for arguments that are no numbers."""
+    """The engine of `config`. Raises UserError for arguments that no server would take."""
     rollout, each = config.rollout, 2 if config.model.dtype == "bfloat16" else 4
     if rollout.engine == "hf":
         return _embedded(config, architecture, site, longest, each)
     arguments = rollout.servers.args
-    tensor = int(_number(arguments, _TENSOR, 1))
-    share = _number(arguments, _SHARE, DEFAULT_SHARE)
-    replicas = int(_number(arguments, _REPLICAS, 1))
+    tensor, replicas = _count(arguments, _TENSOR), _count(arguments, _REPLICAS)
+    share = _number(arguments, _SHARE, DEFAULT_SHARE, "(0, 1]")
     cached = 1 if (_value(arguments, _CACHE) or "").startswith("fp8") else each
     named = [gpu for group in rollout.servers.gpus for gpu in group.split(",")]
     on_node = len(named) or rollout.servers.count * tensor * replicas
@@ -103,14 +103,21 @@ def _value(arguments: Sequence[str], names: Sequence[str]) -> str | None:
     return found
 
 
-def _number(arguments: Sequence[str], names: Sequence[str], default: float) -> float:
-    text = _value(arguments, names)
+def _count(arguments: Sequence[str], names: Sequence[str]) -> int:
+    number = _number(arguments, names, 1, "[1, 1024]")
+    if number != int(number):
+        raise UserError(f"rollout.servers.args: {names[0]} {number:g}: must be a whole number")
+    return int(number)
+
+
+def _number(arguments: Sequence[str], names: Sequence[str], default: float, interval: str) -> float:
+    text, allowed = _value(arguments, names), Range.parse(interval)
     if text is None:
         return default
     try:
         number = float(text)
     except ValueError:
-        number = 0.0
-    if number <= 0:
-        raise UserError(f"rollout.servers.args: {names[0]} {text!r} is not a number above 0")
+        raise UserError(f"rollout.servers.args: {names[0]} {text!r} is not a number above 0") from None
+    if number not in allowed:
+        raise UserError(f"rollout.servers.args: {names[0]} {text}: {allowed.wanted(number)}")
     return number

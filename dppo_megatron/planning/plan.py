@@ -16,6 +16,7 @@ from dppo_megatron.planning.site import GIB, Site
 from dppo_megatron.planning.timing import Lengths, Speeds, Timing, plan_timing
 from dppo_megatron.simulate import Prediction
 from dppo_megatron.trace import Trace
+from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 
 _PROMPT_TOKENS = 150
@@ -103,16 +104,23 @@ def make_plan(
         trace: a recorded run whose outcomes are replayed.
 
     Raises:
-        UserError: the layout does not fit the model or the number of GPUs.
+        UserError: the layout does not fit the model or the number of GPUs, or a mean is above the longest allowed.
     """
     check_world_size(config, site.gpus)
     architecture.check_layout(config.actor.layout)
+    limit, longest_prompt = config.rollout.sampling.max_completion_tokens, longest_prompt_tokens(config, training=True)
+    if completion_tokens is not None and completion_tokens > limit:
+        raise UserError(
+            f"--completion-tokens {completion_tokens:g}: no mean can be above rollout.sampling.max_completion_tokens ="
+            f" {limit}"
+        )
+    if prompt_tokens is not None and prompt_tokens > longest_prompt:
+        raise UserError(f"--prompt-tokens {prompt_tokens:g}: no mean can be above max_prompt_tokens = {longest_prompt}")
     if completion_tokens is None:
-        limit = config.rollout.sampling.max_completion_tokens
         recorded = [step.rollouts.lengths.mean() for step in trace.steps] if trace else [limit / 2]
         completion_tokens = min(float(sum(recorded) / len(recorded)), limit)
     if prompt_tokens is None:
-        prompt_tokens = min(_PROMPT_TOKENS, longest_prompt_tokens(config, training=True))
+        prompt_tokens = min(_PROMPT_TOKENS, longest_prompt)
     lengths = Lengths(prompt_tokens, completion_tokens)
     memory = plan_memory(config, architecture, site, lengths.sequence)
     timing = plan_timing(config, architecture, site, memory.engine, lengths, speeds)

@@ -129,6 +129,13 @@ def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.Captur
         (["--mfu", "40"], "--mfu 40.0: must be in (0, 1]"),
         (["rollout.servers.args=[--gpu-memory-utilization, most]"], "'most' is not a number above 0"),
         (['rollout.servers.args=[--gpu-memory-utilization, "0.2"]'], "for keys and values, less than"),
+        (['rollout.servers.args=[--gpu-memory-utilization, "90"]'], "--gpu-memory-utilization 90: must be in (0, 1]"),
+        (['rollout.servers.args=[--tensor-parallel-size, "0.5"]'], "--tensor-parallel-size 0.5: must be at least 1"),
+        (['rollout.servers.args=[--tensor-parallel-size, "1.5"]'], "must be a whole number"),
+        (["rollout.servers.args=[--tensor-parallel-size, nan]"], "--tensor-parallel-size nan: must be finite"),
+        (["rollout.servers.args=[--data-parallel-size=inf]"], "--data-parallel-size inf: must be finite"),
+        (["--completion-tokens", "4097"], "no mean can be above rollout.sampling.max_completion_tokens = 4096"),
+        (["--prompt-tokens", "2000"], "no mean can be above max_prompt_tokens = 1024"),
     ],
     ids=str,
 )
@@ -141,6 +148,17 @@ def test_what_cannot_be_is_exit_2(
     settings = [recipe, f"model.hf_path={model}"]
     assert main(["plan", *settings, *options, "--methods", "grpo"]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_advice_can_be_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Moments in bfloat16 and an optimizer on the host are refused together, so one is no advice for the other."""
+    model = write_config(tmp_path, "qwen3_32b")
+    recipe = str(REPOSITORY / "configs" / "h100" / "qwen3_32b_8gpus_grpo.yaml")
+    settings = [recipe, f"model.hf_path={model}", "actor.offload=none", "actor.optimizer.moments=bfloat16"]
+    assert main(["plan", *settings, "--methods", "grpo", "--gpu-memory", "70"]) == 2
+    assert "cpu_offload" not in capsys.readouterr().err
+    assert main(["plan", *settings, "--methods", "grpo", "actor.optimizer.cpu_offload=1"]) == 2
+    assert "the host's state is float32" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ --dry-run

@@ -1,0 +1,79 @@
+"""What `dppo-megatron quickstart` refuses before it removes an earlier run; tests/test_package.py runs one in full."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from support.job import write_job_files
+
+from dppo_megatron import quickstart
+from dppo_megatron.cli import main
+from dppo_megatron.observe.lock import RunLock
+from dppo_megatron.observe.run_directory import IDENTITY, RunDirectory
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of a quickstart whose task is there and whose earlier run is in `tmp_path/run`; it starts no process."""
+    monkeypatch.setattr(quickstart, "_call", lambda command, environment=None: 0)
+    write_job_files(tmp_path / "task")
+    RunDirectory(tmp_path / "run", print).close()
+    return ["quickstart", "--task", str(tmp_path / "task"), "--run-dir", str(tmp_path / "run")]
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["stepz=2"], "unknown key"),
+        (["--config", "nowhere.yaml"], "'nowhere.yaml' does not exist"),
+        (["--tp", "2"], "needs a multiple of 2 processes"),
+        (["run_dir=elsewhere"], "--run-dir DIR"),
+    ],
+    ids=str,
+)
+def test_a_mistake_costs_no_earlier_run(
+    options: list[str], tmp_path: Path, more: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*options, *more]) == 2
+    assert reason in capsys.readouterr().err
+    assert (tmp_path / "run" / IDENTITY).exists()
+    assert main(options) == 0 and not (tmp_path / "run").exists(), "without one the earlier run makes room"
+
+
+def test_a_directory_that_is_no_run_stays(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Many a project has a config.yaml; and a file is no directory."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "config.yaml").write_text("mine")
+    for name, reason in (("project", "is no run"), ("project/config.yaml", "is a file")):
+        assert main([*options, "--run-dir", str(tmp_path / name)]) == 2
+        assert reason in capsys.readouterr().err
+    assert (tmp_path / "project" / "config.yaml").read_text() == "mine"
+
+
+def test_a_run_in_progress_stays(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its trainer is another process, which holds the lock."""
+    ready, done = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            kept = RunLock(tmp_path / "run")
+            os.write(done, b"x")
+            signal.pause()
+            del kept
+        finally:
+            os._exit(1)
+    os.close(done)
+    try:
+        assert os.read(ready, 1) == b"x", "it did not get the lock"
+        assert main(options) == 2
+    finally:
+        os.close(ready)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert "is being written by another trainer" in capsys.readouterr().err
+    assert (tmp_path / "run" / IDENTITY).exists()
