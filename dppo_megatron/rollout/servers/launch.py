@@ -57,6 +57,14 @@ class ServerProcess(ABC):
     def start(self) -> None:
         """Start it, again on the same port if it has run before."""
 
+    def start_if_ended(self) -> bool:
+        """Whether there was need to. A sync and a rollout may both have seen that it has ended; called by one thread at
+        a time, it is started once, and no process is lost sight of."""
+        if self.is_running:
+            return False
+        self.start()
+        return True
+
     @abstractmethod
     def stop(self) -> None:
         """End it and everything it started."""
