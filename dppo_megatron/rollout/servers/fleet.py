@@ -52,7 +52,7 @@ _MOST_FAILURES = 4
 another one's failure has marked their server out do not count."""
 _MOST_ABORTS = 8
 """A weight sync with in_flight=abort ends a request once; who ends it this often does so on its own account."""
-_BUSY = (408, 429, 503)
+BUSY = (408, 429, 503)
 _FIRST_REST_S, _LONGEST_REST_S = 0.5, 30.0
 
 
@@ -411,7 +411,7 @@ class _Rollout:
         if event.kind == "ours":
             raise GuardStop(f"request {request_id}: {event.text}")
         self._again(attempt.index)
-        if event.kind == "refused" and event.status in _BUSY:
+        if event.kind == "refused" and event.status in BUSY:
             self._fleet.rest(member, event.retry_after_s)
             return
         if event.kind == "refused" and 400 <= event.status < 500:
