@@ -307,6 +307,7 @@ def test_serve_keeps_servers_for_a_trainer(tmp_path: Path) -> None:
         try:
             assert list(trainer().values()) == ["live", "live"]
             assert all(file.stat().st_mode & 0o777 == 0o600 for file in addresses.glob("*.json"))
+            assert serving.stdout is not None and "is ready" in serving.stdout.readline(), "said while it runs"
             serving.send_signal(signal.SIGUSR1)
             killed = _server_pids(files)[0]
             os.kill(killed, signal.SIGKILL)
@@ -347,6 +348,13 @@ def test_serve_says_what_it_needs(files: Path, tmp_path: Path) -> None:
         serve(checked, "192.0.2.1")
     with pytest.raises(UserError, match=r"--host no\.\.host: no such host"):
         serve(checked, "no..host")  # no name server is asked
+    checked.rollout.servers.allow_remote_endpoints = True
+    with pytest.raises(UserError, match=r"cannot listen on 192\.0\.2\.1, this machine says"):
+        serve(checked, "192.0.2.1")  # another machine's name
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "servers").write_text("in the way")
+    with pytest.raises(UserError, match=r"run_dir: .*server_0\.log', a server's log, cannot be written"):
+        serve(checked, "127.0.0.1")
 
 
 def test_what_is_written_is_json(tmp_path: Path) -> None:

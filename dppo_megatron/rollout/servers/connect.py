@@ -362,7 +362,7 @@ def launch_servers(config: Config, host: str = "127.0.0.1", name: str = "") -> l
     try:
         for server in servers:
             server.start()
-    except UserError:
+    except BaseException:
         for server in servers:
             server.stop()
         raise
