@@ -99,7 +99,7 @@ def _work(arguments: argparse.Namespace) -> None:
     from dppo_megatron.types import Prompt
 
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False)
     engine = HFEngine(
         arguments.model,
         tokenizer,

@@ -6,7 +6,7 @@
 Throughput is that of the quickstart's model. A sync is that of a Qwen3 of about 100 million parameters into one
 server, beside what the same bytes cost without an engine: a torch.distributed broadcast between two processes for
 gloo and ipc, a safetensors write and read for disk. Medians of nine of each, taken in turns; the best of
-two for throughput. SGLang on a CPU needs PYTHONPATH=tests/engines/sglang_cpu (docs/engines.md).
+two for throughput. SGLang on a CPU needs PYTHONPATH=tests/support/engines/sglang_cpu (docs/engines.md).
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _open_one(run_module: Any, job: Any, run_dir: Path, original: Path, story: s
     intact = [name for name in ("run.json", "config.yaml") if _bytes(run_dir / name) == _bytes(original / name)]
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module.Progress, "say", lambda _, text: said.append(text))
+        patch.setattr(run_module.RunProgress, "say", lambda _, text: said.append(text))
         try:
             run = run_module.Run(job)
         except UserError as error:

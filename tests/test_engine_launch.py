@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines.servers import local_settings, needs
+from support.engines.servers import local_settings, needs
 from support.job import job_config, read_metrics, write_job_files
 from support.launch import run_ranks
 

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from engines.servers import PYTHON, needs, stand_ins
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.engines.servers import PYTHON, needs, stand_ins
 from support.job import job_config, write_job_files
 from support.settings import rollout_config
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines.servers import Reference, local_settings, needs
+from support.engines.servers import Reference, local_settings, needs
 from support.job import REPOSITORY, job_config, read_metrics, settings, write_job_files
 
 from dppo_megatron.actor.layout import start_process_group, stop_process_group

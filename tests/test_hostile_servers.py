@@ -1,6 +1,6 @@
 """Servers that answer wrongly in every way that we know: a right result from another server, or one message.
 
-The table is tests/engines/hostile.py. All of it goes through a real rollout client in a process of its own.
+The table is tests/support/engines/hostile.py. All of it goes through a real rollout client in a process of its own.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from engines.hostile import ENGINES, SLOW, WRONG
-from engines.rig import Rig, requests, run
-from engines.stub import StubServers, completion, good
+from support.engines.hostile import ENGINES, SLOW, WRONG
+from support.engines.rig import Rig, requests, run
+from support.engines.stub import StubServers, completion, good
 
 from dppo_megatron.rollout.client.holding import Arrived
 from dppo_megatron.types import GuardStop

@@ -16,8 +16,8 @@ import pytest
 from support.job import REPOSITORY, read_metrics
 
 sys.path.insert(0, str(REPOSITORY / "examples" / "real_math"))
-from engines.servers import local_settings, needs
 from prepare import prepare
+from support.engines.servers import local_settings, needs
 
 from dppo_megatron.cli import main
 from dppo_megatron.evaluation.standalone import SAMPLES

@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from engines.rig import Rig, requests, run, sync
-from engines.stub import StubServers, completion, good
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.engines.rig import Rig, requests, run, sync
+from support.engines.stub import StubServers, completion, good
 from support.hooks import RaisingHook
 from support.job import job_config, write_job_files
 from support.launch import run_ranks

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from engines.stub import StubServers, good
+from support.engines.stub import StubServers, good
 from support.settings import rollout_config
 
 from dppo_megatron.rollout.servers.connect import workers

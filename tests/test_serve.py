@@ -16,10 +16,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from support.engines.fake_vllm import FakeVLLM, fake_python
 from support.job import REPOSITORY, job_config, settings, write_job_files
-
-sys.path.insert(0, str(Path(__file__).parent / "engines"))
-from fake_vllm import FakeVLLM, fake_python
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job

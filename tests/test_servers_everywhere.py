@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from support.engines.fake_vllm import fake_python
+from support.engines.stub import completion
 from support.job import REPOSITORY, job_config, write_job_files
 from support.job import settings as job_settings
 from support.launch import RankError, run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent / "engines"))
-from fake_vllm import fake_python
-from stub import completion
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import from_rank_zero, gather_all
@@ -178,7 +176,7 @@ def test_every_node_has_servers_of_its_own(files: Path, tmp_path: Path, killed: 
     for rank in ranks:
         for position, one in rank["found"].items():
             tokens, logprobs, _ = completion(groups[position // 3].seed + position % 3, LIMIT)
-            assert one.token_ids.tolist() == tokens and (one.weights_versions == 3).all()
+            assert one.token_ids.tolist() == tokens and one.weights_spans == ((3, len(tokens)),)
             np.testing.assert_allclose(one.logprobs, logprobs, rtol=1e-6)
     assert {path.name for path in (tmp_path / "run" / "servers").iterdir()} == {"server_0.log", "node1_server_0.log"}
 

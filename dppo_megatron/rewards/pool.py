@@ -29,6 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,7 +99,7 @@ class GraderPool:
         self.processes: list[GraderProcess] = []
         """Those that have been started, at most `num_processes`."""
         self._lock = threading.Lock()
-        self._owner = os.getpid()
+        self._owner, self._starter = os.getpid(), _starter()
 
     @property
     def key(self) -> str:
@@ -133,11 +134,21 @@ class GraderPool:
                 process.release()
             self.processes.clear()
 
+    def start(self, process: GraderProcess) -> None:
+        """Start it in the thread of all starts: the kernel ends a process with the thread that has started it, and the
+        one that grades may end before the pool. Raises OSError: the machine has no room for it."""
+        self._starter.submit(process.start).result()
+
     def _leave_what_a_fork_copied(self) -> None:
         if self._owner != os.getpid():
             for process in self.processes:
                 process.forget()
-            self.processes, self._owner = [], os.getpid()
+            self.processes, self._owner, self._starter = [], os.getpid(), _starter()
+
+
+def _starter() -> ThreadPoolExecutor:
+    """One thread, which lives as long as this process."""
+    return ThreadPoolExecutor(1, thread_name_prefix="grader starts")
 
 
 class _Call:
@@ -372,7 +383,7 @@ class _Call:
         """Start it, for the first time or again; a process that cannot be started any more leaves the pool."""
         try:
             if self._failed_starts < _STARTS:
-                process.start()
+                self._pool.start(process)
                 self._processes += [process] * (process not in self._processes)
                 return True
         except OSError as error:  # no memory, no files or no processes left: the next call may find some

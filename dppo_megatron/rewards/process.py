@@ -8,7 +8,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +37,8 @@ class GraderProcess:
         self._memory_mb = memory_mb
 
     def start(self) -> None:
-        """A fresh process; what it is given from now on, it gets when it is ready. To be called first.
+        """A fresh process; what it is given from now on, it gets when it is ready. To be called first, in a thread that
+        lives as long as the process shall: it ends with that thread.
 
         Raises:
             OSError: the machine has no room for it.
@@ -65,8 +65,6 @@ class GraderProcess:
                 "memory_mb": self._memory_mb,
                 "board": board.fileno(),
                 "parent": os.getpid(),
-                # what ties its life to ours goes by the thread that starts it, and another thread may end earlier
-                "dies_with_parent": threading.current_thread() is threading.main_thread(),
             }
         assert self._process.stdin is not None and self._process.stdout is not None
         self.requests, self.answers = self._process.stdin, self._process.stdout

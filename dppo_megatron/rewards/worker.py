@@ -115,11 +115,10 @@ def _open_streams() -> None:
 
 def _limit_harm(setup: dict[str, Any]) -> None:
     """Let it end with the trainer, die before the trainer where memory is short, and leave no core files."""
-    if setup["dies_with_parent"]:
-        with contextlib.suppress(AttributeError, OSError):  # Linux: a hanging grader must not outlive a killed trainer
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != setup["parent"]:
-            os._exit(0)  # it died before the line above
+    with contextlib.suppress(AttributeError, OSError):  # Linux: a hanging grader must not outlive a killed trainer
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != setup["parent"]:
+        os._exit(0)  # it died before the line above
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm's warning to all processes of a step is the trainer's concern
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")

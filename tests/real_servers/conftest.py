@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines.servers import API_KEY, needs, start_servers
+from support.engines.servers import API_KEY, needs, start_servers
 from support.job import write_job_files
 from support.served import Served
 

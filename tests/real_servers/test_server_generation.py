@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines.servers import API_KEY, Reference
+from support.engines.servers import API_KEY, Reference
 from support.job import read_metrics
 from support.launch import run_ranks
 from support.served import LONG, Served, prompts_of, requests_for, train_on_this_rank

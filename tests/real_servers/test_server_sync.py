@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines.servers import Reference
+from support.engines.servers import Reference
 from support.job import read_metrics
 from support.launch import run_ranks
 from support.served import (

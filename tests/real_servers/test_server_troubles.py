@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines.servers import API_KEY, Reference
+from support.engines.servers import API_KEY, Reference
 from support.job import REPOSITORY, job_config, read_metrics, settings
 from support.launch import run_ranks
 from support.served import (

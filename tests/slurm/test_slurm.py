@@ -1,6 +1,6 @@
 """The scripts of examples/slurm on a real Slurm with two nodes: what a crash frees, what resumes (`make test-slurm`).
 
-Not part of `make test`: it needs root, Debian's Slurm, and minutes. Servers are `engines/fake_vllm.py`; everything else
+Not part of `make test`: it needs root, Slurm of Debian, and minutes. Servers are `support/engines/fake_vllm.py`; all else
 is real: the ranks train, save and resume.
 """
 
@@ -19,9 +19,9 @@ import pytest
 import yaml
 from support.job import settings, write_job_files
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engines")]
+sys.path.append(str(Path(__file__).parent))
 from cluster import NODES, Cluster, missing, of_job, processes, until
-from fake_vllm import fake_python
+from support.engines.fake_vllm import fake_python
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = REPOSITORY / "examples" / "slurm"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines.servers import Reference, serving_config
 
 from dppo_megatron.cli import main
 from dppo_megatron.config.schema import Config
@@ -23,6 +22,7 @@ from dppo_megatron.rollout.servers.launch import LaunchedServer
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import Completion, Prompt
+from support.engines.servers import Reference, serving_config
 
 LONG = 96
 

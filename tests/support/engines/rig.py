@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from support.settings import rollout_config
-
 from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory
 from dppo_megatron.rollout.client.holding import Arrived
 from dppo_megatron.rollout.client.messages import Address
@@ -19,6 +17,7 @@ from dppo_megatron.rollout.servers.intake import Ask, Event
 from dppo_megatron.rollout.servers.sglang import SGLangServer
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, SGLangDialect, VLLMDialect
+from support.settings import rollout_config
 
 VOCABULARY = 19
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from engines.stub import Asked, Behaviour, answer_to
+from support.engines.stub import Asked, Behaviour, answer_to
 
 ENGINES = ("vllm", "sglang")
 Change = Callable[[Any], Any]

@@ -55,7 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _about(self, path: str, body: Any) -> Any:
         if path == "/inference/v1/generate":
-            from stub import answer_to  # numpy: not before a server is asked for completions
+            from support.engines.stub import answer_to  # numpy: not before a server is asked for completions
 
             self.server.asked += 1
             return answer_to(body, self.server.version)
@@ -92,7 +92,8 @@ class _Handler(BaseHTTPRequestHandler):
 def fake_python(directory: Path) -> Path:
     """An executable that starts this server whatever module it is asked to run; for `rollout.servers.python`."""
     script = directory / "fake_python"
-    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).resolve()}" "$@"\n')
+    file = Path(__file__).resolve()
+    script.write_text(f'#!/bin/sh\nPYTHONPATH="{file.parents[2]}" exec "{sys.executable}" "{file}" "$@"\n')
     script.chmod(0o755)
     return script
 

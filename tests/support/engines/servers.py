@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.job import job_config
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.config.schema import Config
@@ -23,6 +22,7 @@ from dppo_megatron.rollout.servers.connect import launch_servers
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.launch import LaunchedServer
 from dppo_megatron.types import Completion
+from support.job import job_config
 
 _HERE = Path(__file__).parent
 _REPOSITORY = _HERE.parents[1]
