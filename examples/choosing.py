@@ -2,8 +2,8 @@
 
     python examples/choosing.py compare/results.json
 
-For each method: final accuracy, RL seconds and trained tokens, as means over the seeds; and the difference in accuracy
-to GRPO on the same seed. All methods of a seed share the start and the order of the data, so the difference of a pair
+For each method: accuracy of the last evaluation, RL seconds and trained tokens, as means over the seeds; and the
+difference in accuracy to GRPO on the same seed. All methods of a seed share the start and the order of the data, so the difference of a pair
 varies less than either of the two.
 """
 
@@ -17,10 +17,10 @@ from pathlib import Path
 def main(path: str) -> int:
     """Print the table."""
     runs = json.loads(Path(path).read_text(encoding="utf-8"))["runs"]
-    final = {(run["method"], run["seed"]): run["curve"][-1] for run in runs}
+    final = {(run["arm"], run["seed"]): run["curve"][-1] for run in runs}
     seeds = sorted({seed for _, seed in final})
     print(f"{'method':<20}{'accuracy':>10}{'seconds':>10}{'trained tokens':>16}   against grpo, points")
-    for method in dict.fromkeys(run["method"] for run in runs):
+    for method in dict.fromkeys(run["arm"] for run in runs):
         ends = [final[method, seed] for seed in seeds]
         means = [statistics.mean(end[key] for end in ends) for key in ("accuracy", "train_s", "tokens_trained")]
         line = f"{method:<20}{100 * means[0]:>9.1f}%{means[1]:>10.1f}{means[2]:>16.0f}   "

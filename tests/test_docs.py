@@ -11,6 +11,7 @@ import re
 import runpy
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from support.job import REPOSITORY, settings, write_job_files
 from support.record import write_record
 
 from dppo_megatron.cli import _parse, _parser
-from dppo_megatron.compare import Comparison, MethodRun, Point, write_results
+from dppo_megatron.compare.record import MethodRun, Point
+from dppo_megatron.compare.table import write_results
 from dppo_megatron.config.hints import all_keys
 from dppo_megatron.config.load import load_config, read_config
 from dppo_megatron.config.other_trainers import OTHER_NAMES, SLIME, TRL, VERL
@@ -228,10 +230,10 @@ def test_choosing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Differences are taken seed by seed: here a method is 2 and 4 points above GRPO, whatever the seed does."""
     end = {("grpo", 0): 0.5, ("grpo", 1): 0.7, ("dppo", 0): 0.52, ("dppo", 1): 0.74}
     runs = [
-        MethodRun(method, seed, [Point(9, accuracy, 10.0, 1000, 500)], {}, {})
-        for (method, seed), accuracy in end.items()
+        MethodRun(arm, seed, [Point(9, accuracy, 10.0, 8.0, 1000, 500)], {}, {}, {})
+        for (arm, seed), accuracy in end.items()
     ]
-    write_results(Comparison(runs), tmp_path / "results.json")
+    write_results(tmp_path / "results.json", {"runs": [asdict(run) for run in runs]})
     assert _run("choosing.py", str(tmp_path / "results.json")) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[:2] == ["grpo", "60.0%"]
