@@ -2,9 +2,9 @@
 
     python examples/choosing.py compare/results.json
 
-For each method: final accuracy, RL seconds and trained tokens, as means over the seeds; and the difference in accuracy
-to GRPO on the same seed. All methods of a seed share the start and the order of the data, so the difference of a pair
-varies less than either of the two.
+For each method: accuracy of the last evaluation, RL seconds and trained tokens, as means over the seeds; and the
+difference in accuracy to GRPO on the same seed. All methods of a seed share the start and the order of the data, so
+the difference of a pair varies less than either of the two.
 """
 
 import json

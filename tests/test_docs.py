@@ -230,8 +230,8 @@ def test_choosing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Differences are taken seed by seed: here a method is 2 and 4 points above GRPO, whatever the seed does."""
     end = {("grpo", 0): 0.5, ("grpo", 1): 0.7, ("dppo", 0): 0.52, ("dppo", 1): 0.74}
     runs = [
-        MethodRun(method, seed, [Point(9, accuracy, 10.0, 9.0, 1000, 500)], {}, {}, {})
-        for (method, seed), accuracy in end.items()
+        MethodRun(arm, seed, [Point(9, accuracy, 10.0, 8.0, 1000, 500)], {}, {}, {})
+        for (arm, seed), accuracy in end.items()
     ]
     write_results(tmp_path / "results.json", {"runs": [asdict(run) for run in runs]})
     assert _run("choosing.py", str(tmp_path / "results.json")) == 0

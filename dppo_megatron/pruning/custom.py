@@ -1,14 +1,14 @@
-"""A policy of one's own: `pruning.prompt.method=my_module:MyPolicy`, and the same for completions.
+"""A policy of your own: `pruning.prompt.method=my_module:MyPolicy`, and the same for completions.
 
-It answers one question, `choose`, and by the type of the answer says how much is known about the choice. The house
-draws, weighs and labels, so the ledger stays true whatever a policy does:
+It has one method, `choose`, and the type of what it returns says how much is known about the choice. The trainer draws,
+weighs and labels, so the ledger stays true whatever a policy does:
 
-    probabilities   float array [n]: the house draws by them, weights with 1/pi and keeps a floor of `p_min`: unbiased
+    probabilities   float array [n]: the trainer raises them to `p_min`, draws by them and weights with 1/pi: unbiased
     a design        `Draw`: drawn by the policy itself; its probabilities are taken at their word, and checked for what
                     cannot be (a row kept at probability 0): unbiased
     a pick          boolean array [n]: nobody knows how else it could have come out: biased, with weights of 1
 
-Example: prompts whose last groups had variance are kept always, the others in a third of the cases.
+Example: prompts whose last group had variance are always kept, the others in a third of the cases.
 
     class Curious(CustomPromptPolicy):
         reads = ("p_min",)
@@ -16,9 +16,9 @@ Example: prompts whose last groups had variance are kept always, the others in a
         def choose(self, prompt_index, *, step, minibatch):
             return np.where(self.history.arrays["variance"][prompt_index] > 0, 1.0, 1 / 3)
 
-`choose` must not change what the policy knows: a step may be chosen and then given up. It learns in `learn` (prompts)
-and `feedback`; what it keeps goes through `own_state` and `load_own_state`. The price of the narrow door: weights other
-than the estimators' cannot be plugged in.
+`choose` must not change the policy's state: a step may be chosen and then given up. It learns in `learn` (prompts)
+and `feedback`; what it keeps goes through `own_state` and `load_own_state`. The price of this narrow interface:
+weights other than the estimators' cannot be plugged in.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The scripts of examples/slurm on a real Slurm with two nodes: what a crash frees, what resumes (`make test-slurm`).
 
-Not part of `make test`: it needs root, Slurm of Debian, and minutes. Servers are `support/engines/fake_vllm.py`; all else
-is real: the ranks train, save and resume.
+Not part of `make test`: it needs root, Debian's Slurm, and minutes. Servers are `support/engines/fake_vllm.py`;
+everything else is real: the ranks train, save and resume.
 """
 
 from __future__ import annotations

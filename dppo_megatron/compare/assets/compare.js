@@ -12,7 +12,7 @@ function overview() {
   return section("overview", title, notes.join(" "), make("div", { class: "card scroll" }, make("pre", {}, text)));
 }
 
-/** How much sooner than the baseline: median, interval, and a dot for each seed. */
+/** Speed-up over the baseline: median, interval, and a dot for each seed. */
 function factors(clock, level) {
   const known = arms.map((one, place) => ({ one, place, at: one.factors[clock][level] })).filter(({ at }) => at);
   const bars = { type: "bar", x: known.map(({ one }) => one.arm), y: known.map(({ at }) => at.median), marker: { color: known.map(({ place }) => rgba(place, .55)) }, showlegend: false, hovertemplate: "%{y:.2f}x",
@@ -21,11 +21,11 @@ function factors(clock, level) {
   return [bars, { x: dots.map((dot) => dot.x), y: dots.map((dot) => dot.y), mode: "markers", marker: { size: 5, color: css("--ink") }, showlegend: false, hovertemplate: "%{y:.2f}x" }];
 }
 
-function sooner() {
+function speedUps() {
   const cards = [["train_cpu_s", "CPU seconds"], ["train_s", "seconds by the clock"]].flatMap(([clock, label]) => Object.keys(arms[0].factors[clock]).map((level) =>
-    chartCard({ title: `To ${Math.round(100 * level)} % of the gain, ${label}`, note: `${verdict.baseline}'s own over the method's. Bars: 95 % interval of the median over seeds; dots: seeds; 0: not reached.`, traces: () => factors(clock, level),
+    chartCard({ title: `To ${Math.round(100 * level)} % of the gain, ${label}`, note: `${verdict.baseline}'s cost over the method's. Bars: 95 % interval of the median over seeds; dots: seeds; 0: not reached.`, traces: () => factors(clock, level),
       layout: { ...plain(""), yaxis: { rangemode: "tozero", ticksuffix: "x" }, hovermode: "closest" } })));
-  return section("sooner", "How much sooner", `At the same level, on curves smoothed alike. 1x is ${verdict.baseline}.`, grid(...cards));
+  return section("speed-up", "Speed-up", `To the same accuracy, on smoothed curves. 1x is ${verdict.baseline}.`, grid(...cards));
 }
 
 function ends() {
@@ -34,7 +34,7 @@ function ends() {
     return [{ x: known.map(({ name }) => name), y: known.map(({ at }) => 100 * at.difference), mode: "markers", marker: { size: 9, color: known.map(({ place }) => colour(place)) }, showlegend: false, hovertemplate: "%{y:+.1f} points",
       error_y: { type: "data", symmetric: false, array: known.map(({ at }) => 100 * (at.high - at.difference)), arrayminus: known.map(({ at }) => 100 * (at.difference - at.low)), thickness: 1.4, width: 5 } }];
   };
-  return section("ends", "Where they end", "pass@1 over the last two evaluations.", grid(chartCard({ title: `End minus ${verdict.baseline}'s`, note: "Points, over the same problems, with the 95 % interval of a paired bootstrap. An interval that holds 0 is within noise.", traces, layout: { ...plain(""), yaxis: { zeroline: true }, hovermode: "closest" } })));
+  return section("ends", "Final accuracy", "pass@1 over the last two evaluations.", grid(chartCard({ title: `Final accuracy minus ${verdict.baseline}'s`, note: "Points, over the same problems, with the 95 % interval of a paired bootstrap. A difference whose interval contains 0 is within noise.", traces, layout: { ...plain(""), yaxis: { zeroline: true }, hovermode: "closest" } })));
 }
 
 /** Of each method the mean over seeds with its standard error, and the seeds, faint. */
@@ -68,7 +68,7 @@ function conditions() {
 }
 
 const main = document.getElementById("main"), nav = document.getElementById("nav");
-for (const [id, name, build] of [["overview", "Overview", overview], ["sooner", "Sooner", sooner], ["ends", "Ends", ends], ["curves", "Curves", learning], ["time", "Time", split], ["about", "Conditions", conditions]]) {
+for (const [id, name, build] of [["overview", "Overview", overview], ["speed-up", "Speed-up", speedUps], ["ends", "Final accuracy", ends], ["curves", "Curves", learning], ["time", "Time", split], ["about", "Conditions", conditions]]) {
   nav.append(make("a", { href: `#${id}` }, name));
   main.append(build());
 }
