@@ -61,7 +61,7 @@ packed with unpacked log-probabilities and gradients, and FP8 with bfloat16; exi
 
   dppo-megatron doctor
   dppo-megatron doctor --fp8-gate configs/qwen3_4b.yaml actor.fp8=blockwise
-  torchrun --nproc-per-node 8 -m dppo_megatron.cli doctor --fp8-gate CONFIG
+  torchrun --nproc-per-node 8 -m dppo_megatron doctor --fp8-gate CONFIG
 """
 
 

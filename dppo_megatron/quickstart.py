@@ -39,7 +39,13 @@ def add_quickstart(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the file's")
     parser.add_argument("--config", metavar="CONFIG", help="YAML file (default: configs/quickstart.yaml)")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/quickstart"), metavar="DIR", help="removed if a run")
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        default=Path("runs/quickstart"),
+        metavar="DIR",
+        help="where the run is written; a run that is there already is removed (default: runs/quickstart)",
+    )
     parser.add_argument("--task", type=Path, metavar="DIR", help="where the task is made (default: runs/task_seedSEED)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of task, model and run (default: 0)")
     for name, what in (("nproc", "processes"), ("tp", "tensor-parallel size"), ("pp", "pipeline stages")):

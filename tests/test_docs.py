@@ -9,6 +9,7 @@ from __future__ import annotations
 import doctest
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from dppo_megatron.pruning.methods import METHODS
 
 DOCS = REPOSITORY / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-GENERATED = ("reference/settings.md", "reference/commands.md", "reference/python.md")
+EVERY_PAGE = [*PAGES, REPOSITORY / "README.md"]
+GENERATED = ("index.md", "reference/settings.md", "reference/commands.md", "reference/python.md")
 LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -51,7 +53,7 @@ def _anchors(path: Path) -> set[str]:
 # ------------------------------------------------------------------------------------------------- the site
 
 
-@pytest.mark.parametrize("page", [*PAGES, REPOSITORY / "README.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda path: path.name)
 def test_links_lead_somewhere(page: Path) -> None:
     """Every relative link and picture of a page, and every heading that a link names."""
     for groups in LINK.findall(_without_code(_text(page))):
@@ -83,7 +85,7 @@ def test_the_generated_pages() -> None:
     """Every setting with its default, every command with its help, and only modules that there are."""
     hook = runpy.run_path(str(REPOSITORY / "tools" / "docs_hook.py"))
     pages = hook["pages"]()
-    assert {f"reference/{name}.md" for name in pages} == set(GENERATED)
+    assert {"index.md", *(f"reference/{name}.md" for name in pages)} == set(GENERATED)
     for one in all_settings():
         assert (one.key if one.is_section else f"`{one.key}`") in pages["settings"], one.key
     for name in ("train", "watch", "report", "config", "completion", "doctor"):
@@ -91,6 +93,16 @@ def test_the_generated_pages() -> None:
     for module in re.findall(r"^::: (\S+)$", pages["python"], re.MULTILINE):
         path = REPOSITORY / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), module
+
+
+def test_the_first_page_is_the_readme() -> None:
+    """Every relative link of it leads to a page or picture of the site."""
+    home = runpy.run_path(str(REPOSITORY / "tools" / "docs_hook.py"))["home_page"]()
+    links = [first or second for first, second in LINK.findall(_without_code(home))]
+    inside = [link.partition("#")[0] for link in links if not re.match(r"[a-z]+:", link)]
+    assert len(inside) > 20
+    for link in inside:
+        assert (DOCS / link).is_file(), link
 
 
 def test_links_out_of_the_pages_become_names() -> None:
@@ -126,18 +138,30 @@ def _commands(page: Path) -> list[str]:
     return [line.partition(" #")[0].strip() for line in lines if line.startswith(starts)]
 
 
-@pytest.mark.parametrize("page", ["tutorial.md", "choosing.md", "report.md", "index.md"])
-def test_commands_of_the_page_are_read(page: str, tmp_path: Path) -> None:
-    """By the program's own parser and reader. The tutorial's jobs are checked as far as a machine without their files
-    can: keys, types and ranges."""
-    for line in _commands(DOCS / page):
-        words = re.sub(r".*-m dppo_megatron |dppo-megatron ", "", line).split()
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda path: path.name)
+def test_commands_of_the_page_are_read(page: Path) -> None:
+    """By the program's own parser and reader, as far as a machine without the jobs' files can: options, keys, types and
+    ranges. What is no whole command is left out: `...`, and options in brackets."""
+    for line in _commands(page):
+        if "..." in line or "[-" in line:
+            continue
+        words = shlex.split(re.sub(r".*-m dppo_megatron |dppo-megatron ", "", line))
         arguments = _parse(_parser(), words)
-        if words[0] in ("train", "compare"):
-            assert (REPOSITORY / arguments.config).is_file()
-            read_config(str(REPOSITORY / arguments.config), arguments.overrides)
-    for method in re.findall(r"--methods (\S+)", _text(DOCS / page)):
-        assert set(method.split(",")) <= METHODS.keys()
+        if words[0] in ("train", "compare", "plan", "serve"):
+            config = "" if arguments.config.isupper() else str(REPOSITORY / arguments.config)
+            read_config(config, arguments.overrides)
+    for method in re.findall(r"--methods (\S+)", _text(page)):
+        names = re.sub(r"@\d+", "", method.strip("`),:")).split(",")
+        assert set(names) <= {*METHODS.keys(), "grpo_nonzero"}, method
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda path: path.name)
+def test_files_that_the_page_names_exist(page: Path) -> None:
+    """Scripts and configurations of this repository, in the text and in commands."""
+    named = re.findall(
+        r"(?<![\w/-])(?:configs|examples|benchmarks|tools|tests)/[\w/]+\.(?:py|yaml|sh|sbatch)\b", _text(page)
+    )
+    assert [name for name in named if not (REPOSITORY / name).is_file()] == []
 
 
 def test_settings_of_the_choosing_page_are_settings(tmp_path: Path) -> None:

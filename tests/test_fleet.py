@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from support.settings import rollout_config
 from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
 from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Landed, Ready
+from dppo_megatron.rollout.servers.launch import LaunchedServer
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 from dppo_megatron.spans import Spans
 from dppo_megatron.types import GuardStop
@@ -246,6 +248,48 @@ def test_a_server_that_fails_its_probe_is_out() -> None:
     world.servers[0].healthy_now = False
     assert sorted(fleet.run(work)) == [0, 1] and world.now < 12
     assert "no answer to its health probe" in fleet.members[0].reason
+
+
+def test_who_is_back_before_anybody_looks_has_lost_its_requests() -> None:
+    """A sync in another thread marks a server out and finds it answering again: nobody else is told, and what was in
+    flight there is asked elsewhere."""
+    world = World()
+
+    def reply(ask: Ask) -> Event | None:
+        if ask.server == 1:
+            return answered(ask)
+        if not fleet.members[0].outages:
+            fleet.mark_out(fleet.members[0], "weight sync failed")
+            with fleet.lock:
+                fleet.members[0].answers()
+        return None
+
+    world.reply = reply
+    fleet, work = world.fleet(), work_of(groups(1, 1))
+    assert sorted(fleet.run(work)) == [0, 1] and fleet.members[0].state == "stale" and nothing_in_flight(fleet)
+
+
+class EndedOnce(LaunchedServer):
+    """Another thread starts it between the look that finds it ended and the start."""
+
+    looks = starts = 0
+
+    @property
+    def is_running(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+    def start(self) -> None:
+        self.starts += 1
+
+
+def test_what_two_threads_have_seen_end_is_started_once(tmp_path: Path) -> None:
+    """Else the first process would run on, unknown to the fleet, on the port of the second."""
+    process = EndedOnce([], {}, tmp_path / "log")
+    fleet = Fleet([FakeServer("a")], rollout_config({}), print, processes=[process])  # type: ignore[list-item]
+    fleet.restart_dead()
+    assert (process.looks, process.starts) == (2, 0) and fleet.members[0].state == "stale"
+    fleet.close()
 
 
 def test_a_request_that_always_fails_is_named_after_four_answers() -> None:

@@ -141,6 +141,10 @@ def driver() -> Iterator[Any]:
         "--no-sandbox",
         "--disable-dev-shm-usage",
         "--disable-gpu",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--no-first-run",
         "--window-size=1400,1000",
     ):
         options.add_argument(one)

@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,7 +25,11 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.servers import directory
+from dppo_megatron.rollout.servers.connect import Connection
 from dppo_megatron.rollout.servers.directory import Directory, Entry, Registration
+from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.recruit import Recruiter
 from dppo_megatron.types import Prompt, UserError
 
 SAMPLING = Sampling(12, 1.0, 0)
@@ -58,7 +63,8 @@ class Fakes:
 
 
 @pytest.fixture
-def fakes() -> Iterator[Fakes]:
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
+    monkeypatch.setattr(directory, "_STALE_S", 1e9)  # nobody beats for them, however slow this machine is
     found = Fakes()
     yield found
     for name in found.servers:
@@ -212,6 +218,46 @@ def test_a_server_that_comes_with_another_key_takes_the_place(files: Path, tmp_p
         trainer.engine.close()
 
 
+def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) -> None:
+    """Addresses that are none, answers that are not this engine's: each said once, and the run goes on. One that has
+    trouble of its own is asked again; one whose file ends its address with a slash is the same one each time."""
+    config = _config(files, tmp_path / "run", tmp_path)
+    said: list[str] = []
+    fleet = Fleet([], config.rollout, said.append)
+    known = Connection(fleet, "disk", {}, "", {}, [])
+    architecture = cast(Any, SimpleNamespace(name="any", vocab_size=19))
+    introduced: list[str] = []
+    recruiter = Recruiter(
+        Directory(tmp_path), known, config, architecture, lambda place, member, key: introduced.append(member.name)
+    )
+    a, b = fakes.start("a"), fakes.start("b")
+    fakes.servers["a"].trouble = 503
+    fakes.servers["b"].instead = {"/collective_rpc": {"results": []}}
+    for name, url in (("a", f"{a}/"), ("b", b), ("c", "127.0.0.1:8000"), ("d", "http://[::1")):
+        Registration(tmp_path, name, Entry(url, "key", "vllm"))
+    for _ in range(2):
+        recruiter.update(fleet)
+    assert not fleet.members and len(said) == 4 and sum("not used yet" in line for line in said) == 1
+    assert sum("is no address" in line for line in said) == 2 and f"{b} answers, but not as this engine" in str(said)
+    fakes.servers["a"].trouble = 0
+    for _ in range(3):
+        recruiter.update(fleet)
+    assert [member.name for member in fleet.members] == introduced == [a] and "has left" not in str(said)
+    assert known.world_sizes == {a: 1}
+    fleet.close()
+
+
+@pytest.mark.parametrize("kind", ["link", "directory"])
+def test_what_cannot_be_read_is_said(tmp_path: Path, kind: str) -> None:
+    """In the directory of addresses: no traceback, and its name."""
+    if kind == "link":
+        (tmp_path / "x.json").symlink_to("/nowhere/at/all")
+    else:
+        (tmp_path / "x.json").mkdir(mode=0o700)
+    with pytest.raises(UserError, match=r"addresses_from: .*x\.json cannot be read: "):
+        Directory(tmp_path).entries()
+
+
 def test_servers_that_do_not_come_are_said(files: Path, tmp_path: Path, fakes: Fakes) -> None:
     """How many of how many, who does not answer, and what would start them."""
     addresses = tmp_path / "addresses"
@@ -261,6 +307,7 @@ def test_serve_keeps_servers_for_a_trainer(tmp_path: Path) -> None:
         try:
             assert list(trainer().values()) == ["live", "live"]
             assert all(file.stat().st_mode & 0o777 == 0o600 for file in addresses.glob("*.json"))
+            assert serving.stdout is not None and "is ready" in serving.stdout.readline(), "said while it runs"
             serving.send_signal(signal.SIGUSR1)
             killed = _server_pids(files)[0]
             os.kill(killed, signal.SIGKILL)
@@ -299,8 +346,15 @@ def test_serve_says_what_it_needs(files: Path, tmp_path: Path) -> None:
     checked = _config(files, tmp_path / "run", tmp_path / "addresses")
     with pytest.raises(UserError, match=r"listen on their network \(192\.0\.2\.1\).*allow_remote_endpoints"):
         serve(checked, "192.0.2.1")
-    with pytest.raises(UserError, match=r"--host no\.such\.host\.invalid: no such host"):
-        serve(checked, "no.such.host.invalid")
+    with pytest.raises(UserError, match=r"--host no\.\.host: no such host"):
+        serve(checked, "no..host")  # no name server is asked
+    checked.rollout.servers.allow_remote_endpoints = True
+    with pytest.raises(UserError, match=r"cannot listen on 192\.0\.2\.1, this machine says"):
+        serve(checked, "192.0.2.1")  # another machine's name
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "servers").write_text("in the way")
+    with pytest.raises(UserError, match=r"run_dir: .*server_0\.log', a server's log, cannot be written"):
+        serve(checked, "127.0.0.1")
 
 
 def test_what_is_written_is_json(tmp_path: Path) -> None:

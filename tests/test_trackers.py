@@ -148,7 +148,9 @@ def test_a_killed_trainer_leaves_a_failed_run(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     messages = [_begin(tmp_path), _line(0), _line(1)]
     answers = io.BytesIO()
-    serve(Sink("mlflow", make()), io.BytesIO(b"".join(ENCODER.encode(one) + b"\n" for one in messages)), answers)
+    torn = ENCODER.encode(_line(2))[:-9]  # it was killed while it wrote
+    told = io.BytesIO(b"".join(ENCODER.encode(one) + b"\n" for one in messages) + torn)
+    serve(Sink("mlflow", make()), told, answers)
     assert [json.loads(line) for line in answers.getvalue().splitlines()] == [{"failure": ""}] * 3
     from mlflow.tracking import MlflowClient
 
@@ -207,6 +209,29 @@ def test_a_tool_that_hangs_takes_no_time_from_the_run(tmp_path: Path, monkeypatc
     assert trackers.failures > dropped
     assert len(said) == 1 and "slower than the steps" in said[0]
     assert json.loads((tmp_path / "failures.json").read_text())["wandb"]["failures"] == trackers.failures
+
+
+def test_a_tool_that_hangs_takes_no_time_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first never answers and uses up all of the time at the end; the second has taken the end meanwhile."""
+    echo = """import sys\nfor line in sys.stdin: print('{"failure": ""}', flush=True)"""
+    programs = {"mlflow": "import time; time.sleep(10_000)", "wandb": echo}
+    monkeypatch.setattr(sink, "_start", lambda name, limit_s: _program(programs[name])(name, limit_s))
+    trackers = Trackers(["mlflow", "wandb"], _begin(tmp_path), 6.0, print)
+    trackers.step(_line(0))
+    trackers.close(finished=True)
+    assert json.loads((tmp_path / "failures.json").read_text()).keys() == {"mlflow"}
+
+
+def test_a_text_that_is_no_unicode_is_one_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name from a command line in another encoding: this step is lost, and the others arrive."""
+    echo = """import sys\nfor line in sys.stdin: print('{"failure": ""}', flush=True)"""
+    monkeypatch.setattr(sink, "_start", _program(echo))
+    said: list[str] = []
+    trackers = Trackers(["wandb"], _begin(tmp_path), 300.0, said.append)
+    trackers.step(StepLine(0, 0.0, {"eval/caf\udce9/pass@1": 1.0}, [], []))
+    trackers.step(_line(1))
+    trackers.close(finished=True)
+    assert trackers.failures == 1 and len(said) == 1 and "no Unicode" in said[0]
 
 
 def test_a_tool_whose_process_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -26,15 +27,17 @@ from receivers import PipeServer
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers import vllm
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.http import Unreachable
+from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
+from dppo_megatron.rollout.servers.protocol import TensorNote
 from dppo_megatron.rollout.servers.seats import RankDevice, seats, visible_devices
+from dppo_megatron.rollout.sync import broadcast
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
-from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, buckets, on_each
+from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, buckets, in_thread, on_each
 from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import MOST_MISSED, Canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from dppo_megatron.rollout.transfer.groups import Chain
+from dppo_megatron.rollout.transfer.groups import Chain, Meeting, listening_store
 from dppo_megatron.types import Completion, GuardStop, Prompt
 
 BUCKET = 5 << 20
@@ -126,11 +129,30 @@ def test_a_killed_server_costs_the_others_one_more_pass(running: Running) -> Non
     assert len(fleet.live) == 4 and all(_holds(server, _weights(2), "2") for server in servers)
 
 
-def test_a_hung_server_does_not_take_the_others_with_it(running: Running) -> None:
+def test_a_transfer_has_a_time_of_its_own(running: Running) -> None:
+    """A server that gets nothing gives up, and so does a trainer whose server takes nothing, when the time for a
+    transfer is over, though that for joining is an hour: else the request would time out first, and who only waited
+    would count as dead."""
+    server = PipeServer(0)
+    running.servers.append(server)
+    joining, store = timedelta(hours=1), listening_store("127.0.0.1", 2, timedelta(hours=1))
+    meeting = Meeting("test", "gloo", "127.0.0.1", store, 2, joining, timedelta(seconds=0.2))
+    own = in_thread(lambda: server.own_group(meeting))
+    server.join_group(meeting, 1, timeout_s=120)
+    group = own.result()
+    with pytest.raises(Refused, match="the weights stopped coming"):
+        server.receive([TensorNote("t", "uint8", (8,))], timeout_s=120)
+    with pytest.raises(RuntimeError):
+        group.send(torch.zeros(64 << 20, dtype=torch.uint8))
+    group.abandon()
+
+
+def test_a_hung_server_does_not_take_the_others_with_it(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP in the second bucket: its neighbours in the broadcast give up before their requests time out, and are not
     to blame. It comes back by a later sync."""
     servers = [PipeServer(0), PipeServer(1, hangs_at=1), PipeServer(2)]
-    sync, fleet, _ = running.sync(*servers, **{"limits.sync_timeout_s": 4.0, "limits.probe_timeout_s": 4.0})
+    monkeypatch.setattr(broadcast, "_SHORTER", 0.5)  # half of the time for a busy machine to say that it gives up
+    sync, fleet, _ = running.sync(*servers, **{"limits.sync_timeout_s": 10.0, "limits.probe_timeout_s": 4.0})
     sync.to(lambda: _weights(3))
     assert [member.state for member in fleet.members] == ["live", "out", "live"]
     assert _holds(servers[0], _weights(3), "1") and _holds(servers[2], _weights(3), "1")

@@ -37,6 +37,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the generated pages."""
     from mkdocs.structure.files import File
 
+    files.append(File.generated(config, "index.md", content=home_page()))
     for name, text in pages().items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files
@@ -47,6 +48,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     if page is not None and page.file.src_uri.startswith("reference/"):
         return markdown
     return re.sub(r"\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", markdown)
+
+
+def home_page() -> str:
+    """README.md, as the site's first page: links into docs/ become links between pages, other files plain names."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    inside = re.sub(r"\]\(docs/", "](", text)
+    inside = re.sub(r"\[docs/([\w.]+)\]", r"[\1]", inside)
+    return re.sub(r"\[([^\]]+)\]\((?:dppo_megatron|configs|examples|benchmarks|tests)/[^)]*\)", r"`\1`", inside)
 
 
 def pages() -> dict[str, str]:

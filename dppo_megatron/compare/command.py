@@ -16,8 +16,8 @@ from dppo_megatron.types import UserError
 
 _METHODS = "grpo,grpo_nonzero,cppo,greso,dppo_paper,dppo,dppo_auto"
 _COMPARE = f"""\
-Train CONFIG's job under several pruning methods and report how much sooner each is where GRPO gets to, and where it
-ends (docs/pruning.md):
+Train CONFIG's job under several pruning methods; report the speed-up of each over GRPO at equal accuracy, and its final
+accuracy (docs/pruning.md):
 
   dppo-megatron compare configs/quickstart.yaml --methods grpo@16,grpo,grpo@64,grpo_nonzero,dppo --seeds 5
 

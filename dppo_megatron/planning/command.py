@@ -24,8 +24,8 @@ _DESCRIPTION = """\
 Say what a job needs before anything is started: memory of a GPU and of its host in every phase, seconds of a step, and
 what each pruning method would save. Exit code 2 if it cannot fit. Reads only CONFIG and the model's config.json:
 
-  dppo-megatron plan configs/qwen3_8b_8gpus.yaml model.hf_path=/models/Qwen3-8B
-  dppo-megatron plan configs/qwen3_32b_32gpus.yaml model.hf_path=... --gpus 32 --decode 1200 --mfu 0.45
+  dppo-megatron plan configs/h100/qwen3_8b_8gpus_dppo.yaml model.hf_path=/models/Qwen3-8B
+  dppo-megatron plan configs/h100/qwen3_32b_32gpus_grpo.yaml model.hf_path=... --gpus 32 --decode 1200
   dppo-megatron plan CONFIG --trace runs/first/trace.jsonl      # outcomes and lengths of a recorded run
 
 Formulas, sources and checks: docs/plan.md.

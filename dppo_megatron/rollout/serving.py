@@ -31,8 +31,17 @@ _MOST_STARTS = 3
 """Starts in a row after which a server that ends again before it was ready ends this command."""
 
 
-def serve(config: Config, host: str, say: Callable[[str], None] = print) -> None:
+def _print(line: str) -> None:
+    """At once: in the log of a job nobody would see a line that waits in a buffer."""
+    print(line, flush=True)
+
+
+def serve(config: Config, host: str, say: Callable[[str], None] = _print) -> None:
     """Serve until SIGTERM or SIGINT.
+
+    Args:
+        host: name or address to listen on.
+        say: takes a line for the person who watches.
 
     Raises:
         UserError: the address or directory cannot be used, or a server cannot be started.

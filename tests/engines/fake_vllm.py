@@ -24,6 +24,10 @@ class FakeVLLM(ThreadingHTTPServer):
         self.key, self.version = key, "default"
         self.asked = 0
         """Requests for completions so far."""
+        self.trouble = 0
+        """If not 0, the status of every answer."""
+        self.instead: dict[str, Any] = {}
+        """By path, what is answered in place of what would be right."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -43,8 +47,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if self.headers.get("Authorization") != f"Bearer {self.server.key}":
             return self._send({"error": "no key"}, 401)
-        if path == "/workers":
-            return self._send({}, 404)
+        if path == "/workers" or self.server.trouble:
+            return self._send({}, self.server.trouble or 404)
         if path in ("/update_weight_version", "/finish_weight_update"):
             self.server.version = body.get("new_version", body.get("weight_version"))
         self._send(self._about(path, body))
@@ -70,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
             "/collective_rpc": {"results": [model]},
             "/weight_checker": {"checksums": {}},
         }
-        return answers.get(path, {})
+        return (answers | self.server.instead).get(path, {})
 
     def _send(self, answer: Any, status: int = 200) -> None:
         content = json.dumps(answer).encode()

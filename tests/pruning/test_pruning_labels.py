@@ -263,7 +263,7 @@ def test_the_tables_of_labels_are_what_the_code_says(page: str, table: Any) -> N
 
 
 def test_the_worked_example_of_the_docs() -> None:
-    """docs/pruning.md, "One prompt and four completions, by hand": weights, expectation and labels."""
+    """docs/estimator.md: weights, expectation and labels."""
     changes = {"objective": {"advantage": "group_mean", "normalization": "constant"}, "max_design_effect": 0.0}
     table = Rollouts(np.array([[1.0, 0, 0, 0]]), np.full((1, 4), 5), np.ones((1, 4)))
     advantages, weights = np.array([0.75, -0.25, -0.25, -0.25]), {}

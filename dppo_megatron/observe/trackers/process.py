@@ -21,6 +21,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Protocol
 
+import msgspec
+
 from dppo_megatron.observe.trackers.messages import ENCODER, TO_TRACKER, Answer, Begin, End, StepLine
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
@@ -118,7 +120,10 @@ def serve(sink: Sink, messages: IO[bytes], answers: IO[bytes]) -> None:
     """Until the messages end. Without an `End` among them, the trainer was killed."""
     ended = False
     for line in messages:
-        message = TO_TRACKER.decode(line)
+        try:
+            message = TO_TRACKER.decode(line)
+        except msgspec.DecodeError:  # the last one, torn: the trainer was killed while it wrote
+            break
         ended = isinstance(message, End)
         _answer(answers, _failure(sink, message))
     if not ended:

@@ -44,7 +44,7 @@ _NO_STATISTICS = {
 
 
 class _Feed:
-    """One tracker. `put` and `close` are the main thread's, the rest is its own thread's."""
+    """One tracker. `put`, `finish` and `close` are the main thread's, the rest is its own thread's."""
 
     def __init__(self, name: str, begin: Begin, limit_s: float, say: Callable[[str], None]) -> None:
         self.name = name
@@ -53,6 +53,8 @@ class _Feed:
         self._dropped, self._failed = 0, 0
         self._begin, self._limit_s, self._say = begin, limit_s, say
         self._queue: queue.Queue[StepLine | End] = queue.Queue(_QUEUE)
+        self._end: End | None = None
+        """What has found no room in the queue."""
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -70,10 +72,18 @@ class _Feed:
             self._dropped += 1
             self._note(f"slower than the steps; step {line.step} and perhaps others are left out")
 
-    def close(self, end: End, deadline: float) -> None:
-        """Deliver what waits, until `deadline` (of time.monotonic), then end the process."""
+    def finish(self, end: End) -> None:
+        """Nothing comes after this. Returns at once."""
+        self._end = end
+        with contextlib.suppress(queue.Full):  # then `close` waits for room
+            self._queue.put_nowait(end)
+            self._end = None
+
+    def close(self, deadline: float) -> None:
+        """Deliver what waits, until `deadline` (of time.monotonic), then end the process. After `finish`."""
         with contextlib.suppress(queue.Full):
-            self._queue.put(end, timeout=max(0.0, deadline - time.monotonic()))
+            if self._end is not None:
+                self._queue.put(self._end, timeout=max(0.0, deadline - time.monotonic()))
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if self.state not in ("ended", "lost"):
             self._failed += 1
@@ -115,6 +125,8 @@ class _Feed:
         except (OSError, msgspec.DecodeError):
             self.state = "lost"
             return "its process has ended"
+        except UnicodeEncodeError as error:  # half a surrogate pair: in a name, since texts are made plain
+            return f"a text that is no Unicode: {error.reason}"
 
     def _lose(self, why: str) -> None:
         self.state = "lost"
@@ -153,8 +165,10 @@ class Trackers:
     def close(self, *, finished: bool) -> None:
         """Deliver what waits, within the limit, and write down what was missed."""
         deadline = time.monotonic() + self._limit_s
+        for feed in self._feeds:  # all of them first: one that hangs must not use up the time of the others
+            feed.finish(End(finished))
         for feed in self._feeds:
-            feed.close(End(finished), deadline)
+            feed.close(deadline)
         missed = {one.name: {"failures": one.failures, "first": one.first_failure} for one in self._feeds}
         missed = {name: what for name, what in missed.items() if what["failures"]}
         path = self._directory / FAILURES

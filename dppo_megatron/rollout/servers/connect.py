@@ -35,6 +35,8 @@ from dppo_megatron.weights.torch_dist import is_torch_dist
 
 _FIRST_ANSWER_S = 30.0
 _READY_S = 5.0
+NOT_THIS_ENGINE = (LookupError, AttributeError, TypeError, ValueError)
+"""What comes of reading an answer that is JSON, but of another form."""
 
 ChannelName = Literal["disk", "gloo", "nccl", "ipc"]
 
@@ -247,7 +249,7 @@ def describe(server: Server, api_key_env: str) -> ServerInfo:
                 f" {api_key_env} (rollout.servers.api_key_env)"
             ) from None
         raise UserError(f"{url} answers a question about itself with {error}") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except NOT_THIS_ENGINE as error:
         raise UserError(f"{url} answers, but not as this engine does: {type(error).__name__} {error}") from None
 
 
@@ -360,7 +362,7 @@ def launch_servers(config: Config, host: str = "127.0.0.1", name: str = "") -> l
     try:
         for server in servers:
             server.start()
-    except UserError:
+    except BaseException:
         for server in servers:
             server.stop()
         raise

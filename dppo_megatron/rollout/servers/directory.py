@@ -86,13 +86,20 @@ class Directory:
         """The servers by address, those whose heartbeat has not stopped; the later file of two with one address.
 
         Raises:
-            UserError: a file holds a key that others can read, or belongs to another user.
+            UserError: a file holds a key that others can read, belongs to another user, or cannot be read.
         """
         found: dict[str, tuple[int, Entry]] = {}
         names = sorted(self._path.glob(f"[!.]*{_SUFFIX}")) if self._path.is_dir() else []
         for path in names:
             with contextlib.suppress(FileNotFoundError):  # it has just been removed
-                stamp, entry = _read(path)
+                try:
+                    stamp, entry = _read(path)
+                except FileNotFoundError:
+                    raise
+                except OSError as error:  # another user's, a link, a directory, a file system that hangs
+                    raise UserError(
+                        f"rollout.servers.addresses_from: {path} cannot be read: {error.strerror}"
+                    ) from None
                 last, since = self._seen.get(path.name, (0, 0.0))
                 if stamp != last:
                     self._seen[path.name] = last, since = stamp, self._clock()
@@ -149,7 +156,7 @@ def _read(path: Path) -> tuple[int, Entry | None]:
         content = file.read(_LARGEST_BYTES)
     try:
         values = json.loads(content)
-        entry = Entry(str(values["url"]), str(values["api_key"]), str(values["engine"]))
+        entry = Entry(str(values["url"]).rstrip("/"), str(values["api_key"]), str(values["engine"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         return status.st_mtime_ns, None
     return status.st_mtime_ns, entry

@@ -52,7 +52,7 @@ _MOST_FAILURES = 4
 another one's failure has marked their server out do not count."""
 _MOST_ABORTS = 8
 """A weight sync with in_flight=abort ends a request once; who ends it this often does so on its own account."""
-_BUSY = (408, 429, 503)
+BUSY = (408, 429, 503)
 _FIRST_REST_S, _LONGEST_REST_S = 0.5, 30.0
 
 
@@ -106,6 +106,8 @@ class _Attempt:
     member: Member
     began_s: float
     """On the clock of the spans."""
+    outages: int
+    """The member's then. With the next one it is lost, also if the member is back already."""
 
 
 class Fleet:
@@ -221,9 +223,9 @@ class Fleet:
     def restart_dead(self) -> None:
         """Start the trainer's own servers that have ended again; they come back by answering a probe."""
         for member in self.members:
-            if member.process is not None and not member.process.is_running:
-                self.say(f"rollout: the launched server {member.name} has ended; starting it again")
-                self._starter.submit(member.process.start).result()
+            own = member.process
+            if own is not None and not own.is_running and self._starter.submit(own.start_if_ended).result():
+                self.say(f"rollout: the launched server {member.name} had ended; it is started again")
                 with self.lock:
                     member.restarted()
 
@@ -307,10 +309,8 @@ class _Rollout:
         self._limits, self._clock = fleet._config.limits, fleet._clock
         self._pending = deque(index for index in range(len(work.groups)) if index not in work.done)
         self._attempts: dict[int, _Attempt] = {}
-        self._watched = -math.inf
-        self._places = fleet.places
-        self._landed_s: dict[int, float] = {}
-        """Ticket -> when its answer came, on the clock of the spans."""
+        self._watched, self._outages, self._places = -math.inf, -1, fleet.places
+        self._landed_s: dict[int, float] = {}  # ticket -> when its answer came, on the clock of the spans
 
     def run(self) -> Iterator[int]:
         """See `Fleet.run`."""
@@ -324,7 +324,7 @@ class _Rollout:
                 for event in self._intake.events(_TICK_S):
                     if (landed := self._settle(event)) is not None:
                         yield landed
-                self._drop_the_lost()  # before a probe can call them back
+                self._drop_the_lost()
                 self._fleet.probe_all()
                 self._cut_stragglers()
                 self._watch()
@@ -349,7 +349,7 @@ class _Rollout:
         left_s = work.first_asked.setdefault(index, now) + self._limits.request_timeout_s - now
         with self._fleet.lock:
             member.began(group.cost, group.count)
-        self._attempts[ticket] = _Attempt(index, member, self._fleet.spans.clock())
+        self._attempts[ticket] = _Attempt(index, member, self._fleet.spans.clock(), member.outages)
         prompt = work.prompts[index] if work.prompts else b""
         self._intake.ask(
             Ask(ticket, index, self._places[member.name], group, work.expected, left_s + _ANSWER_S, prompt)
@@ -411,7 +411,7 @@ class _Rollout:
         if event.kind == "ours":
             raise GuardStop(f"request {request_id}: {event.text}")
         self._again(attempt.index)
-        if event.kind == "refused" and event.status in _BUSY:
+        if event.kind == "refused" and event.status in BUSY:
             self._fleet.rest(member, event.retry_after_s)
             return
         if event.kind == "refused" and 400 <= event.status < 500:
@@ -429,7 +429,7 @@ class _Rollout:
     def _blame(self, attempt: _Attempt, why: str) -> None:
         """A failure of this server, and one of this request's few."""
         work, member = self._work, attempt.member
-        if member.state == "out":  # it broke many connections at once, and another one's end was told first
+        if member.outages != attempt.outages:  # it broke many connections at once, and another's end was told first
             return
         said = work.failures.setdefault(attempt.index, [])
         said.append(f"{member.name}: {why}")
@@ -440,14 +440,15 @@ class _Rollout:
             )
 
     def _drop_the_lost(self) -> None:
-        """Attempts on servers that are out go elsewhere, whoever has marked them: a probe, another answer, a sync."""
-        if all(member.state != "out" for member in self._fleet.members):
+        """Attempts on servers that have gone out go elsewhere, whoever has marked them: a probe, an answer, a sync."""
+        outages = sum(member.outages for member in self._fleet.members)
+        if outages == self._outages:
             return
-        lost = [ticket for ticket, attempt in self._attempts.items() if attempt.member.state == "out"]
-        if lost:
-            self._intake.cancel(lost)
-            for ticket in reversed(lost):
-                self._again(self._forget(ticket).index)
+        self._outages = outages
+        lost = [ticket for ticket, attempt in self._attempts.items() if attempt.member.outages != attempt.outages]
+        self._intake.cancel(lost)
+        for ticket in reversed(lost):
+            self._again(self._forget(ticket).index)
 
     def _wait_for_anyone(self) -> None:
         fleet, wait_s = self._fleet, self._limits.engine_wait_s

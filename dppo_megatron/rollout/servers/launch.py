@@ -57,6 +57,14 @@ class ServerProcess(ABC):
     def start(self) -> None:
         """Start it, again on the same port if it has run before."""
 
+    def start_if_ended(self) -> bool:
+        """Whether there was need to. A sync and a rollout may both have seen that it has ended; called by one thread at
+        a time, it is started once, and no process is lost sight of."""
+        if self.is_running:
+            return False
+        self.start()
+        return True
+
     @abstractmethod
     def stop(self) -> None:
         """End it and everything it started."""
@@ -138,12 +146,17 @@ class LaunchedServer(ServerProcess):
         return self.process.poll() if self.process is not None else None
 
     def start(self) -> None:
-        """See `ServerProcess`. Raises UserError if the interpreter is not there."""
+        """See `ServerProcess`. Raises UserError if the address is not this machine's, the log cannot be written, or the
+        interpreter is not there."""
         self.port, self.is_starting = self.port or _free_port(self.host), True
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            log = open(self.log, "ab")  # noqa: SIM115 - the next statement closes it
+        except OSError as error:
+            raise UserError(f"run_dir: '{self.log}', a server's log, cannot be written: {error.strerror}") from None
         inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
         command = [part.replace("{port}", str(self.port)) for part in self.command]
-        with open(self.log, "ab") as log:
+        with log:
             try:
                 self.process = subprocess.Popen(
                     command,
@@ -200,7 +213,10 @@ def address_toward(host: str) -> str:
 
 def _free_port(host: str) -> int:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise UserError(f"rollout servers cannot listen on {host}, this machine says: {error.strerror}") from None
         return int(probe.getsockname()[1])
 
 

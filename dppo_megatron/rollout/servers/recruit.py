@@ -12,9 +12,15 @@ import threading
 from collections.abc import Callable
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.rollout.servers.connect import Connection, check_entry, check_server, make_server
+from dppo_megatron.rollout.servers.connect import (
+    NOT_THIS_ENGINE,
+    Connection,
+    check_entry,
+    check_server,
+    make_server,
+)
 from dppo_megatron.rollout.servers.directory import Directory, Entry
-from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.fleet import BUSY, Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.types import UserError
@@ -43,7 +49,8 @@ class Recruiter:
         self._config, self._architecture, self._introduce = config, architecture, introduce
         self._keys = dict(zip((member.name for member in known.fleet.members), known.keys, strict=True))
         self._refused: set[tuple[str, str]] = set()
-        """(address, key) of those that do not fit, so that each is said once."""
+        """(address, key) of those that do not fit."""
+        self._said: set[tuple[str, str]] = set()
         self._busy = threading.Lock()
 
     def update(self, fleet: Fleet) -> None:
@@ -71,9 +78,9 @@ class Recruiter:
 
     def _try(self, fleet: Fleet, entry: Entry) -> None:
         config = self._config
-        server = make_server(config.rollout.engine, entry.url, entry.api_key, self._architecture.vocab_size)
         try:
             check_entry(entry, config.rollout)
+            server = make_server(config.rollout.engine, entry.url, entry.api_key, self._architecture.vocab_size)
             server.healthy(timeout_s=_ASK_S)
             info = server.describe(timeout_s=_ASK_S)
             check_server(entry.url, info, config, self._architecture)
@@ -81,12 +88,25 @@ class Recruiter:
                 raise UserError(f"{entry.url} is not started for weight sync over {self._connection.channel}")
         except Unreachable:
             return  # asked again at the next sync
-        except (UserError, Refused, KeyError, TypeError, ValueError) as error:
-            self._refused.add((entry.url, entry.api_key))
-            fleet.say(f"rollout: a new server is not used: {error}")
-            return
+        except Refused as error:
+            for_good = 400 <= error.status < 500 and error.status not in BUSY
+            return self._not_used(fleet, entry, f"{entry.url} answers with {error}", for_good=for_good)
+        except UserError as error:
+            return self._not_used(fleet, entry, str(error))
+        except NOT_THIS_ENGINE as error:
+            problem = f"{type(error).__name__} {error}"
+            return self._not_used(fleet, entry, f"{entry.url} answers, but not as this engine does: {problem}")
         self._keys[entry.url] = entry.api_key
         self._connection.world_sizes[entry.url] = info.world_size
         place, member = fleet.let_in(server)
         self._introduce(place, member, entry.api_key)
         fleet.say(f"rollout: {entry.url} has come; it gets requests after a weight sync")
+
+    def _not_used(self, fleet: Fleet, entry: Entry, why: str, *, for_good: bool = True) -> None:
+        """Said once. A server that has trouble of its own is asked again at the next sync."""
+        one = entry.url, entry.api_key
+        if for_good:
+            self._refused.add(one)
+        if one not in self._said:
+            self._said.add(one)
+            fleet.say(f"rollout: a new server is not used{'' if for_good else ' yet'}: {why}")

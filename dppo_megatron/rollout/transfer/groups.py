@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import timedelta
@@ -73,12 +74,14 @@ class Chain(BroadcastGroup):
 
     def __init__(self, meeting: Meeting) -> None:
         self._backend: Any = _backend(meeting, PrefixStore(_PREFIX, meeting.store))
+        self._timeout = meeting.timeout
 
     def send(self, memory: Tensor) -> None:
         parts = torch.split(memory.cpu(), CHUNK_BYTES)  # gloo sends from the host
         begun = [self._backend.send([part], 1, tag) for tag, part in enumerate(parts)]
-        for work in begun:
-            work.wait()
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        for work in begun:  # untold, gloo waits for the time for joining; 0 would be untold
+            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
     def abandon(self) -> None:
         self._backend = None  # closes its sockets when the last sender is done with it

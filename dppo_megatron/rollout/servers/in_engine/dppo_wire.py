@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from datetime import timedelta
 from typing import Any, Protocol
@@ -58,7 +59,7 @@ class Chain:
         chunk_bytes: int,
     ) -> None:
         self._group = dist.ProcessGroupGloo(PrefixStore(PREFIX, store), rank, world_size, joining)
-        self._group.set_timeout(timeout)
+        self._timeout = timeout
         self._previous, self._next = rank - 1, rank + 1 if rank + 1 < world_size else None
         self._chunk_bytes = chunk_bytes
         self._passing: deque[_Passing] = deque()
@@ -73,7 +74,8 @@ class Chain:
             memory = before.whole if before.whole.nbytes >= num_bytes else None
         if memory is None:
             memory = torch.empty(num_bytes, dtype=torch.uint8)
-        passing = _Passing(self._group, memory, num_bytes, self._previous, self._next, self._chunk_bytes)
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        passing = _Passing(self._group, memory, num_bytes, self._previous, self._next, self._chunk_bytes, deadline)
         self._passing.append(passing)
         return passing
 
@@ -93,9 +95,10 @@ class _Passing(threading.Thread):
         previous: int,
         following: int | None,
         chunk_bytes: int,
+        deadline: float,
     ) -> None:
         super().__init__(name="weights", daemon=True)
-        self._group, self._following = group, following
+        self._group, self._following, self._deadline = group, following, deadline
         self.whole, self.memory = whole, whole[:num_bytes]
         self._chunks = self.memory.split(chunk_bytes)
         self._arriving = [group.recv([chunk], previous, tag) for tag, chunk in enumerate(self._chunks)]
@@ -114,7 +117,7 @@ class _Passing(threading.Thread):
         leaving = []
         for tag, (chunk, work) in enumerate(zip(self._chunks, self._arriving, strict=True)):
             try:
-                work.wait()
+                work.wait(self._left())
             except Exception as error:
                 with self._changed:
                     self._error = str(error) or type(error).__name__  # not itself: its traceback knows the group
@@ -130,7 +133,12 @@ class _Passing(threading.Thread):
                 self._changed.notify_all()
         for work in leaving:
             with contextlib.suppress(RuntimeError):
-                work.wait()
+                work.wait(self._left())
+
+    def _left(self) -> timedelta:
+        """Of the time for the whole bucket. Said at each wait: what gloo waits for without being told is the time for
+        joining, whatever `set_timeout` was given. Never 0, which means untold."""
+        return timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
 
     def wait_for(self, num_bytes: int) -> None:
         with self._changed:
