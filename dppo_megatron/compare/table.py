@@ -58,7 +58,8 @@ def legend(verdict: Verdict) -> list[str]:
         "to 90 %, 95 %: base's own seconds to that share of its gain, over the method's; medians over seeds (95 %"
         " interval of the median over resampled seeds), curves smoothed over three evaluations.",
         *([missing] if left_out else []),
-        "at 1/2, 1/3: pass@1 after that part of base's CPU seconds. Evaluations are not counted in any cost.",
+        "at 1/2, 1/3: pass@1 after that part of base's CPU seconds. CPU seconds are those of the trainer's process,"
+        " without graders and servers. Evaluations are not counted in any cost.",
         f"Methods that change the expected gradient: {', '.join(biased) or 'none'}.",
     ]
 
