@@ -309,6 +309,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     predictions = [simulate(trace, method, costs) for method in methods]
     print(table(predictions, costs))
     if arguments.json is not None:
+        Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
         Path(arguments.json).write_text(json.dumps(as_json(predictions, costs), indent=2) + "\n", encoding="utf-8")
     return 0
 

@@ -161,7 +161,16 @@ def test_a_baseline_that_gains_nothing_gives_no_factor() -> None:
     arms = parse_arms("grpo,dppo", _config(), 1.0)
     verdict = judge([_run("grpo", 0, 0.2, 1.0, end=0.2), _run("dppo", 0, 0.2, 1.0)], arms)
     assert verdict.arms[1].factors["train_s"]["0.9"] is None
-    assert " - " in table(verdict)
+    assert " - " in table(verdict) and "1 of 1 seeds are in no factor" in table(verdict)
+
+
+def test_a_factor_of_some_seeds_says_so() -> None:
+    """The baseline gains on one seed of two: its factor is all that the table shows."""
+    arms = parse_arms("grpo,dppo", _config(), 1.0)
+    runs = [_run("grpo", 0, 0.2, 1.0), _run("grpo", 1, 0.2, 1.0, end=0.2)]
+    verdict = judge([*runs, *(_run("dppo", seed, 0.2, 0.5) for seed in (0, 1))], arms)
+    assert len(verdict.arms[1].by_seed["train_s"]["0.9"]) == 1
+    assert "1 of 2 seeds are in no factor" in table(verdict)
 
 
 def test_an_arm_that_is_there_at_once_has_no_boundless_factor() -> None:
@@ -236,7 +245,7 @@ def compared(tmp_path: Path) -> Callable[..., list[str]]:
     """Compares grpo with dppo on one seed, in the same directory each time; returns the runs that were started."""
     files = write_job_files(tmp_path / "task")
 
-    def compare(*overrides: str, leaves: Callable[[Path], None] = _recorded) -> list[str]:
+    def compare(*overrides: str, names: str = "grpo,dppo", leaves: Callable[[Path], None] = _recorded) -> list[str]:
         """With these settings; `leaves` writes what a run leaves."""
         given = [one for one in settings(files, tmp_path / "unused") if not one.startswith("run_dir")] + [*overrides]
         config = load_config(CONFIG, given, writes_run=False)
@@ -247,7 +256,7 @@ def compared(tmp_path: Path) -> Callable[..., list[str]]:
             started.append(run_dir.name)
             leaves(run_dir)
 
-        arms, out = parse_arms("grpo,dppo", config, 1.0), tmp_path / "out"
+        arms, out = parse_arms(names, config, 1.0), tmp_path / "out"
         run_all(config, CONFIG, given, arms, seeds=1, out=out, say=lambda line: None, launch=launch)
         return started
 
@@ -270,6 +279,13 @@ def test_a_run_that_was_stopped_is_not_kept(compared: Callable[..., list[str]]) 
     with pytest.raises(GuardStop, match="stopped before its end"):
         compared(leaves=lambda run_dir: (run_dir / "metrics.jsonl").touch())
     assert compared() == ["start", "grpo", "dppo"]
+
+
+def test_an_arm_that_cannot_be_costs_no_warm_start(compared: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Its settings are read before anything runs."""
+    with pytest.raises(UserError, match="prompts_per_step = 100000000: must be at most"):
+        compared(names="grpo,grpo@100000000")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_compare_has_not_made_is_not_removed(compared: Callable[..., list[str]], tmp_path: Path) -> None:

@@ -88,13 +88,15 @@ def run_all(
         launch: how a run is started: `in_a_process`.
 
     Raises:
-        UserError: no evaluation set, torchrun, or a run ended with exit code 2.
+        UserError: no evaluation set, torchrun, settings that an arm cannot have, or a run ended with exit code 2.
         GuardStop: a run was stopped by a guard or a signal.
     """
     if not (config.data.eval_paths or config.data.eval_sets):
         raise UserError("data.eval_paths and data.eval_sets are empty: there is nothing to compare by")
     if int(os.environ.get("WORLD_SIZE", "1")) != 1:
         raise UserError("compare starts its own processes: run it without torchrun")
+    for arm in arms:  # now, and not after the warm start
+        load_config(config_path, [*overrides, *arm.settings], writes_run=False)
     warm, shared = bool(config.warm_start.steps), shared_task(config)
     progress = Progress(say, seeds * (len(arms) + warm))
     train = partial(_train, config_path, progress=progress, launch=launch)

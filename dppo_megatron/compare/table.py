@@ -50,11 +50,16 @@ def headline(verdict: Verdict) -> list[str]:
 def legend(verdict: Verdict) -> list[str]:
     """How the columns are meant."""
     biased = [one.arm for one in verdict.arms if one.biased]
+    left_out = max(one.seeds - len(values) for one in verdict.arms for values in one.by_seed["train_cpu_s"].values())
+    seeds = verdict.arms[0].seeds
+    missing = f"{left_out} of {seeds} seeds are in no factor: base gained nothing there, or never reached its level."
     return [
         "end: pass@1, mean of the last two evaluations. end - base: over the same problems, with its 95 % interval.",
         "to 90 %, 95 %: base's own seconds to that share of its gain, over the method's; medians over seeds (95 %"
         " interval of the median over resampled seeds), curves smoothed over three evaluations.",
-        "at 1/2, 1/3: pass@1 after that part of base's CPU seconds. Evaluations are not counted in any cost.",
+        *([missing] if left_out else []),
+        "at 1/2, 1/3: pass@1 after that part of base's CPU seconds. CPU seconds are those of the trainer's process,"
+        " without graders and servers. Evaluations are not counted in any cost.",
         f"Methods that change the expected gradient: {', '.join(biased) or 'none'}.",
     ]
 

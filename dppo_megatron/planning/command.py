@@ -126,6 +126,7 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     print("\n".join([*lines(plan, arguments.config), *loaded]))
     if arguments.json is not None:
+        Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
         Path(arguments.json).write_text(json.dumps(plan.as_json(), indent=2) + "\n", encoding="utf-8")
     if plan.problems:
         helps = "; ".join(f"{one.change} ({one.total / GIB:.1f} GiB)" for one in plan.advice[:3])

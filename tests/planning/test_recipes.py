@@ -105,9 +105,9 @@ def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.Captur
     """No tokenizer, no weights, no data, no run_dir."""
     model = write_config(tmp_path, "qwen3_8b")
     recipe = str(REPOSITORY / "configs" / "h100" / "qwen3_8b_8gpus_dppo.yaml")
-    assert main(["plan", recipe, f"model.hf_path={model}", "--json", str(tmp_path / "plan.json")]) == 0
+    assert main(["plan", recipe, f"model.hf_path={model}", "--json", str(tmp_path / "new" / "plan.json")]) == 0
     out = capsys.readouterr().out
-    plan = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    plan = json.loads((tmp_path / "new" / "plan.json").read_text(encoding="utf-8"))
     assert plan["fits"] and f"largest: {plan['largest']}" in out
     assert list(plan["phases"]) == ["generate", "sync", "log-probs", "forward", "backward", "step", "checkpoint"]
     for phase in plan["phases"].values():
