@@ -247,6 +247,26 @@ def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) ->
     fleet.close()
 
 
+def test_an_engine_whose_client_has_ended_is_closed(files: Path, tmp_path: Path, fakes: Fakes) -> None:
+    """A rollout had begun, and has answers that can be cancelled no more: the rest is ended all the same."""
+    addresses = tmp_path / "addresses"
+    addresses.mkdir()
+    Registration(addresses, "a", Entry(fakes.start("a"), "key", "vllm"))
+    trainer = Trainer(_config(files, tmp_path / "run", addresses))
+    trainer()
+    engine = trainer.engine
+    engine.start([Request(Prompt(0, "", (2, 3), "", ""), c, 2) for c in range(3)], SAMPLING)
+    assert engine._started is not None and engine._client is not None
+    engine._started.join()
+    assert engine._started.work.landed
+    engine._client.process.kill()
+    engine._client.process.wait()
+    snapshot, sockets = next((tmp_path / "run" / "sync").iterdir()), engine._client._directory
+    assert snapshot.is_dir() and sockets.is_dir()
+    engine.close()
+    assert not snapshot.exists() and not sockets.exists()
+
+
 @pytest.mark.parametrize("kind", ["link", "directory"])
 def test_what_cannot_be_read_is_said(tmp_path: Path, kind: str) -> None:
     """In the directory of addresses: no traceback, and its name."""
