@@ -14,7 +14,7 @@ Between two steps the loop holds at most one more: the next, whose generation ha
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -85,9 +85,14 @@ class Loop:
         layout = build_layout(config.actor.layout, config.seed)
         # first: reports a bad server at once
         self._engine = make_engine(job, dtype, layout.device, say, watch, self._spans)
-        self._engine.rest()  # and gives the actor the device
-        self._offload = what_to_offload(config, layout.device.type)
-        self.actor = Actor(config.actor, layout, job.architecture, job.checkpoint.get, dtype=dtype, spans=self._spans)
+        with ExitStack() as undo:
+            undo.callback(self._engine.close)  # a model that cannot be built leaves no servers behind
+            self._engine.rest()  # gives the actor the device
+            self._offload = what_to_offload(config, layout.device.type)
+            self.actor = Actor(
+                config.actor, layout, job.architecture, job.checkpoint.get, dtype=dtype, spans=self._spans
+            )
+            undo.pop_all()
         self.objective = make_objective(config.objective, job.policy_loss)
         self._replicas = Replicas.agree(layout.data_parallel_rank)
         self._evaluator = Evaluator(job)

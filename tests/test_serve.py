@@ -18,7 +18,9 @@ import pytest
 import torch
 from support.engines.fake_vllm import FakeVLLM, fake_python
 from support.job import REPOSITORY, job_config, settings, write_job_files
+from support.launch import run_ranks
 
+from dppo_megatron import loop
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
@@ -243,6 +245,53 @@ def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) ->
     assert [member.name for member in fleet.members] == introduced == [a] and "has left" not in str(said)
     assert known.world_sizes == {a: 1}
     fleet.close()
+
+
+def test_an_engine_whose_client_has_ended_is_closed(files: Path, tmp_path: Path, fakes: Fakes) -> None:
+    """A rollout had begun, and has answers that can be cancelled no more: the rest is ended all the same."""
+    addresses = tmp_path / "addresses"
+    addresses.mkdir()
+    Registration(addresses, "a", Entry(fakes.start("a"), "key", "vllm"))
+    trainer = Trainer(_config(files, tmp_path / "run", addresses))
+    trainer()
+    engine = trainer.engine
+    engine.start([Request(Prompt(0, "", (2, 3), "", ""), c, 2) for c in range(3)], SAMPLING)
+    assert engine._started is not None and engine._client is not None
+    engine._started.join()
+    assert engine._started.work.landed
+    engine._client.process.kill()
+    engine._client.process.wait()
+    snapshot, sockets = next((tmp_path / "run" / "sync").iterdir()), engine._client._directory
+    assert snapshot.is_dir() and sockets.is_dir()
+    engine.close()
+    assert not snapshot.exists() and not sockets.exists()
+
+
+def _without_actor(config: Config) -> tuple[bool, bool]:
+    """Whether the client of an engine whose actor cannot be built is running then, and its directory is there."""
+    made: list[Any] = []
+    make_engine = loop.make_engine
+
+    def remember(*given: Any) -> Any:
+        made.append(make_engine(*given))
+        return made[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_engine", remember)
+        with pytest.raises(UserError, match=r"actor\.logprob_kernel = triton: "):
+            loop.Loop(prepare_job(config, 1))
+    client = made[0]._client
+    return client.process.poll() is None, client._directory.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's kernels can run there")
+def test_a_model_that_cannot_be_built_leaves_no_engine(files: Path, tmp_path: Path, fakes: Fakes) -> None:
+    """Servers and clients are there first: they end with the mistake."""
+    addresses = tmp_path / "addresses"
+    addresses.mkdir()
+    Registration(addresses, "a", Entry(fakes.start("a"), "key", "vllm"))
+    config = _config(files, tmp_path / "run", addresses, actor__logprob_kernel="triton")
+    assert run_ranks(_without_actor, 1, config) == [(False, False)]
 
 
 @pytest.mark.parametrize("kind", ["link", "directory"])

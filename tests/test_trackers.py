@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.wandb_reading import history, records
 
+from dppo_megatron.config import observe
 from dppo_megatron.config.observe import ObserveConfig, TrackingConfig, check_observe
 from dppo_megatron.observe.trackers import sink
 from dppo_megatron.observe.trackers.messages import ENCODER, Begin, End, StepLine
@@ -301,11 +302,19 @@ def test_numbers_and_settings() -> None:
     assert flat({"a": {"b": [1, 2], "c": {}}, "d": True}) == {"a.b": "[1, 2]", "a.c": "{}", "d": True}
 
 
-def test_a_tracker_that_is_not_installed_is_found_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_installed_is_found_before_anything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"mlflow needs the package mlflow-skinny, .*dppo-megatron\[trackers\]"):
         check_observe(ObserveConfig(trackers=["mlflow"]))
     check_observe(ObserveConfig())
+    monkeypatch.undo()
+    monkeypatch.setitem(observe._MODULE_AND_PACKAGE, "mlflow", ("no_such_tool", "no-such-tool"))
+    (tmp_path / "no_such_tool" / "run-1").mkdir(parents=True)  # as wandb leaves ./wandb
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match="needs the package no-such-tool"):
+        check_observe(ObserveConfig(trackers=["mlflow"]))
     with pytest.raises(UserError, match="named twice"):
         check_observe(ObserveConfig(trackers=["wandb", "wandb"]))
 
@@ -321,6 +330,9 @@ def test_wandb_without_credentials_is_refused_at_the_start(tmp_path: Path, monke
     check_observe(ObserveConfig(trackers=["wandb"], tracking=TrackingConfig(offline=True)))
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
     check_observe(online)
+    (tmp_path / "netrc").write_bytes(b"\xff\xfe\x00machine")
+    with pytest.raises(UserError, match="no credentials"):
+        check_observe(online)
     (tmp_path / "netrc").unlink()
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     check_observe(online)

@@ -168,6 +168,17 @@ def test_damage_is_counted(tmp_path: Path) -> None:
     assert record.steps[-1] == 6 and record.notes == ["metrics.jsonl: 3 damaged lines are left out"]
 
 
+@pytest.mark.parametrize("ledger", ["5", '{"name": 1}', '[{"name": [1]}]', '[7, {"name": "a", "kept_fraction": "x"}]'])
+def test_values_of_another_kind_are_gaps(tmp_path: Path, ledger: str) -> None:
+    run = write_record(tmp_path / "run", 5)
+    with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
+        line = '{"step": 6, "rollout/truncated": "many", "prune/completions_generated": 8, "prune/ledger": %s}\n'
+        file.write(line % ledger)
+    record = Follow(run).look()
+    assert record.steps[-1] == 6 and record.columns["rollout/truncated_share"][-1] is None
+    assert all(len(one["label"]) == len(record.steps) and one["kept"][-1] is None for one in record.ledger)
+
+
 # ------------------------------------------------------------------------------------------------- servers
 
 
@@ -324,7 +335,7 @@ def test_in_a_real_terminal_until_q(tmp_path: Path) -> None:
         assert b"\x1b[?1049h" in terminal.seen  # the alternate screen: the shell's own is not written over
         _append(run, {"step": 6, "reward/mean": 0.5, "time/step_s": 1.0})
         terminal.wait_for("step 6 of 5")
-        assert terminal.press("q") == 0
+        assert terminal.press("\x1b[Aq") == 0, "also after another key, in one piece with it"
         assert "step 6 of 5" in terminal.seen.rpartition(b"\x1b[?1049l")[2].decode()
 
 

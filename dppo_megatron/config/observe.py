@@ -85,7 +85,8 @@ def check_observe(observe: ObserveConfig) -> None:
         raise UserError(f"observe.trackers = {observe.trackers}: one is named twice")
     for name in observe.trackers:
         module, package = _MODULE_AND_PACKAGE[name]
-        if importlib.util.find_spec(module) is None:
+        spec = importlib.util.find_spec(module)
+        if spec is None or spec.origin is None:  # a directory ./wandb of earlier runs looks like a package without code
             raise UserError(
                 f"observe.trackers: {name} needs the package {package}, which is not installed;"
                 f" pip install {package}, or 'dppo-megatron[trackers]' for all of them"
@@ -106,8 +107,8 @@ def _can_log_in_to_wandb() -> bool:
         return True
     if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(environment.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     try:
+        host = urlsplit(environment.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
         return netrc.netrc(environment.get("NETRC") or os.path.expanduser("~/.netrc")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
+    except (OSError, ValueError, netrc.NetrcParseError):
         return False

@@ -17,6 +17,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
@@ -58,7 +59,7 @@ from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
 from dppo_megatron.spans import Spans
-from dppo_megatron.types import Completion, Grade, Watch, unwatched
+from dppo_megatron.types import Completion, Grade, GuardStop, Watch, unwatched
 from dppo_megatron.weights.architecture import Architecture
 
 _PROBE_S = 120.0
@@ -239,17 +240,19 @@ class ServerEngine:
 
     def close(self) -> None:
         """End launched servers and this node's client; leave other servers to their owner, without requests of ours."""
-        self.abort()
-        if self._clients is not None:
-            self._clients.close()
-        if self._client is not None:
-            self._client.close()
-        if self._connection is not None:
-            self._fleet.close()
-        if self._keeper is not None:
-            self._keeper.close()
-        if self._channel is not None:
-            self._channel.close()
+        with ExitStack() as each:  # the last is called first, and all are, also where one fails
+            if self._channel is not None:
+                each.callback(self._channel.close)
+            if self._keeper is not None:
+                each.callback(self._keeper.close)
+            if self._connection is not None:
+                each.callback(self._fleet.close)
+            if self._client is not None:
+                each.callback(self._client.close)
+            if self._clients is not None:
+                each.callback(self._clients.close)
+            with suppress(GuardStop):  # a client that has ended has nothing to be cancelled
+                self.abort()
 
     @property
     def _fleet(self) -> Fleet:

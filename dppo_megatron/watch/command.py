@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import select
 import sys
 import termios
@@ -85,7 +86,13 @@ def _keys() -> Iterator[Callable[[float], bool]]:
             select.select([], [], [], timeout_s)
             return False
         ready, _, _ = select.select([descriptor], [], [], timeout_s)
-        return bool(ready) and sys.stdin.read(1) in ("q", "Q", "")
+        if not ready:
+            return False
+        try:
+            typed = os.read(descriptor, 1024)  # all of it: a buffer of Python's would keep the second key from `select`
+        except OSError:  # the terminal has gone
+            return True
+        return not typed or b"q" in typed.lower()
 
     try:
         if descriptor is not None:

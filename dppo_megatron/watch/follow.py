@@ -69,6 +69,10 @@ class Follow:
                         self._take(line)
         except FileNotFoundError:
             pass  # the run is starting
+        except PermissionError:
+            raise UserError(f"'{self._path / 'metrics.jsonl'}' may not be read by you") from None
+        except OSError:
+            pass  # a file system that hangs: what is known is shown, with its age
         self.record.status = run_status(self._path)
         self.record.notes = [f"metrics.jsonl: {self._damaged} damaged lines are left out"] if self._damaged else []
         return self.record
@@ -91,20 +95,20 @@ class Follow:
         values |= {key: value for key, value in row.items() if key.startswith(("time/", "eval/"))}
         if not values["prune/completions_trained"]:
             values |= dict.fromkeys(_OF_THE_TRAINED)
-        generated, truncated = values["prune/completions_generated"], values["rollout/truncated"]
+        generated, truncated = (_number(values[key]) for key in ("prune/completions_generated", "rollout/truncated"))
         values["rollout/truncated_share"] = truncated / generated if generated and truncated is not None else None
         for key in values.keys() | record.columns.keys():
             record.columns.setdefault(key, [None] * before).append(_number(values.get(key)))
-        self._append_ledger(row.get("prune/ledger") or (), before)
+        ledger = row.get("prune/ledger")
+        self._append_ledger(ledger if isinstance(ledger, list) else [], before)
 
-    def _append_ledger(self, entries: Any, before: int) -> None:
+    def _append_ledger(self, entries: list[Any], before: int) -> None:
         known = {one["name"]: one for one in self.record.ledger}
-        for entry in entries:
-            if isinstance(entry, dict) and isinstance(entry.get("name"), str) and entry["name"] not in known:
-                fresh = {"name": entry["name"], "notes": [], "label": [None] * before, "kept": [None] * before}
-                known[entry["name"]] = fresh
-                self.record.ledger.append(fresh)
-        now = {entry["name"]: entry for entry in entries if isinstance(entry, dict) and "name" in entry}
+        now = {one["name"]: one for one in entries if isinstance(one, dict) and isinstance(one.get("name"), str)}
+        for name in now:
+            if name not in known:
+                known[name] = {"name": name, "notes": [], "label": [None] * before, "kept": [None] * before}
+                self.record.ledger.append(known[name])
         for name, one in known.items():
             entry = now.get(name, {})
             one["label"].append(entry.get("label"))
