@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.job import REPOSITORY
 from support.record import write_record
 
 from dppo_megatron.cli import main
@@ -23,6 +24,15 @@ from dppo_megatron.report.read import read_run, standard_error
 from dppo_megatron.types import UserError
 
 HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\"> 6 * 7 = 42"
+
+
+ARTIFACTS = Path(os.environ.get("DPPO_ARTIFACTS", REPOSITORY / "artifacts"))
+"""Where pictures of what a browser showed are kept, for people."""
+
+
+def _keep(driver: Any, name: str) -> None:
+    ARTIFACTS.mkdir(parents=True, exist_ok=True)
+    assert driver.save_screenshot(str(ARTIFACTS / f"{name}.png"))
 
 
 def _data(page: Path, name: str) -> Any:
@@ -178,6 +188,7 @@ def test_in_a_browser_the_plots_are_drawn(page: Any) -> None:
         "return charts.filter(one => !one.plot.querySelector('.trace')).map(one => one.plot.ariaLabel)"
     )
     assert empty == []
+    _keep(page, "report_plots")
     errors = [one for one in page.get_log("browser") if one["level"] == "SEVERE"]
     assert errors == []
 
@@ -187,6 +198,7 @@ def test_in_a_browser_what_a_model_wrote_is_text(page: Any) -> None:
     assert page.title.startswith("first, second")
     assert HOSTILE in page.execute_script("return document.querySelector('.detail .text').textContent")
     assert page.execute_script("return document.querySelectorAll('img').length") == 0
+    _keep(page, "report_samples")
 
 
 def test_in_a_browser_with_the_keyboard(page: Any) -> None:
