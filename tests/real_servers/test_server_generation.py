@@ -61,7 +61,7 @@ def test_evaluation_through_servers(served: Served, tmp_path: Path) -> None:
     sets = {
         "math/easy": EvalSetConfig(path=path, samples=12, temperature=1.0, max_completion_tokens=8, limit=3),
         "AIME@24 ü": EvalSetConfig(path=path, samples=5, temperature=0.8, top_p=0.9, limit=4),
-        "greedy": EvalSetConfig(path=path, limit=6),
+        "greedy": EvalSetConfig(path=path, temperature=0.0, limit=6),
     }
     found = []
     for count in (2, 1):
