@@ -71,7 +71,7 @@ VALUES = {
     "run_dir=": "run_dir is not set",
     f"model.hf_path={LONG}": "cannot be read: File name too long",
     f"data.train_path={DEEP}": "cannot be read: File name too long",
-    f"data.train_path={REPOSITORY}": "neither a directory saved by `datasets` nor",
+    f"data.train_path={REPOSITORY / 'tools'}": "neither a directory saved by `datasets` nor",
     f"model.hf_path={CONFIG}": "is a file, not a directory",
     f"data.eval_paths.x={LONG}": "data.eval_paths.x = ",
     f"checkpoint.resume={LONG}": "must be auto, never or the directory of a checkpoint",
