@@ -22,13 +22,6 @@ MEGATRON_NEWEST ?= 0.19.2
 MEGATRON_TESTS := $(addprefix tests/,$(addsuffix .py,test_platform test_platform_megatron test_hf_parity \
   test_actor_layouts test_rotary test_optimizer_state test_fused_adam test_checkpoints test_resume test_unbiased_actor \
   test_conversion test_offload test_sharing_the_card test_actor_settings test_logprobs))
-# What fails beside another test is run once more by itself; both outcomes stand in the log, and the second one counts.
-define ALONE
-
-make test: failed above, now alone. What passes now depends on its neighbours or on the machine's load: mend it.
-
-endef
-export ALONE
 SEED ?= 0
 NPROC ?= 1
 TP ?= 1
@@ -42,9 +35,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/dppo-megatron quickstart --config $(CONFIG) --run-dir $(RUN) --seed $(SEED) --nproc $(NPROC) --tp $(TP) --pp $(PP)
 
 test: $(VENV)/.installed $(VLLM_VENV)/.installed
-	@export DPPO_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python; \
-	$(BIN)/python -m pytest -n $(WORKERS) $(TESTS) || { test $$? = 1 && echo "$$ALONE" && \
-	  $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -x $(TESTS); }
+	DPPO_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -n $(WORKERS) $(TESTS)
 
 test-quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow' $(TESTS)

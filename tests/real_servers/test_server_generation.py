@@ -195,7 +195,7 @@ def test_stragglers_are_cut_and_entered_in_the_ledger(served: Served, tmp_path: 
     requests = requests_for(prompts_of(config)[:24])
     completions = engine.generate(requests, Sampling(LONG, 1.0, 0))
     cut = [c for c in completions if c.finish_reason == "length" and len(c.token_ids) < LONG]
-    assert len(completions) == len(requests) and 0 < len(cut) < len(requests)
+    assert len(completions) == len(requests) and 0 < len(cut) <= 0.95 * len(requests)
     assert engine.statistics()["rollout/cut_completions"] == len(cut)
     assert reference.difference(requests, completions).max() < 1e-3
     run_ranks(train_on_this_rank, 1, config, 1, timeout_s=300)
