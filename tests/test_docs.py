@@ -20,7 +20,7 @@ import yaml
 from support.job import REPOSITORY, settings, write_job_files
 from support.record import write_record
 
-from dppo_megatron.cli import _parse, _parser
+from dppo_megatron.cli import parse, program
 from dppo_megatron.compare.record import MethodRun, Point
 from dppo_megatron.compare.table import write_results
 from dppo_megatron.config.hints import all_keys
@@ -148,7 +148,7 @@ def test_commands_of_the_page_are_read(page: Path) -> None:
         if "..." in line or "[-" in line:
             continue
         words = shlex.split(re.sub(r".*-m dppo_megatron |dppo-megatron ", "", line))
-        arguments = _parse(_parser(), words)
+        arguments = parse(program(), words)
         if words[0] in ("train", "compare", "plan", "serve"):
             config = "" if arguments.config.isupper() else str(REPOSITORY / arguments.config)
             read_config(config, arguments.overrides)

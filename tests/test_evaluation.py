@@ -15,11 +15,11 @@ from support.job import REPOSITORY, job_config, read_metrics, write_job_files
 from support.launch import run_ranks
 
 from dppo_megatron.cli import main
+from dppo_megatron.commands import evaluate
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.choice import split_settings
 from dppo_megatron.evaluation.evaluator import Evaluator
-from dppo_megatron.evaluation.options import add_eval
 from dppo_megatron.evaluation.samples import read_samples, scores_of
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.graders import final_answer
@@ -266,7 +266,7 @@ def test_a_model_alone(files: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_settings_may_stand_anywhere() -> None:
     """Before and after options, as `main` parses once settings may stand between options; and among the sets."""
     parser = argparse.ArgumentParser()
-    add_eval(parser.add_subparsers())  # type: ignore[arg-type]
+    evaluate.add(parser.add_subparsers())  # type: ignore[arg-type]
     [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     words = ["M", "seed=1", "--sets", "six", "mine=x", "rollout.engine=vllm", "--step", "2", "eval.samples=4"]
     arguments = commands.choices["eval"].parse_intermixed_args(words)

@@ -11,7 +11,7 @@ import pytest
 from support.job import REPOSITORY
 
 from dppo_megatron.cli import main
-from dppo_megatron.completion import settings
+from dppo_megatron.commands.completion import settings
 from dppo_megatron.config.hints import all_keys
 from dppo_megatron.config.load import config_values, read_config
 from dppo_megatron.config.readers import readings
@@ -126,7 +126,7 @@ def test_a_mistake_names_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_the_command_line_does_without_torch() -> None:
     """Neither --help nor a Tab waits seconds for it."""
-    code = "import sys, dppo_megatron.cli as cli; cli._parser(); sys.exit('torch' in sys.modules)"
+    code = "import sys, dppo_megatron.cli as cli; cli.program(); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.job import write_job_files
 
-from dppo_megatron import quickstart
 from dppo_megatron.cli import main
+from dppo_megatron.commands import quickstart
 from dppo_megatron.observe.lock import RunLock
 from dppo_megatron.observe.run_directory import IDENTITY, RunDirectory
 

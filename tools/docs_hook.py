@@ -99,9 +99,9 @@ def _plain(text: str) -> str:
 
 def commands_page() -> str:
     """The help of every command, as the terminal prints it."""
-    from dppo_megatron.cli import _parser
+    from dppo_megatron.cli import program
 
-    parser = _parser()
+    parser = program()
     [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     parts = ["# Commands", ""]
     for name, command in commands.choices.items():

@@ -19,7 +19,7 @@ from dppo_megatron.config.reference import all_settings
 from dppo_megatron.config.schema import Config
 
 _PACKAGE = Path(__file__).parent.parent
-_ITSELF = ("config/reference.py", "config/readers.py", "config/hints.py", "config/command.py")
+_ITSELF = ("config/reference.py", "config/readers.py", "config/hints.py", "commands/config.py")
 
 Classes = frozenset[str]
 """Names of the classes that something may be an instance of; `[]A` is a list of A, or a mapping of names to A."""

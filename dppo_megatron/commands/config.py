@@ -7,6 +7,7 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 
+from dppo_megatron.commands.parser import Commands, add_command
 from dppo_megatron.config.hints import unknown_key
 from dppo_megatron.config.readers import readings
 from dppo_megatron.config.reference import Setting, all_settings, find
@@ -25,17 +26,12 @@ How files and the command line are read is in docs/configuration.md.
 _SHOWN_READINGS = 3
 
 
-def add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    command = commands.add_parser(
-        "config",
-        help="print settings with default, range and meaning",
-        description=_CONFIG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron config`."""
+    command = add_command(
+        commands, "config", _config, summary="print settings with default, range and meaning", description=_CONFIG
     )
     command.add_argument("key", metavar="KEY", nargs="?", default="", help="a setting, a section, or a part of a name")
-    command.set_defaults(run=_config)
 
 
 def _config(arguments: argparse.Namespace) -> int:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dppo_megatron.config.ranges import Range
-from dppo_megatron.types import UserError
+from dppo_megatron.commands.parser import Commands, add_command, check_number
 
 _WATCH = """\
 Show a run in the terminal while it goes on: progress and time left, curves, where the seconds go, the last samples, the
@@ -24,27 +23,18 @@ servers and what deserves a second look:
 It reads the run's files and nothing else, so it works over SSH and beside any trainer. `q` or Control-C leaves it; the
 run does not notice. Of a run that has ended, and where the output is no terminal, it prints one picture.
 """
-_EVERY = "[0.1, 3600]"
 
 
-def add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    command = commands.add_parser(
-        "watch",
-        help="follow a run in the terminal",
-        description=_WATCH,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron watch`."""
+    command = add_command(commands, "watch", _watch, summary="follow a run in the terminal", description=_WATCH)
     command.add_argument("watched", metavar="RUN", type=Path, help="run directory")
     command.add_argument("--once", action="store_true", help="print one picture and exit")
     command.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between looks (default: 2)")
-    command.set_defaults(run=_watch)
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    if arguments.every not in (allowed := Range.parse(_EVERY)):
-        raise UserError(f"--every {arguments.every}: {allowed.wanted(arguments.every)}")
+    check_number("--every", arguments.every, "[0.1, 3600]")
     from rich.console import Console, RenderableType
     from rich.live import Live
 

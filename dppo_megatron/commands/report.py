@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from dppo_megatron.commands.parser import Commands, add_command
 from dppo_megatron.config.paths import check_writable
 
 _REPORT = """\
@@ -19,18 +20,13 @@ A run may be finished, running or crashed. One run's report is written to RUN/re
 """
 
 
-def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    command = commands.add_parser(
-        "report",
-        help="one HTML file about one run or several",
-        description=_REPORT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron report`."""
+    command = add_command(
+        commands, "report", _report, summary="one HTML file about one run or several", description=_REPORT
     )
     command.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory")
     command.add_argument("--out", type=Path, metavar="FILE", help="where to write")
-    command.set_defaults(run=_report)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -12,10 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dppo_megatron.commands.parser import Commands, add_command, add_settings, check_number
 from dppo_megatron.config import load_config
 from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.paths import check_writable
-from dppo_megatron.config.ranges import Range
 from dppo_megatron.config.shipped import shipped
 from dppo_megatron.types import UserError
 
@@ -28,16 +28,12 @@ Write an arithmetic task and a tiny model into runs/task_seedSEED, train on it f
 """
 
 
-def add_quickstart(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand to the program's."""
-    parser = commands.add_parser(
-        "quickstart",
-        help="make a small task, train on it and report",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron quickstart`."""
+    parser = add_command(
+        commands, "quickstart", _run, summary="make a small task, train on it and report", description=_DESCRIPTION
     )
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the file's")
+    add_settings(parser)
     parser.add_argument("--config", metavar="CONFIG", help="YAML file (default: configs/quickstart.yaml)")
     parser.add_argument(
         "--run-dir",
@@ -50,14 +46,11 @@ def add_quickstart(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of task, model and run (default: 0)")
     for name, what in (("nproc", "processes"), ("tp", "tensor-parallel size"), ("pp", "pipeline stages")):
         parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what} (default: 1)")
-    parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     for name, interval in (("seed", "[0, 1e9]"), ("nproc", "[1, 1024]"), ("tp", "[1, 1024]"), ("pp", "[1, 1024]")):
-        value, allowed = getattr(arguments, name), Range.parse(interval)
-        if value not in allowed:
-            raise UserError(f"--{name} {value}: {allowed.wanted(value)}")
+        check_number(f"--{name}", getattr(arguments, name), interval)
     task = arguments.task or Path("runs") / f"task_seed{arguments.seed}"
     run_dir: Path = arguments.run_dir
     if any(setting.startswith("run_dir=") for setting in arguments.overrides):

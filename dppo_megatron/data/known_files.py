@@ -1,8 +1,7 @@
-"""`dppo-megatron data NAME --out DIR`: downloads a known set into files that need no field settings."""
+"""A known set, downloaded into files that need no field settings."""
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 import os
@@ -12,37 +11,6 @@ from typing import Any
 
 from dppo_megatron.data.known import KNOWN_SETS, KnownSet, our_row
 from dppo_megatron.types import UserError
-
-_DESCRIPTION = """\
-Download a known set and write it as train.jsonl and test.jsonl, one {problem, answer, source, ...} a line:
-
-  dppo-megatron data math --out data/math
-  dppo-megatron data gsm8k --out data/gsm8k --from downloads/gsm8k    # a copy of its repository; no network
-
-Sets: """
-
-
-def add_data_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand to the program's."""
-    parser = commands.add_parser(
-        "data",
-        help="download a known problem set",
-        description=_DESCRIPTION + ", ".join(KNOWN_SETS) + "\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("name", metavar="NAME", help="which set")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write")
-    parser.add_argument("--from", dest="origin", metavar="DIR", help="a local copy of the set's repository on the hub")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
-    parser.set_defaults(run=_run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    for line in write_known_set(
-        arguments.name, arguments.out, origin=arguments.origin or "", overwrite=arguments.overwrite
-    ):
-        print(line, flush=True)
-    return 0
 
 
 def write_known_set(name: str, out: Path, *, origin: str = "", overwrite: bool = False) -> Iterator[str]:

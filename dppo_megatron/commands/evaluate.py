@@ -1,10 +1,11 @@
-"""The command line of `dppo-megatron eval`. Imports nothing heavy: --help and mistakes must not wait for torch."""
+"""`dppo-megatron eval MODEL`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from dppo_megatron.commands.parser import Commands, add_command, add_settings
 from dppo_megatron.types import UserError
 
 _DESCRIPTION = """\
@@ -26,16 +27,13 @@ Writes results.json and samples.jsonl. Grade those samples again, or compare two
 """
 
 
-def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand; `arguments.run` is its function."""
-    command = commands.add_parser(
-        "eval",
-        help="score a model, or compare two evaluations",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron eval`."""
+    command = add_command(
+        commands, "eval", _evaluate, summary="score a model, or compare two evaluations", description=_DESCRIPTION
     )
     command.add_argument("model", metavar="MODEL", nargs="?", help="model, run, checkpoint, or YAML file")
-    command.add_argument("overrides", metavar="key=value", nargs="*", help="settings, as rollout.engine=vllm")
+    add_settings(command, "settings, as rollout.engine=vllm")
     command.add_argument(
         "--sets",
         metavar="SET",
@@ -50,10 +48,9 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     command.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUN/eval/, eval/MODEL)")
     command.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="paired bootstrap of B minus A")
     command.add_argument("--rescore", type=Path, metavar="SAMPLES", help="grade an evaluation's samples again")
-    command.set_defaults(run=run_eval)
 
 
-def run_eval(arguments: argparse.Namespace) -> int:
+def _evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate, compare or rescore; prints the results and returns the exit code."""
     from dppo_megatron.evaluation.choice import split_settings
 

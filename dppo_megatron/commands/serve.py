@@ -1,10 +1,10 @@
-"""The command line of `dppo-megatron serve`. Imports nothing heavy: --help and mistakes must not wait for torch."""
+"""`dppo-megatron serve CONFIG`."""
 
 from __future__ import annotations
 
 import argparse
 
-from dppo_megatron.config import load_config
+from dppo_megatron.commands.parser import Commands, add_command, add_config, read_config
 from dppo_megatron.types import UserError
 
 _SERVE = """\
@@ -19,28 +19,22 @@ trainer runs: a new one gets the newest weights at the next weight sync, and req
 """
 
 
-def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand; `arguments.run` is its function."""
-    command = commands.add_parser(
-        "serve",
-        help="rollout servers on this machine for a trainer elsewhere",
-        description=_SERVE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron serve`."""
+    command = add_command(
+        commands, "serve", _serve, summary="rollout servers on this machine for a trainer elsewhere", description=_SERVE
     )
-    command.add_argument("config", metavar="CONFIG", help="the trainer's YAML file")
-    command.add_argument("overrides", metavar="key=value", nargs="*", help="settings, the same as the trainer's")
+    add_config(command, "the trainer's YAML file", "settings, the same as the trainer's")
     command.add_argument(
         "--host",
         default="127.0.0.1",
         metavar="NAME",
         help="name or address of this machine as the trainer sees it; the servers listen there (default: loopback)",
     )
-    command.set_defaults(run=_serve)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    config = load_config(arguments.config, arguments.overrides, writes_run=False)
+    config = read_config(arguments.config, arguments.overrides, writes_run=False)
     if not config.rollout.servers.addresses_from:
         raise UserError("serve writes addresses for a trainer: set rollout.servers.addresses_from=DIR, as for train")
     from dppo_megatron.rollout.serving import serve

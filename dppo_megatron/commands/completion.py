@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from dppo_megatron.commands.parser import Commands, add_command
 from dppo_megatron.config.reference import all_settings
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES
 
@@ -28,17 +29,11 @@ _METHODS: dict[str, Iterable[str]] = {
 }
 
 
-def add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    command = commands.add_parser(
-        "completion",
-        help="print a script for your shell's completion",
-        description=_COMPLETION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron completion`."""
+    summary = "print a script for your shell's completion"
+    command = add_command(commands, "completion", _print_script, summary=summary, description=_COMPLETION)
     command.add_argument("shell", choices=("bash", "zsh", "fish"))
-    command.set_defaults(run=_print_script)
 
 
 def _print_script(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`dppo-megatron compare CONFIG`. Imports nothing heavy: --help and mistakes must not wait for torch."""
+"""`dppo-megatron compare CONFIG`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import sys
 import textwrap
 from pathlib import Path
 
-from dppo_megatron.config import load_config
-from dppo_megatron.config.command_line import check_comes_first
+from dppo_megatron.commands.parser import Commands, add_command, add_config, check_number, read_config
 from dppo_megatron.config.paths import check_writable
-from dppo_megatron.config.ranges import Range
 from dppo_megatron.pruning.methods import METHODS
-from dppo_megatron.types import UserError
 
 _METHODS = "grpo,grpo_nonzero,cppo,greso,dppo_paper,dppo,dppo_auto"
 _COMPARE = f"""\
@@ -29,17 +26,12 @@ from the same start; those that had finished in --out are kept. Writes results.j
 """
 
 
-def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    command = commands.add_parser(
-        "compare",
-        help="train under several pruning methods and compare",
-        description=_COMPARE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron compare`."""
+    command = add_command(
+        commands, "compare", _compare, summary="train under several pruning methods and compare", description=_COMPARE
     )
-    command.add_argument("config", metavar="CONFIG", help="YAML file")
-    command.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the file's")
+    add_config(command)
     command.add_argument("--methods", default=_METHODS, metavar="A,B@N,...", help=f"default: {_METHODS}")
     command.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds from the config's on (default: 1)")
     command.add_argument(
@@ -50,17 +42,11 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="methods other than GRPO run F times the steps, because pruned steps are cheaper (default: 1)",
     )
     command.add_argument("--out", type=Path, default=Path("compare"), help="where to write (default: compare/)")
-    command.set_defaults(run=_compare)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    for name, value, interval in (
-        ("--seeds", arguments.seeds, "[1, 10000]"),
-        ("--steps-factor", arguments.steps_factor, "(0, 10000]"),
-    ):
-        if value not in (allowed := Range.parse(interval)):
-            raise UserError(f"{name} {value}: {allowed.wanted(value)}")
-    check_comes_first(arguments.config)
+    check_number("--seeds", arguments.seeds, "[1, 10000]")
+    check_number("--steps-factor", arguments.steps_factor, "(0, 10000]")
     from dppo_megatron.compare.arms import parse_arms
     from dppo_megatron.compare.page import write_page
     from dppo_megatron.compare.runs import in_a_process, run_all
@@ -68,7 +54,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     from dppo_megatron.compare.tasks import shared_task
     from dppo_megatron.compare.verdict import judge
 
-    config = load_config(arguments.config, arguments.overrides, writes_run=False)
+    config = read_config(arguments.config, arguments.overrides, writes_run=False)
     arms = parse_arms(arguments.methods, config, arguments.steps_factor)
     out: Path = arguments.out
     for name in ("", "results.json", "report.html"):

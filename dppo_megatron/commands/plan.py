@@ -10,10 +10,10 @@ import argparse
 import json
 from pathlib import Path
 
+from dppo_megatron.commands.parser import Commands, add_command, add_config, check_number
 from dppo_megatron.config.checks import Purpose
 from dppo_megatron.config.load import load_config
 from dppo_megatron.config.paths import check_writable
-from dppo_megatron.config.ranges import Range
 from dppo_megatron.config.schema import Config
 from dppo_megatron.launched import launched_world_size
 from dppo_megatron.planning.site import CHIPS, GIB, Site
@@ -49,22 +49,15 @@ _SPEEDS = ("decode", "mfu", "sync_gb_per_s", "save_gb_per_s", "other_s")
 _COUNTS = ("gpus", "gpus_per_node", "engine_gpus")
 
 
-def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand to the program's."""
-    parser = commands.add_parser(
-        "plan",
-        help="what a job needs and costs, before anything is started",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron plan`."""
+    summary = "what a job needs and costs, before anything is started"
+    parser = add_command(commands, "plan", _run, summary=summary, description=_DESCRIPTION)
     _add_options(parser)
-    parser.set_defaults(run=_run)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="YAML file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the file's")
+    add_config(parser)
     for name, (_, what) in _NUMBERS.items():
         kind = int if name in _COUNTS else float
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=what)
@@ -96,9 +89,7 @@ def dry_run(config: str, overrides: list[str], gpus: int | None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     for name, (interval, _) in _NUMBERS.items():
-        value, allowed = getattr(arguments, name), Range.parse(interval)
-        if value is not None and value not in allowed:
-            raise UserError(f"--{name.replace('_', '-')} {value}: {allowed.wanted(value)}")
+        check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), interval)
     methods = parse_methods(arguments.methods)
     if arguments.json is not None:
         check_writable("--json", arguments.json, directory=False)

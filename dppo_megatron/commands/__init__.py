@@ -1,0 +1,4 @@
+"""The subcommands of `dppo-megatron`, a file each: what can be given, and which package does the work.
+
+Help and mistakes must not wait for torch and Megatron, so a command imports what it needs when it runs.
+"""

@@ -1,0 +1,31 @@
+"""What commands print, and what libraries must not: rank 0 speaks, the others are silent."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+from dppo_megatron.launched import launched_rank
+from dppo_megatron.types import Watch, unwatched
+
+
+def say(line: str) -> None:
+    """Print a line to stderr, on rank 0."""
+    if launched_rank() == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+def progress() -> Watch:
+    """Progress on rank 0's terminal or log."""
+    from dppo_megatron.observe.progress import Progress
+
+    return Progress if launched_rank() == 0 else unwatched
+
+
+def quiet_libraries() -> None:
+    """Silence notices of transformers and torch about missing extras; call before they are imported."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch\.distributed|megatron\.core)")
