@@ -63,6 +63,7 @@ class HFEngine:
         self._batch = max_concurrent_sequences
         self._grading = GradingAhead(grade) if grade else None
         self._version = 0
+        self._started: tuple[Sequence[Request], Sampling] | None = None
         self.has_servers = False
         self.description = "rollout: embedded in every rank"
 
@@ -107,12 +108,14 @@ class HFEngine:
 
     def finish(self) -> dict[int, Completion]:
         """What `start` was asked for."""
+        if self._started is None:
+            return {}
+        requests, sampling = self._started
         if self._grading is None:
-            return dict(sorted(self.stream(*self._started)))
+            return dict(sorted(self.stream(requests, sampling)))
         self._grading.forget()
         found: dict[int, Completion] = {}
-        requests = self._started[0]
-        for position, completion in self.stream(*self._started):
+        for position, completion in self.stream(requests, sampling):
             found[position] = completion
             asked = requests[position]
             self._grading.put(position, ToGrade(asked.prompt, asked.completion_index, completion.text))
@@ -124,7 +127,7 @@ class HFEngine:
 
     def abort(self) -> None:
         """Forget what `start` was asked for."""
-        self._started = (), self._started[1]
+        self._started = None
         if self._grading:
             self._grading.forget()
 

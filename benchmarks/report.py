@@ -1,0 +1,48 @@
+"""How long the report of a long run takes: 1,000 steps of 64 groups of 8, 64 of them with samples (bar: 5 CPU seconds).
+
+    python benchmarks/report.py [--steps 1000] [--repeat 5]
+
+CPU seconds of this process, reading included and imports not, as median (least - most).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.record import write_record
+
+from dppo_megatron.report.page import write_page
+from dppo_megatron.report.read import read_run
+
+
+def main() -> int:
+    """Write the same report several times; exit code 1 if the median misses the bar."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--repeat", type=int, default=5)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        sampled = range(max(1, arguments.steps - 63), arguments.steps + 1)
+        run = write_record(Path(folder) / "run", arguments.steps, prompts=64, sampled=sampled)
+        page = Path(folder) / "report.html"
+        seconds = [_cpu_s(run, page) for _ in range(arguments.repeat)]
+        size_mb = page.stat().st_size / 1e6
+    median = statistics.median(seconds)
+    print(f"{arguments.steps} steps: {median:.2f} CPU s ({min(seconds):.2f} - {max(seconds):.2f}), {size_mb:.1f} MB")
+    return int(median >= 5)
+
+
+def _cpu_s(run: Path, page: Path) -> float:
+    before = time.process_time()
+    write_page(page, [read_run(run)])
+    return time.process_time() - before
+
+
+if __name__ == "__main__":
+    sys.exit(main())
