@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.record import write_record
+from support.record import write_record  # type: ignore[import-not-found]
 
 from dppo_megatron.report.page import write_page
 from dppo_megatron.report.read import read_run

@@ -104,7 +104,7 @@ def test_giving_up_before_anything_was_asked_for(tmp_path: Path) -> None:
     engine = _engine(write_model(tmp_path / "model", family="qwen2", tie_word_embeddings=True))
     engine.abort()
     assert engine.finish() == {}
-    engine.start([Request(Prompt(0, "", (3, 4), "", ""), 0, 1)], Sampling(2, seed=1))
+    engine.start([Request(Prompt(0, "", (3, 4), "", ""), 0, 1)], Sampling(2, temperature=1.0, seed=1))
     engine.abort()
     assert engine.finish() == {}
 
