@@ -11,6 +11,7 @@ import os
 import select
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from dppo_megatron import __version__
@@ -25,7 +26,7 @@ from dppo_megatron.config.reference import page_for
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.command import add_data_command
 from dppo_megatron.evaluation.options import add_eval
-from dppo_megatron.launched import launched_rank, launched_world_size
+from dppo_megatron.launched import check_launched, launched_rank, launched_world_size
 from dppo_megatron.planning.command import add_dry_run, add_plan, dry_run
 from dppo_megatron.pruning.methods import parse_methods
 from dppo_megatron.quickstart import add_quickstart
@@ -108,8 +109,12 @@ def _watch() -> Watch:
 
 
 def _say(line: str) -> None:
-    if launched_rank() == 0:
-        print(line, file=sys.stderr)
+    """On rank 0, or everywhere if the environment does not tell which that is."""
+    with suppress(UserError):
+        check_launched()
+        if launched_rank() != 0:
+            return
+    print(line, file=sys.stderr)
 
 
 def _with_page(message: str) -> str:
@@ -280,6 +285,7 @@ def _train(arguments: argparse.Namespace) -> int:
         return dry_run(arguments.config, [*arguments.overrides, *resume], arguments.gpus)
     if arguments.gpus is not None:
         raise UserError("--gpus belongs to --dry-run; a run has as many GPUs as torchrun starts processes")
+    check_launched()
     config = _load(arguments.config, [*arguments.overrides, *resume])
     from dppo_megatron.job import prepare_job
 
@@ -323,6 +329,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
             raise UserError(f"{arguments.overrides[0]}: settings belong to a job; give --fp8-gate CONFIG before them")
         print("\n".join(f"{what:<20}{finding}" for what, finding in report()))
         return 0
+    check_launched()
     config = _load(arguments.fp8_gate, arguments.overrides, writes_run=False)
     from dppo_megatron.job import prepare_job
 
