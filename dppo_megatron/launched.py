@@ -1,15 +1,62 @@
-"""This process's place in the job, as the launcher's environment says. Without torch, which help must not wait for."""
+"""This process's place in the job, as the launcher's environment says. Without torch, which help must not wait for.
+
+torchrun sets all of these variables, or none is set and there is one process. What a script of one's own has set wrong
+is said in a sentence before the ranks meet, which would otherwise wait minutes for each other.
+"""
 
 from __future__ import annotations
 
 import os
 
+from dppo_megatron.types import UserError
+
+_MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torch needs so that ranks meet."""
+
 
 def launched_world_size() -> int:
-    """Processes of this job according to the launcher's environment; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Processes of this job; 1 without a launcher. Raises UserError, as all of these."""
+    return _number("WORLD_SIZE", 1, least=1)
 
 
 def launched_rank() -> int:
-    """This process's rank according to the launcher's environment; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
+    """This process's rank; 0 without a launcher."""
+    return _number("RANK", 0, least=0)
+
+
+def launched_local_rank() -> int:
+    """Its number on its machine, which is that of its GPU; 0 without a launcher."""
+    return _number("LOCAL_RANK", 0, least=0)
+
+
+def launched_here() -> int:
+    """Processes of the job on this machine; 1 without a launcher."""
+    return _number("LOCAL_WORLD_SIZE", 1, least=1)
+
+
+def check_launched() -> None:
+    """Raise UserError for a launcher's environment with which the ranks cannot meet."""
+    rank, size, local = launched_rank(), launched_world_size(), launched_local_rank()
+    here = launched_here() if "LOCAL_WORLD_SIZE" in os.environ else size
+    for name, mine, of, count in (("RANK", rank, "WORLD_SIZE", size), ("LOCAL_RANK", local, "LOCAL_WORLD_SIZE", here)):
+        if mine >= count:
+            raise _mistake(f"{name}={mine}, but {of}={count}: ranks count from 0")
+    if "RANK" not in os.environ and size == 1:
+        return
+    if missing := [name for name in _MEETING if not os.environ.get(name)]:
+        raise _mistake(f"{' and '.join(missing)} not set, but others of {', '.join(_MEETING)} are")
+    if _number("MASTER_PORT", 0, least=1) >= 1 << 16:
+        raise _mistake(f"MASTER_PORT={os.environ['MASTER_PORT']} is no port: 1 to 65535")
+
+
+def _number(name: str, default: int, least: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and int(text) >= least):
+        raise _mistake(f"{name}={text!r} is not a whole number of at least {least}")
+    return int(text)
+
+
+def _mistake(problem: str) -> UserError:
+    return UserError(f"the environment: {problem}. torchrun sets these; unset them all to run one process")

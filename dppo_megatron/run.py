@@ -30,6 +30,7 @@ from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.distributed import from_rank_zero, is_peer_lost
 from dppo_megatron.evaluation.statistics import EvalScores
 from dppo_megatron.job import Job
+from dppo_megatron.launched import launched_here
 from dppo_megatron.loop import Loop
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.progress import RunProgress
@@ -119,21 +120,26 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is GuardStop:
-            self._keep_what_is_done()
-        self.loop.close()
-        self._stop_requests.restore()
-        self._samples.close()
-        if self._trackers:
-            self._trackers.close(finished=kind in (None, Stopped))
-        self._close_files()
-        self.progress.close()
-        if kind in (None, Stopped, GuardStop):  # after a failure the other ranks may never reach the barrier
+        with ExitStack() as leaving:  # undone in reverse order, the rest too if one raises
+            leaving.push(lambda failed, *_: self._part(failed or kind))
+            leaving.callback(self.progress.close)
+            leaving.callback(self._close_files)
+            if self._trackers:
+                leaving.callback(self._trackers.close, finished=kind in (None, Stopped))
+            leaving.callback(self._samples.close)
+            leaving.callback(self._stop_requests.restore)
+            leaving.callback(self.loop.close)
+            if kind is GuardStop:
+                self._keep_what_is_done()
+
+    def _part(self, failure: type[BaseException] | None) -> None:
+        """Leave the process group, and stop watching the other ranks."""
+        if failure in (None, Stopped, GuardStop):  # after a failure the other ranks may never reach the barrier
             dist.barrier()  # or a watchdog would report a rank that merely finished first
             if self._watchdog:
                 self._watchdog.stop()
             stop_process_group()
-        elif self._watchdog and not issubclass(kind, UserError):
+        elif self._watchdog and not issubclass(failure, UserError):
             for name in self._watchdog.wait_for_silence():
                 print(f"{name} has died; this rank failed because of it", flush=True)
 
@@ -392,5 +398,4 @@ def _is_due(step: int, every: int, last: int) -> bool:
 
 
 def _set_threads(threads_per_rank: int) -> None:
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(threads_per_rank or max(1, (os.cpu_count() or 1) // ranks_here))
+    torch.set_num_threads(threads_per_rank or max(1, (os.cpu_count() or 1) // launched_here()))

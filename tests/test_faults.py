@@ -127,6 +127,31 @@ def _train_until_a_sync_fails(files: Path, run_dir: Path, failing_sync: int) -> 
         raise AssertionError("the run was not stopped")
 
 
+def _a_close_that_fails(files: Path, run_dir: Path) -> dict[str, Any]:
+    job = prepare_job(job_config(files, run_dir, **SHORT), 1)
+    run = Run(job)
+    close = run.loop.close
+
+    def close_and_fail() -> None:
+        close()
+        raise OSError("a server's log is gone")
+
+    run.loop.close = close_and_fail  # type: ignore[method-assign]
+    said = ""
+    try:
+        with run:
+            pass
+    except OSError as error:
+        said = str(error)
+    return {"said": said, "locked": (run_dir / "lock.json").exists(), "handled": run._stop_requests._before}
+
+
+def test_what_fails_at_the_end_leaves_nothing_open(files: Path, tmp_path: Path) -> None:
+    """A part that cannot be closed is said, and all that come after it are closed."""
+    [found] = run_ranks(_a_close_that_fails, 1, files, tmp_path / "run")
+    assert found == {"said": "a server's log is gone", "locked": False, "handled": {}}
+
+
 def _command_line(files: Path, run_dir: Path, extra: dict[str, Any]) -> int:
     from support.job import REPOSITORY, settings
 

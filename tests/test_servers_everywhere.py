@@ -25,9 +25,13 @@ from support.launch import RankError, run_ranks
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import from_rank_zero, gather_all
 from dppo_megatron.job import prepare_job
+from dppo_megatron.rollout import launching
+from dppo_megatron.rollout.client.remote import Nodes
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.grouping import grouped
+from dppo_megatron.rollout.launching import launch_everywhere
 from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.servers import launch
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.keeper import Keeper, RemoteServer
 from dppo_megatron.rollout.servers.launch import LaunchedServer
@@ -94,6 +98,54 @@ def test_a_keeper_starts_and_is_asked_to_start_again(tmp_path: Path) -> None:
         keeper.close()
     last = servers[0].process
     assert last is not None and _is_gone(last.pid) and _is_gone(other.pid)
+
+
+_STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+
+
+def test_all_are_asked_to_end_before_one_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not hear SIGTERM costs the others nothing: Slurm gives a whole step 30 s. Seen by the order of
+    signals and waits, and not by a clock; what it has started ends with it."""
+    monkeypatch.setattr(launch, "_TERM_S", 0.1)
+    servers = [LaunchedServer([sys.executable, "-c", _STUBBORN], {}, tmp_path / f"{i}.log") for i in range(3)]
+    for server in servers:
+        server.start()
+    pids = [server.process.pid for server in servers if server.process is not None]
+    _until(lambda: all("deaf" in server.log.read_text() for server in servers), "they have not begun")
+    calls: list[tuple[str, int]] = []
+    send, wait = os.killpg, subprocess.Popen.wait
+    monkeypatch.setattr(os, "killpg", lambda pid, kind: (calls.append((f"signal {kind:d}", pid)), send(pid, kind)))
+    monkeypatch.setattr(
+        subprocess.Popen, "wait", lambda self, limit=None: (calls.append(("wait", self.pid)), wait(self, limit))[1]
+    )
+    launch.stop_all(servers)
+    assert calls == [(what, pid) for what in ("signal 15", "wait", "signal 9", "wait") for pid in pids]
+    assert all(map(_is_gone, pids))
+
+
+def _with_a_fault_on_rank(config: Config, rank: int) -> str:
+    os.environ["GROUP_RANK"] = str(dist.get_rank())
+    nodes = Nodes.of([str(one) for one in range(dist.get_world_size())], dist.get_rank())
+    if dist.get_rank() == rank:
+        launching.make_servers = launching.launch_servers = _faulty  # type: ignore[assignment]
+    try:
+        launch_everywhere(config, nodes)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _faulty(*_: object, **__: object) -> list[LaunchedServer]:
+    raise KeyError("a fault of this program")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_waits_for_one_that_failed(files: Path, tmp_path: Path, rank: int) -> None:
+    """Whatever is raised: there as it is, for its traceback, and on the others as a sentence."""
+    config = fake_config(files, tmp_path / "run", rollout__servers__allow_remote_endpoints=True)
+    said = run_ranks(_with_a_fault_on_rank, 2, config, rank)
+    assert said[rank] == "KeyError: 'a fault of this program'"
+    assert said[1 - rank].startswith("UserError: ") and "KeyError: 'a fault of this program'" in said[1 - rank]
 
 
 def _as_two_nodes(config: Config, killed: int) -> dict[str, Any]:

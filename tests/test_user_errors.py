@@ -119,6 +119,7 @@ CASES = {
     "resume": (lambda f, t: ["checkpoint.resume=nowhere"], "checkpoint.resume = 'nowhere': must be auto, never or"),
 }
 WORLD_SIZE = {"heads_by_tp": "2", "layers_by_pp": "2"}
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -127,7 +128,8 @@ def test_message_and_exit_code(
 ) -> None:
     """One line on stderr that says what, where and what would be right; nothing written."""
     make_overrides, expected = CASES[case]
-    monkeypatch.setenv("WORLD_SIZE", WORLD_SIZE.get(case, "1"))
+    for name, value in (LAUNCHED | {"WORLD_SIZE": WORLD_SIZE.get(case, "1")}).items():
+        monkeypatch.setenv(name, value)
     run_dir = tmp_path / "run"
     code = main(["train", CONFIG, *settings(files, run_dir), *make_overrides(files, tmp_path)])
     message = capsys.readouterr().err
@@ -155,11 +157,44 @@ def test_world_size_and_no_megatron(files: Path, tmp_path: Path) -> None:
         "print([m for m in sys.modules if m.startswith('megatron')]); sys.exit(code)"
     )
     for rank in ("0", "1"):
-        done = _command("-c", probe, "train", CONFIG, *overrides, WORLD_SIZE="3", RANK=rank)
+        done = _command("-c", probe, "train", CONFIG, *overrides, **LAUNCHED | {"WORLD_SIZE": "3", "RANK": rank})
         assert done.returncode == 2
         assert done.stdout.strip() == "[]"
         said = "needs a multiple of 2 processes, but the world size is 3; launch with torchrun" in done.stderr
         assert said == (rank == "0")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"RANK": "first"}, "RANK='first' is not a whole number of at least 0"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a whole number of at least 1"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2, but WORLD_SIZE=2: ranks count from 0"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' is not a whole number of at least 0"),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1, but LOCAL_WORLD_SIZE=1"),
+        ({"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE='' is not a whole number of at least 1"),
+        ({"MASTER_PORT": "port"}, "MASTER_PORT='port' is not a whole number"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is no port: 1 to 65535"),
+        ({"MASTER_PORT": "\u0663"}, "is not a whole number"),  # a digit to Python, to nobody else
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT not set, but others of RANK"),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_a_launchers_environment_that_is_none(
+    files: Path,
+    tmp_path: Path,
+    variables: dict[str, str],
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A script that sets torchrun's variables itself: one sentence, before anything is read or awaited."""
+    for name, value in (LAUNCHED | variables).items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", CONFIG, *settings(files, tmp_path / "run")]) == 2
+    message = capsys.readouterr().err
+    assert expected in message and "torchrun sets these" in message
+    assert message.startswith("error: ") and message.count("\n") == 1
 
 
 def test_missing_config_and_used_run_dir(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,8 @@ from megatron.core import parallel_state, tensor_parallel
 
 from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.config.schema import LayoutConfig
-from dppo_megatron.types import GuardStop
+from dppo_megatron.launched import launched_local_rank
+from dppo_megatron.types import GuardStop, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
 
     Raises:
         GuardStop: not all of them came in that time.
+        UserError: this rank has no GPU of its own.
     """
     if dist.is_initialized():
         return
@@ -62,7 +64,7 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
         # Megatron overlaps tensor-parallel communication in the order of launches, which one queue keeps. CUDA reads it
         # at the first use of the device; whoever has set it knows better
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(_own_device(launched_local_rank(), torch.cuda.device_count()))
     if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         return
@@ -81,6 +83,15 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
         raise GuardStop(message) from None
     dist.distributed_c10d._set_pg_timeout(_PATIENCE, dist.group.WORLD)
     dist.distributed_c10d._get_default_store().set_timeout(_PATIENCE)
+
+
+def _own_device(local_rank: int, count: int) -> int:
+    if local_rank >= count:
+        raise UserError(
+            f"LOCAL_RANK={local_rank}, but this process sees {count} CUDA device{'s' * (count != 1)}: start as many"
+            " processes on a machine as it has GPUs, and let each see all of them (CUDA_VISIBLE_DEVICES)"
+        )
+    return local_rank
 
 
 def build_layout(config: LayoutConfig, seed: int) -> Layout:

@@ -6,7 +6,7 @@ import argparse
 
 from dppo_megatron.commands.parser import Commands, add_command, add_settings, read_config
 from dppo_megatron.commands.terminal import quiet_libraries
-from dppo_megatron.launched import launched_rank, launched_world_size
+from dppo_megatron.launched import check_launched, launched_rank, launched_world_size
 from dppo_megatron.types import UserError
 
 _DOCTOR = """\
@@ -36,6 +36,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
             raise UserError(f"{arguments.overrides[0]}: settings belong to a job; give --fp8-gate CONFIG before them")
         print("\n".join(f"{what:<20}{finding}" for what, finding in report()))
         return 0
+    check_launched()
     config = read_config(arguments.fp8_gate, arguments.overrides, writes_run=False)
     from dppo_megatron.job import prepare_job
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from contextlib import suppress
 
-from dppo_megatron.launched import launched_rank
-from dppo_megatron.types import Watch, unwatched
+from dppo_megatron.launched import check_launched, launched_rank
+from dppo_megatron.types import UserError, Watch, unwatched
 
 
 def say(line: str) -> None:
-    """Print a line to stderr, on rank 0."""
-    if launched_rank() == 0:
-        print(line, file=sys.stderr, flush=True)
+    """Print a line to stderr: on rank 0, or everywhere if the environment does not tell which that is."""
+    with suppress(UserError):
+        check_launched()
+        if launched_rank() != 0:
+            return
+    print(line, file=sys.stderr, flush=True)
 
 
 def progress() -> Watch:

@@ -7,7 +7,7 @@ import argparse
 from dppo_megatron.commands.parser import Commands, add_command, add_config, read_config
 from dppo_megatron.commands.plan import add_dry_run, dry_run
 from dppo_megatron.commands.terminal import progress, quiet_libraries, say
-from dppo_megatron.launched import launched_world_size
+from dppo_megatron.launched import check_launched, launched_world_size
 from dppo_megatron.types import UserError
 
 _TRAIN = """\
@@ -43,6 +43,7 @@ def _train(arguments: argparse.Namespace) -> int:
         return dry_run(arguments.config, [*arguments.overrides, *resume], arguments.gpus)
     if arguments.gpus is not None:
         raise UserError("--gpus belongs to --dry-run; a run has as many GPUs as torchrun starts processes")
+    check_launched()
     config = read_config(arguments.config, [*arguments.overrides, *resume])
     from dppo_megatron.job import prepare_job
 

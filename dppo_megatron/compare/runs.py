@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -32,6 +31,7 @@ from dppo_megatron.config import load_config
 from dppo_megatron.config.data import eval_set_configs, train_set_configs
 from dppo_megatron.config.load import config_values
 from dppo_megatron.config.schema import Config
+from dppo_megatron.launched import launched_world_size
 from dppo_megatron.types import GuardStop, UserError
 
 _KEPT = "compare.json"
@@ -93,7 +93,7 @@ def run_all(
     """
     if not (config.data.eval_paths or config.data.eval_sets):
         raise UserError("data.eval_paths and data.eval_sets are empty: there is nothing to compare by")
-    if int(os.environ.get("WORLD_SIZE", "1")) != 1:
+    if launched_world_size() != 1:
         raise UserError("compare starts its own processes: run it without torchrun")
     for arm in arms:  # now, and not after the warm start
         load_config(config_path, [*overrides, *arm.settings], writes_run=False)

@@ -24,7 +24,7 @@ from dppo_megatron.distributed import from_rank_zero, gather_all
 from dppo_megatron.rollout.client.remote import Nodes
 from dppo_megatron.rollout.servers.connect import launch_servers, make_servers
 from dppo_megatron.rollout.servers.keeper import Announced, Keeper, RemoteServer
-from dppo_megatron.rollout.servers.launch import LaunchedServer, ServerProcess, address_toward
+from dppo_megatron.rollout.servers.launch import LaunchedServer, ServerProcess, address_toward, stop_all
 from dppo_megatron.types import UserError
 
 
@@ -36,14 +36,14 @@ def launch_everywhere(config: Config, nodes: Nodes) -> tuple[list[ServerProcess]
         of their machine, to be closed.
 
     Raises:
-        UserError: on all ranks, if a server cannot be started on one of them.
+        UserError: on all ranks, if a server cannot be started on one of them; there, any other error as it is.
     """
     hosts = _listening_addresses(config, nodes)
     job = from_rank_zero(lambda: secrets.token_hex(8))
     own: list[LaunchedServer] = []
     keeper: Keeper | None = None
     announced: list[Announced] = []
-    problem = ""
+    problem, failed = "", None
     try:
         if nodes.rank == 0:
             own = launch_servers(config, hosts[0])
@@ -51,15 +51,18 @@ def launch_everywhere(config: Config, nodes: Nodes) -> tuple[list[ServerProcess]
             servers = make_servers(config, hosts[nodes.node], nodes.node, name=f"node{nodes.node}_")
             keeper = Keeper(servers, nodes.node, _store(), job)
             announced = keeper.begin()
-    except (UserError, OSError) as error:
-        problem = f"{socket.gethostname()} (rank {nodes.rank}): {error}" if nodes.rank else str(error)
+    except Exception as error:  # whatever it is: the other ranks wait below
+        failed = error
+        text = str(error) if isinstance(error, (UserError, OSError)) else f"{type(error).__name__}: {error}"
+        problem = f"{socket.gethostname()} (rank {nodes.rank}): {text}" if nodes.rank else text
     problems = [said for said in gather_all([problem]) if said]
     elsewhere = sorted(gather_all(announced), key=lambda one: (one.node, one.index))
     if problems:
-        for server in own:
-            server.stop()
+        stop_all(own)
         if keeper is not None:
             keeper.close()
+        if failed is not None and not isinstance(failed, (UserError, OSError)):
+            raise failed  # a fault of this program: its traceback says where
         raise UserError(problems[0])
     if nodes.rank != 0:
         return [], keeper

@@ -23,7 +23,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.launching import check_network
 from dppo_megatron.rollout.servers.connect import launch_servers, make_server
 from dppo_megatron.rollout.servers.directory import HEARTBEAT_S, Entry, Registration
-from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.servers.launch import LaunchedServer, stop_all
 from dppo_megatron.types import GuardStop, UserError
 
 _READY_S = 5.0
@@ -57,8 +57,7 @@ def serve(config: Config, host: str, say: Callable[[str], None] = _print) -> Non
     with ExitStack() as undo:
         asked_to_end = _listen(undo)
         servers = launch_servers(config, address, name)
-        for server in servers:
-            undo.callback(server.stop)
+        undo.callback(stop_all, servers)
         kept = [_Kept(server, config, directory, f"{name}{index}", say) for index, server in enumerate(servers)]
         for one in kept:
             undo.callback(one.withdraw)  # first of all: nobody shall ask a server that is about to end

@@ -23,7 +23,7 @@ from dppo_megatron.rollout.servers.directory import Directory, Entry
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import Http, Refused, Unreachable, clean_key
-from dppo_megatron.rollout.servers.launch import LaunchedServer, ServerProcess
+from dppo_megatron.rollout.servers.launch import LaunchedServer, ServerProcess, stop_all
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
 from dppo_megatron.rollout.servers.seats import CPU, RankDevice, Seats, seats, visible_devices
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_command, sglang_environment
@@ -105,8 +105,7 @@ def connect(
             colocated=rollout.servers.colocate,
         )
     except BaseException:
-        for own in launched:
-            own.stop()
+        stop_all(launched)
         raise
     return Connection(
         fleet=Fleet(servers, rollout, say, processes=launched, health_file=HealthFile(Path(config.run_dir))),
@@ -363,7 +362,6 @@ def launch_servers(config: Config, host: str = "127.0.0.1", name: str = "") -> l
         for server in servers:
             server.start()
     except BaseException:
-        for server in servers:
-            server.stop()
+        stop_all(servers)
         raise
     return servers

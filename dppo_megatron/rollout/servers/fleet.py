@@ -37,7 +37,7 @@ from itertools import zip_longest
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Intake, Landed, Ready
-from dppo_megatron.rollout.servers.launch import ServerProcess
+from dppo_megatron.rollout.servers.launch import ServerProcess, stop_all
 from dppo_megatron.rollout.servers.member import Member, OwnedLock
 from dppo_megatron.rollout.servers.protocol import Server
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
@@ -251,9 +251,7 @@ class Fleet:
             member.server.http.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._starter.shutdown(wait=False, cancel_futures=True)
-        for member in self.members:
-            if member.process is not None:
-                member.process.stop()
+        stop_all(member.process for member in self.members if member.process is not None)
 
     def ticket(self) -> int:
         """A number for one attempt."""

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dppo_megatron.rollout.servers.launch import LaunchedServer, ServerProcess
+from dppo_megatron.rollout.servers.launch import LaunchedServer, ServerProcess, stop_all
 from dppo_megatron.types import UserError
 
 _TICK_S = 0.5
@@ -76,9 +76,6 @@ class RemoteServer(ServerProcess):
         """Ask its node for one start more."""
         self._wanted, self.is_starting = self._wanted + 1, True
         self._store.set(self._keys.wanted, str(self._wanted))
-
-    def stop(self) -> None:
-        """Its node does that, when the run ends."""
 
     def tail(self) -> str:
         """Told when it has ended; a server that hangs has its log on its node."""
@@ -139,8 +136,7 @@ class Keeper:
                     self._tell(index)
         except Exception as error:  # rank 0 has gone, and the store with it
             print(f"rollout: the servers of this node end, since rank 0 cannot be reached: {error}", flush=True)
-        for server in self._servers:
-            server.stop()
+        stop_all(self._servers)
 
     def _obey(self, index: int) -> None:
         key = self._keys[index].wanted

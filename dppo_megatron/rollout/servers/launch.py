@@ -16,14 +16,15 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dppo_megatron.types import UserError
 
 _PR_SET_PDEATHSIG = 1
-_GRACE_S = 15.0
+_TERM_S, _KILL_S = 5.0, 15.0
+"""How long all servers together may take to end when asked, and when killed."""
 
 
 class ServerProcess(ABC):
@@ -64,10 +65,6 @@ class ServerProcess(ABC):
             return False
         self.start()
         return True
-
-    @abstractmethod
-    def stop(self) -> None:
-        """End it and everything it started."""
 
     @abstractmethod
     def tail(self) -> str:
@@ -172,15 +169,7 @@ class LaunchedServer(ServerProcess):
 
     def stop(self) -> None:
         """End it and everything it started."""
-        if self.process is None:
-            return
-        for kind, grace_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, kind)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(grace_s if kind == signal.SIGKILL else min(grace_s, 5.0))
-                if kind == signal.SIGKILL:
-                    break
+        stop_all([self])
 
     def tail(self) -> str:
         """See `ServerProcess`; lines that speak of errors first."""
@@ -188,6 +177,20 @@ class LaunchedServer(ServerProcess):
         errors = [line for line in lines if "Error" in line or "error:" in line]
         tail = "\n".join([*errors[-3:], *lines[-5:]])[-2000:]
         return tail.replace(self.api_key, "***") if self.api_key else tail
+
+
+def stop_all(servers: Iterable[ServerProcess]) -> None:
+    """End the servers of this machine and everything that they started, all at the same time: Slurm kills a step 30 s
+    after it has asked it to end. Those of other machines are ended there."""
+    started = [one.process for one in servers if isinstance(one, LaunchedServer) and one.process is not None]
+    for kind, patience_s in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):  # the second for what they started
+        for process in started:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, kind)
+        deadline = time.monotonic() + patience_s
+        for process in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
 
 
 _LAUNCHER_VARIABLES = {
