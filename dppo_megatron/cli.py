@@ -11,6 +11,7 @@ import os
 import select
 import sys
 import warnings
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from dppo_megatron import __version__
@@ -21,17 +22,17 @@ from dppo_megatron.config.command import add_config
 from dppo_megatron.config.command_line import check_comes_first
 from dppo_megatron.config.paths import check_directory, check_writable
 from dppo_megatron.config.ranges import Range
-from dppo_megatron.config.reference import page_for
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.command import add_data_command
 from dppo_megatron.evaluation.options import add_eval
 from dppo_megatron.launched import launched_rank, launched_world_size
+from dppo_megatron.mistakes import explained
 from dppo_megatron.planning.command import add_dry_run, add_plan, dry_run
 from dppo_megatron.pruning.methods import parse_methods
 from dppo_megatron.quickstart import add_quickstart
 from dppo_megatron.report.command import add_report
 from dppo_megatron.rollout.serve_command import add_serve
-from dppo_megatron.types import GuardStop, UserError, Watch, unwatched
+from dppo_megatron.types import Advance, GuardStop, UserError, Watch, unwatched
 from dppo_megatron.watch.command import add_watch
 
 _METHODS = "grpo,cppo,greso,dppo_paper,dppo,dppo_auto"
@@ -75,18 +76,33 @@ A distributed checkpoint loads at any tensor, pipeline and expert parallel size.
 """
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code (docs/run_directory.md lists them)."""
+def show_progress(what: str, total: int, unit: str) -> AbstractContextManager[Advance]:
+    """Progress on rank 0's terminal or log; see `types.Watch`."""
+    if launched_rank() != 0:
+        return unwatched(what, total, unit)
+    from dppo_megatron.observe.progress import Progress
+
+    return Progress(what, total, unit)
+
+
+def main(argv: list[str] | None = None, watch: Watch = show_progress) -> int:
+    """Run a subcommand; returns the exit code (docs/run_directory.md lists them).
+
+    Args:
+        watch: shows the progress of what takes long.
+    """
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what could stand here
         complete(parser)
-    arguments = _parse(parser, sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = _parse(parser, argv)
+    arguments.watch, arguments.command = watch, argv[0]
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()  # so that a broken pipe is raised here and not at exit
         return code
     except UserError as error:
-        _say(f"error: {_with_page(str(error))}")
+        _say(f"error: {explained(error, arguments.command)}")
         return 2
     except GuardStop as stop:
         _say(f"stopped: {stop}")
@@ -100,22 +116,9 @@ def main(argv: list[str] | None = None) -> int:
         return 141
 
 
-def _watch() -> Watch:
-    """Progress on rank 0's terminal or log."""
-    from dppo_megatron.observe.progress import Progress
-
-    return Progress if launched_rank() == 0 else unwatched
-
-
 def _say(line: str) -> None:
     if launched_rank() == 0:
         print(line, file=sys.stderr)
-
-
-def _with_page(message: str) -> str:
-    """A mistake, and the page that explains the setting it is about."""
-    page = "" if "docs/" in message or "\n" in message else page_for(message)
-    return f"{message} (see docs/{page})" if page else message
 
 
 def _output_has_gone() -> bool:
@@ -257,11 +260,12 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _converted(arguments: argparse.Namespace) -> list[str]:
-    from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
+    with arguments.watch("loading libraries", 0, ""):
+        from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
 
     if arguments.direction == "to-megatron":
         sizes = arguments.tp, arguments.pp, arguments.ep
-        return hf_to_megatron(arguments.hf, arguments.out, *sizes, verify=arguments.verify, watch=_watch())
+        return hf_to_megatron(arguments.hf, arguments.out, *sizes, verify=arguments.verify, watch=arguments.watch)
     return megatron_to_hf(
         arguments.checkpoint,
         arguments.out,
@@ -269,7 +273,7 @@ def _converted(arguments: argparse.Namespace) -> list[str]:
         dtype=arguments.dtype,
         shard_gb=arguments.shard_gb,
         verify=arguments.verify,
-        watch=_watch(),
+        watch=arguments.watch,
     )
 
 
@@ -277,15 +281,16 @@ def _train(arguments: argparse.Namespace) -> int:
     _quiet_libraries()
     resume = [f"checkpoint.resume={arguments.resume}"] if arguments.resume else []
     if arguments.dry_run:
-        return dry_run(arguments.config, [*arguments.overrides, *resume], arguments.gpus)
+        return dry_run(arguments.config, [*arguments.overrides, *resume], arguments.gpus, arguments.watch)
     if arguments.gpus is not None:
         raise UserError("--gpus belongs to --dry-run; a run has as many GPUs as torchrun starts processes")
     config = _load(arguments.config, [*arguments.overrides, *resume])
-    from dppo_megatron.job import prepare_job
-
-    job = prepare_job(config, launched_world_size(), watch=_watch())
-    from dppo_megatron.run import Run, Stopped
-    from dppo_megatron.train import train
+    with arguments.watch("loading libraries", 0, ""):
+        from dppo_megatron.job import prepare_job
+    job = prepare_job(config, launched_world_size(), watch=arguments.watch)
+    with arguments.watch("loading Megatron", 0, ""):
+        from dppo_megatron.run import Run, Stopped
+        from dppo_megatron.train import train
 
     try:
         with Run(job) as run:
@@ -296,17 +301,17 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from dppo_megatron.simulate import as_json, fit_costs, simulate, table
-    from dppo_megatron.trace import read_trace
-
+    with arguments.watch("loading libraries", 0, ""):
+        from dppo_megatron.simulate import as_json, fit_costs, simulate, table
+        from dppo_megatron.trace import read_trace
     methods = parse_methods(arguments.methods)
     for name in ("rollout_cost", "update_cost"):
         _check_option(f"--{name.replace('_', '-')}", getattr(arguments, name), "[0, 1e9]")
     if arguments.json is not None:
         check_writable("--json", arguments.json, directory=False)
-    trace = read_trace(arguments.trace)
+    trace = read_trace(arguments.trace, arguments.watch)
     costs = fit_costs(trace, arguments.rollout_cost, arguments.update_cost)
-    predictions = [simulate(trace, method, costs) for method in methods]
+    predictions = [simulate(trace, method, costs, arguments.watch) for method in methods]
     print(table(predictions, costs))
     if arguments.json is not None:
         Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
@@ -321,18 +326,23 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
         if arguments.overrides:
             raise UserError(f"{arguments.overrides[0]}: settings belong to a job; give --fp8-gate CONFIG before them")
-        print("\n".join(f"{what:<20}{finding}" for what, finding in report()))
+        with arguments.watch("looking at this machine", 0, ""):
+            found = report()
+        print("\n".join(f"{what:<20}{finding}" for what, finding in found))
         return 0
     config = _load(arguments.fp8_gate, arguments.overrides, writes_run=False)
-    from dppo_megatron.job import prepare_job
-
-    job = prepare_job(config, launched_world_size())
-    from dppo_megatron.actor.layout import build_layout, start_process_group, stop_process_group
-    from dppo_megatron.doctor.fp8_gate import run_gate
-
-    start_process_group()
+    watch: Watch = arguments.watch
+    with watch("loading libraries", 0, ""):
+        from dppo_megatron.job import prepare_job
+    job = prepare_job(config, launched_world_size(), watch=watch)
+    with watch("loading Megatron", 0, ""):
+        from dppo_megatron.actor.layout import build_layout, start_process_group, stop_process_group
+        from dppo_megatron.doctor.fp8_gate import run_gate
+    with watch("waiting for all ranks", 0, ""):
+        start_process_group()
     layout = build_layout(config.actor.layout, config.seed)
-    findings = run_gate(config, layout, job.architecture, job.checkpoint.get)
+    with watch("gate: packed against unpacked, forwards and backwards", 0, ""):
+        findings = run_gate(config, layout, job.architecture, job.checkpoint.get)
     if launched_rank() == 0:
         for finding in findings:
             verdict = "ok    " if finding.passed else "BROKEN"

@@ -22,6 +22,8 @@ Print a script that completes commands, options, files and settings in your shel
   eval "$(dppo-megatron completion zsh)"           # ~/.zshrc
   dppo-megatron completion fish | source           # ~/.config/fish/config.fish
 """
+_COMPINIT = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }"
+"""A .zshrc without it has no `compdef`, and the script would fail at every start of the shell."""
 _METHODS: dict[str, Iterable[str]] = {
     "pruning.prompt.method": PROMPT_POLICIES,
     "pruning.completion.method": COMPLETION_POLICIES,
@@ -44,6 +46,8 @@ def add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 def _print_script(arguments: argparse.Namespace) -> int:
     from argcomplete.shell_integration import shellcode
 
+    if arguments.shell == "zsh":
+        print(_COMPINIT)
     print(shellcode(["dppo-megatron"], shell=arguments.shell))
     return 0
 

@@ -12,7 +12,7 @@ from dppo_megatron.config.command_line import check_comes_first
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.config.ranges import Range
 from dppo_megatron.pruning.methods import METHODS
-from dppo_megatron.types import UserError
+from dppo_megatron.types import UserError, Watch
 
 _METHODS = "grpo,grpo_nonzero,cppo,greso,dppo_paper,dppo,dppo_auto"
 _COMPARE = f"""\
@@ -61,12 +61,16 @@ def _compare(arguments: argparse.Namespace) -> int:
         if value not in (allowed := Range.parse(interval)):
             raise UserError(f"{name} {value}: {allowed.wanted(value)}")
     check_comes_first(arguments.config)
-    from dppo_megatron.compare.arms import parse_arms
-    from dppo_megatron.compare.page import write_page
-    from dppo_megatron.compare.runs import in_a_process, run_all
-    from dppo_megatron.compare.table import results, table, write_results
-    from dppo_megatron.compare.tasks import shared_task
-    from dppo_megatron.compare.verdict import judge
+    watch: Watch = arguments.watch
+    with watch("loading libraries", 0, ""):
+        from dppo_megatron.compare.arms import parse_arms
+        from dppo_megatron.compare.page import write_page
+        from dppo_megatron.compare.runs import in_a_process, run_all
+        from dppo_megatron.compare.table import results, table, write_results
+        from dppo_megatron.compare.tasks import shared_task
+        from dppo_megatron.compare.verdict import judge
+
+    from tqdm import tqdm
 
     config = load_config(arguments.config, arguments.overrides, writes_run=False)
     arms = parse_arms(arguments.methods, config, arguments.steps_factor)
@@ -76,15 +80,17 @@ def _compare(arguments: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
 
     def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        tqdm.write(line, file=sys.stderr)  # above the bar, where there is one
+        sys.stderr.flush()
 
     shared = shared_task(config)
     each = f"All seeds share one task: {shared}." if shared else "Each seed has a task, a model and a held-out set."
     notes = [each] if arguments.seeds > 1 else ["One seed: no interval over seeds."]
     given = config, arguments.config, arguments.overrides, arms
-    runs = run_all(*given, seeds=arguments.seeds, out=out, say=say, launch=in_a_process)
-    verdict = judge(runs, arms)
-    text, values = table(verdict), results(verdict, runs, notes)
+    runs = run_all(*given, seeds=arguments.seeds, out=out, say=say, launch=in_a_process, watch=watch)
+    with watch("comparing", 0, ""):
+        verdict = judge(runs, arms)
+        text, values = table(verdict), results(verdict, runs, notes)
     write_results(out / "results.json", values)
     write_page(out / "report.html", f"{arguments.config}: methods compared", text, values)
     print("\n".join([text, *notes, f"{out}/: results.json, report.html"]))
