@@ -6,6 +6,7 @@ import fcntl
 import io
 import os
 import pty
+import queue
 import re
 import struct
 import sys
@@ -13,6 +14,8 @@ import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TextIO
 
@@ -121,6 +124,49 @@ def test_a_bar_on_a_terminal(terminal: Terminal) -> None:
     end = terminal.seen()
     assert end.endswith("warm start: 10 steps in 12 s\r\n")
     assert "\r" + " " * 10 in end  # wiped
+
+
+def test_nothing_is_counted(terminal: Terminal) -> None:
+    """Megatron writes a checkpoint: how long it has taken. And rows of a file whose number nobody knows."""
+    for to in (terminal.stream, out := io.StringIO()):
+        clock = Clock()
+        with Progress("saving", 0, "", stream=to, clock=clock, pace=STILL) as progress:
+            clock.now += 6.0
+            progress.note("")
+        with Progress("reading", 0, "rows", stream=to, clock=clock, pace=STILL) as progress:
+            for done in (48_000, 91_000):
+                clock.now += 5.0
+                progress(done)
+    assert out.getvalue().splitlines() == [
+        "saving: 6 s",
+        "saving: done in 6 s",
+        "reading: 48,000 rows, 5 s",
+        "reading: 91,000 rows, 10 s",
+        "reading: 91,000 rows in 10 s",
+    ]
+    seen = terminal.seen()
+    assert "saving: 6 s" in seen and "saving: done in 6 s\r\n" in seen and "\r" + " " * 8 in seen
+    assert seen.endswith("reading: 91,000 rows in 10 s\r\n") and "|" not in seen, "a bar needs a total"
+
+
+def test_a_call_that_blocks_is_not_silent() -> None:
+    """Until its first line is there, the thread that works does nothing."""
+    said: queue.Queue[str] = queue.Queue()
+    later = partial(next, count(0.0, 10.0))  # a clock that jumps whenever it is read
+    with Progress("saving", 0, "", stream=io.StringIO(), clock=later, say=said.put, pace=Pace(beat_s=1e-3)):
+        assert said.get(timeout=120) == "saving: 10 s"
+
+
+def test_phases_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing in a log before a minute, and no closing line: the step has its own."""
+    clock = Clock()
+    run = RunProgress(20, visible=True, clock=clock)
+    for seconds in (50.0, 70.0):
+        with run.phases(7) as tell:
+            tell("rollout")
+            clock.now += seconds
+            tell("update")
+    assert capsys.readouterr().out == "step 7: update, 70 s\n"
 
 
 def test_a_failure_is_not_called_done(terminal: Terminal) -> None:
