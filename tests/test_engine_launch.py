@@ -15,7 +15,7 @@ import pytest
 from support.engines.servers import local_settings, needs
 from support.job import job_config, read_metrics, write_job_files
 from support.launch import run_ranks
-from support.timelines import counts, nested, overlapping, read_trace
+from support.timelines import counts, nested, overlapping, read_timeline
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.tiny_model import write_tiny_qwen3
@@ -133,7 +133,7 @@ def test_each_node_of_a_job_has_a_server(files: Path, tmp_path: Path) -> None:
 def _assert_the_timeline_adds_up(directory: Path, row: dict[str, Any]) -> None:
     """Each group's request lies in the rollout, on one of the two servers, and its grading begins as it ends; what the
     counters say is in flight is those requests, no more and no less; the stages of the sync fill their sync."""
-    events = read_trace(directory / f"step_{row['step']:06d}.json.gz")["traceEvents"]
+    events = read_timeline(directory / f"step_{row['step']:06d}.json.gz")["traceEvents"]
     phases, tracks = nested(events)[0, "phases"], overlapping(events)
     servers = [track for track in tracks if track.startswith("requests http://")]
     requests = [span for track in servers for span in tracks[track]]

@@ -54,10 +54,12 @@ PHASES = {
     "serve": {"rollout servers"},
     "compare": {"compare", "comparing"},  # test_compare_runs.py, since it trains
     "quickstart": {"making"},
+    "config": {"looking up where settings are read"},
+    "watch": {"reading"},
 }  # fmt: skip
 """Command -> what it shows, each by the beginning of its lines."""
-QUICK = {"config", "completion", "watch"}
-"""Answers from the source alone; and a display that is live anyhow."""
+QUICK = {"completion"}
+"""A script of 80 lines, and what could stand at a Tab."""
 
 
 def jumping() -> Callable[[], float]:
@@ -134,7 +136,7 @@ def test_eval(run_dir: Path, tmp_path: Path) -> None:
     assert not log.lacks("eval")
 
 
-def test_simulate_plan_and_report(run_dir: Path, files: Path, tmp_path: Path) -> None:
+def test_what_reads_a_run_or_the_source(run_dir: Path, files: Path, tmp_path: Path) -> None:
     trace = str(run_dir / "trace.jsonl")
     log = Log()
     costs = ["--rollout-cost", "1", "--update-cost", "1"]
@@ -147,6 +149,12 @@ def test_simulate_plan_and_report(run_dir: Path, files: Path, tmp_path: Path) ->
     log = Log()
     assert main(["report", str(run_dir), "--out", str(tmp_path / "report.html")], log.watch) == 0
     assert not log.lacks("report")
+    log = Log()
+    assert main(["watch", str(run_dir), "--once"], log.watch) == 0
+    assert not log.lacks("watch")
+    log = Log()
+    assert main(["config", "seed"], log.watch) == 0
+    assert not log.lacks("config")
 
 
 def test_convert(files: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.job import job_config, read_metrics, write_job_files
 from support.launch import run_ranks
-from support.timelines import Shown, nested, read_trace
+from support.timelines import Shown, nested, read_timeline
 
 from dppo_megatron.distributed import clock_offset
 from dppo_megatron.job import prepare_job
@@ -71,7 +71,7 @@ def _assert_nested(spans: list[Shown]) -> None:
 @pytest.mark.parametrize("step", [1, 3])
 def test_spans_nest_and_add_up_to_the_step(run_dir: Path, step: int) -> None:
     """On every rank and track; and rank 0's phases are, to the microsecond, the seconds of the step's metrics."""
-    written = read_trace(run_dir / "timeline" / f"step_{step:06d}.json.gz")
+    written = read_timeline(run_dir / "timeline" / f"step_{step:06d}.json.gz")
     tracks = nested(written["traceEvents"])
     for spans in tracks.values():
         _assert_nested(spans)
@@ -93,7 +93,7 @@ def test_spans_nest_and_add_up_to_the_step(run_dir: Path, step: int) -> None:
 
 def test_every_micro_batch_of_every_rank_is_there(run_dir: Path) -> None:
     """Each once forward and once backward, inside its rank's update; stages send to each other."""
-    written = read_trace(run_dir / "timeline" / "step_000001.json.gz")
+    written = read_timeline(run_dir / "timeline" / "step_000001.json.gz")
     tracks = nested(written["traceEvents"])
     [metrics] = [row for row in read_metrics(run_dir) if row["step"] == 1]
     count = int(metrics["pack/microbatches"])
@@ -118,7 +118,7 @@ def test_only_the_steps_that_were_asked_for(run_dir: Path) -> None:
         "step_000003.json.gz",
     ]
     assert [path.name for path in (run_dir / "profile").iterdir()] == ["step_000002.rank0001.json.gz"]
-    profile = read_trace(run_dir / "profile" / "step_000002.rank0001.json.gz")
+    profile = read_timeline(run_dir / "profile" / "step_000002.rank0001.json.gz")
     assert any("aten::" in event.get("name", "") for event in profile["traceEvents"])
 
 

@@ -17,7 +17,7 @@ class Shown(NamedTuple):
     name: str
 
 
-def read_trace(path: Path) -> dict[str, Any]:
+def read_timeline(path: Path) -> dict[str, Any]:
     with gzip.open(path, "rt", encoding="utf-8") as file:
         found: dict[str, Any] = json.load(file)
     return found
