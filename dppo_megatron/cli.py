@@ -27,9 +27,9 @@ from dppo_megatron.commands import (
     train,
     watch,
 )
-from dppo_megatron.commands.terminal import say
-from dppo_megatron.config.reference import page_for
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.commands.terminal import say, show_progress
+from dppo_megatron.mistakes import explained
+from dppo_megatron.types import GuardStop, UserError, Watch
 
 _COMMANDS = (  # in the order of --help
     *(train, compare, quickstart, plan, evaluate, report, serve, watch),
@@ -37,18 +37,24 @@ _COMMANDS = (  # in the order of --help
 )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code (docs/run_directory.md lists them)."""
+def main(argv: list[str] | None = None, watch: Watch = show_progress) -> int:
+    """Run a subcommand; returns the exit code (docs/run_directory.md lists them).
+
+    Args:
+        watch: shows the progress of what takes long.
+    """
     parser = program()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what could stand here
         completion.complete(parser)
-    arguments = parse(parser, sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parse(parser, argv)
+    arguments.watch, arguments.command = watch, argv[0]
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()  # so that a broken pipe is raised here and not at exit
         return code
     except UserError as error:
-        say(f"error: {_with_page(str(error))}")
+        say(f"error: {explained(error, arguments.command)}")
         return 2
     except GuardStop as stop:
         say(f"stopped: {stop}")
@@ -60,12 +66,6 @@ def main(argv: list[str] | None = None) -> int:
         if not _output_has_gone():
             raise
         return 141
-
-
-def _with_page(message: str) -> str:
-    """A mistake, and the page that explains the setting it is about."""
-    page = "" if "docs/" in message or "\n" in message else page_for(message)
-    return f"{message} (see docs/{page})" if page else message
 
 
 def _output_has_gone() -> bool:

@@ -72,7 +72,7 @@ def hf_to_megatron(
         advance(next(read_so_far))
         return join(key, [reader.get(name) for name in hf_names(key, place, architecture)], architecture)
 
-    with _aside(target) as directory:
+    with _aside(target, watch) as directory:
         check_space(directory, sum(path.stat().st_size for path in set(reader.files.values())))
         copy_assets(source, directory)
         with watch("converting", len(list(in_layer_order(architecture))), "tensors") as advance:
@@ -189,7 +189,7 @@ def _check_target(target: Path) -> None:
 
 
 @contextmanager
-def _aside(target: Path) -> Iterator[Path]:
+def _aside(target: Path, watch: Watch) -> Iterator[Path]:
     """A directory that gets the name `target` if the block succeeds, and is removed if not."""
     directory = target.with_name(target.name + ".incomplete")
     with _disk_errors(target):
@@ -197,7 +197,8 @@ def _aside(target: Path) -> Iterator[Path]:
         directory.mkdir(parents=True)
         try:
             yield directory
-            publish(directory, target)
+            with watch(f"flushing {target} to the disk", 0, ""):
+                publish(directory, target)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise

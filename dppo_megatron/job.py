@@ -88,7 +88,7 @@ def prepare_job(
 
     Args:
         trains: False for an evaluation alone: no training data, and the actor's settings are not checked.
-        watch: shows the progress of checks that take long.
+        watch: shows the progress of reading and of checks.
         machine: what the job will run on; None: this machine.
 
     Raises:
@@ -99,9 +99,10 @@ def prepare_job(
     if trains:
         _check_actor(config, architecture, world_size, machine or this_machine())
     _check_positions(config, architecture)
-    checkpoint = open_checkpoint(config.model.hf_path, architecture)
-    tokenizer = load_tokenizer(config.model.hf_path, architecture)
-    train_sets = load_train_sets(config, tokenizer) if trains else {}
+    with watch(f"opening {config.model.hf_path}", 0, ""):
+        checkpoint = open_checkpoint(config.model.hf_path, architecture)
+        tokenizer = load_tokenizer(config.model.hf_path, architecture)
+    train_sets = load_train_sets(config, tokenizer, watch) if trains else {}
     examples: list[TrainSample] = []
     if trains and config.warm_start.steps:
         examples = load_examples(
@@ -109,13 +110,14 @@ def prepare_job(
             config.warm_start.completion_field,
             tokenizer,
             max_tokens=min(config.packing.max_tokens_per_microbatch, architecture.max_positions),
+            watch=watch,
         )
         if len(examples) < config.warm_start.examples_per_step:
             raise UserError(
                 f"warm_start.examples_per_step = {config.warm_start.examples_per_step}, but"
                 f" {config.warm_start.examples_path} holds only {len(examples)} examples"
             )
-    eval_sets = load_eval_sets(config, tokenizer)
+    eval_sets = load_eval_sets(config, tokenizer, watch)
     policy_loss = _load_policy_loss(config) if trains else None
     grader, notes = _check_grading(config, train_sets, eval_sets, watch)
     return Job(
@@ -172,7 +174,8 @@ def _check_grading(
     try:
         for name, used, prompts in sets:
             if used.key not in checked and prompts:
-                check_grader(used, prompts[0], bounds if used is grader else None)
+                with watch(f"starting and trying {used.key}", 0, ""):
+                    check_grader(used, prompts[0], bounds if used is grader else None)
                 checked.add(used.key)
             notes.append(check_references(used, reward, name, prompts, watch))
     except BaseException:

@@ -13,10 +13,11 @@ Between two steps the loop holds at most one more: the next, whose generation ha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -49,6 +50,7 @@ from dppo_megatron.selection import Chosen
 from dppo_megatron.spans import Spans
 from dppo_megatron.step import Step, StepRecord, Update
 from dppo_megatron.types import (
+    Advance,
     Completion,
     FloatArray,
     PackPlan,
@@ -59,6 +61,9 @@ from dppo_megatron.types import (
     unwatched,
 )
 
+ShowPhases: TypeAlias = Callable[[int], AbstractContextManager[Callable[[str], None] | None]]
+"""While a step lasts, shows the phase that it is told."""
+
 
 class Loop:
     """The rooms of the house, wired for one job.
@@ -66,6 +71,7 @@ class Loop:
     Args:
         say: takes log lines, on rank 0.
         watch: shows the progress of what takes long, on rank 0.
+        phases: shows which phase a step is in, on rank 0.
         spans: what is on timelines.
         recorder: records steps; None: none.
     """
@@ -75,11 +81,12 @@ class Loop:
         job: Job,
         say: Callable[[str], None] = print,
         watch: Watch = unwatched,
+        phases: ShowPhases | None = None,
         spans: Spans | None = None,
         recorder: StepRecorder | None = None,
     ) -> None:
         config = job.config
-        self.job, self.say, self._watch = job, say, watch
+        self.job, self.say, self._watch, self._phases = job, say, watch, phases
         self._spans, self._recorder = spans or Spans(), recorder
         dtype = getattr(torch, config.model.dtype)
         layout = build_layout(config.actor.layout, config.seed)
@@ -89,9 +96,9 @@ class Loop:
             undo.callback(self._engine.close)  # a model that cannot be built leaves no servers behind
             self._engine.rest()  # gives the actor the device
             self._offload = what_to_offload(config, layout.device.type)
-            self.actor = Actor(
-                config.actor, layout, job.architecture, job.checkpoint.get, dtype=dtype, spans=self._spans
-            )
+            with watch("building the actor", len(job.checkpoint.names), "tensors read") as advance:
+                get = _told(job.checkpoint.get, advance)
+                self.actor = Actor(config.actor, layout, job.architecture, get, dtype=dtype, spans=self._spans)
             undo.pop_all()
         self.objective = make_objective(config.objective, job.policy_loss)
         self._replicas = Replicas.agree(layout.data_parallel_rank)
@@ -167,7 +174,8 @@ class Loop:
         assert step.number == number, f"step {step.number} was begun ahead, {number} is asked for"
         self.current = step
         recorded = self._recorder.step(number) if self._recorder else nullcontext()
-        with recorded, step.record.timers.phase("step", cpu=True):
+        shown = self._phases(number) if self._phases else nullcontext()
+        with shown as step.record.timers.tell, recorded, step.record.timers.phase("step", cpu=True):
             if step.reached == "new":
                 self._select(step, step.record.timers)
             yield step
@@ -398,6 +406,18 @@ class Loop:
         prompts = self.job.train_prompts
         rows = zip(chosen.prompt_index, chosen.inclusion_prob, chosen.weight, strict=True)
         return [SelectedPrompt(prompts[index], float(prob), float(weight)) for index, prob, weight in rows]
+
+
+def _told(get: Callable[[str], torch.Tensor], advance: Advance) -> Callable[[str], torch.Tensor]:
+    """`get`; `advance` is told how many tensors have been read."""
+    done = itertools.count(1)
+
+    def told(name: str) -> torch.Tensor:
+        tensor = get(name)
+        advance(next(done))
+        return tensor
+
+    return told
 
 
 def _unweighted_sample(prompt: Prompt, completion: Completion) -> TrainSample:

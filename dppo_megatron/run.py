@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -30,10 +30,10 @@ from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.distributed import from_rank_zero, is_peer_lost
 from dppo_megatron.evaluation.statistics import EvalScores
 from dppo_megatron.job import Job
-from dppo_megatron.launched import launched_here
+from dppo_megatron.launched import launched_here, launched_rank
 from dppo_megatron.loop import Loop
 from dppo_megatron.observe.lock import FILE as LOCK
-from dppo_megatron.observe.progress import RunProgress
+from dppo_megatron.observe.progress import Progress, RunProgress
 from dppo_megatron.observe.run_directory import RunDirectory
 from dppo_megatron.observe.samples import SAMPLES, RecordedGroup, SampleWriter
 from dppo_megatron.observe.signals import StopRequests
@@ -48,7 +48,7 @@ from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.spans import Spans
 from dppo_megatron.step import Step
 from dppo_megatron.trace import trace_header, trace_seconds
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import GuardStop, UserError, counted
 from dppo_megatron.weights.hf_files import write_checkpoint
 
 
@@ -57,16 +57,22 @@ class Stopped(Exception):
 
 
 class Run:
-    """Owns the process group and the run directory for the length of a `with` block."""
+    """Owns the process group and the run directory for the length of a `with` block.
 
-    def __init__(self, job: Job) -> None:
+    Args:
+        clock: of the progress that is shown; nothing else reads it.
+    """
+
+    def __init__(self, job: Job, clock: Callable[[], float] = time.monotonic) -> None:
         self._started = time.perf_counter()
         self._config = job.config
         self._directory = Path(job.config.run_dir)
         _set_threads(job.config.threads_per_rank)
-        start_process_group(job.config.guard.rendezvous_timeout_s)
+        with Progress("waiting for all ranks", 0, "", clock=clock, visible=launched_rank() == 0):
+            start_process_group(job.config.guard.rendezvous_timeout_s)
         self._writes = dist.get_rank() == 0
-        self.progress = RunProgress(job.config.steps, visible=self._writes)
+        self.progress = RunProgress(job.config.steps, visible=self._writes, clock=clock)
+        self._watch = self.progress.watch
         self._stop_requests, self._watchdog = StopRequests(), _watchdog(job.config.guard.watchdog_s)
         self._files: RunDirectory | None = None
         """The run directory, on rank 0."""
@@ -86,9 +92,10 @@ class Run:
                 say=self.progress.say,
             )
             now, allowed = job.data_fingerprint, job.config.checkpoint.may_change
-            self._origin = find_origin(
-                job.config, self._store, lambda saved, where: check_data(saved, now, allowed, where)
-            )
+            with self._watch("verifying the newest checkpoint", 0, ""):
+                self._origin = find_origin(
+                    job.config, self._store, lambda saved, where: check_data(saved, now, allowed, where)
+                )
             self.resumes = self._origin is not None
             from_rank_zero(lambda: self._open_record(job))
             self._samples = SampleWriter(
@@ -101,7 +108,8 @@ class Run:
             self.say(job.data_report)  # before waiting for servers, so that a wrong template is seen early
             spans = Spans()
             self._recorder = StepRecorder(job.config.observe, self._directory, spans, self.progress.say)
-            self.loop = Loop(job, self.progress.say, self.progress.watch, spans, self._recorder)
+            show = self.progress.say, self._watch, self.progress.phases
+            self.loop = Loop(job, *show, spans, self._recorder)
             undo.pop_all()
         self.summary = Summary()
         self._warned: set[str] = set()
@@ -124,13 +132,17 @@ class Run:
             leaving.push(lambda failed, *_: self._part(failed or kind))
             leaving.callback(self.progress.close)
             leaving.callback(self._close_files)
-            if self._trackers:
-                leaving.callback(self._trackers.close, finished=kind in (None, Stopped))
-            leaving.callback(self._samples.close)
-            leaving.callback(self._stop_requests.restore)
-            leaving.callback(self.loop.close)
+            leaving.callback(self._end_processes, finished=kind in (None, Stopped))
             if kind is GuardStop:
                 self._keep_what_is_done()
+
+    def _end_processes(self, *, finished: bool) -> None:
+        with self._watch("ending the engine, the graders and the trackers", 0, ""), ExitStack() as ending:
+            if self._trackers:
+                ending.callback(self._trackers.close, finished=finished)
+            ending.callback(self._samples.close)
+            ending.callback(self._stop_requests.restore)
+            ending.callback(self.loop.close)
 
     def _part(self, failure: type[BaseException] | None) -> None:
         """Leave the process group, and stop watching the other ranks."""
@@ -154,20 +166,25 @@ class Run:
         if warm:
             self.progress.say(f"warm start: done in {self.summary.warm_start_s:.1f} s")
         self.loop.start_rl()
-        self.loop.load_engine()
+        self._load_engine()
 
     def resume(self) -> None:
         """Take over the state of the checkpoint that this run resumes or begins from. Collective."""
         assert self._origin is not None
         self.loop.start_rl()
-        state = load_checkpoint(self._origin.directory, self.loop.actor)
+        with self._watch(f"loading {self._origin.directory}", 0, ""):
+            state = load_checkpoint(self._origin.directory, self.loop.actor)
         self.loop.load_state_dict(state["loop"], state["step"])
-        self.loop.load_engine()
+        self._load_engine()
         self.summary = Summary(**state["summary"])
         self._started -= self.summary.wall_s
         self._first_step, self._begun = state["step"] + 1, True
         self.progress.say(f"resumed from {self._origin.directory}: going on at step {self._first_step}")
         self._begin_new_sets(state["step"])
+
+    def _load_engine(self) -> None:
+        with self._watch("first weight sync", 0, ""):
+            self.loop.load_engine()
 
     def remaining_steps(self) -> Iterator[int]:
         """The RL steps that this run has still to do."""
@@ -259,8 +276,10 @@ class Run:
     def finish(self) -> None:
         """The Hugging Face checkpoint, summary.json and the closing table. Collective."""
         self._finalize(blocking=True)
-        weights = self.loop.final_weights()
-        write_checkpoint(self._directory / "hf", self._config.model.hf_path, weights, write=self._writes)
+        hf, names = self._directory / "hf", self.loop.job.checkpoint.names
+        with self._watch(f"writing {hf}", len(names), "tensors") as advance:
+            weights = counted(self.loop.final_weights(), advance)
+            write_checkpoint(hf, self._config.model.hf_path, weights, write=self._writes)
         self.summary.wall_s = time.perf_counter() - self._started
         from_rank_zero(self._write_end)
         if self._writes:
@@ -334,14 +353,16 @@ class Run:
             state = {"step": step, "loop": self.loop.state_dict(), "summary": vars(self.summary), "record": record}
             settings = config_values(self._config), fingerprint(self._config)
             manifest = describe(step, *settings, self.loop.job.data_fingerprint, run=self._run)
-            self._store.save(self.loop.actor, state, manifest)
+            with self._watch(f"saving the checkpoint of step {step}", 0, ""):
+                self._store.save(self.loop.actor, state, manifest)
         except (UserError, OSError, RuntimeError, CheckpointException) as error:
             return self._save_failed(error)
         return True
 
     def _finalize(self, *, blocking: bool) -> None:
         try:
-            self._store.finalize(blocking=blocking)
+            with self._watch("finishing the checkpoint", 0, ""):
+                self._store.finalize(blocking=blocking)
         except (UserError, OSError, RuntimeError, CheckpointException) as error:
             self._save_failed(error)
 

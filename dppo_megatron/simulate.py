@@ -17,7 +17,7 @@ from dppo_megatron.pruning.methods import with_method
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Decision, Rollouts, Selector
 from dppo_megatron.trace import Trace
-from dppo_megatron.types import FloatArray, IntArray, UserError
+from dppo_megatron.types import Advance, FloatArray, IntArray, UserError, Watch, counted, unwatched
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +93,23 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
     return CostModel(costs[0], costs[1], fixed)
 
 
-def simulate(trace: Trace, method: str, costs: CostModel) -> Prediction:
-    """Replay `method` over the trace."""
+def simulate(trace: Trace, method: str, costs: CostModel, watch: Watch = unwatched) -> Prediction:
+    """Replay `method` over the trace.
+
+    Args:
+        watch: shows how many steps have been replayed.
+    """
+    with watch(f"simulating {method}", len(trace.steps), "steps") as advance:
+        return _replay(trace, method, costs, advance)
+
+
+def _replay(trace: Trace, method: str, costs: CostModel, advance: Advance) -> Prediction:
     config = with_method(trace.config, method)
     selector = Selector(config, trace.num_prompts, set_sizes=trace.set_sizes, features=trace.features)
     outcomes = _Outcomes(trace)
     totals: dict[str, float] = dict.fromkeys(("prompts", "completions", "trained", "generated_t", "trained_t"), 0.0)
     labels, kept_variance, kept_scale, full_variance, seconds, idle, nominal = {"exact"}, *[0.0] * 6
-    for traced in trace.steps:
+    for traced in counted(trace.steps, advance):
         step = traced.step
         rollouts = outcomes.of(selector.begin(step).prompt_index, step)
         while (more := selector.refill(rollouts.rewards, step)) is not None:

@@ -16,7 +16,7 @@ from dppo_megatron.config.paths import check_file, json_reason
 from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.selection import Decision, Rollouts
-from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError, Watch, counted, unwatched
 
 _FORMAT = "dppo_megatron trace 1"
 
@@ -87,16 +87,19 @@ def trace_seconds(metrics: dict[str, Any]) -> dict[str, float]:
     return {"rollout": rollout, "update": update, "other": max(0.0, metrics["time/step_s"] - rollout - update)}
 
 
-def read_trace(path: str) -> Trace:
+def read_trace(path: str, watch: Watch = unwatched) -> Trace:
     """Read a trace file.
+
+    Args:
+        watch: shows how many steps have been read.
 
     Raises:
         UserError: no such file, not a trace, a broken line (named), or no steps.
     """
     check_file("trace", path)
     rows = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+    with open(path, "rb") as file, watch(f"reading {path}", 0, "lines") as advance:
+        for number, line in enumerate(counted(file, advance), start=1):
             try:
                 rows.append(json.loads(line))
             except (ValueError, RecursionError) as error:  # UnicodeDecodeError included

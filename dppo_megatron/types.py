@@ -8,13 +8,15 @@ boundaries by pickling between the ranks of one job, so every class is a slotted
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+T = TypeVar("T")
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -205,11 +207,19 @@ class Advance(Protocol):
 
 
 Watch: TypeAlias = Callable[[str, int, str], AbstractContextManager[Advance]]
-"""Opens the display of a task that may take more than two seconds, by what it is, its total and the unit in the plural:
-`with watch("evaluation", 200, "answers") as advance: advance(20)`."""
+"""Opens the display of a task that may take more than two seconds, by what it is, its total (0: not known) and the unit
+in the plural (empty: nothing to count, only how long it takes):
+`with watch("evaluation", 200, "answers") as advance: advance(20)`, `with watch("loading libraries", 0, ""): ...`."""
 
 
 @contextmanager
 def unwatched(what: str, total: int, unit: str) -> Iterator[Advance]:
     """A `Watch` that shows nothing."""
     yield lambda done, tokens=0: None
+
+
+def counted(items: Iterable[T], advance: Advance) -> Iterator[T]:
+    """`items`, one by one; `advance` is told how many there have been."""
+    for done, item in enumerate(items, start=1):
+        advance(done)
+        yield item

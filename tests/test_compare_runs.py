@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from dppo_megatron.cli import main
 from dppo_megatron.compare.arms import parse_arms
 from dppo_megatron.compare.runs import run_all
 from dppo_megatron.config import load_config
+from dppo_megatron.observe.progress import Pace, Progress
 
 pytestmark = pytest.mark.slow
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
@@ -33,7 +37,11 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = load_config(CONFIG, overrides, writes_run=False)
     said: list[str] = []
     arms = parse_arms("grpo,dppo", config, 1.0)
-    runs = run_all(config, CONFIG, overrides, arms, seeds=2, out=out, say=said.append, launch=_forked)
+    shown = io.StringIO()
+    later = partial(next, count(0.0, 10.0))  # a clock that jumps whenever it is read
+    watch = partial(Progress, stream=shown, clock=later, pace=Pace(beat_s=0))
+    runs = run_all(config, CONFIG, overrides, arms, seeds=2, out=out, say=said.append, launch=_forked, watch=watch)
+    assert "compare: 2 of 6 runs, about " in shown.getvalue() and "compare: 6 runs in " in shown.getvalue()
     assert [(run.arm, run.seed) for run in runs] == [("grpo", 0), ("grpo", 1), ("dppo", 0), ("dppo", 1)]
     starts = {run.seed: run.curve[0] for run in runs}
     assert all(run.curve[0] == starts[run.seed] for run in runs), "the methods did not start from the same model"

@@ -15,6 +15,7 @@ import pytest
 from support.engines.servers import local_settings, needs
 from support.job import job_config, read_metrics, write_job_files
 from support.launch import run_ranks
+from support.timelines import counts, nested, overlapping, read_timeline
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.tiny_model import write_tiny_qwen3
@@ -106,7 +107,7 @@ def _train_and_kill_the_server(config: Config, killed: str) -> str:
 @needs("vllm")
 def test_each_node_of_a_job_has_a_server(files: Path, tmp_path: Path) -> None:
     """Two ranks as two nodes, with a real server each: both generate, each gets its weights through memory of the rank
-    beside it, and engine and actor agree."""
+    beside it, and engine and actor agree. The timeline of each step shows it."""
     config = job_config(
         files,
         tmp_path / "run",
@@ -114,6 +115,7 @@ def test_each_node_of_a_job_has_a_server(files: Path, tmp_path: Path) -> None:
         rollout__limits__max_concurrent_sequences=16,
         rollout__sync__verify_every=1,
         rollout__servers__colocate="true",
+        observe__timeline=2,
         **local_settings("vllm"),
     )
     receivers = run_ranks(_train_as_two_nodes, 2, config, timeout_s=500)
@@ -124,6 +126,37 @@ def test_each_node_of_a_job_has_a_server(files: Path, tmp_path: Path) -> None:
     for name in ("server_0", "node1_server_0"):
         asked = (tmp_path / "run" / "servers" / f"{name}.log").read_text().count("POST /inference/v1/generate HTTP/1.1")
         assert asked > 10, f"{name} has generated"
+    for row in rows:
+        _assert_the_timeline_adds_up(tmp_path / "run" / "timeline", row)
+
+
+def _assert_the_timeline_adds_up(directory: Path, row: dict[str, Any]) -> None:
+    """Each group's request lies in the rollout, on one of the two servers, and its grading begins as it ends; what the
+    counters say is in flight is those requests, no more and no less; the stages of the sync fill their sync."""
+    events = read_timeline(directory / f"step_{row['step']:06d}.json.gz")["traceEvents"]
+    phases, tracks = nested(events)[0, "phases"], overlapping(events)
+    servers = [track for track in tracks if track.startswith("requests http://")]
+    requests = [span for track in servers for span in tracks[track]]
+    assert len(servers) == 2
+    rollouts = [phase for phase in phases if phase.name == "rollout"]
+    assert all(any(one.start <= span.start and span.end <= one.end for one in rollouts) for span in requests)
+    answered: dict[str, int] = {}
+    for span in requests:
+        answered[span.name] = max(span.end, answered.get(span.name, 0))  # the attempt that landed is the last
+    assert len(answered) == row["prune/prompts_generated"] == len(requests) - row["rollout/retries"]
+    assert {span.name: span.start for span in tracks["grading"]} == answered
+    [step] = [phase for phase in phases if phase.name == "step"]
+    assert all(step.start <= span.start <= span.end <= step.end for span in tracks["grading"])
+    for track in servers:
+        changes = counts(events)[f"{track}: in flight"]
+        assert changes[-1][1] == 0 and all(value >= 0 for _, value in changes)
+        area = sum(value * (later - at) for (at, value), (later, _) in itertools.pairwise(changes))
+        assert area == sum(span.end - span.start for span in tracks[track])
+    stages = nested(events)[0, "weight sync"]
+    [sync] = [phase for phase in phases if phase.name == "sync"]
+    assert sync.start <= stages[0].start and stages[-1].end <= sync.end
+    assert {"reviving", "waking", "sending"} <= {stage.name for stage in stages}
+    assert all(later.start == stage.end for stage, later in itertools.pairwise(stages)), "none is missing between two"
 
 
 def _train_as_two_nodes(config: Config) -> list[int]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import pty
+import re
+import select
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +15,14 @@ from pathlib import Path
 import pytest
 from support.job import REPOSITORY
 
-from dppo_megatron.cli import main
+from dppo_megatron.cli import main, program
 from dppo_megatron.commands.completion import settings
 from dppo_megatron.config.hints import all_keys
 from dppo_megatron.config.load import config_values, read_config
 from dppo_megatron.config.readers import readings
 from dppo_megatron.config.reference import PAGES, Setting, all_settings, find, page_for
 from dppo_megatron.config.schema import Config
+from dppo_megatron.mistakes import COMMAND_PAGES, ROOM_PAGES
 
 LEAVES = [one for one in all_settings() if not one.is_section]
 
@@ -121,6 +127,38 @@ def test_a_mistake_names_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert page_for("no setting in it, but torch.distributed") == ""
 
 
+@pytest.mark.parametrize(
+    ("line", "page"),
+    [
+        ("report nowhere", "report"),  # a path
+        ("simulate nowhere", "choosing"),
+        ("data nothing --out x", "data"),  # a name
+        ("convert to-hf --checkpoint nowhere --out x", "checkpoints"),  # read by what reads paths for everybody
+        ("eval nowhere", "evaluation"),
+        ("train nowhere.yaml", "configuration"),
+        ("train nowhere.yaml steps", "configuration"),
+        ("quickstart --nproc 0", "tutorial"),
+        ("doctor steps=1", "actor"),
+    ],
+)
+def test_so_does_one_about_a_file_or_an_option(line: str, page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    assert capsys.readouterr().err.endswith(f"(see docs/{page}.md)\n")
+
+
+def test_every_room_that_refuses_has_a_page() -> None:
+    """Wherever the source raises a UserError; and each page is there. Rooms that serve all commands have none."""
+    rooms = set()
+    for path in (REPOSITORY / "dppo_megatron").rglob("*.py"):
+        if "UserError(" in path.read_text(encoding="utf-8"):
+            rooms.add(path.relative_to(REPOSITORY / "dppo_megatron").parts[0].removesuffix(".py"))
+    assert rooms - {"config", "cli", "types", "mistakes"} == set(ROOM_PAGES)
+    [commands] = [a for a in program()._actions if isinstance(a, argparse._SubParsersAction)]
+    assert set(COMMAND_PAGES) == set(commands.choices)
+    for page in (*ROOM_PAGES.values(), *COMMAND_PAGES.values()):
+        assert (REPOSITORY / "docs" / page).is_file()
+
+
 # ------------------------------------------------------------------------------------------------- completion
 
 
@@ -144,6 +182,23 @@ def test_settings_and_their_choices() -> None:
     assert list(settings("seed=")) == [] and list(settings("nothing.")) == []
 
 
+@pytest.fixture(scope="module")
+def shells(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A directory to complete in, and the environment in which `dppo-megatron` is this checkout's."""
+    directory = tmp_path_factory.mktemp("shells")
+    command = directory / "dppo-megatron"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dppo_megatron "$@"\n')
+    command.chmod(0o755)
+    (directory / "job.yaml").touch()
+    path = f"{directory}:{os.environ['PATH']}"
+    return directory, os.environ | {"PATH": path, "PYTHONPATH": str(REPOSITORY), "HOME": str(directory)}
+
+
+def _needs(shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+
+
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
@@ -154,12 +209,9 @@ def test_settings_and_their_choices() -> None:
         ("dppo-megatron compare job.yaml --st", {"--steps-factor "}),
     ],
 )
-def test_in_a_real_bash(line: str, offered: set[str], tmp_path: Path) -> None:
+def test_in_a_real_bash(line: str, offered: set[str], shells: tuple[Path, dict[str, str]]) -> None:
     """What bash is told at Tab, with its own way of breaking words at `=`."""
-    command = tmp_path / "dppo-megatron"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dppo_megatron "$@"\n')
-    command.chmod(0o755)
-    (tmp_path / "job.yaml").touch()
+    directory, environment = shells
     words = line.replace("=", " = ").split(" ")
     script = f"""
         eval "$(dppo-megatron completion bash)"
@@ -168,11 +220,76 @@ def test_in_a_real_bash(line: str, offered: set[str], tmp_path: Path) -> None:
         $(complete -p dppo-megatron | sed 's/.*-F \\([^ ]*\\).*/\\1/') dppo-megatron
         printf '%s\\n' "${{COMPREPLY[@]}}"
     """
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
-        ["bash", "--norc", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        ["bash", "--norc", "-c", script], cwd=directory, env=environment, capture_output=True, text=True, check=True
     )
     assert set(done.stdout.splitlines()) == offered, done.stderr
+
+
+LINES = {
+    "dppo-megatron compa": "dppo-megatron compare ",
+    "dppo-megatron config rollout.sampling.te": "dppo-megatron config rollout.sampling.temperature ",
+    "dppo-megatron train job.yaml rollout.sampling.top_p": "dppo-megatron train job.yaml rollout.sampling.top_p=",
+    "dppo-megatron train job.yaml seed=1 model.dtype=b": "dppo-megatron train job.yaml seed=1 model.dtype=bfloat16 ",
+    "dppo-megatron compare job.yaml --st": "dppo-megatron compare job.yaml --steps-factor ",
+    "dppo-megatron train jo": "dppo-megatron train job.yaml ",
+}
+"""A line, and what Tab makes of it."""
+
+
+def test_in_a_real_fish(shells: tuple[Path, dict[str, str]]) -> None:
+    """What fish offers, which it adds a space to itself, but for what ends in `=`."""
+    _needs("fish")
+    directory, environment = shells
+    asked = "\n".join(f"complete -C '{line}'" for line in LINES)
+    script = f"dppo-megatron completion fish | source\n{asked}"
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", script],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    offered = [line.split("\t")[0] for line in done.stdout.splitlines()]
+    assert offered == [line.split(" ")[-1 - line.endswith(" ")] for line in LINES.values()], done.stderr
+
+
+def test_in_a_real_zsh(shells: tuple[Path, dict[str, str]]) -> None:
+    """At a prompt, in a terminal, by a shell that has not begun its completion system: the line after Tab."""
+    _needs("zsh")
+    directory, environment = shells
+    (directory / "setup.zsh").write_text(
+        'eval "$(dppo-megatron completion zsh)"\n'
+        'at_tab() { zle complete-word; print -rn -- "<<$BUFFER>>"; BUFFER=; }\n'
+        "zle -N at_tab; bindkey '^X' at_tab\n"
+        'print -r -- "<<re""ady>>"\n'
+    )
+    person, terminal = pty.openpty()
+    shell = subprocess.Popen(
+        ["zsh", "-f", "-i"], cwd=directory, env=environment | {"TERM": "dumb", "PS1": ""},
+        stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
+    )  # fmt: skip
+    os.close(terminal)
+    try:
+        os.write(person, b". ./setup.zsh\n")
+        assert _answer(person) == "ready"
+        for line, completed in LINES.items():
+            os.write(person, line.encode() + b"\x18")  # ^X
+            assert _answer(person) == completed
+    finally:
+        shell.kill()
+        shell.wait()
+        os.close(person)
+
+
+def _answer(person: int) -> str:
+    """What the shell prints between << and >>; fails if it prints nothing for two minutes."""
+    said = ""
+    while not (found := re.search(r"<<(.*?)>>", said, re.DOTALL)):
+        assert select.select([person], [], [], 120)[0], f"zsh said no more than {said!r}"
+        said += os.read(person, 1 << 16).decode(errors="replace")
+    return found[1]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -6,6 +6,7 @@ import fcntl
 import io
 import os
 import pty
+import queue
 import re
 import struct
 import sys
@@ -13,6 +14,8 @@ import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TextIO
 
@@ -20,10 +23,12 @@ import pytest
 
 from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
 from dppo_megatron.data.tiny_model import write_tiny_qwen3
-from dppo_megatron.observe.progress import Progress, RunProgress, duration
+from dppo_megatron.observe.progress import Pace, Progress, RunProgress, duration
 from dppo_megatron.types import Advance
 
 _MARK = "\x06"
+STILL = Pace(beat_s=0)
+"""No thread looks at a clock that only the test moves."""
 
 
 class Clock:
@@ -66,7 +71,7 @@ def terminal() -> Iterator[Terminal]:
 def test_lines_in_a_pipe_grow_rarer() -> None:
     """100 answers at 4 s each: from 5 s on, then half as long again as it has taken, and a minute at most."""
     clock, out = Clock(), io.StringIO()
-    with Progress("evaluation", 100, "answers", stream=out, clock=clock) as progress:
+    with Progress("evaluation", 100, "answers", stream=out, clock=clock, pace=STILL) as progress:
         for done in range(1, 101):
             clock.now += 4.0
             progress(done, done * 50)
@@ -80,7 +85,7 @@ def test_lines_in_a_pipe_grow_rarer() -> None:
 def test_nothing_is_done_yet() -> None:
     """A server that starts: how long it has been waited for."""
     clock, out = Clock(), io.StringIO()
-    with Progress("rollout servers", 2, "started", stream=out, clock=clock) as progress:
+    with Progress("rollout servers", 2, "started", stream=out, clock=clock, pace=STILL) as progress:
         for _ in range(80):
             clock.now += 0.5
             progress(0)
@@ -90,7 +95,7 @@ def test_nothing_is_done_yet() -> None:
 def test_what_is_short_leaves_no_trace(terminal: Terminal) -> None:
     for to in (terminal.stream, out := io.StringIO()):
         clock = Clock()
-        with Progress("converting", 3, "tensors", stream=to, clock=clock) as progress:
+        with Progress("converting", 3, "tensors", stream=to, clock=clock, pace=STILL) as progress:
             for done in range(1, 4):
                 clock.now += 0.6
                 progress(done)
@@ -100,7 +105,7 @@ def test_what_is_short_leaves_no_trace(terminal: Terminal) -> None:
 def test_a_bar_on_a_terminal(terminal: Terminal) -> None:
     """From two seconds on, drawn in one line and wiped at the end, for a line that stays."""
     clock = Clock()
-    with Progress("warm start", 10, "steps", stream=terminal.stream, clock=clock) as progress:
+    with Progress("warm start", 10, "steps", stream=terminal.stream, clock=clock, pace=STILL) as progress:
         clock.now += 1.9
         progress(1)
         assert terminal.seen() == ""
@@ -121,12 +126,57 @@ def test_a_bar_on_a_terminal(terminal: Terminal) -> None:
     assert "\r" + " " * 10 in end  # wiped
 
 
+def test_nothing_is_counted(terminal: Terminal) -> None:
+    """Megatron writes a checkpoint: how long it has taken. And rows of a file whose number nobody knows."""
+    for to in (terminal.stream, out := io.StringIO()):
+        clock = Clock()
+        with Progress("saving", 0, "", stream=to, clock=clock, pace=STILL) as progress:
+            clock.now += 6.0
+            progress.note("")
+        with Progress("reading", 0, "rows", stream=to, clock=clock, pace=STILL) as progress:
+            for done in (48_000, 91_000):
+                clock.now += 5.0
+                progress(done)
+    assert out.getvalue().splitlines() == [
+        "saving: 6 s",
+        "saving: done in 6 s",
+        "reading: 48,000 rows, 5 s",
+        "reading: 91,000 rows, 10 s",
+        "reading: 91,000 rows in 10 s",
+    ]
+    seen = terminal.seen()
+    assert "saving: 6 s" in seen and "saving: done in 6 s\r\n" in seen and "\r" + " " * 8 in seen
+    assert seen.endswith("reading: 91,000 rows in 10 s\r\n") and "|" not in seen, "a bar needs a total"
+
+
+def test_a_call_that_blocks_is_not_silent() -> None:
+    """Until its first line is there, the thread that works does nothing."""
+    said: queue.Queue[str] = queue.Queue()
+    later = partial(next, count(0.0, 10.0))  # a clock that jumps whenever it is read
+    with Progress("saving", 0, "", stream=io.StringIO(), clock=later, say=said.put, pace=Pace(beat_s=1e-3)):
+        assert said.get(timeout=120) == "saving: 10 s"
+
+
+def test_phases_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing in a log before a minute, and no closing line: the step has its own."""
+    clock = Clock()
+    run = RunProgress(20, visible=True, clock=clock)
+    for seconds in (50.0, 70.0):
+        with run.phases(7) as tell:
+            tell("rollout")
+            clock.now += seconds
+            tell("update")
+    assert re.fullmatch(r"step 7: (rollout|update), 70 s\n", capsys.readouterr().out), (
+        "said by whichever thread is first"
+    )
+
+
 def test_a_failure_is_not_called_done(terminal: Terminal) -> None:
     for to in (terminal.stream, out := io.StringIO()):
         clock = Clock()
         with (
             pytest.raises(ValueError, match="disk"),
-            Progress("converting", 10, "tensors", stream=to, clock=clock) as progress,
+            Progress("converting", 10, "tensors", stream=to, clock=clock, pace=STILL) as progress,
         ):
             clock.now += 6.0
             progress(3)
@@ -149,7 +199,7 @@ def test_a_part_of_a_run_below_its_bar(terminal: Terminal, monkeypatch: pytest.M
 
 def test_a_rank_that_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     clock, out = Clock(), io.StringIO()
-    with Progress("evaluation", 2, "answers", stream=out, clock=clock, visible=False) as progress:
+    with Progress("evaluation", 2, "answers", stream=out, clock=clock, visible=False, pace=STILL) as progress:
         clock.now += 100.0
         progress(1)
     RunProgress(3, visible=False).say("a line")
@@ -175,6 +225,7 @@ def test_a_conversion_counts_to_its_end(tmp_path: Path) -> None:
     write_tiny_qwen3(tmp_path / "model", seed=0)
     hf_to_megatron(tmp_path / "model", tmp_path / "megatron", verify=True, watch=watch)
     megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", verify=True, watch=watch)
-    assert list(seen) == ["converting 0", "verifying 1", "converting 2", "verifying 3"]
+    flushing = f"flushing {tmp_path / 'megatron'} to the disk 2"
+    assert list(seen) == ["converting 0", "verifying 1", flushing, "converting 3", "verifying 4"]
     for key, counts in seen.items():
         assert counts == list(range(1, totals[key] + 1)), key

@@ -5,16 +5,15 @@ The run here has two ranks, two pipeline stages, one tracker, and is resumed.
 
 from __future__ import annotations
 
-import gzip
-import json
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.job import job_config, read_metrics, write_job_files
 from support.launch import run_ranks
+from support.timelines import Shown, nested, read_timeline
 
 from dppo_megatron.distributed import clock_offset
 from dppo_megatron.job import prepare_job
@@ -59,24 +58,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "run"
 
 
-def _read(path: Path) -> dict[str, Any]:
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        found: dict[str, Any] = json.load(file)
-    return found
-
-
-def _complete(events: list[dict[str, Any]]) -> dict[tuple[int, str], list[tuple[int, int, str]]]:
-    """Of each rank and track: (start, end, name) in whole nanoseconds, by start, the longer first."""
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    found: dict[tuple[int, str], list[tuple[int, int, str]]] = defaultdict(list)
-    for event in events:
-        if event["ph"] == "X":
-            start, length = round(event["ts"] * 1000), round(event["dur"] * 1000)
-            found[event["pid"], names[event["pid"], event["tid"]]].append((start, start + length, event["name"]))
-    return {key: sorted(spans, key=lambda span: (span[0], -span[1])) for key, spans in found.items()}
-
-
-def _assert_nested(spans: list[tuple[int, int, str]]) -> None:
+def _assert_nested(spans: list[Shown]) -> None:
     open_ends: list[int] = []
     for start, end, name in spans:
         assert start <= end, name
@@ -89,8 +71,8 @@ def _assert_nested(spans: list[tuple[int, int, str]]) -> None:
 @pytest.mark.parametrize("step", [1, 3])
 def test_spans_nest_and_add_up_to_the_step(run_dir: Path, step: int) -> None:
     """On every rank and track; and rank 0's phases are, to the microsecond, the seconds of the step's metrics."""
-    written = _read(run_dir / "timeline" / f"step_{step:06d}.json.gz")
-    tracks = _complete(written["traceEvents"])
+    written = read_timeline(run_dir / "timeline" / f"step_{step:06d}.json.gz")
+    tracks = nested(written["traceEvents"])
     for spans in tracks.values():
         _assert_nested(spans)
     [metrics] = [row for row in read_metrics(run_dir, with_time=True) if row["step"] == step]
@@ -111,8 +93,8 @@ def test_spans_nest_and_add_up_to_the_step(run_dir: Path, step: int) -> None:
 
 def test_every_micro_batch_of_every_rank_is_there(run_dir: Path) -> None:
     """Each once forward and once backward, inside its rank's update; stages send to each other."""
-    written = _read(run_dir / "timeline" / "step_000001.json.gz")
-    tracks = _complete(written["traceEvents"])
+    written = read_timeline(run_dir / "timeline" / "step_000001.json.gz")
+    tracks = nested(written["traceEvents"])
     [metrics] = [row for row in read_metrics(run_dir) if row["step"] == 1]
     count = int(metrics["pack/microbatches"])
     assert count > 1, "the test needs several"
@@ -136,7 +118,7 @@ def test_only_the_steps_that_were_asked_for(run_dir: Path) -> None:
         "step_000003.json.gz",
     ]
     assert [path.name for path in (run_dir / "profile").iterdir()] == ["step_000002.rank0001.json.gz"]
-    profile = _read(run_dir / "profile" / "step_000002.rank0001.json.gz")
+    profile = read_timeline(run_dir / "profile" / "step_000002.rank0001.json.gz")
     assert any("aten::" in event.get("name", "") for event in profile["traceEvents"])
 
 

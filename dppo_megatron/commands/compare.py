@@ -10,6 +10,7 @@ from pathlib import Path
 from dppo_megatron.commands.parser import Commands, add_command, add_config, check_number, read_config
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.pruning.methods import METHODS
+from dppo_megatron.types import Watch
 
 _METHODS = "grpo,grpo_nonzero,cppo,greso,dppo_paper,dppo,dppo_auto"
 _COMPARE = f"""\
@@ -47,12 +48,16 @@ def add(commands: Commands[argparse.ArgumentParser]) -> None:
 def _compare(arguments: argparse.Namespace) -> int:
     check_number("--seeds", arguments.seeds, "[1, 10000]")
     check_number("--steps-factor", arguments.steps_factor, "(0, 10000]")
-    from dppo_megatron.compare.arms import parse_arms
-    from dppo_megatron.compare.page import write_page
-    from dppo_megatron.compare.runs import in_a_process, run_all
-    from dppo_megatron.compare.table import results, table, write_results
-    from dppo_megatron.compare.tasks import shared_task
-    from dppo_megatron.compare.verdict import judge
+    watch: Watch = arguments.watch
+    with watch("loading libraries", 0, ""):
+        from dppo_megatron.compare.arms import parse_arms
+        from dppo_megatron.compare.page import write_page
+        from dppo_megatron.compare.runs import in_a_process, run_all
+        from dppo_megatron.compare.table import results, table, write_results
+        from dppo_megatron.compare.tasks import shared_task
+        from dppo_megatron.compare.verdict import judge
+
+    from tqdm import tqdm
 
     config = read_config(arguments.config, arguments.overrides, writes_run=False)
     arms = parse_arms(arguments.methods, config, arguments.steps_factor)
@@ -62,15 +67,17 @@ def _compare(arguments: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
 
     def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        tqdm.write(line, file=sys.stderr)  # above the bar, where there is one
+        sys.stderr.flush()
 
     shared = shared_task(config)
     each = f"All seeds share one task: {shared}." if shared else "Each seed has a task, a model and a held-out set."
     notes = [each] if arguments.seeds > 1 else ["One seed: no interval over seeds."]
     given = config, arguments.config, arguments.overrides, arms
-    runs = run_all(*given, seeds=arguments.seeds, out=out, say=say, launch=in_a_process)
-    verdict = judge(runs, arms)
-    text, values = table(verdict), results(verdict, runs, notes)
+    runs = run_all(*given, seeds=arguments.seeds, out=out, say=say, launch=in_a_process, watch=watch)
+    with watch("comparing", 0, ""):
+        verdict = judge(runs, arms)
+        text, values = table(verdict), results(verdict, runs, notes)
     write_results(out / "results.json", values)
     write_page(out / "report.html", f"{arguments.config}: methods compared", text, values)
     print("\n".join([text, *notes, f"{out}/: results.json, report.html"]))

@@ -23,6 +23,8 @@ Print a script that completes commands, options, files and settings in your shel
   eval "$(dppo-megatron completion zsh)"           # ~/.zshrc
   dppo-megatron completion fish | source           # ~/.config/fish/config.fish
 """
+_COMPINIT = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }"
+"""A .zshrc without it has no `compdef`, and the script would fail at every start of the shell."""
 _METHODS: dict[str, Iterable[str]] = {
     "pruning.prompt.method": PROMPT_POLICIES,
     "pruning.completion.method": COMPLETION_POLICIES,
@@ -39,6 +41,8 @@ def add(commands: Commands[argparse.ArgumentParser]) -> None:
 def _print_script(arguments: argparse.Namespace) -> int:
     from argcomplete.shell_integration import shellcode
 
+    if arguments.shell == "zsh":
+        print(_COMPINIT)
     print(shellcode(["dppo-megatron"], shell=arguments.shell))
     return 0
 

@@ -12,6 +12,7 @@ from dppo_megatron.config.hints import unknown_key
 from dppo_megatron.config.readers import readings
 from dppo_megatron.config.reference import Setting, all_settings, find
 from dppo_megatron.config.schema import Config
+from dppo_megatron.types import counted
 
 _CONFIG = """\
 Print every setting, or those of a section, or those with KEY in their name: type, default, range, meaning, the lines
@@ -39,7 +40,9 @@ def _config(arguments: argparse.Namespace) -> int:
     if not chosen:
         raise unknown_key("config", arguments.key, [], Config, Config)
     width = min(120, max(60, shutil.get_terminal_size((100, 0)).columns))
-    print("\n\n".join("\n".join(describe(one, width)) for one in chosen))
+    with arguments.watch("looking up where settings are read", len(chosen), "settings") as advance:
+        said = ["\n".join(describe(one, width)) for one in counted(chosen, advance)]
+    print("\n\n".join(said))
     return 0
 
 

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 from dppo_megatron.commands.parser import Commands, add_command, check_number
-from dppo_megatron.commands.terminal import progress
 from dppo_megatron.config.paths import check_directory, check_writable
 from dppo_megatron.types import UserError
 
@@ -62,11 +61,12 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _converted(arguments: argparse.Namespace) -> list[str]:
-    from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
+    with arguments.watch("loading libraries", 0, ""):
+        from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
 
     if arguments.direction == "to-megatron":
         sizes = arguments.tp, arguments.pp, arguments.ep
-        return hf_to_megatron(arguments.hf, arguments.out, *sizes, verify=arguments.verify, watch=progress())
+        return hf_to_megatron(arguments.hf, arguments.out, *sizes, verify=arguments.verify, watch=arguments.watch)
     return megatron_to_hf(
         arguments.checkpoint,
         arguments.out,
@@ -74,5 +74,5 @@ def _converted(arguments: argparse.Namespace) -> list[str]:
         dtype=arguments.dtype,
         shard_gb=arguments.shard_gb,
         verify=arguments.verify,
-        watch=progress(),
+        watch=arguments.watch,
     )

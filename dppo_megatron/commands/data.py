@@ -29,7 +29,13 @@ def add(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _data(arguments: argparse.Namespace) -> int:
-    lines = write_known_set(arguments.name, arguments.out, origin=arguments.origin or "", overwrite=arguments.overwrite)
+    lines = write_known_set(
+        arguments.name,
+        arguments.out,
+        origin=arguments.origin or "",
+        overwrite=arguments.overwrite,
+        watch=arguments.watch,
+    )
     for line in lines:
         print(line, flush=True)
     return 0

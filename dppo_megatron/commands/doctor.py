@@ -7,7 +7,7 @@ import argparse
 from dppo_megatron.commands.parser import Commands, add_command, add_settings, read_config
 from dppo_megatron.commands.terminal import quiet_libraries
 from dppo_megatron.launched import check_launched, launched_rank, launched_world_size
-from dppo_megatron.types import UserError
+from dppo_megatron.types import UserError, Watch
 
 _DOCTOR = """\
 Say what is installed and what this machine can do. With --fp8-gate, run CONFIG's model at CONFIG's layout and compare
@@ -34,19 +34,24 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
         if arguments.overrides:
             raise UserError(f"{arguments.overrides[0]}: settings belong to a job; give --fp8-gate CONFIG before them")
-        print("\n".join(f"{what:<20}{finding}" for what, finding in report()))
+        with arguments.watch("looking at this machine", 0, ""):
+            found = report()
+        print("\n".join(f"{what:<20}{finding}" for what, finding in found))
         return 0
     check_launched()
     config = read_config(arguments.fp8_gate, arguments.overrides, writes_run=False)
-    from dppo_megatron.job import prepare_job
-
-    job = prepare_job(config, launched_world_size())
-    from dppo_megatron.actor.layout import build_layout, start_process_group, stop_process_group
-    from dppo_megatron.doctor.fp8_gate import run_gate
-
-    start_process_group()
+    watch: Watch = arguments.watch
+    with watch("loading libraries", 0, ""):
+        from dppo_megatron.job import prepare_job
+    job = prepare_job(config, launched_world_size(), watch=watch)
+    with watch("loading Megatron", 0, ""):
+        from dppo_megatron.actor.layout import build_layout, start_process_group, stop_process_group
+        from dppo_megatron.doctor.fp8_gate import run_gate
+    with watch("waiting for all ranks", 0, ""):
+        start_process_group()
     layout = build_layout(config.actor.layout, config.seed)
-    findings = run_gate(config, layout, job.architecture, job.checkpoint.get)
+    with watch("gate: packed against unpacked, forwards and backwards", 0, ""):
+        findings = run_gate(config, layout, job.architecture, job.checkpoint.get)
     if launched_rank() == 0:
         for finding in findings:
             verdict = "ok    " if finding.passed else "BROKEN"

@@ -65,19 +65,20 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             raise UserError(f"--compare reads two evaluations and nothing else; leave out {unread[0]}")
         from dppo_megatron.evaluation.versus import compare_evaluations
 
-        lines = compare_evaluations(*arguments.compare, out=arguments.out)
+        with arguments.watch("comparing the evaluations", 0, ""):
+            lines = compare_evaluations(*arguments.compare, out=arguments.out)
     elif arguments.rescore:
         if unread := [*models, *sets]:
             raise UserError(f"--rescore reads the samples of an evaluation and nothing else; leave out {unread[0]}")
-        from dppo_megatron.evaluation.standalone import rescore
-
-        lines = rescore(arguments.rescore, settings, arguments.out)
+        with arguments.watch("loading libraries", 0, ""):
+            from dppo_megatron.evaluation.standalone import rescore
+        lines = rescore(arguments.rescore, settings, arguments.out, arguments.watch)
     else:
         if len(models) != 1:
             found = f", not {len(models)}: {', '.join(models)}" if models else " (or --compare, --rescore)"
             raise UserError(f"give a model, a run directory or a config file to evaluate{found}")
-        from dppo_megatron.evaluation.standalone import Order, evaluate_model
-
+        with arguments.watch("loading libraries", 0, ""):
+            from dppo_megatron.evaluation.standalone import Order, evaluate_model
         order = Order(
             model=models[0],
             settings=settings,
@@ -87,6 +88,6 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             out=arguments.out,
             limit=arguments.limit,
         )
-        lines = evaluate_model(order)
+        lines = evaluate_model(order, arguments.watch)
     print("\n".join(lines))
     return 0

@@ -18,7 +18,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.launched import launched_world_size
 from dppo_megatron.planning.site import CHIPS, GIB, Site
 from dppo_megatron.pruning.methods import parse_methods
-from dppo_megatron.types import UserError
+from dppo_megatron.types import UserError, Watch
 
 _DESCRIPTION = """\
 Say what a job needs before anything is started: memory of a GPU and of its host in every phase, seconds of a step, and
@@ -78,12 +78,12 @@ def add_dry_run(train: argparse.ArgumentParser) -> None:
     train.add_argument("--gpus", type=int, metavar="N", help="with --dry-run: " + _NUMBERS["gpus"][1])
 
 
-def dry_run(config: str, overrides: list[str], gpus: int | None) -> int:
+def dry_run(config: str, overrides: list[str], gpus: int | None, watch: Watch) -> int:
     """`train CONFIG --dry-run`."""
     parser = argparse.ArgumentParser()
     _add_options(parser)
     arguments = parser.parse_args([config, "--dry-run"])
-    arguments.overrides, arguments.gpus = overrides, gpus
+    arguments.overrides, arguments.gpus, arguments.watch = overrides, gpus, watch
     return _run(arguments)
 
 
@@ -96,14 +96,14 @@ def _run(arguments: argparse.Namespace) -> int:
     purpose: Purpose = "train" if arguments.dry_run else "plan"
     config = load_config(arguments.config, arguments.overrides, purpose=purpose, writes_run=arguments.dry_run)
     site = _site(arguments)
-    loaded = _load_job(config, site) if arguments.dry_run else []
-
-    from dppo_megatron.planning.plan import make_plan
-    from dppo_megatron.planning.text import lines
-    from dppo_megatron.planning.timing import speeds_for
-    from dppo_megatron.trace import read_trace
-    from dppo_megatron.weights.architecture import read_architecture
-
+    watch: Watch = arguments.watch
+    loaded = _load_job(config, site, watch) if arguments.dry_run else []
+    with watch("loading libraries", 0, ""):
+        from dppo_megatron.planning.plan import make_plan
+        from dppo_megatron.planning.text import lines
+        from dppo_megatron.planning.timing import speeds_for
+        from dppo_megatron.trace import read_trace
+        from dppo_megatron.weights.architecture import read_architecture
     architecture = read_architecture(config.model.hf_path)
     plan = make_plan(
         config,
@@ -113,7 +113,8 @@ def _run(arguments: argparse.Namespace) -> int:
         completion_tokens=arguments.completion_tokens,
         prompt_tokens=arguments.prompt_tokens,
         methods=methods,
-        trace=read_trace(arguments.trace) if arguments.trace else None,
+        trace=read_trace(arguments.trace, watch) if arguments.trace else None,
+        watch=watch,
     )
     print("\n".join([*lines(plan, arguments.config), *loaded]))
     if arguments.json is not None:
@@ -137,16 +138,16 @@ def _site(arguments: argparse.Namespace) -> Site:
     )
 
 
-def _load_job(config: Config, site: Site) -> list[str]:
+def _load_job(config: Config, site: Site, watch: Watch) -> list[str]:
     """Do what a run does before it starts; lines that say what was found, the first prompt at the end."""
-    from dppo_megatron.job import prepare_job
-    from dppo_megatron.platform.capabilities import Machine, this_machine
-
+    with watch("loading libraries", 0, ""):
+        from dppo_megatron.job import prepare_job
+        from dppo_megatron.platform.capabilities import Machine, this_machine
     machine, note = this_machine(), []
     if machine.cuda_capability is None:
         machine = Machine((9, 0), "")
         note = ["no CUDA device here: an H100 with Transformer Engine is assumed"]
-    job = prepare_job(config, site.gpus, machine=machine)
+    job = prepare_job(config, site.gpus, watch=watch, machine=machine)
     try:
         first = next(iter(job.train_sets.values())).first_prompt
         said = [*note, *job.notes, *job.data_report]

@@ -59,7 +59,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if run_dir.exists() and any(run_dir.iterdir()):
         _check_is_run(run_dir)
     python = [sys.executable, "-m"]
-    code = _call([*python, "dppo_megatron.data.make_quickstart", "--out", str(task), "--seed", str(arguments.seed)])
+    with arguments.watch(f"making {task}", 0, ""):
+        code = _call([*python, "dppo_megatron.data.make_quickstart", "--out", str(task), "--seed", str(arguments.seed)])
     if code:
         return code
     settings = {

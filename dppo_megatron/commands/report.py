@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dppo_megatron.commands.parser import Commands, add_command
 from dppo_megatron.config.paths import check_writable
+from dppo_megatron.types import counted
 
 _REPORT = """\
 Write one HTML file about one run or several, which needs no network: rewards, evaluations, where time and tokens go,
@@ -30,13 +31,15 @@ def add(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from dppo_megatron.report.page import write_page
-    from dppo_megatron.report.read import read_run
-
+    with arguments.watch("loading libraries", 0, ""):
+        from dppo_megatron.report.page import write_page
+        from dppo_megatron.report.read import read_run
     runs: list[Path] = arguments.runs
     out: Path = arguments.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-    records = [read_run(run) for run in runs]
+    with arguments.watch("reading", len(runs), "runs") as advance:
+        records = [read_run(run) for run in counted(runs, advance)]
     check_writable("--out", out, directory=False)
-    write_page(out, records)
+    with arguments.watch(f"writing {out}", 0, ""):
+        write_page(out, records)
     print(f"{out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser")
     return 0

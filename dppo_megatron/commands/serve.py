@@ -37,7 +37,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.config, arguments.overrides, writes_run=False)
     if not config.rollout.servers.addresses_from:
         raise UserError("serve writes addresses for a trainer: set rollout.servers.addresses_from=DIR, as for train")
-    from dppo_megatron.rollout.serving import serve
-
-    serve(config, arguments.host)
+    with arguments.watch("loading libraries", 0, ""):
+        from dppo_megatron.rollout.serving import serve
+    serve(config, arguments.host, watch=arguments.watch)
     return 0

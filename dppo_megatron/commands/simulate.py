@@ -33,17 +33,17 @@ def add(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from dppo_megatron.simulate import as_json, fit_costs, simulate, table
-    from dppo_megatron.trace import read_trace
-
+    with arguments.watch("loading libraries", 0, ""):
+        from dppo_megatron.simulate import as_json, fit_costs, simulate, table
+        from dppo_megatron.trace import read_trace
     methods = parse_methods(arguments.methods)
     for name in ("rollout_cost", "update_cost"):
         check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), "[0, 1e9]")
     if arguments.json is not None:
         check_writable("--json", arguments.json, directory=False)
-    trace = read_trace(arguments.trace)
+    trace = read_trace(arguments.trace, arguments.watch)
     costs = fit_costs(trace, arguments.rollout_cost, arguments.update_cost)
-    predictions = [simulate(trace, method, costs) for method in methods]
+    predictions = [simulate(trace, method, costs, arguments.watch) for method in methods]
     print(table(predictions, costs))
     if arguments.json is not None:
         Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 
 from dppo_megatron.launched import check_launched, launched_rank
-from dppo_megatron.types import UserError, Watch, unwatched
+from dppo_megatron.types import Advance, UserError, unwatched
 
 
 def say(line: str) -> None:
@@ -20,11 +20,13 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def progress() -> Watch:
-    """Progress on rank 0's terminal or log."""
+def show_progress(what: str, total: int, unit: str) -> AbstractContextManager[Advance]:
+    """Progress on rank 0's terminal or log; see `types.Watch`."""
+    if launched_rank() != 0:
+        return unwatched(what, total, unit)
     from dppo_megatron.observe.progress import Progress
 
-    return Progress if launched_rank() == 0 else unwatched
+    return Progress(what, total, unit)
 
 
 def quiet_libraries() -> None:

@@ -6,7 +6,7 @@ import argparse
 
 from dppo_megatron.commands.parser import Commands, add_command, add_config, read_config
 from dppo_megatron.commands.plan import add_dry_run, dry_run
-from dppo_megatron.commands.terminal import progress, quiet_libraries, say
+from dppo_megatron.commands.terminal import quiet_libraries, say
 from dppo_megatron.launched import check_launched, launched_world_size
 from dppo_megatron.types import UserError
 
@@ -40,16 +40,17 @@ def _train(arguments: argparse.Namespace) -> int:
     quiet_libraries()
     resume = [f"checkpoint.resume={arguments.resume}"] if arguments.resume else []
     if arguments.dry_run:
-        return dry_run(arguments.config, [*arguments.overrides, *resume], arguments.gpus)
+        return dry_run(arguments.config, [*arguments.overrides, *resume], arguments.gpus, arguments.watch)
     if arguments.gpus is not None:
         raise UserError("--gpus belongs to --dry-run; a run has as many GPUs as torchrun starts processes")
     check_launched()
     config = read_config(arguments.config, [*arguments.overrides, *resume])
-    from dppo_megatron.job import prepare_job
-
-    job = prepare_job(config, launched_world_size(), watch=progress())
-    from dppo_megatron.run import Run, Stopped
-    from dppo_megatron.train import train
+    with arguments.watch("loading libraries", 0, ""):
+        from dppo_megatron.job import prepare_job
+    job = prepare_job(config, launched_world_size(), watch=arguments.watch)
+    with arguments.watch("loading Megatron", 0, ""):
+        from dppo_megatron.run import Run, Stopped
+        from dppo_megatron.train import train
 
     try:
         with Run(job) as run:

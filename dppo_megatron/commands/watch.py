@@ -52,7 +52,8 @@ def _watch(arguments: argparse.Namespace) -> int:
         is_utf = console.encoding.lower().startswith("utf")
         return frame(record, latest, View(console.width, members, is_utf, console.color_system is not None))
 
-    shown = picture(None)
+    with arguments.watch(f"reading {arguments.watched}", 0, ""):
+        shown = picture(None)
     if arguments.once or not console.is_terminal or console.is_dumb_terminal or follow.record.status != "running":
         console.print(shown)
         return 0

@@ -32,11 +32,13 @@ from dppo_megatron.config.data import eval_set_configs, train_set_configs
 from dppo_megatron.config.load import config_values
 from dppo_megatron.config.schema import Config
 from dppo_megatron.launched import launched_world_size
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import Advance, GuardStop, UserError, Watch, unwatched
 
 _KEPT = "compare.json"
 """In a run's directory: its settings, data and start once it has finished; empty before."""
 _STEP_LINE = re.compile(r"step +(\d+)/(\d+) ")
+_PROGRESS_LINE = re.compile(r"[a-z][^:]*: \d+ of \d+ ")
+"""`warm start: 40 of 700 steps, about 83 s left`"""
 _EVERY_S = 10.0
 """Between two lines of a run in progress."""
 Launch: TypeAlias = Callable[[Path, list[str], Callable[[str], None]], None]
@@ -45,15 +47,18 @@ Launch: TypeAlias = Callable[[Path, list[str], Callable[[str], None]], None]
 
 @dataclass
 class Progress:
-    """Plain lines, as a pipe or a log wants them: which run of how many, how far it is, what it scores."""
+    """Lines for the log: which run of how many, how far it is, what it scores. A display has the time that is left."""
 
     say: Callable[[str], None]
     total: int
+    advance: Advance
+    """Is told how many runs have ended."""
     done: int = 0
     _last: float = 0.0
 
     def begin(self, name: str, *, kept: bool) -> None:
         """A run starts, or is there already."""
+        self.advance(self.done)
         self.done += 1
         self._last = time.monotonic()
         self.say(f"compare: {self.done}/{self.total} {name}{': kept, it had finished with these settings' * kept}")
@@ -64,6 +69,9 @@ class Progress:
         step = _STEP_LINE.match(line)
         if step and now - self._last >= _EVERY_S:
             self.say(f"compare: {self.done}/{self.total} {name}: step {step[1]} of {step[2]}")
+            self._last = now
+        elif _PROGRESS_LINE.match(line) and now - self._last >= _EVERY_S:
+            self.say(f"compare: {self.done}/{self.total} {name}: {line.strip()}")
             self._last = now
         elif " pass@1 " in line and line.startswith("step "):
             self.say(f"compare: {self.done}/{self.total} {name}: {' '.join(line.split())}")
@@ -80,12 +88,14 @@ def run_all(
     out: Path,
     say: Callable[[str], None],
     launch: Launch,
+    watch: Watch = unwatched,
 ) -> list[MethodRun]:
     """Run every arm on every seed, in `out/seed<N>/<arm>`.
 
     Args:
         say: takes lines about the progress.
         launch: how a run is started: `in_a_process`.
+        watch: shows how many runs have ended.
 
     Raises:
         UserError: no evaluation set, torchrun, settings that an arm cannot have, or a run ended with exit code 2.
@@ -98,24 +108,27 @@ def run_all(
     for arm in arms:  # now, and not after the warm start
         load_config(config_path, [*overrides, *arm.settings], writes_run=False)
     warm, shared = bool(config.warm_start.steps), shared_task(config)
-    progress = Progress(say, seeds * (len(arms) + warm))
-    train = partial(_train, config_path, progress=progress, launch=launch)
-    runs = []
-    for offset in range(seeds):
-        seed = config.seed + offset
-        home = out / f"seed{seed}"
-        settings = [*overrides, f"seed={seed}"]
-        if offset and shared is None:
-            settings += task_settings(config, seed, home / "task")
-        start = ""
-        if warm:
-            start = train([*settings, "steps=0"], home / "start")
-            settings += [f"model.hf_path={home / 'start' / 'hf'}", "warm_start.steps=0"]
-        first = offset % len(arms)
-        for arm in [*arms[first:], *arms[:first]]:
-            run_dir = home / arm.directory
-            train([*settings, *arm.settings], run_dir, start=start)
-            runs.append(read_method_run(arm.name, seed, run_dir))
+    total = seeds * (len(arms) + warm)
+    with watch("compare", total, "runs") as advance:
+        progress = Progress(say, total, advance)
+        train = partial(_train, config_path, progress=progress, launch=launch)
+        runs = []
+        for offset in range(seeds):
+            seed = config.seed + offset
+            home = out / f"seed{seed}"
+            settings = [*overrides, f"seed={seed}"]
+            if offset and shared is None:
+                settings += task_settings(config, seed, home / "task")
+            start = ""
+            if warm:
+                start = train([*settings, "steps=0"], home / "start")
+                settings += [f"model.hf_path={home / 'start' / 'hf'}", "warm_start.steps=0"]
+            first = offset % len(arms)
+            for arm in [*arms[first:], *arms[:first]]:
+                run_dir = home / arm.directory
+                train([*settings, *arm.settings], run_dir, start=start)
+                runs.append(read_method_run(arm.name, seed, run_dir))
+        advance(total)
     names = [arm.name for arm in arms]
     return sorted(runs, key=lambda run: (names.index(run.arm), run.seed))
 

@@ -9,11 +9,16 @@ from dppo_megatron.config.data import ResolvedSet
 from dppo_megatron.data.fields import check_text, get_field, kind, problem_of
 from dppo_megatron.data.sets import read_set
 from dppo_megatron.data.templates import check_template, render, shared_ids, tokenize
-from dppo_megatron.types import TrainSample, UserError
+from dppo_megatron.types import TrainSample, UserError, Watch, unwatched
 
 
 def load_examples(
-    settings: ResolvedSet, completion_field: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int
+    settings: ResolvedSet,
+    completion_field: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int,
+    watch: Watch = unwatched,
 ) -> list[TrainSample]:
     """Read worked solutions, as samples of weight and denominator 1. Each ends with the end-of-sequence token.
 
@@ -23,19 +28,20 @@ def load_examples(
     check_template(settings, tokenizer)
     samples: list[TrainSample] = []
     shared = shared_ids(tokenizer)
-    for rows in read_set(settings):
-        origins = [row.origin for row in rows]
-        prompts = tokenize(
-            render([problem_of(row, settings) for row in rows], origins, settings, tokenizer), tokenizer, shared
-        )
-        completions = tokenize(
-            [_completion(row.values, completion_field, row.origin) for row in rows], tokenizer, shared
-        )
-        for origin, prompt, completion in zip(origins, prompts, completions, strict=True):
-            samples.append(_sample(origin, prompt, completion, tokenizer.eos_token_id))
-            count = len(samples[-1].token_ids)
-            if count > max_tokens:
-                raise UserError(f"{origin}: the example has {count} tokens, more than the {max_tokens} that fit")
+    with watch(f"reading {settings.path}", 0, "rows") as advance:
+        for rows in read_set(settings, advance):
+            origins = [row.origin for row in rows]
+            prompts = tokenize(
+                render([problem_of(row, settings) for row in rows], origins, settings, tokenizer), tokenizer, shared
+            )
+            completions = tokenize(
+                [_completion(row.values, completion_field, row.origin) for row in rows], tokenizer, shared
+            )
+            for origin, prompt, completion in zip(origins, prompts, completions, strict=True):
+                samples.append(_sample(origin, prompt, completion, tokenizer.eos_token_id))
+                count = len(samples[-1].token_ids)
+                if count > max_tokens:
+                    raise UserError(f"{origin}: the example has {count} tokens, more than the {max_tokens} that fit")
     if not samples:
         raise UserError(f"{settings.path}: holds no examples")
     return samples

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.data.known import KNOWN_SETS, KnownSet, our_row
-from dppo_megatron.types import UserError
+from dppo_megatron.types import UserError, Watch, counted, unwatched
 
 
-def write_known_set(name: str, out: Path, *, origin: str = "", overwrite: bool = False) -> Iterator[str]:
+def write_known_set(
+    name: str, out: Path, *, origin: str = "", overwrite: bool = False, watch: Watch = unwatched
+) -> Iterator[str]:
     """Write the set's files into `out`; yields a line for each, with what was left out.
 
     All files of a set are read before one is written, each appears complete or not at all, and one that is there stays
@@ -33,13 +35,17 @@ def write_known_set(name: str, out: Path, *, origin: str = "", overwrite: bool =
             raise UserError(f"{path} is there already; give --overwrite to replace it, or another --out")
     if origin and not Path(origin).is_dir():
         raise UserError(f"--from {origin}: no such directory")
-    parts = {part: _Part(_rows(known, origin, split), known, name) for part, split in known.splits.items()}
+    parts: dict[str, _Part] = {}
+    for part, split in known.splits.items():
+        with watch(f"reading {origin or known.hub} ({split})", 0, "rows") as advance:
+            parts[part] = _Part(counted(_rows(known, origin, split), advance), known, name)
     for part, split in known.splits.items():
         if not parts[part].rows:
             raise UserError(f"{origin or known.hub} ({split}): no row has the fields of this set; nothing was written")
     for part, path in files.items():
         rows = parts[part].rows
-        _write(path, rows)
+        with watch(f"writing {path}", len(rows), "rows") as advance:
+            _write(path, counted(rows, advance))
         yield f"{path}: {len(rows)} problems{parts[part].left_out()}"
 
 
@@ -82,7 +88,7 @@ def _rows(known: KnownSet, origin: str, split: str) -> Iterator[dict[str, Any]]:
         yield row.values
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

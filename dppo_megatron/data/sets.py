@@ -30,7 +30,7 @@ from dppo_megatron.data.templates import (
     tokenize,
     turn_end_tokens,
 )
-from dppo_megatron.types import Prompt, UserError
+from dppo_megatron.types import Advance, Prompt, UserError, Watch, unwatched
 
 _BATCH = 1000
 """Rows tokenized in one call: a call for each took 3 times as long."""
@@ -57,7 +57,12 @@ class ProblemSet:
 
 
 def load_set(
-    name: str, settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase, *, first_index: int = 0
+    name: str,
+    settings: ResolvedSet,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    first_index: int = 0,
+    watch: Watch = unwatched,
 ) -> ProblemSet:
     """Read, render and tokenize one set. Its prompts are numbered from `first_index`.
 
@@ -65,19 +70,50 @@ def load_set(
         UserError: a row without a problem, a prompt that is too long and may not be filtered, or no problems.
     """
     check_template(settings, tokenizer)
-    prompts: list[Prompt] = []
-    shared, repeats, hashed = shared_ids(tokenizer), _Repeats(prompts), SetHash()
-    filtered = unknown_levels = 0
-    for rows in read_set(settings):
+    read = _Reading(settings, tokenizer, first_index)
+    with watch(f"reading {settings.path}", 0, "rows") as advance:
+        for rows in read_set(settings, advance):
+            read.add(rows)
+    prompts = read.prompts
+    if not prompts:
+        why = f": all {read.filtered} are longer than {settings.max_prompt_tokens} tokens" if read.filtered else ""
+        raise UserError(f"{settings.path}: holds no problems{why}")
+    notes = [*read.repeats.notes()]
+    if read.unknown_levels:
+        notes.append(f"{read.unknown_levels} rows have a level that is no number; it is left out")
+    return ProblemSet(
+        name,
+        settings.key,
+        prompts,
+        read.filtered,
+        prompts[0].text,
+        read.hashed.hexdigest(),
+        tuple(notes),
+        read.repeats.first,
+    )
+
+
+class _Reading:
+    """Rows of a set become prompts, batch by batch."""
+
+    def __init__(self, settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase, first_index: int) -> None:
+        self._settings, self._tokenizer, self._first_index = settings, tokenizer, first_index
+        self._shared = shared_ids(tokenizer)
+        self.prompts: list[Prompt] = []
+        self.repeats, self.hashed = _Repeats(self.prompts), SetHash()
+        self.filtered = self.unknown_levels = 0
+
+    def add(self, rows: list[Row]) -> None:
+        """The next rows."""
+        settings = self._settings
         problems = [problem_of(row, settings) for row in rows]
-        texts = render(problems, [row.origin for row in rows], settings, tokenizer)
-        ids = tokenize(texts, tokenizer, shared)
+        texts = render(problems, [row.origin for row in rows], settings, self._tokenizer)
+        ids = tokenize(texts, self._tokenizer, self._shared)
         for row, problem, text, token_ids in zip(rows, problems, texts, ids, strict=True):
             level, unknown = level_of(row, settings)
-            unknown_levels += unknown
-            index = first_index + len(prompts)
+            self.unknown_levels += unknown
             prompt = Prompt(
-                index,
+                self._first_index + len(self.prompts),
                 text,
                 token_ids,
                 answer_of(row, settings),
@@ -87,31 +123,18 @@ def load_set(
                 origin=row.origin,
             )
             if _is_too_long(prompt, settings):
-                filtered += 1
+                self.filtered += 1
                 continue
-            hashed.add(prompt)
-            prompts.append(prompt)
-            repeats.add(problem)
-    if not prompts:
-        why = f": all {filtered} are longer than {settings.max_prompt_tokens} tokens" if filtered else ""
-        raise UserError(f"{settings.path}: holds no problems{why}")
-    notes = [*repeats.notes()]
-    if unknown_levels:
-        notes.append(f"{unknown_levels} rows have a level that is no number; it is left out")
-    return ProblemSet(
-        name,
-        settings.key,
-        prompts,
-        filtered,
-        prompts[0].text,
-        hashed.hexdigest(),
-        tuple(notes),
-        repeats.first,
-    )
+            self.hashed.add(prompt)
+            self.prompts.append(prompt)
+            self.repeats.add(problem)
 
 
-def read_set(settings: ResolvedSet) -> Iterator[list[Row]]:
+def read_set(settings: ResolvedSet, advance: Advance) -> Iterator[list[Row]]:
     """The set's rows from any source, in batches, at most `limit` in all.
+
+    Args:
+        advance: is told how many the caller has done with.
 
     Raises:
         UserError: it cannot be read.
@@ -123,11 +146,16 @@ def read_set(settings: ResolvedSet) -> Iterator[list[Row]]:
     else:
         rows = read_file(settings.path)
     rows = islice(rows, settings.limit) if settings.limit else rows
+    done = 0
     while batch := list(islice(rows, _BATCH)):
         yield batch
+        done += len(batch)
+        advance(done)
 
 
-def load_train_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, ProblemSet]:
+def load_train_sets(
+    config: Config, tokenizer: PreTrainedTokenizerBase, watch: Watch = unwatched
+) -> dict[str, ProblemSet]:
     """All sets to train on, their prompts numbered consecutively.
 
     Raises:
@@ -136,7 +164,8 @@ def load_train_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[
     sets: dict[str, ProblemSet] = {}
     settings = train_set_configs(config)
     for name, one in settings.items():
-        sets[name] = load_set(name, one, tokenizer, first_index=sum(len(done.prompts) for done in sets.values()))
+        first = sum(len(done.prompts) for done in sets.values())
+        sets[name] = load_set(name, one, tokenizer, first_index=first, watch=watch)
     paths = ", ".join(one.path for one in settings.values())
     if too_few := too_few_prompts(config, sum(len(one.prompts) for one in sets.values()), paths):
         raise UserError(too_few)
@@ -145,13 +174,16 @@ def load_train_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[
     return sets
 
 
-def load_eval_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, ProblemSet]:
+def load_eval_sets(
+    config: Config, tokenizer: PreTrainedTokenizerBase, watch: Watch = unwatched
+) -> dict[str, ProblemSet]:
     """All sets to evaluate on, each numbered from 0.
 
     Raises:
         UserError: as `load_set`.
     """
-    return {name: load_set(name, settings, tokenizer) for name, settings in eval_set_configs(config).items()}
+    sets = eval_set_configs(config)
+    return {name: load_set(name, settings, tokenizer, watch=watch) for name, settings in sets.items()}
 
 
 def set_sizes(sets: Mapping[str, ProblemSet]) -> dict[str, int]:

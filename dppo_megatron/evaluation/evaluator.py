@@ -103,7 +103,8 @@ class Evaluator:
                 advance(len(completions), tokens)
         mine = [(position, items[position]) for position in sorted(completions)]
         done = [completions[position] for position, _ in mine]
-        grades = self._grade([item for _, item in mine], [completion.text for completion in done])
+        with watch("evaluation: grading", 0, ""):
+            grades = self._grade([item for _, item in mine], [completion.text for completion in done])
         each = zip(mine, done, grades, strict=True)
         return [self._record(item, completion, grade) for (_, item), completion, grade in each], mine
 

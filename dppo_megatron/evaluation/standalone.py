@@ -32,15 +32,16 @@ from dppo_megatron.evaluation.statistics import EvalScores, percent
 from dppo_megatron.evaluation.target import find_target
 from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.launched import launched_world_size
-from dppo_megatron.observe.progress import Progress
 from dppo_megatron.rewards.grading import GradeTask, make_grader
 from dppo_megatron.rewards.start_checks import check_grader
 from dppo_megatron.rollout.engine import Engine
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.types import Prompt, UserError
+from dppo_megatron.types import Grade, Prompt, UserError, Watch, counted, unwatched
 
 _FORMAT = "dppo_megatron evaluation 1"
+_GRADED_AT_ONCE = 1000
+"""Between two looks at the progress: enough that no grader waits for the last of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,11 @@ class Order:
     limit: int = 0
 
 
-def evaluate_model(order: Order) -> list[str]:
+def evaluate_model(order: Order, watch: Watch = unwatched) -> list[str]:
     """Evaluate, write results.json and samples.jsonl, and return lines to print.
+
+    Args:
+        watch: shows the progress.
 
     Raises:
         UserError: anything wrong with the model, the sets or the settings, before anything is generated.
@@ -70,23 +74,24 @@ def evaluate_model(order: Order) -> list[str]:
         raise UserError("there is no set to evaluate on: give --sets, or data.eval_sets in the config")
     if out is not None:
         check_out(out, RESULTS)
-    job = prepare_job(config, world_size=1, trains=False, watch=Progress)
+    job = prepare_job(config, world_size=1, trains=False, watch=watch)
     for line in [*said, *_shown(job)]:
         print(line, flush=True)
     with TemporaryDirectory(prefix="eval-") as scratch:
         job.config.run_dir = str(out or scratch)  # servers' logs and the sync directory
-        with closing(_engine(job)) as engine, closing(Evaluator(job)) as evaluator:
+        with closing(_engine(job, watch)) as engine, closing(Evaluator(job)) as evaluator:
             print(engine.description, flush=True)
-            samples = evaluator.sample(engine, Progress)
+            samples = evaluator.sample(engine, watch)
     scores = scores_of(samples)
     lines = table(scores)
     if out is not None:
-        write_results(out, samples, scores, config, {"model": str(config.model.hf_path)})
+        with watch(f"writing {out}", 0, ""):
+            write_results(out, samples, scores, config, {"model": str(config.model.hf_path)})
         lines += ["", f"{out}/: {RESULTS}, {SAMPLES}"]
     return lines
 
 
-def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
+def rescore(path: Path, settings: Sequence[str], out: Path | None, watch: Watch = unwatched) -> list[str]:
     """Grade the samples of an evaluation again, without generating; returns lines to print.
 
     The reward settings are those of the results.json beside the samples, where there is one, changed by `settings`.
@@ -96,7 +101,8 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
     """
     if out is not None:
         check_out(out, RESULTS)
-    samples = read_samples(path)
+    with watch(f"reading {path}", 0, ""):
+        samples = read_samples(path)
     beside = (path if path.is_dir() else path.parent) / RESULTS
     before = _read_results(beside) if beside.is_file() else {}
     for item in settings:
@@ -114,7 +120,7 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
         members = [i for i, sample in enumerate(samples) if chosen.get(sample.set, "") == function]
         tasks = [_task(samples[i]) for i in members]
         check_grader(graders.of(function), _prompt(samples[members[0]]))
-        for i, grade in zip(members, graders.grade(function, tasks), strict=True):
+        for i, grade in zip(members, _graded(graders, function, tasks, watch), strict=True):
             correct = graders.correct(grade)
             graded[i] = replace(
                 samples[i],
@@ -251,13 +257,24 @@ def _for_evaluation(config: Config, limit: int) -> Config:
     return config
 
 
-def _engine(job: Job) -> Engine:
+def _graded(graders: SetGraders, function: str, tasks: Sequence[GradeTask], watch: Watch) -> list[Grade]:
+    found: list[Grade] = []
+    with watch("grading", len(tasks), "answers") as advance:
+        for first in range(0, len(tasks), _GRADED_AT_ONCE):
+            found += graders.grade(function, tasks[first : first + _GRADED_AT_ONCE])
+            advance(len(found))
+    return found
+
+
+def _engine(job: Job, watch: Watch) -> Engine:
     """The configured engine with the checkpoint's weights."""
+    names = job.checkpoint.names
     if job.config.rollout.engine == "hf":
-        return engine_from_files(job.config, job.tokenizer, job.checkpoint)
-    engine = ServerEngine(job.config, job.architecture, job.tokenizer, watch=Progress)
+        return engine_from_files(job.config, job.tokenizer, job.checkpoint, watch)
+    engine = ServerEngine(job.config, job.architecture, job.tokenizer, watch=watch)
     try:
-        engine.load_weights(lambda: ((name, job.checkpoint.get(name)) for name in job.checkpoint.names))
+        with watch("weights to the servers", len(names), "tensors") as advance:
+            engine.load_weights(lambda: ((name, job.checkpoint.get(name)) for name in counted(names, advance)))
     except BaseException:
         engine.close()
         raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from dppo_megatron.spans import Spans
@@ -19,19 +19,30 @@ class Timers:
     def __init__(self, spans: Spans | None = None) -> None:
         self._seconds: dict[str, float] = {}
         self._spans = spans or Spans()
+        self._open: list[str] = []
+        self.tell: Callable[[str], None] | None = None
+        """Takes the name of the innermost phase, whenever that changes; for people who watch."""
 
     @contextmanager
     def phase(self, name: str, *, cpu: bool = False) -> Iterator[None]:
         """Add the time of the block to `name`; with `cpu`, the CPU time of this process to `<name>_cpu` as well."""
         start, cpu_start = time.perf_counter(), time.process_time()
+        self._open.append(name)
+        self._tell()
         try:
             yield
         finally:
             end = time.perf_counter()
+            self._open.pop()
+            self._tell()
             self._add(name, end - start)
             self._spans.add("phases", name, start, end)
             if cpu:
                 self._add(f"{name}_cpu", time.process_time() - cpu_start)
+
+    def _tell(self) -> None:
+        if self.tell is not None:
+            self.tell(self._open[-1] if self._open else "")
 
     def _add(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds

@@ -1,29 +1,56 @@
 """Progress of whatever takes more than two seconds: a live bar on a terminal, plain lines now and then in a pipe.
 
 A task that ends sooner leaves no trace. In a log file a line each 15 s would bury what a day-long run says, so lines
-come at 5 s and then ever more rarely, up to a minute apart; each has the time that is left.
+come at 5 s and then ever more rarely, up to a minute apart; each has the time that is left, where that is known.
+
+Some tasks count nothing (Megatron writes a checkpoint, another rank starts) or count in large jumps. So a thread looks
+once a second, beside the one that works: a call that blocks for a minute is not a silent minute.
 
 Example, of 100 answers at 4 s each:
     evaluation: 2 of 100 answers, 12 tokens/s, about 7 min left
-    evaluation: 3 of 100 answers, ...
+    evaluation: 4 of 100 answers, ...
     evaluation: 100 answers in 7 min
+
+Without a count, and without a total:
+    saving the checkpoint of step 20: 5 s             reading train.jsonl: 48,000 problems, 5 s
+    saving the checkpoint of step 20: done in 12 s    reading train.jsonl: 91,000 problems in 9 s
 """
 
 from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 _DELAY_S = 2.0
-_FIRST_LINE_S, _LEAST_S, _MOST_S = 5.0, 5.0, 60.0
-"""In a pipe: the first line, and how far lines are apart, half as long as the task has taken."""
+_LEAST_S, _MOST_S = 5.0, 60.0
+"""In a pipe: how far lines are apart, half as long as the task has taken."""
 _REDRAW_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """When a task says something."""
+
+    first_line_s: float = 5.0
+    """In a pipe."""
+    beat_s: float = 1.0
+    """How often the thread looks; 0: no thread, for a test whose clock stands still meanwhile."""
+    closing_line: bool = True
+    """Whether a line says at the end how long it took."""
+
+
+_TASK = Pace()
+_PHASES = Pace(first_line_s=60.0, closing_line=False)
+"""Of a step: its own line follows, and a step of 30 s needs no other in a log."""
 
 
 class Progress:
@@ -34,11 +61,13 @@ class Progress:
 
     Args:
         what: `evaluation`, `warm start`.
-        unit: in the plural.
+        total: 0 if it is not known.
+        unit: in the plural; empty: nothing is counted.
         stream: where a terminal would be.
         clock: seconds that only grow.
         say: takes a plain line; None: printed to `stream`.
         visible: False on ranks that say nothing.
+        pace: when lines come.
     """
 
     def __init__(
@@ -51,50 +80,89 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         say: Callable[[str], None] | None = None,
         visible: bool = True,
+        pace: Pace = _TASK,
     ) -> None:
         self._what, self._total, self._unit = what, total, unit
         self._stream, self._clock, self._visible = stream or sys.stderr, clock, visible
-        self._say = say or self._print
+        self._say, self._pace = say or self._print, pace
         self._live = visible and self._stream.isatty()
         self._began = clock()
-        self._done, self._tokens = 0, 0
-        self._next_s = _DELAY_S if self._live else _FIRST_LINE_S
-        self._was_seen = False
+        self._done, self._tokens, self._note = 0, 0, ""
+        self._shown_from_s = self._next_s = _DELAY_S if self._live else pace.first_line_s
         self._bar: Any = None
+        self._lock = threading.Lock()
+        """Of the display: the thread that works and the one that looks both draw."""
+        self._ended = threading.Event()
+        self._beat: threading.Thread | None = None
 
     def __enter__(self) -> Progress:
+        if self._visible and self._pace.beat_s:
+            self._beat = threading.Thread(target=self._look, name=f"progress of {self._what}", daemon=True)
+            self._beat.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._ended.set()
+        if self._beat is not None:
+            self._beat.join()
         if self._bar is not None:
             self._bar.close()
-        if self._was_seen and kind is None:
-            seconds = self._clock() - self._began
-            self._say(f"{self._what}: {self._done} {self._unit} in {duration(seconds)}{self._rate(seconds)}")
+        seconds = self._clock() - self._began
+        if self._visible and kind is None and seconds >= self._shown_from_s and self._pace.closing_line:
+            done = f"{self._count(self._done)} {self._unit}" if self._unit else "done"
+            self._say(f"{self._what}: {done} in {duration(seconds)}{self._rate(seconds)}")
 
     def __call__(self, done: int, tokens: int = 0) -> None:
         """So much of the total is done, with so many tokens."""
         self._done, self._tokens = done, tokens
-        seconds = self._clock() - self._began
-        if not self._visible or seconds < self._next_s:
+        self._show()
+
+    def note(self, text: str) -> None:
+        """What is being done now, for a task that counts nothing."""
+        self._note = text
+        self._show()
+
+    def _look(self) -> None:
+        while not self._ended.wait(self._pace.beat_s):
+            try:
+                self._show()
+            except (OSError, ValueError):  # the terminal has gone, or the stream was closed: not this thread's to say
+                return
+
+    def _show(self) -> None:
+        if not self._visible:
             return
-        self._was_seen = True
-        if self._live:
-            self._next_s = seconds + _REDRAW_S
-            self._draw(seconds)
-        else:
-            self._next_s = seconds + min(max(_LEAST_S, seconds / 2), _MOST_S)
-            self._say(f"{self._what}: {self._state(seconds)}")
+        with self._lock:
+            seconds = self._clock() - self._began
+            if seconds < self._next_s:
+                return
+            if self._live:
+                self._next_s = seconds + _REDRAW_S
+                self._draw(seconds)
+            else:
+                self._next_s = seconds + min(max(_LEAST_S, seconds / 2), _MOST_S)
+                self._say(f"{self._what}: {self._state(seconds)}")
 
     def _draw(self, seconds: float) -> None:
         if self._bar is None:
             self._bar = tqdm(
-                total=self._total, file=self._stream, dynamic_ncols=True, leave=False, bar_format="{desc} |{bar}|"
+                total=self._total or None,
+                file=self._stream,
+                dynamic_ncols=True,
+                leave=False,
+                bar_format="{desc} |{bar}|" if self._total else "{desc}",
             )
         self._bar.n = min(self._done, self._total)
         self._bar.set_description_str(f"{self._what}: {self._state(seconds)}", refresh=True)
 
+    def _count(self, number: int) -> str:
+        return f"{number}" if self._total else f"{number:,}"
+
     def _state(self, seconds: float) -> str:
+        if not self._unit:
+            return f"{self._note}, {duration(seconds)}" if self._note else duration(seconds)
+        if not self._total:
+            return f"{self._count(self._done)} {self._unit}, {duration(seconds)}"
         text = f"{self._done} of {self._total} {self._unit}{self._rate(seconds)}"
         if not self._done:
             return f"{text}, waiting for {duration(seconds)}"
@@ -111,8 +179,8 @@ class Progress:
 class RunProgress:
     """A run's steps: a live bar on a terminal, one plain line a step in a pipe; silent on every rank but 0."""
 
-    def __init__(self, total_steps: int, *, visible: bool) -> None:
-        self._total, self._visible = total_steps, visible
+    def __init__(self, total_steps: int, *, visible: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._visible, self._clock = total_steps, visible, clock
         live = visible and sys.stderr.isatty()
         self._bar = tqdm(total=total_steps, unit="step", dynamic_ncols=True) if live else None
 
@@ -127,7 +195,14 @@ class RunProgress:
 
     def watch(self, what: str, total: int, unit: str) -> Progress:
         """The progress of a part of the run, below the bar of its steps; see `types.Watch`."""
-        return Progress(what, total, unit, say=self.say, visible=self._visible)
+        return Progress(what, total, unit, clock=self._clock, say=self.say, visible=self._visible)
+
+    @contextmanager
+    def phases(self, step: int) -> Iterator[Callable[[str], None]]:
+        """While a step lasts: which phase it is in, and for how long; what is given takes a phase's name."""
+        how: dict[str, Any] = {"clock": self._clock, "say": self.say, "visible": self._visible}
+        with Progress(f"step {step}", 0, "", **how, pace=_PHASES) as shown:
+            yield shown.note
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
         """Show the end of `step`."""

@@ -16,7 +16,7 @@ from dppo_megatron.planning.site import GIB, Site
 from dppo_megatron.planning.timing import Lengths, Speeds, Timing, plan_timing
 from dppo_megatron.simulate import Prediction
 from dppo_megatron.trace import Trace
-from dppo_megatron.types import UserError
+from dppo_megatron.types import UserError, Watch, unwatched
 from dppo_megatron.weights.architecture import Architecture
 
 _PROMPT_TOKENS = 150
@@ -94,6 +94,7 @@ def make_plan(
     prompt_tokens: float | None = None,
     methods: list[str] | None = None,
     trace: Trace | None = None,
+    watch: Watch = unwatched,
 ) -> Plan:
     """Plan a checked config.
 
@@ -102,6 +103,7 @@ def make_plan(
         prompt_tokens: likewise; None: 150, or the longest allowed if that is less.
         methods: pruning methods to compare, the first one the measure; empty: none.
         trace: a recorded run whose outcomes are replayed.
+        watch: shows how far the replay is.
 
     Raises:
         UserError: the layout does not fit the model or the number of GPUs, or a mean is above the longest allowed.
@@ -124,7 +126,7 @@ def make_plan(
     lengths = Lengths(prompt_tokens, completion_tokens)
     memory = plan_memory(config, architecture, site, lengths.sequence)
     timing = plan_timing(config, architecture, site, memory.engine, lengths, speeds)
-    predictions = predict(config, timing, lengths, methods, trace) if methods and timing else []
+    predictions = predict(config, timing, lengths, methods, trace, watch) if methods and timing else []
     return Plan(
         parameters=whole_model(architecture),
         active=active_parameters(architecture),

@@ -18,6 +18,7 @@ from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts
 from dppo_megatron.simulate import CostModel, Prediction, simulate
 from dppo_megatron.trace import Trace, TracedStep
+from dppo_megatron.types import Watch, unwatched
 
 _STEPS = 32
 _PROMPTS = 64
@@ -27,7 +28,12 @@ _SPREAD = 0.6
 
 
 def predict(
-    config: Config, timing: Timing, lengths: Lengths, methods: list[str], trace: Trace | None
+    config: Config,
+    timing: Timing,
+    lengths: Lengths,
+    methods: list[str],
+    trace: Trace | None,
+    watch: Watch = unwatched,
 ) -> list[Prediction]:
     """Each method's prediction, seconds on the machines of the plan."""
     if trace is None:
@@ -42,7 +48,7 @@ def predict(
         update_s * scale / timing.tokens_trained * 1000,
         fixed_s,
     )
-    return [simulate(trace, method, costs) for method in methods]
+    return [simulate(trace, method, costs, watch) for method in methods]
 
 
 def made_up_trace(config: Config, lengths: Lengths) -> Trace:

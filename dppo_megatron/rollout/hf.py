@@ -28,7 +28,7 @@ from dppo_megatron.rollout.engine import Request, Sampling, Weights, own_request
 from dppo_megatron.rollout.grading_ahead import GradingAhead
 from dppo_megatron.rollout.kv_cache import Moves
 from dppo_megatron.spans import Spans
-from dppo_megatron.types import Completion, FinishReason, Grade
+from dppo_megatron.types import Completion, FinishReason, Grade, Watch, counted, unwatched
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import WeightReader, check_finite
 
@@ -249,8 +249,14 @@ def _distinct_prompts(requests: Sequence[Request]) -> tuple[list[tuple[int, ...]
     return list(index), prompt_of
 
 
-def engine_from_files(config: Config, tokenizer: PreTrainedTokenizerBase, checkpoint: WeightReader) -> HFEngine:
-    """An engine with the checkpoint's own weights, without an actor: for scoring a finished model."""
+def engine_from_files(
+    config: Config, tokenizer: PreTrainedTokenizerBase, checkpoint: WeightReader, watch: Watch = unwatched
+) -> HFEngine:
+    """An engine with the checkpoint's own weights, without an actor: for scoring a finished model.
+
+    Args:
+        watch: shows how many tensors have been read.
+    """
     engine = HFEngine(
         config.model.hf_path,
         tokenizer,
@@ -260,10 +266,11 @@ def engine_from_files(config: Config, tokenizer: PreTrainedTokenizerBase, checkp
     )
 
     def finite() -> Iterator[tuple[str, Tensor]]:
-        for name in checkpoint.names:
-            tensor = checkpoint.get(name)
-            check_finite(name, tensor)
-            yield name, tensor
+        with watch("reading the model", len(checkpoint.names), "tensors") as advance:
+            for name in counted(checkpoint.names, advance):
+                tensor = checkpoint.get(name)
+                check_finite(name, tensor)
+                yield name, tensor
 
     engine.load_weights(finite)
     return engine

@@ -24,9 +24,11 @@ from dppo_megatron.rollout.launching import check_network
 from dppo_megatron.rollout.servers.connect import launch_servers, make_server
 from dppo_megatron.rollout.servers.directory import HEARTBEAT_S, Entry, Registration
 from dppo_megatron.rollout.servers.launch import LaunchedServer, stop_all
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import GuardStop, UserError, Watch, unwatched
 
 _READY_S = 5.0
+_LOOK_S = 0.5
+"""Between two looks at a server that is starting."""
 _MOST_STARTS = 3
 """Starts in a row after which a server that ends again before it was ready ends this command."""
 
@@ -36,12 +38,13 @@ def _print(line: str) -> None:
     print(line, flush=True)
 
 
-def serve(config: Config, host: str, say: Callable[[str], None] = _print) -> None:
+def serve(config: Config, host: str, say: Callable[[str], None] = _print, watch: Watch = unwatched) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
         host: name or address to listen on.
         say: takes a line for the person who watches.
+        watch: shows how long the servers take to start.
 
     Raises:
         UserError: the address or directory cannot be used, or a server cannot be started.
@@ -61,7 +64,12 @@ def serve(config: Config, host: str, say: Callable[[str], None] = _print) -> Non
         kept = [_Kept(server, config, directory, f"{name}{index}", say) for index, server in enumerate(servers)]
         for one in kept:
             undo.callback(one.withdraw)  # first of all: nobody shall ask a server that is about to end
-        while not asked_to_end.wait(0.5 if any(one.is_starting for one in kept) else HEARTBEAT_S):
+        with watch("rollout servers", len(kept), f"started ({servers[0].where})") as advance:
+            while any(one.is_starting for one in kept) and not asked_to_end.wait(_LOOK_S):
+                for one in kept:
+                    one.look()
+                advance(sum(not one.is_starting for one in kept))
+        while not asked_to_end.wait(_LOOK_S if any(one.is_starting for one in kept) else HEARTBEAT_S):
             for one in kept:
                 one.look()
     say("serve: ended")

@@ -25,7 +25,9 @@ function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size >= 1e5 || size < 1e-3) return value.toExponential(Math.max(0, digits - 1)).replace("e+", "e");
+  if (size < 1e-3) return value.toExponential(Math.max(0, digits - 1));
+  if (size >= 1e15) return value.toExponential(Math.max(0, digits - 1)).replace("e+", "e");
+  if (size >= 1e6) return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: digits });
   return size >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(digits)));
 }
 const percent = (value) => (value === null || value === undefined ? "–" : (100 * value).toFixed(1) + " %");

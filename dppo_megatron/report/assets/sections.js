@@ -1,6 +1,6 @@
 // The sections of the page, in order. A chart of which no run has data is left out.
 const has = (...keys) => runs.some((run) => keys.some((key) => (run.columns[key] || []).some((value) => value !== null)));
-const share = { yaxis: { tickformat: ".0%", rangemode: "tozero" } };
+const share = { yaxis: { tickformat: ".2~%", rangemode: "tozero" } };
 const zero = { yaxis: { rangemode: "tozero" } };
 const log = { yaxis: { type: "log", exponentformat: "power" } };
 

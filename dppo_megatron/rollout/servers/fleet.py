@@ -374,13 +374,13 @@ class _Rollout:
                 index = self._work.landed[event.ticket]
                 self._work.ready.add(index)
                 now = self._fleet.spans.clock()
-                self._show("grading", index, self._landed_s.pop(event.ticket, now), event.ticket)
+                self._show("grading", index, self._landed_s.pop(event.ticket, now), now, event.ticket)
             return None
         if event.ticket not in self._attempts:
             return None
         attempt = self._forget(event.ticket)
-        self._landed_s[event.ticket] = self._fleet.spans.clock()
-        self._show(f"requests {attempt.member.name}", attempt.index, attempt.began_s, event.ticket)
+        landed_s = self._landed_s[event.ticket] = self._fleet.spans.clock()
+        self._show(f"requests {attempt.member.name}", attempt.index, attempt.began_s, landed_s, event.ticket)
         if isinstance(event, Failed):
             self._failed(attempt, event)
             return None
@@ -394,10 +394,10 @@ class _Rollout:
         self._fleet.delivered(attempt.member)
         return attempt.index
 
-    def _show(self, track: str, index: int, began_s: float, ticket: int) -> None:
+    def _show(self, track: str, index: int, began_s: float, ended_s: float, ticket: int) -> None:
         spans = self._fleet.spans
         if spans.on:
-            spans.add(track, self._work.groups[index].request_id, began_s, spans.clock(), ticket)
+            spans.add(track, self._work.groups[index].request_id, began_s, ended_s, ticket)
 
     def _again(self, index: int) -> None:
         self._work.retries += 1
