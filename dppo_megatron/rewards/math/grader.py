@@ -51,7 +51,7 @@ def grade_math_boxed(completion: str, answer: str, row: Mapping[str, Any]) -> Gr
 def _grade(found: Extraction, answer: str, row: Mapping[str, Any]) -> Grade:
     if not found.parts:
         return Grade(0.0, None, found.why, {"parsed_share": 0.0, "boxed_share": 0.0})
-    boxed = 0.0 if found.mark == "stated" else 1.0
+    boxed = 0.0 if found.mark in ("stated", "equation") else 1.0
     text = found.parts[0] if len(found.parts) == 1 else ", ".join(found.parts)
     if text == answer:
         return Grade(1.0, text, "exact", {"parsed_share": 1.0, "boxed_share": boxed})
