@@ -52,6 +52,7 @@ _SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
 _FULL_STOP = re.compile(r"(?:\.\s*(?:\$\$?|\\\]|\\\))?|\$\$?|\\\]|\\\))\s*\Z")
 _LAST_EQUATION = re.compile(r"(?<![<>!=:])=(?!=)\s*(?P<value>(?:[^=<>\n.]|\.(?!\s)){1,80})\Z")
 _PROSE = re.compile(r"(?<=[A-Za-z$])\s+(?:in|of|on|from|that|which)\s+[A-Za-z].*", re.DOTALL)
+_LAST_NAME = re.compile(r"(?<![A-Za-z])[A-Za-z](?=[\s$&]*\Z)")
 _WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _SENTENCE_BEGIN = re.compile(r"(?<=[.?!])[\s$]+(?=[A-Z\\$])|\n\s*\n")
 # a condition, a task or a doubt: the equation is then not what the text comes to
@@ -250,7 +251,8 @@ def _last_equation(tail: str) -> Extraction | None:
     """The right side of an equation with which the text ends as a complete sentence, as derivations do that nobody
     asked to mark their answer: `Therefore, the area is $12-2=10$.`
 
-    A text without a full stop may have been cut off, and is not looked at.
+    A text without a full stop may have been cut off, and is not looked at. `3x + 4y = 0` and `x = 1, x = 2` are answers
+    as a whole, which nothing here marks.
     """
     end = _FULL_STOP.search(tail)
     found = end and _LAST_EQUATION.search(tail[: end.start()].rstrip(" \n."))
@@ -259,7 +261,9 @@ def _last_equation(tail: str) -> Extraction | None:
     start = 0
     for start in (match.end() for match in _SENTENCE_BEGIN.finditer(tail, 0, found.start())):  # noqa: B007
         pass
-    if _NOT_A_RESULT.search(tail, start):
+    sides = tail[start : found.start("value")].split("=")[:-1]
+    names = [name[0] for side in sides if (name := _LAST_NAME.search(side))]
+    if _NOT_A_RESULT.search(tail, start) or found["value"].strip() == "0" or len(set(names)) < len(names):
         return None
     value = _PROSE.sub("", found["value"]).replace("$", " ")  # 31800 dollars in total
     return _found(value, "equation") if len(_WORDS.findall(value)) < 4 else None
