@@ -28,7 +28,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             write_repository(directory / "hub" / known.hub, LAYOUTS[name][0], known.subset)
     out = directory / "out"
     commands = [["data", name, "--out", str(out / name)] for name in KNOWN_SETS]
-    commands += [["data", "math500", "--out", str(out / "again")], ["data", MISSING, "--out", str(out / "nobody")]]
+    commands += [["data", "math500", "--out", str(out / "again")], ["data", DROPPED, "--out", str(out / "nobody")]]
     (directory / "commands.json").write_text(json.dumps(commands), encoding="utf-8")
     inherited = {key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HTTP"))}
     environment = {
@@ -68,7 +68,7 @@ def test_a_set_is_downloaded(answers: dict[str, dict[str, Any]], name: str) -> N
         (GATED, "HuggingFaceH4/aime_2024: needs a login that has accepted its terms (hf auth login)"),
         (DROPPED, "math-ai/aime25: the connection to the hub broke, run it again: "),
         (CUT, "math-ai/amc23: the connection to the hub broke, run it again: "),
-        ("nobody", "agentica-org/DeepScaleR-Preview-Dataset: the hub cannot be reached: "),
+        ("nobody", "math-ai/aime25: the hub cannot be reached: "),
     ],
 )
 def test_a_hub_that_does_not_answer_is_one_sentence(answers: dict[str, dict[str, Any]], name: str, said: str) -> None:

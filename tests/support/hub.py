@@ -13,9 +13,11 @@ errors, not our idea of them. A repository is a directory; the trade-off is that
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -41,6 +43,8 @@ class Hub:
         """A name whose files end half-way."""
         self.requests: list[str] = []
         """`METHOD /path` of every request, in order."""
+        self.connections: list[socket.socket] = []
+        """All that were ever accepted."""
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
@@ -52,11 +56,18 @@ class Hub:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()  # from now on the port refuses connections
+        for connection in self.connections:  # and those that the client has kept are ended
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+
+        def setup(self) -> None:
+            hub.connections.append(self.request)
+            super().setup()
 
         def do_GET(self) -> None:
             self._answer(b"")

@@ -107,7 +107,7 @@ def _only_box(text: str) -> str | None:
     if at < 0 or text.find("\\boxed") != at or "think>" in text or "\\fbox" in text:
         return None
     box = _PLAIN_BOX.match(text, at)
-    if box is None or _MINUS.search(text, max(0, at - 20), at):
+    if box is None or _has_minus(text, at):
         return None
     answer = box[1].strip(" \n\r")
     if not answer or answer.isspace() or len(answer) > MAX_ANSWER_CHARS or "answer is" in answer:
@@ -115,6 +115,12 @@ def _only_box(text: str) -> str | None:
     if "\\" in answer and _ESCAPED_BRACE.search(text, at + len("\\boxed"), box.end()):
         return None
     return answer
+
+
+def _has_minus(text: str, box: int) -> bool:
+    """Whether a sign of its own stands before the box."""
+    sign = text[max(0, box - 4) : box].rstrip(" \\")[-1:]  # no search where there is none
+    return sign in ("-", "\u2212") and _MINUS.search(text, max(0, box - 20), box) is not None
 
 
 def _without_thoughts(text: str) -> str:
@@ -201,7 +207,7 @@ def _joined(text: str, boxes: list[tuple[int, int, int]]) -> Extraction:
     parts: list[str] = []
     for mark, content, end in boxes[start:]:
         inside = _unboxed(text[content:end])
-        if _MINUS.search(text, max(0, mark - 20), mark):
+        if _has_minus(text, mark):
             inside = f"-({inside})" if re.search(r"[-+,;]", inside) else f"-{inside.lstrip()}"
         if len(inside) > 40 and "answer is" in inside:  # a whole sentence was put in the box
             stated = _stated(inside)
@@ -263,7 +269,7 @@ def _last_equation(tail: str) -> Extraction | None:
         pass
     sides = tail[start : found.start("value")].split("=")[:-1]
     names = [name[0] for side in sides if (name := _LAST_NAME.search(side))]
-    if _NOT_A_RESULT.search(tail, start) or found["value"].strip() == "0" or len(set(names)) < len(names):
+    if _NOT_A_RESULT.search(tail, start) or found["value"].strip(" $") == "0" or len(set(names)) < len(names):
         return None
     value = _PROSE.sub("", found["value"]).replace("$", " ")  # 31800 dollars in total
     return _found(value, "equation") if len(_WORDS.findall(value)) < 4 else None
