@@ -46,7 +46,10 @@ _CONNECTOR = re.compile(
 )
 _FILLER = re.compile(r"\\(?:quad|qquad|[()\[\],;: ])|[\s$&]+")
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
-_STATED = re.compile(r"(?:\banswer(?:\*\*)?(?: is\b\s*:?|\s*[:=])|^A:)(?:\*\*)?\s*", re.IGNORECASE | re.MULTILINE)
+_STATED = re.compile(
+    r"(?:\b(?:answer|correct (?:option|choice))(?:\*\*)?(?: is\b\s*:?|\s*[:=])|^A:)(?:\*\*)?\s*",
+    re.IGNORECASE | re.MULTILINE,
+)
 _STATED_TAIL = re.compile(r"[.\s$*]*(?:I hope it is correct|hope it is correct)?[.\s$*]*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
 _FULL_STOP = re.compile(r"(?:\.\s*(?:\$\$?|\\\]|\\\))?|\$\$?|\\\]|\\\))\s*\Z")
