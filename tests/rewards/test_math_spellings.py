@@ -24,7 +24,12 @@ def test_what_tex_and_markdown_write(monkeypatch: pytest.MonkeyPatch) -> None:
         + case(r"15 \text{ cm}^2", [r"15\text{ cm²}", r"15 \mathrm{cm^{2}}"], [r"15\text{ cm³}"])
         + case(
             r"15 \text{ m/s}",
-            [r"15 \frac{\text{m}}{\text{s}}", r"15\,\mathrm{m\,s^{-1}}", r"54 \text{ km/h}"],
+            [
+                r"15 \frac{\text{m}}{\text{s}}",
+                r"15\,\mathrm{m\,s^{-1}}",
+                r"15 \text{ m} \cdot \text{s}^{-1}",
+                r"54 \text{ km/h}",
+            ],
             [r"15 \frac{\text{km}}{\text{s}}", r"15\,\mathrm{km\,s^{-1}}"],
         )
         + case("yes", ["**yes**", "``yes''"], ["**no**"])
@@ -52,6 +57,8 @@ def test_numbers_in_other_places(monkeypatch: pytest.MonkeyPatch) -> None:
         + case("m+n=5", ["n+m=5"], ["5", "m-n=5"])
         + case(r"2^{2^{2^{10}}}", [r"2^{2^{1024}}"], [r"2^{2^{1025}}", r"3^{2^{1024}}"])
         + case("1, 2, 3", ["3, 2, 1"], [r"1, 2, 3, \ldots", r"1, 2, \ldots"])
+        + case(r"\emptyset", [r"\{\}", r"\text{no solution}"], [r"\{(1,2)\}", r"\{0\}", r"\{\{1\}\}"])
+        + case(r"34 \text{ kg}", ["34"], [r"34 \text{ m} \cdot \text{s}^{-1}", r"34\,\mathrm{m\,s^{-1}}"])
         + case(r"\frac{1}{x}", [r"\frac{1}{x}, x \ne 0"], [r"\frac{1}{x}, 0"]),
         monkeypatch,
     )

@@ -258,6 +258,8 @@ def _as_spans(answer: Answer) -> Spans | None:
             return Spans((Piece(low.node, False, high.node, False),))
     if isinstance(answer, Row) and answer.kind == "set":
         points = [item.node for item in as_items(answer) if isinstance(item, Value)]
+        if len(points) < len(answer.items):  # a set of points of the plane, say
+            return None
         return Spans(tuple(Piece(node, True, node, True) for node in points))
     return None
 

@@ -142,7 +142,7 @@ _PER = re.compile(r"\s*/\s*|\s+per\s+")
 
 def _known(words: str) -> tuple[str, Fraction]:
     words = {"mph": "mi/h", "kph": "km/h"}.get(words.strip(), words)
-    above, *below = _PER.split(_INVERSE.sub(r"/\1", words))
+    above, *below = _PER.split(_INVERSE.sub(r"/\1", words.replace("*", " ")))
     if below:
         parts = [_known(part.strip()) for part in (above, *below)]
         if len(parts) > 2 or not all(dimension for dimension, _ in parts):
