@@ -4,7 +4,7 @@
 Three questions: is every reference of the public sets right when a completion boxes it; hard pairs of a reference and
 an answer with a label (`grader_cases`, without its ambiguous rows); what models answered (`model_responses`). An answer
 that does not mark itself is boxed, for both graders; `(text)` grades the models' whole texts. Labels are taken as their
-source gives them, also where they are wrong (docs/math.md lists those).
+source gives them, also where they are wrong; `(labels)` is the same with those of `grading_labels.py` put right.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from grading_labels import put_right
 
 from dppo_megatron.rewards.math.extract import extract
 from dppo_megatron.rewards.math.grader import grade_math
@@ -126,6 +128,9 @@ def _labelled(data: Path) -> dict[str, list[Row]]:
         "grader_cases": [{**row, "text": _marked(row["prediction"])} for row in pairs],
         "model_responses": [{**row, "text": _marked(row["prediction"])} for row in responses],
         "model_responses (text)": [{**row, "text": row["response"]} for row in responses],
+        "model_responses (labels)": [
+            {**row, "text": row["response"], "label": put_right(row["id"], row["label"])} for row in responses
+        ],
     }
 
 

@@ -108,8 +108,12 @@ def _hub_reason(error: Exception) -> str:
         return f"offline (HF_DATASETS_OFFLINE or HF_HUB_OFFLINE is set) and not in the local cache: {_reason(error)}"
     if "ConnectionError" in names or "OfflineModeIsEnabled" in names or "Timeout" in names or "ConnectError" in names:
         return f"the hub cannot be reached: {_reason(error)}"
+    if "DatasetNotFoundError" in names and "gated" in str(error):
+        return f"needs a login that has accepted its terms (hf auth login): {_reason(error)}"
     if "DatasetNotFoundError" in names:
-        return f"not found on the hub, or not open to you (huggingface-cli login): {_reason(error)}"
+        return f"not found on the hub, or not open to you (hf auth login): {_reason(error)}"
+    if "TransportError" in names:
+        return f"the connection to the hub broke, run it again: {_reason(error)}"
     return _reason(error)
 
 

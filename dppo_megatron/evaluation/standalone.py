@@ -18,6 +18,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.choice import chosen_sets, without
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.evaluation.grading import SetGraders, unparsed, vote_of
+from dppo_megatron.evaluation.levels import by_level, level_lines
 from dppo_megatron.evaluation.samples import (
     RESULTS,
     SAMPLES,
@@ -83,7 +84,7 @@ def evaluate_model(order: Order, watch: Watch = unwatched) -> list[str]:
             print(engine.description, flush=True)
             samples = evaluator.sample(engine, watch)
     scores = scores_of(samples)
-    lines = table(scores)
+    lines = [*table(scores), *level_lines(by_level(samples, config))]
     if out is not None:
         with watch(f"writing {out}", 0, ""):
             write_results(out, samples, scores, config, {"model": str(config.model.hf_path)})
@@ -202,6 +203,10 @@ def write_results(
         "reward": asdict(config.reward),
         "sets": settings,
         "scores": {one.name: one.as_json() for one in scores},
+        "levels": {
+            name: {level: asdict(one) for level, one in each.items()}
+            for name, each in by_level(samples, config).items()
+        },
         "mean_over_sets": mean_over_sets(scores),
         "metrics": {key: value for one in scores for key, value in one.metrics().items()},
         "versions": {name: version(name) for name in packages},

@@ -6,135 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from chat_tokenizer import chat_tokenizer
+from support.known_layouts import LAYOUTS, write_repository
 
 from dppo_megatron.cli import main
 from dppo_megatron.config.data import TrainSetConfig, train_set_configs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.known import KNOWN_SETS, after_hashes, last_boxed
 from dppo_megatron.data.sets import load_set
-
-BEFORE = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer:"
-    " $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
-)
-BEHIND = '\n\nRemember to put your answer on its own line after "Answer:".'
-
-
-def _dapo(problem: str, answer: str, index: str) -> dict[str, Any]:
-    prompt = [{"content": BEFORE + problem + BEHIND, "role": "user"}]
-    return {
-        "data_source": "math_dapo",
-        "prompt": prompt,
-        "ability": "MATH",
-        "reward_model": {"ground_truth": answer, "style": "rule"},
-        "extra_info": {"index": index},
-    }
-
-
-# name: (rows of each split as its repository has them, what must come out of the first split)
-LAYOUTS: dict[str, tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]] = {
-    "gsm8k": (
-        {
-            "train": [{"question": "How many?", "answer": "9 + 9 = <<9+9=18>>18\n#### 1,018"}],
-            "test": [{"question": "And then?", "answer": "so\n#### -3"}],
-        },
-        [{"problem": "How many?", "answer": "1018", "source": "gsm8k"}],
-    ),
-    "math": (
-        {
-            "train": [
-                {
-                    "problem": "p",
-                    "level": "Level 3",
-                    "type": "Algebra",
-                    "solution": r"a \boxed{1} b $\boxed{\frac{1}{2}}$.",
-                },
-                {"problem": "no answer", "level": "Level 1", "type": "Algebra", "solution": r"so \boxed{}"},
-            ],
-            "test": [{"problem": "q", "level": "Level ?", "type": "Geometry", "solution": r"$\boxed 5$"}],
-        },
-        [{"problem": "p", "answer": r"\frac{1}{2}", "source": "math", "level": "Level 3", "subject": "Algebra"}],
-    ),
-    "math500": (
-        {"test": [{"problem": "p", "solution": "s", "answer": "2", "subject": "S", "level": 4, "unique_id": "u/1"}]},
-        [{"problem": "p", "answer": "2", "source": "math500", "level": 4, "subject": "S", "id": "u/1"}],
-    ),
-    "aime24": (
-        {"train": [{"id": 60, "problem": "p", "solution": "s", "answer": "033", "url": "u", "year": 2024}]},
-        [{"problem": "p", "answer": "033", "source": "aime24", "id": 60}],
-    ),
-    "aime25": (
-        {"test": [{"problem": "p", "answer": "70", "id": "0"}]},
-        [{"problem": "p", "answer": "70", "source": "aime25", "id": "0"}],
-    ),
-    "amc23": (
-        {"test": [{"id": 0, "question": "p", "answer": 27.0, "url": "u"}]},
-        [{"problem": "p", "answer": "27", "source": "amc23", "id": 0}],
-    ),
-    "minerva": (
-        {"test": [{"question": "p", "answer": "4.5e33"}]},
-        [{"problem": "p", "answer": "4.5e33", "source": "minerva (OCWCourses)"}],
-    ),
-    "olympiadbench": (
-        {
-            "train": [
-                {
-                    "id": 7,
-                    "question": "p",
-                    "final_answer": ["$2$", "$3$"],
-                    "subfield": "Algebra",
-                    "unit": None,
-                    "error": "1e-1",
-                },
-                {
-                    "id": 8,
-                    "question": "a proof",
-                    "final_answer": None,
-                    "subfield": "Algebra",
-                    "unit": None,
-                    "error": None,
-                },
-            ]
-        },
-        [
-            {
-                "problem": "p",
-                "answer": "$2$, $3$",
-                "source": "olympiadbench",
-                "id": 7,
-                "subject": "Algebra",
-                "tolerance": "1e-1",
-            }
-        ],
-    ),
-    "dapo-math-17k": (
-        {"train": [_dapo("p", "34", "a"), _dapo("q", "5", "b"), _dapo("p", "34", "a"), _dapo("q", "6", "c")]},
-        [
-            {"problem": "p", "answer": "34", "source": "dapo-math-17k", "id": "a"},
-            {"problem": "q", "answer": "5", "source": "dapo-math-17k", "id": "b"},
-        ],
-    ),
-    "deepscaler": (
-        {"train": [{"problem": "p", "answer": "-\\frac{2}{3}", "solution": "s"}]},
-        [{"problem": "p", "answer": "-\\frac{2}{3}", "source": "deepscaler"}],
-    ),
-}
-
-
-def _repository(directory: Path, splits: dict[str, list[dict[str, Any]]], subset: str) -> Path:
-    """Parquet files by split, and the card that names subsets, as the hub has them."""
-    folder = subset or "data"
-    (directory / folder).mkdir(parents=True)
-    for split, rows in splits.items():
-        pq.write_table(pa.Table.from_pylist(rows), directory / folder / f"{split}-00000-of-00001.parquet")
-    if subset:
-        files = "".join(f"  - split: {split}\n    path: {subset}/{split}-*\n" for split in splits)
-        (directory / "README.md").write_text(f"---\nconfigs:\n- config_name: {subset}\n  data_files:\n{files}---\n")
-    return directory
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -145,7 +25,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def test_each_set(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Our layout comes out, in the files that its splits stand for, and a job reads them without a setting."""
     splits, expected = LAYOUTS[name]
-    repository = _repository(tmp_path / "hub", splits, KNOWN_SETS[name].subset)
+    repository = write_repository(tmp_path / "hub", splits, KNOWN_SETS[name].subset)
     out = tmp_path / "out"
     assert main(["data", name, "--out", str(out), "--from", str(repository)]) == 0
     written = {path.stem: _read(path) for path in out.iterdir()}
@@ -168,7 +48,7 @@ def test_each_set(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str])
 
 def test_nothing_is_overwritten_or_half_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file that is there stays, and a set that cannot be read leaves nothing."""
-    repository = _repository(tmp_path / "hub", LAYOUTS["gsm8k"][0], "main")
+    repository = write_repository(tmp_path / "hub", LAYOUTS["gsm8k"][0], "main")
     out = tmp_path / "out"
     out.mkdir()
     (out / "test.jsonl").write_text("mine\n")
@@ -179,7 +59,7 @@ def test_nothing_is_overwritten_or_half_written(tmp_path: Path, capsys: pytest.C
     assert main([*command, "--overwrite"]) == 0
     assert _read(out / "test.jsonl")[0]["answer"] == "-3"
     capsys.readouterr()
-    only_train = _repository(tmp_path / "half", {"train": LAYOUTS["gsm8k"][0]["train"]}, "main")
+    only_train = write_repository(tmp_path / "half", {"train": LAYOUTS["gsm8k"][0]["train"]}, "main")
     assert main(["data", "gsm8k", "--out", str(tmp_path / "new"), "--from", str(only_train)]) == 2
     assert "has no split 'test'; it has: train" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
@@ -187,7 +67,7 @@ def test_nothing_is_overwritten_or_half_written(tmp_path: Path, capsys: pytest.C
 
 def test_wrong_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line and exit code 2: a typo, a directory that is not there, another set's layout, a file in the way."""
-    other = _repository(tmp_path / "hub", {"test": [{"text": "x"}]}, "")
+    other = write_repository(tmp_path / "hub", {"test": [{"text": "x"}]}, "")
     (tmp_path / "file").write_text("")
     for arguments, said in (
         (["mth", "--out", "x"], "no set is called 'mth'; did you mean 'math'?"),
@@ -203,7 +83,7 @@ def test_wrong_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def _aime(tmp_path: Path) -> Path:
-    return _repository(tmp_path / "aime", LAYOUTS["aime25"][0], "")
+    return write_repository(tmp_path / "aime", LAYOUTS["aime25"][0], "")
 
 
 def test_answers_out_of_solutions() -> None:

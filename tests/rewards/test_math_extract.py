@@ -37,6 +37,13 @@ from dppo_megatron.rewards.math.grader import grade_math, grade_math_boxed
         ("Answer: $\\frac{1}{2}$", [r"\frac{1}{2}"]),
         ("Final Answer: The final answer is $12$. I hope it is correct.", ["12"]),
         ("A: 36", ["36"]),
+        (r"so $a = -\boxed{256}$.", ["-256"]),
+        (r"is -\boxed{x+1}", ["-(x+1)"]),
+        ("- \\boxed{5}", ["5"]),
+        (r"$10-\boxed{3}$", ["3"]),
+        ("We add both. Therefore, the area is $12-2=10$.", ["10"]),
+        ("So he pays 30000 + 1800 = 31800 dollars in total.", ["31800 dollars"]),
+        (r"We have \[2(x+1) = 2x+2.\]", ["2x+2"]),
     ],
 )
 def test_finds(text: str, parts: list[str]) -> None:
@@ -50,6 +57,18 @@ def test_finds(text: str, parts: list[str]) -> None:
         "",
         "5",
         "so x = 5",
+        "If x = 5.",
+        "Find y for x = 5.",
+        "It is not x = 5.",
+        "It may be that x = 5.",
+        "We have x = 5. That is all.",
+        "x = 5 is what everybody has found here.",
+        r"\boxed{5 so x = 5.",
+        "<think>so x = 5.",
+        "The answer is 4. So x = 5. No.",
+        "So the line is $3x - 15 = 0$.",
+        "So $x = 4$ or $x = 5$.",
+        "$x=4,x=5$",
         r"\boxed{5} and then \boxed{6",
         r"\boxed{5} and so \boxed",
         r"\boxed{\{5\}",
@@ -100,6 +119,9 @@ def test_strict_wants_a_box() -> None:
     """`math_boxed` pays for the format too."""
     assert grade_math("The answer is 5.", "5", {}).reward == 1.0
     assert grade_math_boxed("The answer is 5.", "5", {}).reward == 0.0
+    assert grade_math("So x = 5.", "5", {}).reward == 1.0
+    assert grade_math("So x = 5.", "5", {}).facts["boxed_share"] == 0.0
+    assert grade_math_boxed("So x = 5.", "5", {}).reward == 0.0
     assert grade_math_boxed(r"\boxed{5}", "5", {}).reward == 1.0
 
 

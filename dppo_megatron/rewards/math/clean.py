@@ -130,10 +130,25 @@ _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
             " ",
         ),
         (
-            ("$", "dollar", "pounds", "euro", "USD", "€", "£", "¥"),
-            r"\\\$|\\(?:textdollar|dollar|pounds|euro)(?![A-Za-z])|[€£¥]|(?<![A-Za-z])USD(?![A-Za-z])",
+            ("$", "dollar", "pounds", "euro", "USD", "EUR", "GBP", "JPY", "€", "£", "¥"),
+            r"(?:(?<![A-Za-z])US)?\\\$|\\(?:textdollar|dollar|pounds|euro)(?![A-Za-z])|[€£¥]"
+            r"|(?<![A-Za-z])(?:USD|EUR|GBP|JPY)(?![A-Za-z])",
             "",
         ),
+        # {\rm cm} and {5 \over 6}, as TeX had them before LaTeX
+        (("\\rm", "\\bf", "\\it"), r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])\s*([^{}]*)\}", r"\\text{ \1}"),
+        ("\\over", r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+        ("\\over", r"\A([^{}]*)\\over(?![A-Za-z])([^{}]*)\Z", r"\\frac{\1}{\2}"),
+        ("**", r"\A\s*\*\*([^*]+)\*\*\s*\Z", r"\1"),  # bold in Markdown
+        (
+            ("minus", "negative"),
+            r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\])",
+            "-",
+        ),
+        ("infinity", r"\\text\{\s*infinity\s*\}", r"\\infty "),
+        ("\\imath", r"\\imath(?![A-Za-z])", " i"),
+        ("\\colon", r"\\colon(?![A-Za-z])", ":"),
+        ("\\\\[", r"\\\\\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm)\s*\]", r"\\\\ "),
         ("\\choose", r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
         # {}_{5}C_{2}, ^{5}C_{2} and 5C2; likewise P, the permutations
         (
@@ -156,6 +171,9 @@ _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
         ("\\dot", r"(\.\d*)\\dot\s*\{?(\d)\}?", r"\1\\overline{\2}"),
         (".", r"(?<=\d)(\.\d*)\((\d+)\)(?=\s*\Z)", r"\1\\overline{\2}"),
         (("$", "\\(", "\\)", "\\[", "\\]"), r"\\\(|\\\)|\\\[|\\\]|\$", " "),
+        ("{.}", r"(?<=\d)\{\.\}(?=\d)", "."),
+        ("'", r"(?<=\d)'(?=\d{3}(?:'\d{3})*(?:\.\d+)?\s*\Z)", ""),  # 1'000 in Switzerland
+        ("{}", r"(?<=\d)\{\}", ""),
         (("{,}", ",\\!"), r"(?<=\d)(?:\{,\}|,\\!)\s*(?=\d{3})", ""),
         (
             ("\\,", "\\;", "\\:", "\\ ", "\\!", "thinspace", "~"),
@@ -169,7 +187,7 @@ _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
             " ",
         ),
         (("space", "phantom", "label", "tag"), r"\\(?:hspace|vspace|phantom|hphantom|label|tag)\*?\{[^{}]*\}", " "),
-        (("dfrac", "tfrac", "cfrac"), r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (("dfrac", "tfrac", "cfrac", "sfrac", "nicefrac"), r"\\(?:[dtcs]|nice)frac(?![A-Za-z])", r"\\frac"),
         (("dbinom", "tbinom"), r"\\(?:dbinom|tbinom)(?![A-Za-z])", r"\\binom"),
         (("\\le", "<=", "=<"), r"\\(?:leqslant|leqq|leq)(?![A-Za-z])|<=|=<", r"\\le "),
         (("\\ge", ">=", "=>"), r"\\(?:geqslant|geqq|geq)(?![A-Za-z])|>=|=>", r"\\ge "),
@@ -219,6 +237,13 @@ _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
             ("\\mathrm", "\\mathbf", "\\rm", "\\bf", "\\it", "\\text"),
             r"\\(?:mathrm|mathbf|rm|bf|it|text)(?![A-Za-z{])",
             "",
+        ),
+        # cm^{2} within the text, and metres over seconds as a fraction
+        ("\\text{", r"\\text\{([^{}^]*)\^\{\s*(-?\d)\s*\}\s*\}", r"\\text{\1}^{\2}"),
+        (
+            "\\frac",
+            r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}",
+            r"\\text{\1}/\\text{\2}",
         ),
         ("\\mathbb{R}", r"(\\mathbb\{R\})\s*[-/]\s*(?=\\\{)", r"\1\\setminus "),
         ("\\text{", r"\\text\{\s*([,;])\s*\}", r"\1 "),

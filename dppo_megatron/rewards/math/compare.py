@@ -115,6 +115,9 @@ def _relations(gold: Answer, other: Answer) -> Verdict:
     if isinstance(gold, Relation) and isinstance(other, Value):
         # xy = 6 names its value; x^2 + y = 0 does not
         return same(gold.right, other.node) if gold.op == "=" and _only_names(gold.left) else False
+    if isinstance(gold, Value) and isinstance(other, Relation) and not symbols(gold.node) | symbols(other.right):
+        # m + n = 12 for 12; the reference x + y = 12 is a line
+        return same(gold.node, other.right) if other.op == "=" and _only_names(other.left, "*/+-") else False
     if not isinstance(gold, Relation) or not isinstance(other, Relation):
         return False
     left, right = _difference(gold), _difference(other)
@@ -128,8 +131,8 @@ def _relations(gold: Answer, other: Answer) -> Verdict:
     return ratio > 0 or gold.op in ("=", "\\ne")
 
 
-def _only_names(node: Node) -> bool:
-    return node[0] == "s" or (node[0] in "*/" and all(_only_names(part) for part in node[1:]))
+def _only_names(node: Node, operations: str = "*/") -> bool:
+    return node[0] == "s" or (node[0] in operations and all(_only_names(part, operations) for part in node[1:]))
 
 
 def _difference(relation: Relation) -> tuple[str, Node]:
@@ -255,6 +258,8 @@ def _as_spans(answer: Answer) -> Spans | None:
             return Spans((Piece(low.node, False, high.node, False),))
     if isinstance(answer, Row) and answer.kind == "set":
         points = [item.node for item in as_items(answer) if isinstance(item, Value)]
+        if len(points) < len(answer.items):  # a set of points of the plane, say
+            return None
         return Spans(tuple(Piece(node, True, node, True) for node in points))
     return None
 

@@ -1,9 +1,10 @@
 """Finds the final answer in a completion.
 
-A mark is, in this order: the last `\\boxed{}` (`\\fbox{}`), `<answer>...</answer>`, `#### x`, and "the answer is x" at
-the end. A stronger mark that is broken (an unterminated box, an empty
-one) is no answer: nothing earlier or weaker is looked for, so a truncated completion cannot be paid for a guess that it
-had given up. Everything here is one pass over the text: 1 MB of braces takes well under a second.
+A mark is, in this order: the last `\\boxed{}` (`\\fbox{}`), `<answer>...</answer>`, `#### x`, "the answer is x" at the
+end, and an equation that ends the text as a whole sentence (`... = 12.`). A stronger mark that is broken (an
+unterminated box, an empty one) is no answer: nothing earlier or weaker is looked for, so a truncated completion cannot
+be paid for a guess that it had given up. Everything here is one pass over the text: 1 MB of braces takes well under a
+second.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Extraction(NamedTuple):
     parts: tuple[str, ...]
     """The final answer; several where boxes stand side by side (`\\boxed{1}` and `\\boxed{2}`); empty if none."""
     mark: str
-    """`box`, `tag`, `####` or `stated`; empty if none."""
+    """`box`, `tag`, `####`, `stated` or `equation`; empty if none."""
     why: str = ""
     """Why there is none."""
 
@@ -33,6 +34,8 @@ _BRACES = re.compile(
 )
 # a box with braces two deep in it; the signs between braces are given up as one, so it is linear
 _PLAIN_BOX = re.compile(r"\\boxed\s*\{([^{}]*+(?:\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}[^{}]*+)*+)\}")
+# `a = -\boxed{256}` says -256; a dash that begins a line of a list says nothing
+_MINUS = re.compile(r"(?:=|\$|\\\(|\\\[|\bis)[ ]*[-\u2212][ ]*\\*\Z")
 _ESCAPED_BRACE = re.compile(r"\\[{}]")
 _MAX_BOXES = 2000
 _BARE = re.compile(r"\s+([A-Za-z]|-?\d[\d.,/]*)(?=[\s$.,;)\\]|$)|(-?\d+)(?=[\s$.,;)\\]|$)")
@@ -43,9 +46,25 @@ _CONNECTOR = re.compile(
 )
 _FILLER = re.compile(r"\\(?:quad|qquad|[()\[\],;: ])|[\s$&]+")
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
-_STATED = re.compile(r"(?:\banswer(?:\*\*)?(?: is\b\s*:?|\s*[:=])|^A:)(?:\*\*)?\s*", re.IGNORECASE | re.MULTILINE)
+_STATED = re.compile(
+    r"(?:\b(?:answer|correct (?:option|choice))(?:\*\*)?(?: is\b\s*:?|\s*[:=])|^A:)(?:\*\*)?\s*",
+    re.IGNORECASE | re.MULTILINE,
+)
 _STATED_TAIL = re.compile(r"[.\s$*]*(?:I hope it is correct|hope it is correct)?[.\s$*]*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
+_FULL_STOP = re.compile(r"(?:\.\s*(?:\$\$?|\\\]|\\\))?|\$\$?|\\\]|\\\))\s*\Z")
+_LAST_EQUATION = re.compile(r"(?<![<>!=:])=(?!=)\s*(?P<value>(?:[^=<>\n.]|\.(?!\s)){1,80})\Z")
+_PROSE = re.compile(r"(?<=[A-Za-z$])\s+(?:in|of|on|from|that|which)\s+[A-Za-z].*", re.DOTALL)
+_LAST_NAME = re.compile(r"(?<![A-Za-z])[A-Za-z](?=[\s$&]*\Z)")
+_WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_SENTENCE_BEGIN = re.compile(r"(?<=[.?!])[\s$]+(?=[A-Z\\$])|\n\s*\n")
+# a condition, a task or a doubt: the equation is then not what the text comes to
+_NOT_A_RESULT = re.compile(
+    r"\b(?:if|let|suppose|assume|assuming|given|where|when|whether|unless|until|for|find|solve|evaluate|compute"
+    r"|calculate|determine|simplify|express|prove|show|what|how|such that|not|cannot|never|no|wrong|maybe|perhaps|guess"
+    r"|try|check|consider|need|want|would|could|should|might|may)\b|n't\b|\?|\\ne",
+    re.IGNORECASE,
+)
 
 
 def extract(text: str, *, strict: bool = False) -> Extraction:
@@ -81,7 +100,7 @@ def extract(text: str, *, strict: bool = False) -> Extraction:
     if strict:
         return Extraction((), "", "no final answer")
     tail = text[-2000:]  # what is stated earlier than this is not the end of the completion
-    return _stated(tail) or Extraction((), "", "no final answer")
+    return _stated(tail) or _last_equation(tail) or Extraction((), "", "no final answer")
 
 
 def _only_box(text: str) -> str | None:
@@ -91,7 +110,7 @@ def _only_box(text: str) -> str | None:
     if at < 0 or text.find("\\boxed") != at or "think>" in text or "\\fbox" in text:
         return None
     box = _PLAIN_BOX.match(text, at)
-    if box is None:
+    if box is None or _has_minus(text, at):
         return None
     answer = box[1].strip(" \n\r")
     if not answer or answer.isspace() or len(answer) > MAX_ANSWER_CHARS or "answer is" in answer:
@@ -99,6 +118,12 @@ def _only_box(text: str) -> str | None:
     if "\\" in answer and _ESCAPED_BRACE.search(text, at + len("\\boxed"), box.end()):
         return None
     return answer
+
+
+def _has_minus(text: str, box: int) -> bool:
+    """Whether a sign of its own stands before the box."""
+    sign = text[max(0, box - 4) : box].rstrip(" \\")[-1:]  # no search where there is none
+    return sign in ("-", "\u2212") and _MINUS.search(text, max(0, box - 20), box) is not None
 
 
 def _without_thoughts(text: str) -> str:
@@ -183,8 +208,10 @@ def _joined(text: str, boxes: list[tuple[int, int, int]]) -> Extraction:
             break
         start -= 1
     parts: list[str] = []
-    for _, content, end in boxes[start:]:
+    for mark, content, end in boxes[start:]:
         inside = _unboxed(text[content:end])
+        if _has_minus(text, mark):
+            inside = f"-({inside})" if re.search(r"[-+,;]", inside) else f"-{inside.lstrip()}"
         if len(inside) > 40 and "answer is" in inside:  # a whole sentence was put in the box
             stated = _stated(inside)
             inside = stated.parts[0] if stated and stated.parts else inside
@@ -227,3 +254,25 @@ def _stated(tail: str) -> Extraction | None:
     if not _STATED_TAIL.fullmatch(behind):
         return Extraction((), "", "the text goes on behind the stated answer")
     return _found(answer.strip().strip("*"), "stated")
+
+
+def _last_equation(tail: str) -> Extraction | None:
+    """The right side of an equation with which the text ends as a complete sentence, as derivations do that nobody
+    asked to mark their answer: `Therefore, the area is $12-2=10$.`
+
+    A text without a full stop may have been cut off, and is not looked at. `3x + 4y = 0` and `x = 1, x = 2` are answers
+    as a whole, which nothing here marks.
+    """
+    end = _FULL_STOP.search(tail)
+    found = end and _LAST_EQUATION.search(tail[: end.start()].rstrip(" \n."))
+    if not found:
+        return None
+    start = 0
+    for start in (match.end() for match in _SENTENCE_BEGIN.finditer(tail, 0, found.start())):  # noqa: B007
+        pass
+    sides = tail[start : found.start("value")].split("=")[:-1]
+    names = [name[0] for side in sides if (name := _LAST_NAME.search(side))]
+    if _NOT_A_RESULT.search(tail, start) or found["value"].strip(" $") == "0" or len(set(names)) < len(names):
+        return None
+    value = _PROSE.sub("", found["value"]).replace("$", " ")  # 31800 dollars in total
+    return _found(value, "equation") if len(_WORDS.findall(value)) < 4 else None

@@ -16,7 +16,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from dppo_megatron.rewards.math.answers import Answer, Row, Value, Words
+from dppo_megatron.rewards.math.answers import Answer, Row, Spans, Value, Words
 from dppo_megatron.rewards.math.choices import as_choice, same_choices
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
@@ -51,7 +51,7 @@ def grade_math_boxed(completion: str, answer: str, row: Mapping[str, Any]) -> Gr
 def _grade(found: Extraction, answer: str, row: Mapping[str, Any]) -> Grade:
     if not found.parts:
         return Grade(0.0, None, found.why, {"parsed_share": 0.0, "boxed_share": 0.0})
-    boxed = 0.0 if found.mark == "stated" else 1.0
+    boxed = 0.0 if found.mark in ("stated", "equation") else 1.0
     text = found.parts[0] if len(found.parts) == 1 else ", ".join(found.parts)
     if text == answer:
         return Grade(1.0, text, "exact", {"parsed_share": 1.0, "boxed_share": boxed})
@@ -76,6 +76,8 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
     other = _cleaned(text)
     if not other:
         return None, "the final answer is empty"
+    if (currency := _currency(answer)) and _currency(text) not in ("", currency):
+        return False, "another currency"
     if other == reference or _squeezed(other) == _squeezed(reference) or _is_same_word(reference, other):
         return True, "normalized"
     if same_choices(reference, other):
@@ -98,16 +100,23 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
         unread = ""
     if isinstance(gold, Row) and isinstance(theirs_read, Value) and "," in other:
         theirs_read = read_answer(other.replace(",", ", "))  # 45,135 is one number only where one is asked for
+    if isinstance(gold, Value) and isinstance(theirs_read, Row):
+        theirs_read = _ungrouped(other, theirs_read)
+    elif isinstance(gold, Row) and isinstance(theirs_read, Value):
+        gold = _ungrouped(reference, gold)
+    if (letter := _choice(reference, gold)) and (led := _LED.fullmatch(other)):
+        return led["letter"] == letter, "words"
     if isinstance(gold, Words) and not gold.letters and (words := as_words(other)):
         theirs_read = words  # `odd` without \\text reads as a product of letters
     if gold is not None and theirs_read is not None:
         if rules is None:
             digits = significant_digits(other) if is_decimal(other) else 0
             rules = Rules(decimals=_may_be_rounded(reference), their_digits=digits)
-        verdict = _judge(_in_dollars(gold, answer), _in_dollars(theirs_read, text), rules, row)
+        verdict = _judge(_in_currency(gold, answer), _in_currency(theirs_read, text), rules, row)
         if verdict is not None:
             return verdict, _kind(gold)
-    if isinstance(gold, Value) and _SAYS_MORE.match(other) and not _SAYS_MORE.match(reference):
+    says_more = _SAYS_MORE if isinstance(gold, Value) else _GOES_ON
+    if isinstance(gold, (Value, Row)) and says_more.match(other) and not says_more.match(reference):
         return False, "an inequality or a continuation for a value"  # Math-Verify overlooks the sign
     if isinstance(gold, Words):  # Math-Verify would read words as products of letters
         return None if unread else False, "words"
@@ -125,13 +134,53 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
 _MAY_NOT_END = re.compile(r"!\s*\)*\s*!|\d\s*\^\s*[{(]*\s*\d+\s*[})]*\s*\^|\^\s*\{?\s*-?\d{5}|\d[eE]\d{4}")
 
 
+_GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
+# (C) \frac{1}{2} is a choice with its value, not a product
+_LED = re.compile(
+    r"(?:\\text\{\s*)?\(?(?P<letter>[A-Z])(?:\)\s*\}?|:)(?:\s+-)?\s*(?:\d|\\(?:frac|sqrt|pi)(?![A-Za-z]))"
+    r"(?:(?!\([A-Z]\)|[A-Z]:|\b(?:or|and|not)\b).)*"
+)
+
+
+def _choice(reference: str, gold: Answer | None) -> str:
+    """The letter, where the reference is a single choice."""
+    if isinstance(gold, Words):
+        return gold.letters[0] if len(gold.letters) == 1 else ""
+    return reference if re.fullmatch("[A-E]", reference) else ""
+
+
 _SAYS_MORE = re.compile(r"\s*(?:\\(?:ne|le|ge)(?![A-Za-z])|[<>])|[^=]{0,40}\\ldots\s*\Z")
-_DOLLARS = read_unit("dollars")
+_GOES_ON = re.compile(r".*\\ldots\s*\Z", re.DOTALL)
+_CURRENCIES = {
+    "dollars": re.compile(r"\\\$|\\(?:text)?dollar|\A\$(?=[\d.,]+\Z)|\bUSD\b|\bdollars?\b"),
+    "euros": re.compile(r"€|\\euro|\bEUR\b|\beuros?\b"),
+    "gbp": re.compile(r"£|\\pounds|\bGBP\b"),
+    "yen": re.compile(r"¥|\byen\b|\bJPY\b"),
+}
+_MONEY = {name: read_unit(name) for name in _CURRENCIES}
 
 
-def _in_dollars(answer: Answer, text: str) -> Answer:
-    """A sign that `clean` leaves out: $75 is not 75 cents."""
-    return replace(answer, unit=_DOLLARS) if isinstance(answer, Value) and not answer.unit and "\\$" in text else answer
+@functools.lru_cache(maxsize=4096)
+def _currency(text: str) -> str:
+    """The one currency that a text names; nothing where it names none or several."""
+    found = [name for name, sign in _CURRENCIES.items() if sign.search(text)]
+    return found[0] if len(found) == 1 else ""
+
+
+def _in_currency(answer: Answer, text: str) -> Answer:
+    """With the sign that `clean` leaves out: $75 is not 75 cents."""
+    if not isinstance(answer, Value) or answer.unit or not (currency := _currency(text)):
+        return answer
+    return replace(answer, unit=_MONEY[currency])
+
+
+def _ungrouped(text: str, row: Row) -> Answer:
+    """`1,234 apples`, which reads as a list, as the one number that it is where one is asked for; and an expression
+    without the points that it leaves out (`\\frac{1}{x}, x \\ne 0`)."""
+    if len(row.items) == 2 and isinstance(row.items[1], Spans) and row.items[1].name and "\\ne" in text:
+        return row.items[0]
+    read = _read(_GROUPED.sub(lambda number: number.group().replace(",", ""), text))
+    return read if row.kind == "list" and isinstance(read, Value) else row
 
 
 def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) -> Verdict:

@@ -45,6 +45,26 @@ def read_inequality(sides: list[str], ops: list[str]) -> Answer:
     return Chain(tuple(nodes), tuple(ops))
 
 
+def meeting(one: Spans, other: Spans) -> Spans | None:
+    """Where a half-line upwards and one downwards with rational ends meet, as of x > 1 and x < 5; None if they do not.
+
+    Example:
+        >>> meeting(read_inequality(["x", "1"], [">"]), read_inequality(["x", "5"], ["<"])).pieces[0].low
+        ('n', Fraction(1, 1))
+    """
+    if len(one.pieces) != 1 or len(other.pieces) != 1:
+        return None
+    up, down = one.pieces[0], other.pieces[0]
+    if up.high != INFINITY:
+        up, down = down, up
+    if up.high != INFINITY or down.low != ("-", INFINITY) or INFINITY in (up.low, down.high):
+        return None
+    low, high = _constant(up.low), _constant(down.high)
+    if low is None or high is None or low >= high:
+        return None
+    return Spans((Piece(up.low, up.low_closed, down.high, down.high_closed),), one.name)
+
+
 def _half_line(name: str, op: str, bound: Node) -> Spans:
     below = Piece(("-", INFINITY), False, bound, op == "\\le")
     above = Piece(bound, op == "\\ge", INFINITY, False)

@@ -21,7 +21,7 @@ from dppo_megatron.rewards.math.answers import (
     as_items,
 )
 from dppo_megatron.rewards.math.clean import closing, split_top
-from dppo_megatron.rewards.math.inequalities import read_inequality, read_ratio
+from dppo_megatron.rewards.math.inequalities import meeting, read_inequality, read_ratio
 from dppo_megatron.rewards.math.numbers import read_number
 from dppo_megatron.rewards.math.parse import parse
 from dppo_megatron.rewards.math.special import EVERY_REAL, WRAPPED_TEXT, read_special, read_words, without_sentence
@@ -34,6 +34,7 @@ _SEPARATOR = re.compile(
     r"|\s*\\text\{\s*,?\s*(?:and|or)\s*\}\s*|\s*\\(?:lor|vee)(?![A-Za-z])\s*"
 )
 _ANY_OR = re.compile(r"\bor\b|\\(?:lor|vee)(?![A-Za-z])")
+_ANY_AND = re.compile(r"\band\b|\\(?:land|wedge)(?![A-Za-z])")
 _RELATION = re.compile(r"\\(?:le|ge|ne|approx|in|to|equiv|sim|simeq|Rightarrow|implies|subset)(?![A-Za-z])|[<>=]")
 _UNION = re.compile(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*U\s*(?=[(\[])")
 _COMMA = re.compile(r"[,;]")
@@ -52,6 +53,9 @@ _FOR_ALL = re.compile(
 )
 
 
+_BUILDER = re.compile(
+    r"(?P<name>[A-Za-z])(?:\s*\\in\s*\\mathbb\{R\})?\s*[|:]\s*(?=[^|:]*(?P=name)[^|:]*\Z)(?=.*[<>]|.*\\[lg]e)"
+)
 _FRENCH = re.compile(
     r"(?P<lead>\A|\\(?:cup|in)(?![A-Za-z])|=|[,;]|\bor\b\s*\}?)(?P<body>\s*[\[\]][^\[\]()]{1,200}[\[\]])"
 )
@@ -86,6 +90,8 @@ def read_answer(text: str, *, depth: int = 0) -> Answer:
     if depth:
         text = text.rstrip(".")
     value = read_number(text) if depth == 0 or "," not in text else None
+    if match := _BUILDER.match(text):  # {x | x > 1} whose braces were not escaped
+        text = text[match.end() :]
     if text.startswith("\\approx"):
         return read_answer(text[len("\\approx") :], depth=depth + 1)
     if value is not None:
@@ -136,6 +142,11 @@ def _read_separated(text: str, depth: int) -> Answer | None:
     spans = [item for item in read if isinstance(item, Spans)]
     if spans and _ANY_OR.search(text):
         return Spans(tuple(piece for item in read for piece in _pieces(item)), spans[0].name)
+    if len(spans) == len(read) == 2 and spans[0].name and spans[0].name == spans[1].name:
+        if (both := meeting(spans[0], spans[1])) is not None:  # x > 1 and x < 5
+            return both
+        if not _ANY_AND.search(text):  # x < 1, x > 5
+            return Spans(spans[0].pieces + spans[1].pieces, spans[0].name)
     items: list[Answer] = []
     for item in read:
         # a list within a list (of values with plus-minus signs, say) is one list
@@ -197,6 +208,9 @@ _NAME = re.compile(
 )
 
 
+_SUM_OF_NAMES = re.compile(r"[A-Za-z](?:\s*[+-]\s*[A-Za-z])+")
+
+
 def _equation(sides: list[str], depth: int) -> Answer:
     """`name = value`, or an equation between two expressions, or equal values."""
     if all(_NAME.fullmatch(side) for side in sides[:-1]):
@@ -207,7 +221,9 @@ def _equation(sides: list[str], depth: int) -> Answer:
         except Unreadable:
             left = None
         return Named(name, read_answer(sides[-1], depth=depth + 1), left)
-    if _NAME.fullmatch(sides[0]) and len(sides) > 2:
+    if len(sides) == 2 and re.fullmatch(r"[a-zA-Z]", sides[1]) and sides[1] not in symbols(parse(sides[0])):
+        return _equation(sides[::-1], depth)  # 5 = x
+    if len(sides) > 2 and (_NAME.fullmatch(sides[0]) or _SUM_OF_NAMES.fullmatch(sides[0])):
         return Named(re.sub(r"[\s{}]", "", sides[0]), _equation(sides[1:], depth))
     if len(sides) == 2 and (":" in sides[0] or ":" in sides[1]):
         return Named(re.sub(r"[\s{}]", "", sides[0]), read_answer(sides[1], depth=depth + 1))
@@ -299,6 +315,11 @@ def _without_points(text: str, depth: int) -> Answer:
     removed = read_answer(points, depth=depth + 1)
     if not isinstance(answer, Spans) or answer.pieces != EVERY_REAL:
         raise Unreadable("a difference of sets")
+    if isinstance(removed, Spans) and len(removed.pieces) == 1:
+        (gap,) = removed.pieces
+        if INFINITY not in (gap.high, gap.low) and ("-", INFINITY) not in (gap.high, gap.low):
+            below = Piece(("-", INFINITY), False, gap.low, not gap.low_closed)
+            return Spans((below, Piece(gap.high, not gap.high_closed, INFINITY, False)), _membership(whole))
     values = []
     for item in as_items(removed):
         if not isinstance(item, Value) or item.node[0] not in "n-":

@@ -128,7 +128,7 @@ def plain_words(text: str) -> str:
     if len(text) > 600:
         return ""
     text = WRAPPED_TEXT.sub(r"\1", text) if "text" in text else text
-    return " ".join(re.sub(r"[.,;:!?\"'“”]", " ", text).lower().split())
+    return " ".join(re.sub(r"[.,;:!?\"'`“”]", " ", text).lower().split())
 
 
 def has_digits_of(digits: str, base: int) -> bool:

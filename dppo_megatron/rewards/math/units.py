@@ -57,6 +57,9 @@ _TABLE: dict[str, tuple[str, dict[str, Fraction | int]]] = {
         {"l liter liters litre litres": 1, "ml milliliter milliliters": Fraction(1, 1000), "gallon gallons gal": 1},
     ),
     "money": ("$", {"dollar dollars usd buck bucks": 1, "cent cents": Fraction(1, 100)}),
+    "euros": ("€", {"euro euros eur": 1}),
+    "sterling": ("£", {"gbp quid": 1, "pence": Fraction(1, 100)}),
+    "yen": ("¥", {"yen jpy": 1}),
     "percent": ("%", {"% percent pct percents": 1}),
     "angle": ("deg", {"degree degrees deg": 1, "radian radians rad": 1}),
 }
@@ -133,12 +136,13 @@ def is_glued(word: str) -> bool:
     return word.lower() in _GLUED
 
 
+_INVERSE = re.compile(r"\s+([a-z]+)\s*\^\s*-\s*1\b")  # m s^-1
 _PER = re.compile(r"\s*/\s*|\s+per\s+")
 
 
 def _known(words: str) -> tuple[str, Fraction]:
     words = {"mph": "mi/h", "kph": "km/h"}.get(words.strip(), words)
-    above, *below = _PER.split(words)
+    above, *below = _PER.split(_INVERSE.sub(r"/\1", words.replace("*", " ")))
     if below:
         parts = [_known(part.strip()) for part in (above, *below)]
         if len(parts) > 2 or not all(dimension for dimension, _ in parts):

@@ -124,6 +124,8 @@ def _towers(gold: Node, other: Node) -> bool:
     """Numbers that are too large to be computed: equal if their logarithms are, where they are plain powers."""
     if gold[0] != "^" or other[0] != "^":
         return False
+    if gold[1] == other[1]:
+        return equal_nodes(gold[2], other[2], EXACT) is True
     logarithms = [("*", node[2], ("f", "ln", node[1])) for node in (gold, other)]
     return same(*logarithms) is True
 

@@ -2,13 +2,13 @@
 # Real math, end to end, on a CPU: train on GSM8K and MATH with the embedded engine and with vLLM, evaluate on six sets,
 # resume with one more, and score the result alone.
 #
-#   examples/real_math/run.sh [DATA] [OUT]
+#   examples/real_math.sh [DATA] [OUT]
 #
 # DATA (default: data) holds NAME/train.jsonl and NAME/test.jsonl as `dppo-megatron data NAME --out DATA/NAME` writes
 # them; what is missing is downloaded that way. vLLM takes part where DPPO_VLLM_PYTHON names the python of its
 # environment (`make .venv-vllm/.installed`, then .venv-vllm/bin/python). About 10 minutes on two cores.
 set -euo pipefail
-here=$(cd "$(dirname "$0")" && pwd)
+here=$(cd "$(dirname "$0")" && pwd)/real_math
 data=${1:-data} out=${2:-runs/real_math}
 
 for name in gsm8k math math500 amc23 aime24 aime25 minerva olympiadbench; do

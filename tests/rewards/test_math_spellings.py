@@ -1,0 +1,85 @@
+"""Spellings of one answer, and answers that only look like it, found by generating pairs of every kind."""
+
+from __future__ import annotations
+
+import pytest
+from support.math_cases import case, check
+
+
+def test_currencies_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sign before or behind, a code, a word; the number alone counts."""
+    wrong = ["€18.90", "£18.90", r"18.90 \text{ euros}", r"\pounds 18.90", "18.90 GBP", r"\text{€}18.90"]
+    dollars = case(r"\$18.90", ["18.90", r"US\$18.90", "18.9 dollars", r"1890 \text{ cents}"], wrong)
+    euros = case(
+        "€18.90", ["18.90", "18.9€", "18.90 EUR", r"18.90 \text{ euros}"], [r"\$18.90", "18.90 dollars", "£18.90"]
+    )
+    check(dollars + euros + case(r"\pounds 5", ["5", "£5", "5 GBP"], ["€5", r"\$5"]), monkeypatch)
+
+
+def test_what_tex_and_markdown_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old commands, groups without anything in them, bold type, lengths behind a line break."""
+    check(
+        case(r"\frac{5}{6}", [r"{5 \over 6}", r"5 \over 6", r"\nicefrac{5}{6}", r"\sfrac56"], [r"{6 \over 5}"])
+        + case(r"15 \text{ cm}", [r"15\;{\rm cm}", r"15 {\rm\, cm}", "15{}cm"], [r"15\,{\rm km}"])
+        + case(r"15 \text{ cm}^2", [r"15\text{ cm²}", r"15 \mathrm{cm^{2}}"], [r"15\text{ cm³}"])
+        + case(
+            r"15 \text{ m/s}",
+            [
+                r"15 \frac{\text{m}}{\text{s}}",
+                r"15\,\mathrm{m\,s^{-1}}",
+                r"15 \text{ m} \cdot \text{s}^{-1}",
+                r"54 \text{ km/h}",
+            ],
+            [r"15 \frac{\text{km}}{\text{s}}", r"15\,\mathrm{km\,s^{-1}}"],
+        )
+        + case("yes", ["**yes**", "``yes''"], ["**no**"])
+        + case(r"154.5", ["154{.}5"], ["154{.}6"])
+        + case(r"30^\circ", [r"30{}^\circ"], [r"31{}^\circ"])
+        + case("3+8i", [r"3+8\imath"], [r"3-8\imath"])
+        + case("4:5", [r"4\colon 5"], [r"5\colon 4"])
+        + case(
+            r"\begin{pmatrix} 3 \\ 4 \end{pmatrix}",
+            [r"\begin{pmatrix} 3 \\[2pt] 4 \\ \end{pmatrix}"],
+            [r"\begin{pmatrix} 4 \\[2pt] 3 \end{pmatrix}"],
+        ),
+        monkeypatch,
+    )
+
+
+def test_numbers_in_other_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of digits before a word, groups as in Switzerland, signs in words, what is asked for on the left."""
+    check(
+        case("18035", [r"18,035 \text{ apples}", "18'035"], [r"18,036 \text{ apples}", "18, 035, 1"])
+        + case(r"1,234 \text{ ways}", ["1234", r"1234 \text{ ways}"], ["1", "1234,1"])
+        + case("-5", ["minus 5", "negative 5", r"\text{negative } 5"], ["5", "minus 6"])
+        + case(r"-\infty", [r"-\text{infinity}"], [r"\text{infinity}"])
+        + case("5", ["5 = x", "m+n=5", "p+q=2+3=5"], ["6 = x", "m+n=6", "p+q=2+4=5", "2x = 5", "x^2 = 5"])
+        + case("m+n=5", ["n+m=5"], ["5", "m-n=5"])
+        + case(r"2^{2^{2^{10}}}", [r"2^{2^{1024}}"], [r"2^{2^{1025}}", r"3^{2^{1024}}"])
+        + case("1, 2, 3", ["3, 2, 1"], [r"1, 2, 3, \ldots", r"1, 2, \ldots"])
+        + case(r"\emptyset", [r"\{\}", r"\text{no solution}"], [r"\{(1,2)\}", r"\{0\}", r"\{\{1\}\}"])
+        + case(r"34 \text{ kg}", ["34"], [r"34 \text{ m} \cdot \text{s}^{-1}", r"34\,\mathrm{m\,s^{-1}}"])
+        + case(r"\frac{1}{x}", [r"\frac{1}{x}, x \ne 0"], [r"\frac{1}{x}, 0"]),
+        monkeypatch,
+    )
+
+
+def test_half_lines_that_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two bounds with a comma or `and` are one interval; where they do not meet, a comma is a union, `and` is not."""
+    check(
+        case("[-1,5)", [r"x \ge -1 \text{ and } x < 5", r"x < 5, x \ge -1"], [r"x > -1 \text{ and } x < 5"])
+        + case(
+            r"(-\infty,-1) \cup (5,\infty)",
+            ["x < -1, x > 5", r"x < -1 \text{ or } x > 5", r"\mathbb{R} \setminus [-1,5]"],
+            [r"x < -1 \text{ and } x > 5", r"x \le -1, x > 5", r"\mathbb{R} \setminus (-1,5)"],
+        )
+        + case("x > 3", ["{x | x > 3}", r"\{x : x > 3\}"], ["{x | x < 3}"]),
+        monkeypatch,
+    )
+
+
+def test_a_choice_with_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As contests print them; two choices are none."""
+    right = ["C: 12", r"(C)\ \frac12", r"\textbf{(C)}\ -3", r"\text{(C) } \sqrt{2}", "**C**"]
+    wrong = ["D: 12", r"(D)\ \frac12", "C: 12 or D: 13", "A: 5C: 5", r"(C)\ 12 \text{ or } 13"]
+    check(case("C", right, wrong) + case(r"\text{(C)}", right, wrong), monkeypatch)
