@@ -86,6 +86,7 @@ def _assert_nested(spans: list[tuple[int, int, str]]) -> None:
         open_ends.append(end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 3])
 def test_spans_nest_and_add_up_to_the_step(run_dir: Path, step: int) -> None:
     """On every rank and track; and rank 0's phases are, to the microsecond, the seconds of the step's metrics."""
@@ -109,6 +110,7 @@ def test_spans_nest_and_add_up_to_the_step(run_dir: Path, step: int) -> None:
     assert all(start >= 0 and end <= ends for start, end in inside)
 
 
+@pytest.mark.slow
 def test_every_micro_batch_of_every_rank_is_there(run_dir: Path) -> None:
     """Each once forward and once backward, inside its rank's update; stages send to each other."""
     written = _read(run_dir / "timeline" / "step_000001.json.gz")
@@ -130,6 +132,7 @@ def test_every_micro_batch_of_every_rank_is_there(run_dir: Path) -> None:
     assert [clock["rank"] for clock in written["otherData"]["clocks"]] == [0, 1]
 
 
+@pytest.mark.slow
 def test_only_the_steps_that_were_asked_for(run_dir: Path) -> None:
     assert sorted(path.name for path in (run_dir / "timeline").iterdir()) == [
         "step_000001.json.gz",
@@ -140,6 +143,7 @@ def test_only_the_steps_that_were_asked_for(run_dir: Path) -> None:
     assert any("aten::" in event.get("name", "") for event in profile["traceEvents"])
 
 
+@pytest.mark.slow
 def test_a_tracker_of_a_resumed_run_has_its_metrics(run_dir: Path) -> None:
     """TensorBoard, read by its own reader, against metrics.jsonl."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
