@@ -45,6 +45,21 @@ LONGEST = (
     "test_families",
     "test_damage",
     "test_arithmetic",
+    "test_recipes",
+    "test_offload",
+    "test_sharing_the_card",
+    "test_trackers",
+    "test_unbiased_actor",
+    "test_objectives",
+    "test_serve",
+    "test_report",
+    "test_timeline",
+    "test_selection_guards",
+    "test_weight_stream",
+    "test_run_directory",
+    "test_plan_memory",
+    "test_actor_settings",
+    "test_hostile_servers",
 )
 """Started first: a long file that started last would leave the other workers idle."""
 
