@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -308,13 +309,8 @@ def test_a_killed_rank_leaves_nothing_in_tmp(
     temporary.mkdir()
     model = write_model(tmp_path / "model")
 
-    def save_and_hang() -> None:
-        import tempfile
-
-        tempfile.tempdir = str(temporary)
-        run_ranks(_save_once, 1, model, tmp_path / "checkpoints", asynchronous)
-
-    save_and_hang()  # `run_ranks` ends ranks with SIGKILL
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    run_ranks(_save_once, 1, model, tmp_path / "checkpoints", asynchronous)  # ends ranks with SIGKILL
     left = {path.name for path in temporary.iterdir()}
     assert not [name for name in left if name.startswith("pymp-")], left
 

@@ -115,6 +115,7 @@ def test_each_behaviour_costs_its_own_sample_only(command: str) -> None:
     among_others(command, timeout_s=60.0, times=2)
 
 
+@pytest.mark.slow
 def test_what_has_no_end_costs_its_own_sample_only() -> None:
     """All at once, in pools of their own: each takes the whole limit."""
     with ThreadPoolExecutor(len(WITHOUT_END)) as threads:
@@ -188,6 +189,7 @@ def test_texts_arrive_as_they_are() -> None:
         assert [g.reward for g in pool.grade([GradeTask(text, text + "y") for text in texts])] == [0.0] * len(texts)
 
 
+@pytest.mark.slow
 def test_a_sample_is_charged_with_its_own_time_only() -> None:
     """Each of a chunk takes 0.5 s of the 4 s that are allowed (more on a busy machine), all of them 4.5 s and more."""
     with pool_of(processes=1, timeout_s=4.0) as pool:
