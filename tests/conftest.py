@@ -4,22 +4,16 @@ an order in which two workers end together (`pytest -n 2`, see docs/testing.md).
 import gc
 import os
 import signal
-
-# Before torch: ranks are forked from this process, and an OpenMP pool does not survive a fork.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 from typing import Any
 
 import pytest
-import torch
 
-from dppo_megatron import platform
+# Before torch: ranks are forked from this process, and an OpenMP pool does not survive a fork.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What is imported is here to stay: to look at all of it again and again while it grows takes a third of the time until
+# the first test. `pytest_collection_finish` turns the collector on.
+gc.disable()
 
-if not torch.cuda.is_available():  # before anything imports Triton, whose own functions read it when they are defined
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-torch.set_num_threads(1)
-platform.prepare()
 # A shell that starts the tests in the background has SIGINT ignored, and so would every command that a test interrupts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -51,6 +45,21 @@ LONGEST = (
     "test_families",
     "test_damage",
     "test_arithmetic",
+    "test_recipes",
+    "test_offload",
+    "test_sharing_the_card",
+    "test_trackers",
+    "test_unbiased_actor",
+    "test_objectives",
+    "test_serve",
+    "test_report",
+    "test_timeline",
+    "test_selection_guards",
+    "test_weight_stream",
+    "test_run_directory",
+    "test_plan_memory",
+    "test_actor_settings",
+    "test_hostile_servers",
 )
 """Started first: a long file that started last would leave the other workers idle."""
 
@@ -64,9 +73,26 @@ def _name(nodeid: str) -> str:
     return _file(nodeid).rpartition("/")[2].removesuffix(".py")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """In each process that runs tests. The one that hands them out to workers needs no torch: 3 s sooner they start."""
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        gc.enable()
+        return
+    import torch
+
+    from dppo_megatron import platform
+
+    if not torch.cuda.is_available():  # before anything imports Triton: its own functions read it when they are defined
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    torch.set_num_threads(1)
+    platform.prepare()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist
         items.sort(key=lambda item: LONGEST.index(name) if (name := _name(item.nodeid)) in LONGEST else len(LONGEST))
+    import torch
+
     if torch.cuda.is_available():
         return
     for item in items:
@@ -78,6 +104,7 @@ def pytest_collection_finish() -> None:
     """A million objects of torch, transformers and sympy are here to stay: no later collection looks at them again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

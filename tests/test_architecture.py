@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -26,9 +27,15 @@ PURE = {"pruning", "algorithms", "packing"}
 PURE_MAY_IMPORT = {"numpy", "torch", "dppo_megatron"}
 
 
+@functools.cache
+def _nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@functools.cache
 def _imports(path: Path) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -86,9 +93,8 @@ def test_train_is_one_screen() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_sizes(path: Path) -> None:
     """Files under 500 lines, functions under 80."""
-    source = path.read_text(encoding="utf-8")
-    assert source.count("\n") <= 500
-    for node in ast.walk(ast.parse(source)):
+    assert path.read_text(encoding="utf-8").count("\n") <= 500
+    for node in _nodes(path):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno is not None
             assert node.end_lineno - node.lineno < 80, f"{node.name} is too long"

@@ -134,7 +134,7 @@ def _findings(files: Path, run_dir: Path, tensor_parallel: int, pipeline_paralle
     return run_gate(config, layout, architecture, CheckpointReader(config.model.hf_path, architecture).get)
 
 
-@pytest.mark.parametrize("split", [(1, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("split", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 def test_gate_passes_safe_packing(files: Path, tmp_path: Path, split: tuple[int, int]) -> None:
     """No unsafe pattern; log-probabilities and gradients of the packed batch are those of single samples."""
     results = run_ranks(_findings, split[0] * split[1], files, tmp_path / "run", *split)

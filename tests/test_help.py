@@ -199,31 +199,32 @@ def _needs(shell: str) -> None:
         pytest.skip(f"{shell} is not installed")
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("dppo-megatron comp", {"compare", "completion"}),
-        ("dppo-megatron config rollout.sampling.te", {"rollout.sampling.temperature "}),
-        ("dppo-megatron train job.yaml rollout.sampling.top", {"rollout.sampling.top_p=", "rollout.sampling.top_k="}),
-        ("dppo-megatron train job.yaml seed=1 model.dtype=b", {"bfloat16 "}),
-        ("dppo-megatron compare job.yaml --st", {"--steps-factor "}),
-    ],
-)
-def test_in_a_real_bash(line: str, offered: set[str], shells: tuple[Path, dict[str, str]]) -> None:
+OFFERED = {
+    "dppo-megatron comp": {"compare", "completion"},
+    "dppo-megatron config rollout.sampling.te": {"rollout.sampling.temperature "},
+    "dppo-megatron train job.yaml rollout.sampling.top": {"rollout.sampling.top_p=", "rollout.sampling.top_k="},
+    "dppo-megatron train job.yaml seed=1 model.dtype=b": {"bfloat16 "},
+    "dppo-megatron compare job.yaml --st": {"--steps-factor "},
+}
+
+
+def test_in_a_real_bash(shells: tuple[Path, dict[str, str]]) -> None:
     """What bash is told at Tab, with its own way of breaking words at `=`."""
     directory, environment = shells
-    words = line.replace("=", " = ").split(" ")
-    script = f"""
-        eval "$(dppo-megatron completion bash)"
-        COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}
-        COMP_LINE='{line}'; COMP_POINT={len(line)}; COMP_TYPE=9
-        $(complete -p dppo-megatron | sed 's/.*-F \\([^ ]*\\).*/\\1/') dppo-megatron
-        printf '%s\\n' "${{COMPREPLY[@]}}"
-    """
+    script = 'eval "$(dppo-megatron completion bash)"\n'
+    for line in OFFERED:
+        words = line.replace("=", " = ").split(" ")
+        script += f"""
+            COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}
+            COMP_LINE='{line}'; COMP_POINT={len(line)}; COMP_TYPE=9; COMPREPLY=()
+            $(complete -p dppo-megatron | sed 's/.*-F \\([^ ]*\\).*/\\1/') dppo-megatron
+            printf '%s\\n' "${{COMPREPLY[@]}}"; echo ---
+        """
     done = subprocess.run(
         ["bash", "--norc", "-c", script], cwd=directory, env=environment, capture_output=True, text=True, check=True
     )
-    assert set(done.stdout.splitlines()) == offered, done.stderr
+    told = [set(part.splitlines()) for part in done.stdout.split("---\n")[:-1]]
+    assert dict(zip(OFFERED, told, strict=True)) == OFFERED, done.stderr
 
 
 LINES = {

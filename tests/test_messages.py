@@ -256,7 +256,7 @@ def test_nobody_reads_the_output() -> None:
     """`| head` has taken what it wanted: no traceback, and the shell's code for it."""
     reader, writer = os.pipe()
     os.close(reader)
-    process = _start("doctor", stdout=writer, stderr=subprocess.PIPE)
+    process = _start("completion", "bash", stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     _, said = process.communicate(timeout=300)
     assert (process.returncode, said) == (141, b"")

@@ -39,12 +39,11 @@ def _device_bytes(actor: Actor) -> dict[str, int]:
     }
 
 
-def _directory(out: dict[str, Any], parent: Path) -> str:
-    directory = parent / str(len(out["saved"]))
-    directory.mkdir(parents=True, exist_ok=True)
+def _save(actor: Actor, directory: Path) -> None:
+    if torch.distributed.get_rank() == 0:
+        directory.mkdir(parents=True)
     torch.distributed.barrier()
-    out["saved"].append(directory)
-    return str(directory)
+    dist_checkpointing.save({"actor": actor.sharded_state()}, str(directory))
 
 
 def _load(model: Path, parallel: Parallel, directory: Path) -> dict[str, Any]:
@@ -57,47 +56,57 @@ def _load(model: Path, parallel: Parallel, directory: Path) -> dict[str, Any]:
     return {"weights": weights, "states": states}
 
 
-def _run(model: Path, parallel: Parallel, weights: bool | None, directory: Path) -> dict[str, Any]:
-    """Three updates, after each of which the actor leaves the device, unless `weights` is None, and is saved."""
+def _train(model: Path, parallel: Parallel, weights: bool | None, directory: Path) -> dict[str, Any]:
+    """Three updates, after each of which the actor leaves the device, unless `weights` is None. It is saved after the
+    second, and there also after the others: a save must not bring anything back."""
     actor = build_actor(model, parallel)
     samples = random_samples(8, 37)
     plan = plan_for(samples, parallel)
-    out: dict[str, Any] = {"bytes": [], "saved": []}
-    for _ in range(3):
+    out: dict[str, Any] = {"bytes": []}
+    for update in range(3):
         actor.update(samples, plan, supervised())
         if weights is not None:
             before = _device_bytes(actor)
             actor.offload(weights=weights)
             actor.offload(weights=weights)  # again: nothing
             out["bytes"].append((before, _device_bytes(actor), actor._memory.away))
-            dist_checkpointing.save({"actor": actor.sharded_state()}, _directory(out, directory))
+        if weights is not None or update == 1:
+            _save(actor, directory / str(update))
+        if weights is not None:
             assert actor.away == out["bytes"][-1][2], "a checkpoint is written from the host"
-        else:
-            dist_checkpointing.save({"actor": actor.sharded_state()}, _directory(out, directory))
     out["weights"] = {name: tensor.clone() for name, tensor in actor.weights()}
     return out
 
 
-CASES = [
-    Parallel(),
-    Parallel(dtype=torch.bfloat16),
+def _stay_and_leave(model: Path, parallel: Parallel, directory: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What `_train` returns and what its second checkpoint holds, of one that stays, one that leaves and one whose
+    weights leave too."""
+    found = []
+    for weights in (None, False, True):
+        trained = _train(model, parallel, weights, directory / str(weights))
+        found.append((trained, _load(model, parallel, directory / str(weights) / "1")))
+    return found
+
+
+ALONE = [Parallel(), Parallel(dtype=torch.bfloat16)]
+SHARED = [
     Parallel(dp=2, distributed_optimizer=True),
     Parallel(dp=2, distributed_optimizer=True, dtype=torch.bfloat16),
 ]
 
 
-@pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("parallel", CASES, ids=lambda p: f"{p}-{p.dtype}")
-def test_the_device_is_left(tmp_path: Path, parallel: Parallel, weights: bool) -> None:
+@pytest.mark.parametrize(
+    "parallel", [*ALONE, *(pytest.param(one, marks=pytest.mark.slow) for one in SHARED)], ids=lambda p: f"{p}-{p.dtype}"
+)
+def test_the_device_is_left(tmp_path: Path, parallel: Parallel) -> None:
     """While away, gradients and optimizer hold no byte of the device, the weights none or their own; the weights after
     three updates, and a checkpoint that was written meanwhile, are those of an actor that stayed, bit for bit."""
     model = write_model(tmp_path / "model")
-    stayed = run_ranks(_run, parallel.world_size, model, parallel, None, tmp_path / "stayed")[0]
-    left = run_ranks(_run, parallel.world_size, model, parallel, weights, tmp_path / "left")[0]
-    for before, after, away in left["bytes"]:
-        assert all(before.values()) and after["gradients"] == after["optimizer"] == 0
-        assert after["weights"] == (0 if weights else before["weights"])
-        assert away == {"gradients", "optimizer"} | ({"weights"} if weights else set())
-    assert all(torch.equal(tensor, left["weights"][name]) for name, tensor in stayed["weights"].items())
-    saved = [run_ranks(_load, parallel.world_size, model, parallel, out["saved"][1])[0] for out in (stayed, left)]
-    torch.testing.assert_close(saved[1], saved[0], rtol=0, atol=0)
+    (stayed, saved), *others = run_ranks(_stay_and_leave, parallel.world_size, model, parallel, tmp_path)[0]
+    for weights, (left, saved_away) in zip((False, True), others, strict=True):
+        for before, after, away in left["bytes"]:
+            assert all(before.values()) and after["gradients"] == after["optimizer"] == 0
+            assert after["weights"] == (0 if weights else before["weights"])
+            assert away == {"gradients", "optimizer"} | ({"weights"} if weights else set())
+        assert all(torch.equal(tensor, left["weights"][name]) for name, tensor in stayed["weights"].items())
+        torch.testing.assert_close(saved_away, saved, rtol=0, atol=0)

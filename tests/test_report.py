@@ -178,6 +178,7 @@ def _wait(page: Any, script: str) -> Any:
     return WebDriverWait(page, 60).until(lambda one: one.execute_script(f"return {script}"))
 
 
+@pytest.mark.slow
 def test_in_a_browser_the_plots_are_drawn(page: Any) -> None:
     page.execute_script("drawAll()")
     assert _wait(page, "document.querySelectorAll('.plot .main-svg').length > 30")
@@ -190,6 +191,7 @@ def test_in_a_browser_the_plots_are_drawn(page: Any) -> None:
     assert errors == []
 
 
+@pytest.mark.slow
 def test_in_a_browser_what_a_model_wrote_is_text(page: Any) -> None:
     page.execute_script("location.hash = 'samples'")
     assert page.title.startswith("first, second")
@@ -198,6 +200,7 @@ def test_in_a_browser_what_a_model_wrote_is_text(page: Any) -> None:
     _keep(page, "report_samples")
 
 
+@pytest.mark.slow
 def test_in_a_browser_with_the_keyboard(page: Any) -> None:
     from selenium.webdriver.common.keys import Keys
 
@@ -225,6 +228,7 @@ def test_in_a_browser_with_the_keyboard(page: Any) -> None:
     page.switch_to.active_element.send_keys(Keys.ESCAPE)
 
 
+@pytest.mark.slow
 def test_in_a_browser_runs_are_compared(page: Any) -> None:
     settings = page.execute_script("return document.querySelector('#settings tbody').innerText")
     assert "seed" in settings and "run_dir" in settings and "rollout.engine" not in settings
@@ -234,6 +238,7 @@ def test_in_a_browser_runs_are_compared(page: Any) -> None:
     assert page.execute_script(f"return {reward}") == 1
 
 
+@pytest.mark.slow
 def test_in_a_browser_for_everyone(page: Any) -> None:
     """Every control has a name, every figure a description, headings come in order, and text can be told from its
     ground: WCAG's contrast of 4.5, in both themes."""
@@ -259,6 +264,7 @@ def test_in_a_browser_for_everyone(page: Any) -> None:
             assert _contrast(*colours) >= 4.5, (theme, ink, ground)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_in_a_browser_axe_finds_nothing(page: Any, theme: str) -> None:
     """WCAG 2.1 A and AA, and axe's best practices, on the whole page with all plots drawn."""

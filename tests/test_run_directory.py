@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +22,14 @@ import torch
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, write_model
 
+from dppo_megatron.actor.layout import start_process_group
 from dppo_megatron.checkpoint.state import read_state, write_state
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import is_peer_lost
 from dppo_megatron.observe.lock import RunLock
 from dppo_megatron.observe.record import JsonLines, rewind
 from dppo_megatron.observe.run_directory import RunDirectory
-from dppo_megatron.types import UserError
+from dppo_megatron.types import GuardStop, UserError
 
 # ---------------------------------------------------------------------------------------------------------- the lock
 
@@ -307,13 +309,8 @@ def test_a_killed_rank_leaves_nothing_in_tmp(
     temporary.mkdir()
     model = write_model(tmp_path / "model")
 
-    def save_and_hang() -> None:
-        import tempfile
-
-        tempfile.tempdir = str(temporary)
-        run_ranks(_save_once, 1, model, tmp_path / "checkpoints", asynchronous)
-
-    save_and_hang()  # `run_ranks` ends ranks with SIGKILL
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    run_ranks(_save_once, 1, model, tmp_path / "checkpoints", asynchronous)  # ends ranks with SIGKILL
     left = {path.name for path in temporary.iterdir()}
     assert not [name for name in left if name.startswith("pymp-")], left
 
@@ -352,31 +349,27 @@ def test_a_dead_peer_is_no_full_disk() -> None:
         assert not is_peer_lost(error)
 
 
-_ALONE = """
-import os, sys
-from dppo_megatron import platform
-platform.prepare()
-from dppo_megatron.actor.layout import start_process_group
-from dppo_megatron.types import GuardStop
-try:
-    start_process_group(2.0)
-except GuardStop as stop:
-    print(stop)
-"""
+def _alone(ports: list[str]) -> str:
+    """On ranks, each of which waits for the other at an address where that one is not; all at the same time."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = ports[rank]
+    with pytest.raises(GuardStop) as stop:
+        start_process_group(2.0)
+    return str(stop.value)
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_rank_that_is_alone_ends(rank: str) -> None:
+def test_a_rank_that_is_alone_ends() -> None:
     """In seconds here, in minutes by default; the group's own patience is days."""
     import socket
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    environment = os.environ | {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    done = subprocess.run(
-        [sys.executable, "-c", _ALONE], env=environment, capture_output=True, text=True, timeout=200, check=True
-    )
-    assert f"rank {rank} of 2 could not meet the others within guard.rendezvous_timeout_s = 2 s" in done.stdout
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [str(free.getsockname()[1]) for free in (one, other)]
+    for rank, said in enumerate(run_ranks(_alone, 2, ports)):
+        assert f"rank {rank} of 2 could not meet the others within guard.rendezvous_timeout_s = 2 s" in said
 
 
 def test_a_start_that_fails_leaves_nothing_that_binds_the_next(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return run_dir, run._samples.cpu_s
 
 
+@pytest.mark.slow
 def test_a_run_leaves_what_its_trace_says(finished: tuple[Path, Any]) -> None:
     """trace.jsonl and metrics.jsonl come from rank 0's arrays, the samples from the groups themselves."""
     run_dir, _ = finished
@@ -100,6 +101,7 @@ def test_a_run_leaves_what_its_trace_says(finished: tuple[Path, Any]) -> None:
             assert theirs == pytest.approx(mine_, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_polars_reads_it_too(finished: tuple[Path, Any]) -> None:
     polars = pytest.importorskip("polars")
     run_dir, _ = finished

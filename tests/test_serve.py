@@ -371,6 +371,7 @@ def test_serve_keeps_servers_for_a_trainer(tmp_path: Path) -> None:
         serving.kill()
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_ends_serve(files: Path, tmp_path: Path) -> None:
     """With the end of its log, and exit code 2."""
     broken = tmp_path / "broken"

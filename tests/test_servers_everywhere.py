@@ -207,6 +207,7 @@ def _answers(member: Member) -> bool:
 SAMPLING = Sampling(LIMIT, 1.0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_every_node_has_servers_of_its_own(files: Path, tmp_path: Path, killed: int) -> None:
     """Two nodes of two ranks and a colocated server each: both take a part of every rollout, and weights come from the

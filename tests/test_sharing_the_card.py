@@ -172,6 +172,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_warm_job_files(tmp_path_factory.mktemp("task"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["optimizer", "all"])
 def test_never_both_on_the_card(files: Path, tmp_path: Path, mode: str) -> None:
     """Through a run, a stop in step 2 and its resume: every arrow is met, the trained weights are those of a run whose

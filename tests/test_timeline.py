@@ -68,6 +68,7 @@ def _assert_nested(spans: list[Shown]) -> None:
         open_ends.append(end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 3])
 def test_spans_nest_and_add_up_to_the_step(run_dir: Path, step: int) -> None:
     """On every rank and track; and rank 0's phases are, to the microsecond, the seconds of the step's metrics."""
@@ -91,6 +92,7 @@ def test_spans_nest_and_add_up_to_the_step(run_dir: Path, step: int) -> None:
     assert all(start >= 0 and end <= ends for start, end in inside)
 
 
+@pytest.mark.slow
 def test_every_micro_batch_of_every_rank_is_there(run_dir: Path) -> None:
     """Each once forward and once backward, inside its rank's update; stages send to each other."""
     written = read_timeline(run_dir / "timeline" / "step_000001.json.gz")
@@ -112,6 +114,7 @@ def test_every_micro_batch_of_every_rank_is_there(run_dir: Path) -> None:
     assert [clock["rank"] for clock in written["otherData"]["clocks"]] == [0, 1]
 
 
+@pytest.mark.slow
 def test_only_the_steps_that_were_asked_for(run_dir: Path) -> None:
     assert sorted(path.name for path in (run_dir / "timeline").iterdir()) == [
         "step_000001.json.gz",
@@ -122,6 +125,7 @@ def test_only_the_steps_that_were_asked_for(run_dir: Path) -> None:
     assert any("aten::" in event.get("name", "") for event in profile["traceEvents"])
 
 
+@pytest.mark.slow
 def test_a_tracker_of_a_resumed_run_has_its_metrics(run_dir: Path) -> None:
     """TensorBoard, read by its own reader, against metrics.jsonl."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

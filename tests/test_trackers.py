@@ -73,6 +73,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield directory
 
 
+@pytest.mark.slow
 def test_tensorboard_has_every_step_once(run: Path) -> None:
     """After a resume, what was written before of the same steps is gone."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -88,6 +89,7 @@ def test_tensorboard_has_every_step_once(run: Path) -> None:
     assert b"rollout.engine" in read.Tensors("config")[0].tensor_proto.string_val[0]
 
 
+@pytest.mark.slow
 def test_wandb_goes_on_with_the_same_run(run: Path) -> None:
     """Two directories of one id, no step twice, steps rising: what `wandb sync` merges."""
     stores = sorted(run.glob(f"wandb/offline-run-*-{RUN}/run-{RUN}.wandb"))
@@ -105,6 +107,7 @@ def test_wandb_goes_on_with_the_same_run(run: Path) -> None:
     assert config["rollout.engine"] == "hf" and config["seed"] == 3
 
 
+@pytest.mark.slow
 def test_mlflow_goes_on_with_the_same_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run in the experiment, each metric with each step once."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -124,6 +127,7 @@ def test_mlflow_goes_on_with_the_same_run(run: Path, monkeypatch: pytest.MonkeyP
     assert [one.path for one in artifacts] == ["samples/step_000002.json"]
 
 
+@pytest.mark.slow
 def test_trackio_goes_on_with_the_same_run(run: Path) -> None:
     """One run in its database, each step once."""
     with contextlib.closing(sqlite3.connect(run / "trackio" / "arithmetic.db")) as database:
@@ -137,6 +141,7 @@ def test_trackio_goes_on_with_the_same_run(run: Path) -> None:
     assert json.loads(config)["rollout.engine"] == "hf"
 
 
+@pytest.mark.slow
 def test_no_file_holds_a_secret(run: Path) -> None:
     """Credentials come from the environment and stay there."""
     files = [path for path in run.rglob("*") if path.is_file()]
@@ -212,6 +217,7 @@ def test_a_tool_that_hangs_takes_no_time_from_the_run(tmp_path: Path, monkeypatc
     assert json.loads((tmp_path / "failures.json").read_text())["wandb"]["failures"] == trackers.failures
 
 
+@pytest.mark.slow
 def test_a_tool_that_hangs_takes_no_time_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first never answers and uses up all of the time at the end; the second has taken the end meanwhile."""
     echo = """import sys\nfor line in sys.stdin: print('{"failure": ""}', flush=True)"""

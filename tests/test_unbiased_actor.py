@@ -86,10 +86,12 @@ def _enumerate(model_path: Path, parallel: Parallel, objective: str, normalizati
 
 CASES = [(Parallel(dtype=torch.float64), name, "sequence_mean") for name in OBJECTIVES]
 CASES += [(Parallel(dtype=torch.float64), "clip_dual_k3", name) for name in ("constant", "token_mean")]
-CASES += [(Parallel(tp=2, pp=2, dtype=torch.float64), "clip_dual", "sequence_mean")]
+FOUR_RANKS = (Parallel(tp=2, pp=2, dtype=torch.float64), "clip_dual", "sequence_mean")
 
 
-@pytest.mark.parametrize(("parallel", "objective", "normalization"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("parallel", "objective", "normalization"), [*CASES, pytest.param(*FOUR_RANKS, marks=pytest.mark.slow)], ids=str
+)
 def test_expected_gradient_is_the_full_gradient(
     tmp_path: Path, parallel: Parallel, objective: str, normalization: str
 ) -> None:

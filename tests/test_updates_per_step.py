@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.job import REPOSITORY, job_config, read_metrics, write_warm_job_files
+from support.job import REPOSITORY, job_config, read_metrics, write_job_files, write_warm_job_files
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
@@ -240,6 +240,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_warm_job_files(tmp_path_factory.mktemp("task"))
 
 
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For jobs that are never run."""
+    return write_job_files(tmp_path_factory.mktemp("cold"))
+
+
 def _train(files: Path, run_dir: Path, world_size: int, extra: dict[str, Any]) -> None:
     with Run(prepare_job(job_config(files, run_dir, **extra), world_size)) as run:
         train(run)
@@ -385,11 +391,11 @@ BAD_SETTINGS = {
 
 
 @pytest.mark.parametrize("text", BAD_SETTINGS)
-def test_settings_that_make_no_sense(files: Path, tmp_path: Path, text: str) -> None:
+def test_settings_that_make_no_sense(cold: Path, tmp_path: Path, text: str) -> None:
     """Each says which key, what is wrong and what would be right."""
     extra = dict(item.split("=") for item in text.split())
     with pytest.raises(UserError, match=BAD_SETTINGS[text]):
-        job_config(files, tmp_path / "run", **extra)
+        job_config(cold, tmp_path / "run", **extra)
 
 
 @pytest.mark.parametrize(
@@ -401,10 +407,10 @@ def test_settings_that_make_no_sense(files: Path, tmp_path: Path, text: str) -> 
         ("math:sqrt", "raised TypeError on a small made-up batch"),
     ],
 )
-def test_a_loss_that_cannot_be_loaded(files: Path, tmp_path: Path, path: str, message: str) -> None:
+def test_a_loss_that_cannot_be_loaded(cold: Path, tmp_path: Path, path: str, message: str) -> None:
     """Said before a process group or a model exists."""
     with pytest.raises(UserError, match=message):
-        prepare_job(job_config(files, tmp_path / "run", objective__function=path), 1)
+        prepare_job(job_config(cold, tmp_path / "run", objective__function=path), 1)
 
 
 def _presets() -> list[list[str]]:
@@ -414,9 +420,9 @@ def _presets() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("preset", _presets(), ids=" ".join)
-def test_documented_presets_are_valid(files: Path, tmp_path: Path, preset: list[str]) -> None:
+def test_documented_presets_are_valid(cold: Path, tmp_path: Path, preset: list[str]) -> None:
     """At a scale for which the papers' lengths and update counts make sense."""
     scale = {"sampling__max_completion_tokens": 20480, "prompts_per_step": 512}
     extra = {f"rollout__{key}": value for key, value in scale.items()} | dict(item.split("=") for item in preset)
-    job_config(files, tmp_path / "run", packing__max_tokens_per_microbatch=32768, **extra)
+    job_config(cold, tmp_path / "run", packing__max_tokens_per_microbatch=32768, **extra)
     assert len(_presets()) == 8

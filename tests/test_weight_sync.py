@@ -147,6 +147,7 @@ def test_a_transfer_has_a_time_of_its_own(running: Running) -> None:
     group.abandon()
 
 
+@pytest.mark.slow
 def test_a_hung_server_does_not_take_the_others_with_it(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP in the second bucket: its neighbours in the broadcast give up before their requests time out, and are not
     to blame. It comes back by a later sync."""

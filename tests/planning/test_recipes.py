@@ -172,10 +172,19 @@ def _everything(folder: Path) -> dict[str, tuple[int, int] | None]:
     }
 
 
-@pytest.mark.parametrize("command", ["train", "plan"])
-def test_dry_run_writes_nothing(tmp_path: Path, command: str) -> None:
-    """A process with home, temporary directory, caches and working directory of its own leaves them as they were: no
-    file, no directory, no change of one. Data, tokenizer, weights and grader were loaded."""
+_BOTH = """
+import sys
+from dppo_megatron.cli import main
+for command in ("train", "plan"):
+    assert main([command, *sys.argv[1:], "--dry-run", "--gpus", "1"]) == 0
+    print("end of", command)
+"""
+
+
+@pytest.mark.slow
+def test_dry_run_writes_nothing(tmp_path: Path) -> None:
+    """A process with home, temporary directory, caches and working directory of its own leaves them as they were, by
+    `train` and by `plan`: no file, no directory, no change of one. Data, tokenizer, weights and grader were loaded."""
     for name in ("home", "tmp", "cwd", "task"):
         (tmp_path / name).mkdir()
     files = write_job_files(tmp_path / "task")
@@ -187,10 +196,9 @@ def test_dry_run_writes_nothing(tmp_path: Path, command: str) -> None:
         "PYTHONDONTWRITEBYTECODE": "1",  # Python's own cache, which any command fills
     }
     settings = job_settings(files, tmp_path / "cwd" / "run")
-    config = str(REPOSITORY / "configs" / "quickstart.yaml")
     before = _everything(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-m", "dppo_megatron", command, config, *settings, "--dry-run", "--gpus", "1"],
+        [sys.executable, "-c", _BOTH, str(REPOSITORY / "configs" / "quickstart.yaml"), *settings],
         cwd=tmp_path / "cwd",
         env=environment,
         capture_output=True,
@@ -200,7 +208,9 @@ def test_dry_run_writes_nothing(tmp_path: Path, command: str) -> None:
     assert done.returncode == 0, done.stderr
     assert _everything(tmp_path) == before
     first = json.loads((files / "train.jsonl").read_text(encoding="utf-8").splitlines()[0])["problem"]
-    assert done.stdout.rstrip("\n").endswith(first)
+    train, _, rest = done.stdout.partition("end of train\n")
+    plan, _, _ = rest.partition("end of plan\n")
+    assert train.rstrip("\n").endswith(first) and plan.rstrip("\n").endswith(first)
 
 
 def test_dry_run_refuses_what_train_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

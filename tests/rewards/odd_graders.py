@@ -28,6 +28,18 @@ def obey(completion: str, answer: str) -> Any:
     return float(completion == answer)
 
 
+def _sign(path: str) -> int:
+    with open(path, "a") as book:
+        book.write("x")
+    return os.getpid()
+
+
+def _until_signed(times: str, path: str) -> float:
+    while not os.path.exists(path) or os.path.getsize(path) < int(times):
+        time.sleep(0.01)
+    return 1.0
+
+
 def _spin() -> None:
     while True:
         pass
@@ -118,6 +130,8 @@ def _grade(**fields: Any) -> Any:
 COMMANDS: dict[str, Callable[[str], Any]] = {
     "value": float,
     "slow": lambda seconds: time.sleep(float(seconds)) or 1.0,
+    "until_signed": lambda what: _until_signed(*what.split(" ", 1)),
+    "sign": lambda path: _sign(path),
     "raise": lambda _: 1 / 0,
     "sysexit": lambda _: sys.exit(0),
     "interrupt": lambda _: signal.raise_signal(signal.SIGINT),

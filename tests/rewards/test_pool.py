@@ -11,6 +11,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -97,15 +98,28 @@ def check(completion: str, grade: Grade) -> None:
         assert outcome(grade) == expected, f"{completion}: {outcome(grade)}"
 
 
-@pytest.mark.parametrize("command", [*OWN_FAULT, *NO_FAULT])
-def test_each_behaviour_costs_its_own_sample_only(command: str) -> None:
-    """Among others in one chunk, in one process, which goes on or is replaced."""
-    hangs = OWN_FAULT.get(command) == "timed out"
-    with pool_of(processes=1, timeout_s=2.0 if hangs else 60.0) as pool:
+WITHOUT_END = [command for command, how in OWN_FAULT.items() if how == "timed out"]
+
+
+def among_others(command: str, timeout_s: float, times: int) -> None:
+    """In one chunk, in one process, which goes on or is replaced."""
+    with pool_of(processes=1, timeout_s=timeout_s) as pool:
         commands = ["1", "0", command, "1", "print", "slow 0.1"]
-        for _ in range(1 if hangs else 2):
+        for _ in range(times):
             for completion, grade in zip(commands, pool.grade(tasks_of(commands)), strict=True):
                 check(completion, grade)
+
+
+@pytest.mark.parametrize("command", [name for name in (*OWN_FAULT, *NO_FAULT) if name not in WITHOUT_END])
+def test_each_behaviour_costs_its_own_sample_only(command: str) -> None:
+    among_others(command, timeout_s=60.0, times=2)
+
+
+@pytest.mark.slow
+def test_what_has_no_end_costs_its_own_sample_only() -> None:
+    """All at once, in pools of their own: each takes the whole limit."""
+    with ThreadPoolExecutor(len(WITHOUT_END)) as threads:
+        list(threads.map(lambda command: among_others(command, timeout_s=4.0, times=1), WITHOUT_END))
 
 
 def test_what_is_odd_and_harmless_costs_no_process() -> None:
@@ -175,6 +189,7 @@ def test_texts_arrive_as_they_are() -> None:
         assert [g.reward for g in pool.grade([GradeTask(text, text + "y") for text in texts])] == [0.0] * len(texts)
 
 
+@pytest.mark.slow
 def test_a_sample_is_charged_with_its_own_time_only() -> None:
     """Each of a chunk takes 0.5 s of the 4 s that are allowed (more on a busy machine), all of them 4.5 s and more."""
     with pool_of(processes=1, timeout_s=4.0) as pool:
@@ -182,15 +197,18 @@ def test_a_sample_is_charged_with_its_own_time_only() -> None:
         assert [g.reward for g in pool.grade(tasks_of(["slow 0.5"] * 9))] == [1.0] * 9
 
 
-def test_what_stands_behind_a_slow_sample_is_done_by_the_idle() -> None:
-    """The slow one is graded where it is; those taken from behind it are graded once and come back in order."""
+def test_what_stands_behind_a_slow_sample_is_done_by_the_idle(tmp_path: Path) -> None:
+    """The slow one is graded where it is, and takes until all others are done. Those taken from behind it are graded
+    once and come back in order."""
+    book = tmp_path / "book"
     with pool_of(processes=2) as pool:
         while len({g.reward for g in pool.grade(tasks_of(["pid"] * 40))}) < 2:
             pass  # until both have started
         pool.seconds_each = 1e-5
-        grades = pool.grade(tasks_of(["slow 5", *["pid"] * 40]))  # half of these are sent behind the slow one
+        grades = pool.grade(tasks_of([f"until_signed 40 {book}", *[f"sign {book}"] * 40]))  # half are sent behind it
         assert grades[0].reward == 1.0
         assert len({g.reward for g in grades[1:]}) == 1, "all by the other process"
+        assert len(book.read_text()) == 40, "each once"
         assert pool.grade(tasks_of(["value 3"] * 40)) == [Grade(3.0)] * 40, "nothing is left of the call before"
 
 

@@ -152,7 +152,11 @@ def plan_for(
 
 
 def build_actor(model_path: Path, parallel: Parallel, *, max_grad_norm: float = 1.0) -> Actor:
-    """In a rank of `run_ranks`: an actor with the weights of `model_path`."""
+    """In a rank of `run_ranks`: an actor with the weights of `model_path`. The rank may build several, one by one."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
     config = ActorConfig(
         layout=parallel.layout,
         optimizer=OptimizerConfig(
