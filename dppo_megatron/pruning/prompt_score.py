@@ -35,7 +35,7 @@ _BEFORE = 0.5
 """The columns of the visit before the last are halved, so that ridge holds them back four times as much."""
 _FADE = 0.95
 """A horizon of 20 steps: a policy that learns makes older outcomes misleading. 0.88 to 0.97 differ by 1 %."""
-_SLOPE_FADE, _SLOPE_RIDGE = 0.9, np.array([0.01, 200.0, 20.0])
+_SLOPE_FADE, _SLOPE_RIDGE = 0.9, np.array([0.01, 100.0, 20.0])
 """Of the constant, of the slope on the prediction, and of that on the logarithm of the cost."""
 _TOKENS_COLUMN = 8
 """Of the answers' length at earlier visits: the first guess of the next one's."""
