@@ -23,7 +23,7 @@ from dppo_megatron.algorithms.advantages import group_advantages
 from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.pruning import CompletionBatch, make_completion_policy
 
-SETTINGS: dict[str, dict[str, float]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "no gradient dropped, nothing drawn": {"rate": 0.95, "max_design_effect": 1.0},
     "rate 0.5": {"rate": 0.5, "max_design_effect": 0.0},
     "rate 0.75": {"rate": 0.75, "max_design_effect": 0.0},
@@ -57,14 +57,14 @@ def batches(path: str) -> Iterator[CompletionBatch]:
         )
 
 
-def measure(traces: list[list[CompletionBatch]], settings: dict[str, float]) -> dict[str, float]:
+def measure(traces: list[list[CompletionBatch]], settings: dict[str, Any]) -> dict[str, float]:
     """One row of the table."""
     found: list[tuple[float, float, bool]] = []
     for trace in traces:
         policy = make_completion_policy(
             CompletionPruningConfig(fill_slack=False, **settings),
             seed=0,
-            total_steps=10**6,  # type: ignore[arg-type]
+            total_steps=10**6,
         )
         for step, batch in enumerate(trace):
             square = np.square(batch.advantages * batch.surprisal / batch.denominator)
@@ -72,9 +72,10 @@ def measure(traces: list[list[CompletionBatch]], settings: dict[str, float]) -> 
                 continue
             pi = policy.prune(batch, step=step).inclusion_prob
             drawn = pi > 0
-            effect = float((square[drawn] / pi[drawn]).sum() / square.sum())
-            found.append((float((pi * batch.lengths).sum() / batch.lengths.sum()), effect, step < EARLY))
-    tokens, effect, early = (np.array(part) for part in zip(*found, strict=True))
+            growth = float((square[drawn] / pi[drawn]).sum() / square.sum())
+            found.append((float((pi * batch.lengths).sum() / batch.lengths.sum()), growth, step < EARLY))
+    tokens, effect = np.array([one[0] for one in found]), np.array([one[1] for one in found])
+    early = np.array([one[2] for one in found])
     return {
         "tokens": float(tokens.mean()),
         "effect": float(effect.mean()),

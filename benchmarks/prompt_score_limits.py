@@ -105,7 +105,8 @@ def gain(judged: list[Judged], rate: float) -> float:
 
 
 def _one_hot(codes: IntArray, count: int) -> FloatArray:
-    return (codes[:, None] == np.arange(count)).astype(np.float64)
+    hot: FloatArray = (codes[:, None] == np.arange(count)).astype(np.float64)
+    return hot
 
 
 def _poisson(x: FloatArray, y: FloatArray, ridge: float = 1.0) -> FloatArray:

@@ -154,8 +154,8 @@ class FittedScore:
         answers are known, and say already what their rows would."""
         if self._rows is None:
             return x
-        seen = x[:, 1:4].any(axis=1)
-        return np.concatenate([x, np.where(seen[:, None], 0.0, x[:, x.shape[1] - self._rows.count :])], axis=1)
+        unseen = np.all(x[:, 1:4] == 0, axis=1, keepdims=True)
+        return np.concatenate([x, np.where(unseen, x[:, x.shape[1] - self._rows.count :], 0.0)], axis=1)
 
     def _columns(self, ids: IntArray, step: int) -> FloatArray:
         """[n, p] what is known of the prompts before this visit."""
