@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ def run_worker(job_path: Path) -> None:
     sys.path.insert(0, str(REPOSITORY))
     from dppo_megatron.rewards.graders import final_answer
 
+    def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        return [final_answer(text, reference) for text, reference in zip(completions, answer, strict=True)]
+
     job = json.loads(job_path.read_text(encoding="utf-8"))
     torch.set_num_threads(job["threads"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"], padding_side="left", trust_remote_code=False)
@@ -43,96 +47,118 @@ def run_worker(job_path: Path) -> None:
         job["model"], dtype=torch.float32, trust_remote_code=False
     )
     train, heldout = (_rows(job[name]) for name in ("train", "heldout"))
-    count = job["prompts_per_step"] * job["completions_per_prompt"]
-
-    def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        return [final_answer(text, reference) for text, reference in zip(completions, answer, strict=True)]
-
-    def solved() -> list[float]:
-        torch.manual_seed(job["seed"])
-        model.eval()
-        asked = tokenizer([row["problem"] for row in heldout], return_tensors="pt", padding=True)
-        sampling: dict[str, Any] = {"do_sample": False}
-        if job["eval_temperature"]:
-            sampling = {"do_sample": True, "temperature": job["eval_temperature"], "top_k": 0, "top_p": 1.0}
-        with torch.no_grad():
-            tokens = model.generate(**asked, max_new_tokens=job["max_completion_tokens"], **sampling)
-        model.train()
-        texts = tokenizer.batch_decode(tokens[:, asked["input_ids"].shape[1] :], skip_special_tokens=True)
-        return [final_answer(text, row["answer"]) for text, row in zip(texts, heldout, strict=True)]
-
-    class Watch(transformers.TrainerCallback):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.spent = [0.0, 0.0]
-            self.tokens = 0.0
-            self.points: list[dict[str, Any]] = []
-            self.solved: list[list[float]] = []
-            self.step_cpu_s: list[float] = []
-
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.evaluate(0)
-
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            self._clocks = time.perf_counter(), time.process_time()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            took = time.perf_counter() - self._clocks[0], time.process_time() - self._clocks[1]
-            self.spent = [before + now for before, now in zip(self.spent, took, strict=True)]
-            self.step_cpu_s.append(took[1])
-            if not job["trial"] and (state.global_step % job["every"] == 0 or state.global_step == job["steps"]):
-                self.evaluate(state.global_step)
-
-        def evaluate(self, step: int) -> None:
-            if job["trial"]:
-                return
-            self.solved.append(solved())
-            accuracy = sum(self.solved[-1]) / len(heldout)
-            self.points.append({"step": step, "accuracy": accuracy, "train_s": self.spent[0]} | {
-                "train_cpu_s": self.spent[1], "tokens_generated": 0, "tokens_trained": 0})  # fmt: skip
-            print(f"TRL step {step}: {100 * accuracy:.1f} %, {self.spent[1]:.1f} CPU s", file=sys.stderr, flush=True)
-
-    watch = Watch()
-    config = trl.GRPOConfig(
-        output_dir=str(job_path.parent / "trl"),
-        per_device_train_batch_size=job["batch_size"],
-        gradient_accumulation_steps=count // job["batch_size"],
-        num_generations=job["completions_per_prompt"],
-        max_completion_length=job["max_completion_tokens"],
-        temperature=job["temperature"],
-        loss_type="grpo",
-        scale_rewards="group",
-        epsilon=job["clip_low"],
-        epsilon_high=job["clip_high"],
-        beta=0.0,
-        learning_rate=job["learning_rate"],
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=job["lr_warmup_steps"],
-        weight_decay=job["weight_decay"],
-        adam_beta1=job["adam_beta1"],
-        adam_beta2=job["adam_beta2"],
-        max_grad_norm=job["max_grad_norm"],
-        max_steps=TRIAL_STEPS if job["trial"] else job["steps"],
-        seed=job["seed"],
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        logging_strategy="no",
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+    watch = Watch(job, lambda: reward(_answers(model, tokenizer, heldout, job), [row["answer"] for row in heldout]))
     trainer = trl.GRPOTrainer(
         model=model,
         reward_funcs=reward,
-        args=config,
+        args=trl.GRPOConfig(**_trl_settings(job, job_path.parent / "trl")),
         train_dataset=Dataset.from_list([{"prompt": row["problem"], "answer": row["answer"]} for row in train]),
         processing_class=tokenizer,
-        callbacks=[watch],
+        callbacks=[_as_callback(watch)],
     )
     trainer.train()
     found = {"points": watch.points, "solved": watch.solved, "step_cpu_s": watch.step_cpu_s}
     found["versions"] = {"trl": trl.__version__, "transformers": transformers.__version__}
     (job_path.parent / "found.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+class Watch:
+    """Clocks TRL's steps and evaluates between them, which is counted in no time.
+
+    Args:
+        evaluate: 1.0 or 0.0 of each held-out problem, by the weights as they are.
+    """
+
+    def __init__(self, job: dict[str, Any], evaluate: Callable[[], list[float]]) -> None:
+        self._job, self._evaluate = job, evaluate
+        self._spent = [0.0, 0.0]
+        self.points: list[dict[str, Any]] = []
+        self.solved: list[list[float]] = []
+        self.step_cpu_s: list[float] = []
+
+    def begin_step(self) -> None:
+        """From here on time counts."""
+        self._clocks = time.perf_counter(), time.process_time()
+
+    def end_step(self, step: int) -> None:
+        """Up to here."""
+        took = time.perf_counter() - self._clocks[0], time.process_time() - self._clocks[1]
+        self._spent = [before + now for before, now in zip(self._spent, took, strict=True)]
+        self.step_cpu_s.append(took[1])
+        if step % self._job["every"] == 0 or step == self._job["steps"]:
+            self.evaluate(step)
+
+    def evaluate(self, step: int) -> None:
+        """A point of the curve; none in a trial, which is about seconds only."""
+        if self._job["trial"]:
+            return
+        self.solved.append(self._evaluate())
+        accuracy = sum(self.solved[-1]) / len(self.solved[-1])
+        seconds, cpu_s = self._spent
+        self.points.append({"step": step, "accuracy": accuracy, "train_s": seconds, "train_cpu_s": cpu_s}
+                           | {"tokens_generated": 0, "tokens_trained": 0})  # fmt: skip
+        print(f"TRL step {step}: {100 * accuracy:.1f} %, {cpu_s:.1f} CPU s", file=sys.stderr, flush=True)
+
+
+def _as_callback(watch: Watch) -> Any:
+    """As transformers' Trainer calls it."""
+    import transformers
+
+    class Calls(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            watch.evaluate(0)
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            watch.begin_step()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            watch.end_step(state.global_step)
+
+    return Calls()
+
+
+def _answers(model: Any, tokenizer: Any, heldout: list[dict[str, Any]], job: dict[str, Any]) -> list[str]:
+    """Texts that the model samples for the held-out problems, as our evaluation samples them."""
+    import torch
+
+    torch.manual_seed(job["seed"])
+    model.eval()
+    asked = tokenizer([row["problem"] for row in heldout], return_tensors="pt", padding=True)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if job["eval_temperature"]:
+        sampling = {"do_sample": True, "temperature": job["eval_temperature"], "top_k": 0, "top_p": 1.0}
+    with torch.no_grad():
+        tokens = model.generate(**asked, max_new_tokens=job["max_completion_tokens"], **sampling)
+    model.train()
+    texts: list[str] = tokenizer.batch_decode(tokens[:, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    return texts
+
+
+def _trl_settings(job: dict[str, Any], output_dir: Path) -> dict[str, Any]:
+    """The job's hyper-parameters under TRL's names."""
+    names = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "temperature", "seed")
+    return {name: job[name] for name in names} | {
+        "output_dir": str(output_dir),
+        "per_device_train_batch_size": job["batch_size"],
+        "gradient_accumulation_steps": job["prompts_per_step"] * job["completions_per_prompt"] // job["batch_size"],
+        "num_generations": job["completions_per_prompt"],
+        "max_completion_length": job["max_completion_tokens"],
+        "loss_type": "grpo",
+        "scale_rewards": "group",
+        "epsilon": job["clip_low"],
+        "epsilon_high": job["clip_high"],
+        "beta": 0.0,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": job["lr_warmup_steps"],
+        "max_steps": TRIAL_STEPS if job["trial"] else job["steps"],
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "logging_strategy": "no",
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
 
 
 def end_to_end(args: argparse.Namespace) -> int:

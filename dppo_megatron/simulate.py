@@ -19,6 +19,9 @@ from dppo_megatron.selection import Decision, Rollouts, Selector
 from dppo_megatron.trace import Trace
 from dppo_megatron.types import Advance, FloatArray, IntArray, UserError, Watch, counted, unwatched
 
+_MOSTLY_ROLLOUT = 0.9
+"""Share of a step above which completion pruning is said to be of no help: it gains less than a ninth."""
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
@@ -184,6 +187,8 @@ def limits(predictions: list[Prediction], costs: CostModel) -> list[str]:
         if base.tokens_trained == base.tokens_generated
         else f"no limits can be told: {base.method}, the first method, prunes; begin --methods with grpo"
     ]
+    if base.tokens_trained == base.tokens_generated and share > _MOSTLY_ROLLOUT:
+        lines.append("pruning completions cannot help here: rollouts are what takes the time")
     for one in predictions:
         if one.prompt_effect and one.prompts_generated < base.prompts_generated:
             realised, error, uniform = one.prompt_effect

@@ -21,7 +21,7 @@ from support.job import REPOSITORY, settings, write_job_files
 from dppo_megatron.compare.arms import parse_arms
 from dppo_megatron.compare.page import write_page
 from dppo_megatron.compare.record import MethodRun, Point, read_method_run
-from dppo_megatron.compare.runs import run_all
+from dppo_megatron.compare.runs import check_end, run_all
 from dppo_megatron.compare.statistics import Curve, accuracy_at, cost_to, median_over_seeds, moving_mean
 from dppo_megatron.compare.table import results, table
 from dppo_megatron.compare.tasks import shared_task, task_settings
@@ -279,6 +279,24 @@ def test_a_run_that_was_stopped_is_not_kept(compared: Callable[..., list[str]]) 
     with pytest.raises(GuardStop, match="stopped before its end"):
         compared(leaves=lambda run_dir: (run_dir / "metrics.jsonl").touch())
     assert compared() == ["start", "grpo", "dppo"]
+
+
+@pytest.mark.parametrize("code, how", [(1, "failed with exit code 1"), (-9, "was ended by signal 9")])
+def test_a_crash_is_one_sentence_with_the_end_of_the_log(tmp_path: Path, code: int, how: str) -> None:
+    """And the whole of it in a file, where the next attempt may remove it."""
+    said = 'Traceback (most recent call last):\n  File "x.py", line 1\nOSError: [Errno 28] No space left on device\n\n'
+    with pytest.raises(GuardStop) as stop:
+        check_end(tmp_path, code, said)
+    (kept,) = tmp_path.iterdir()
+    assert (
+        str(stop.value) == f"{tmp_path}: the run {how}: OSError: [Errno 28] No space left on device (all of it: {kept})"
+    )
+    assert kept.read_text() == said
+
+
+def test_a_crash_without_a_word_says_so(tmp_path: Path) -> None:
+    with pytest.raises(GuardStop, match="ended by signal 6: nothing on stderr"):
+        check_end(tmp_path, -6, "")
 
 
 def test_an_arm_that_cannot_be_costs_no_warm_start(compared: Callable[..., list[str]], tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ from dppo_megatron.types import Advance, GuardStop, UserError, Watch, unwatched
 
 _KEPT = "compare.json"
 """In a run's directory: its settings, data and start once it has finished; empty before."""
+_ERRORS = "stderr.txt"
+"""In the directory of a run that crashed."""
 _STEP_LINE = re.compile(r"step +(\d+)/(\d+) ")
 _PROGRESS_LINE = re.compile(r"[a-z][^:]*: \d+ of \d+ ")
 """`warm start: 40 of 700 steps, about 83 s left`"""
@@ -99,7 +101,7 @@ def run_all(
 
     Raises:
         UserError: no evaluation set, torchrun, settings that an arm cannot have, or a run ended with exit code 2.
-        GuardStop: a run was stopped by a guard or a signal.
+        GuardStop: a run was stopped by a guard or a signal, or crashed.
     """
     if not (config.data.eval_paths or config.data.eval_sets):
         raise UserError("data.eval_paths and data.eval_sets are empty: there is nothing to compare by")
@@ -142,7 +144,8 @@ def in_a_process(run_dir: Path, arguments: list[str], line: Callable[[str], None
             for printed in process.stdout:
                 line(printed)
         errors.seek(0)
-        _check_end(run_dir, process.returncode, errors.read())
+        said = errors.read()
+    check_end(run_dir, process.returncode, said)
 
 
 def _train(
@@ -175,13 +178,22 @@ def _make_room(run_dir: Path) -> None:
     (run_dir / _KEPT).touch()
 
 
-def _check_end(run_dir: Path, code: int, said: str) -> None:
+def check_end(run_dir: Path, code: int, said: str) -> None:
+    """Judge a run by its exit code (negative: minus the signal that ended it) and what it said on stderr.
+
+    Raises:
+        UserError: 2, a mistake in the settings.
+        GuardStop: a guard stopped it, or it crashed; then with the last line of what it said, all of which is kept.
+    """
     if code == 2:
         raise UserError(said.strip().removeprefix("error: "))
     if code == 3:
         raise GuardStop(f"{run_dir}: {said.strip().rpartition('stopped: ')[2]}")
     if code:
-        raise RuntimeError(f"{run_dir}: the run failed with exit code {code}:\n{said[-4000:]}")
+        how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
+        (run_dir / _ERRORS).write_text(said, encoding="utf-8")
+        last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "nothing on stderr")
+        raise GuardStop(f"{run_dir}: the run {how}: {last} (all of it: {run_dir / _ERRORS})")
 
 
 def _identity(config_path: str, settings: list[str], start: str) -> str:

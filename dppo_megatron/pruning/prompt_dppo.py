@@ -146,7 +146,7 @@ class DppoPromptPolicy(PromptPolicyBase):
 
     def _plan(self, ids: IntArray, step: int) -> _Plan | None:
         """The probabilities of a step in which prompts are skipped; None while nothing says how many."""
-        score, cost = self._score(ids, step), self._relative_cost(ids)
+        score, cost = self._score(ids, step), self._relative_cost(ids, step)
         size = score / np.sqrt(cost) if self._divides_by_cost else score
         lower = np.where(self._may_skip(ids), self.config.p_min, 1.0)
         target = self._target(score, cost, lower)
@@ -202,8 +202,10 @@ class DppoPromptPolicy(PromptPolicyBase):
         moment = np.where(known, moment, moment[known].mean() if known.any() else 1.0)
         return np.sqrt(nondegenerate_probability(successes, failures, self.completions_per_prompt) * moment)
 
-    def _relative_cost(self, ids: IntArray) -> FloatArray:
-        """Mean completion length of each prompt over the batch's, [n]; 1 for unseen ones."""
+    def _relative_cost(self, ids: IntArray, step: int) -> FloatArray:
+        """Mean completion length of each prompt over the batch's, [n]; without a regression 1 for unseen ones."""
+        if self.fitted is not None:
+            return self.fitted.expected_cost(ids, step)
         tokens = self.history.arrays["tokens"][ids].astype(np.float64)
         known = tokens > 0
         mean = float(tokens[known].mean()) if known.any() else 1.0
@@ -225,7 +227,7 @@ class DppoPromptPolicy(PromptPolicyBase):
         )
         self._said = self.monitor.judge() or self._said
         if self.fitted:
-            self.fitted.learn(visits.ids, visits.rewards, moment, 1.0 / visits.inclusion, step)
+            self.fitted.learn(visits.ids, visits.rewards, visits.lengths, moment, 1.0 / visits.inclusion, step)
         super()._learn(visits, step)
 
 

@@ -7,7 +7,11 @@ was, how long the answers are, and what the row itself says (level, source, leng
 predicted from the row and from how little is known about such rows.
 
 A second regression, of the outcome on what the first had predicted, holds the first one's optimism down: features
-that fit the past by chance are worth less on the next step, and a slope below 1 says by how much.
+that fit the past by chance are worth less on the next step, and a slope below 1 says by how much. It also knows the
+expected cost: probabilities divide by that, so an error that goes with it would not average out.
+
+The cost, tokens of a group, has a regression of its own on the same columns. It is what a fixed average of the last
+visits is not: right for prompts never seen, and quick where answers grow or shrink all at once.
 """
 
 from __future__ import annotations
@@ -29,9 +33,12 @@ KIND, KIND_BEFORE = "kind", "kind_before"
 _UNSEEN, _FLAT_LOW, _FLAT_HIGH, _MIXED = range(4)
 _BEFORE = 0.5
 """The columns of the visit before the last are halved, so that ridge holds them back four times as much."""
-_FADE = 0.92
-"""A horizon of 12 steps: a policy that learns makes older outcomes misleading. 0.88 to 0.97 differ by 1 %."""
-_SLOPE_FADE, _SLOPE_RIDGE = 0.95, 200.0
+_FADE = 0.95
+"""A horizon of 20 steps: a policy that learns makes older outcomes misleading. 0.88 to 0.97 differ by 1 %."""
+_SLOPE_FADE, _SLOPE_RIDGE = 0.9, np.array([0.01, 100.0, 20.0])
+"""Of the constant, of the slope on the prediction, and of that on the logarithm of the cost."""
+_TOKENS_COLUMN = 8
+"""Of the answers' length at earlier visits: the first guess of the next one's."""
 _WIDEST = 6.0
 """Predicted moments of one batch are within exp(-6) and exp(6) of their geometric mean."""
 _MOST_CLASSES = 16
@@ -53,7 +60,10 @@ class FittedScore:
         self._rows = RowColumns(features) if features is not None else None
         columns = self._columns(np.zeros(1, dtype=np.int64), 0).shape[1]
         self._moment = FadingRegression(np.zeros(columns), np.ones(columns), _FADE)
-        self._slope = FadingRegression(np.array([0.0, 1.0]), np.array([0.01, _SLOPE_RIDGE]), _SLOPE_FADE)
+        self._slope = FadingRegression(np.array([0.0, 1.0, 0.0]), _SLOPE_RIDGE, _SLOPE_FADE)
+        columns += self._rows.count if self._rows else 0
+        as_before = np.where(np.arange(columns) == _TOKENS_COLUMN, 1.0, 0.0)
+        self._tokens = FadingRegression(as_before, np.ones(columns), _FADE)
         self._mean_reward = np.nan
 
     @property
@@ -70,28 +80,44 @@ class FittedScore:
         """E[second moment], up to a common factor, of prompts [n] at a step (from 0); positive."""
         x = self._columns(ids, step)
         # the mean of an exponential grows with the uncertainty of the exponent
-        exponent = self._slope.weights[1] * self._moment.exponent(x) + 0.5 * self._moment.variance(x)
+        exponent = self._slope.exponent(self._predicted(x)) + 0.5 * self._moment.variance(x)
         return np.asarray(np.exp(np.clip(exponent - exponent.mean(), -_WIDEST, _WIDEST)))
 
-    def learn(self, ids: IntArray, rewards: FloatArray, moment: FloatArray, weight: FloatArray, step: int) -> None:
-        """Visited prompts [K] with rewards [K, G], second moments [K] and the weights [K] of their draw.
+    def expected_cost(self, ids: IntArray, step: int) -> FloatArray:
+        """E[tokens of a completion] of prompts [n], relative to the batch's mean; 1 before it has learned."""
+        exponent = self._tokens.exponent(self._with_unseen(self._columns(ids, step)))
+        cost = np.exp(np.clip(exponent - exponent.mean(), -_WIDEST, _WIDEST))
+        return np.asarray(cost / cost.mean())
+
+    def learn(
+        self,
+        ids: IntArray,
+        rewards: FloatArray,
+        lengths: IntArray,
+        moment: FloatArray,
+        weight: FloatArray,
+        step: int,
+    ) -> None:
+        """Visited prompts [K] with rewards and lengths [K, G], second moments [K] and the weights [K] of their draw.
 
         To be called before the history learns of the visit.
         """
         graded = ~np.isnan(rewards)
         visited = graded.any(axis=1)
         ids, rewards, graded = ids[visited], rewards[visited], graded[visited]
-        moment, weight = moment[visited], weight[visited]
+        moment, weight, tokens = moment[visited], weight[visited], lengths[visited].mean(axis=1, dtype=np.float64)
         if not len(ids):
             return
+        x = self._columns(ids, step)
         mean = float(np.sum(weight * moment) / np.sum(weight))
         # a batch without any gradient says nothing about which prompts have more of it
         if mean > np.finfo(np.float64).tiny:
-            x, y = self._columns(ids, step), moment / mean
             if self.is_ready:
-                predicted = self._moment.exponent(x)
-                self._slope.update(np.stack([np.ones(len(ids)), predicted], axis=1), y)
-            self._moment.update(x, y)
+                # 1 / pi^2 as in the design effect that it has to get right: once for the draw, once for the effect
+                self._slope.update(self._predicted(x), moment / mean, np.square(weight))
+            self._moment.update(x, moment / mean)
+        if tokens.any():
+            self._tokens.update(self._with_unseen(x), tokens / tokens.mean())
         self._remember(ids, np.where(graded, rewards, 0.0).sum(axis=1) / graded.sum(axis=1), spread(rewards) == 0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,14 +125,16 @@ class FittedScore:
         return {
             "moment": self._moment.state_dict(),
             "slope": self._slope.state_dict(),
+            "tokens": self._tokens.state_dict(),
             "mean_reward": float(self._mean_reward),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore; raises ValueError on other keys or columns."""
-        check_state(dict(state), {"moment", "slope", "mean_reward"}, "the prompt score")
+        check_state(dict(state), {"moment", "slope", "tokens", "mean_reward"}, "the prompt score")
         self._moment.load_state_dict(state["moment"])
         self._slope.load_state_dict(state["slope"])
+        self._tokens.load_state_dict(state["tokens"])
         self._mean_reward = float(state["mean_reward"])
 
     def _remember(self, ids: IntArray, mean: FloatArray, flat: npt.NDArray[np.bool_]) -> None:
@@ -115,6 +143,19 @@ class FittedScore:
         self._mean_reward = now if np.isnan(self._mean_reward) else 0.9 * self._mean_reward + 0.1 * now
         arrays[KIND_BEFORE][ids] = arrays[KIND][ids]
         arrays[KIND][ids] = np.where(flat, np.where(mean > self._mean_reward, _FLAT_HIGH, _FLAT_LOW), _MIXED)
+
+    def _predicted(self, x: FloatArray) -> FloatArray:
+        """[n, 3] of columns [n, p]: a constant, the predicted exponents of the moment and of the cost."""
+        cost = self._tokens.exponent(self._with_unseen(x))
+        return np.stack([np.ones(len(x)), self._moment.exponent(x), cost], axis=1)
+
+    def _with_unseen(self, x: FloatArray) -> FloatArray:
+        """The columns [n, p], and what rows say once more where a prompt was never seen: the lengths of the others'
+        answers are known, and say already what their rows would."""
+        if self._rows is None:
+            return x
+        unseen = np.all(x[:, 1:4] == 0, axis=1, keepdims=True)
+        return np.concatenate([x, np.where(unseen, x[:, x.shape[1] - self._rows.count :], 0.0)], axis=1)
 
     def _columns(self, ids: IntArray, step: int) -> FloatArray:
         """[n, p] what is known of the prompts before this visit."""

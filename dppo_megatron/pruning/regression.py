@@ -54,21 +54,22 @@ class FadingRegression:
         """Of the exponent, [n], from what the data and the ridge know."""
         return np.asarray(np.einsum("np,pq,nq->n", x, np.linalg.inv(self.information + self._ridge), x, optimize=True))
 
-    def update(self, x: FloatArray, y: FloatArray) -> None:
-        """Take in rows x [n, p] with targets y [n] >= 0, finite."""
+    def update(self, x: FloatArray, y: FloatArray, weight: FloatArray | None = None) -> None:
+        """Take in rows x [n, p] with targets y [n] >= 0, finite; a row of weight 2 counts as two."""
+        times = np.ones(len(y)) if weight is None else weight
         before, held = self.weights, self._fade * self.information + self._ridge
         # what ridge holds does not fade, so each update pulls back by what the last one's share of it has lost
         pull = (1.0 - self._fade) * np.diag(self._ridge) * (before - self._start)
 
         def loss(w: FloatArray) -> float:
             exponent, moved = np.minimum(np.einsum("np,p->n", x, w), _HIGHEST), w - before
-            return float(np.sum(np.exp(exponent) - y * exponent) + 0.5 * moved @ held @ moved + pull @ w)
+            return float(np.sum(times * (np.exp(exponent) - y * exponent)) + 0.5 * moved @ held @ moved + pull @ w)
 
         w, now = before, loss(before)
         for _ in range(_ITERATIONS):
             mean = np.exp(np.minimum(np.einsum("np,p->n", x, w), _HIGHEST))
-            gradient = np.einsum("np,n->p", x, y - mean) - held @ (w - before) - pull
-            step = np.linalg.solve(held + _outer(x, mean), gradient)
+            gradient = np.einsum("np,n->p", x, times * (y - mean)) - held @ (w - before) - pull
+            step = np.linalg.solve(held + _outer(x, times * mean), gradient)
             # a full Newton step of an exponential can overshoot by orders of magnitude
             length = 1.0
             while length > 1e-4 and not loss(w + length * step) <= now + 1e-12:
@@ -80,7 +81,7 @@ class FadingRegression:
                 break
         self.weights = w
         self.information = self._fade * self.information + _outer(
-            x, np.exp(np.minimum(np.einsum("np,p->n", x, w), _HIGHEST))
+            x, times * np.exp(np.minimum(np.einsum("np,p->n", x, w), _HIGHEST))
         )
 
     def state_dict(self) -> dict[str, Any]:
