@@ -7,6 +7,8 @@ import signal
 
 # Before torch: ranks are forked from this process, and an OpenMP pool does not survive a fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Many tests read a command's only line. On a slow machine there would be lines about its imports as well.
+os.environ["DPPO_PROGRESS"] = "off"
 
 from typing import Any
 
