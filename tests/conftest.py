@@ -10,6 +10,8 @@ import pytest
 
 # Before torch: ranks are forked from this process, and an OpenMP pool does not survive a fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Many tests read a command's only line. On a slow machine there would be lines about its imports as well.
+os.environ["DPPO_PROGRESS"] = "off"
 # What is imported is here to stay: to look at all of it again and again while it grows takes a third of the time until
 # the first test. `pytest_collection_finish` turns the collector on.
 gc.disable()

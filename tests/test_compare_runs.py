@@ -29,7 +29,7 @@ def _forked(run_dir: Path, arguments: list[str], line: Callable[[str], None]) ->
     line("step    1: heldout pass@1 1.0 %")
 
 
-def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two methods on two seeds begin from the same model of the seed; the command then keeps those runs and adds one
     by a process of its own; the report is written from all."""
     files, out = write_warm_job_files(tmp_path / "task"), tmp_path / "out"
@@ -37,6 +37,7 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = load_config(CONFIG, overrides, writes_run=False)
     said: list[str] = []
     arms = parse_arms("grpo,dppo", config, 1.0)
+    monkeypatch.delenv("DPPO_PROGRESS", raising=False)
     shown = io.StringIO()
     later = partial(next, count(0.0, 10.0))  # a clock that jumps whenever it is read
     watch = partial(Progress, stream=shown, clock=later, pace=Pace(beat_s=0))

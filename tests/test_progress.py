@@ -31,6 +31,14 @@ STILL = Pace(beat_s=0)
 """No thread looks at a clock that only the test moves."""
 
 
+@pytest.fixture(autouse=True, scope="module")
+def progress_is_shown() -> Iterator[None]:
+    """Other tests have it switched off (conftest.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("DPPO_PROGRESS", raising=False)
+        yield
+
+
 class Clock:
     """Seconds, as the test says."""
 

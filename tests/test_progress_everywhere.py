@@ -13,7 +13,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -60,6 +60,14 @@ PHASES = {
 """Command -> what it shows, each by the beginning of its lines."""
 QUICK = {"completion"}
 """A script of 80 lines, and what could stand at a Tab."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def progress_is_shown() -> Iterator[None]:
+    """Other tests have it switched off (conftest.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("DPPO_PROGRESS", raising=False)
+        yield
 
 
 def jumping() -> Callable[[], float]:

@@ -354,7 +354,9 @@ def test_serve_keeps_servers_for_a_trainer(tmp_path: Path) -> None:
         try:
             assert list(trainer().values()) == ["live", "live"]
             assert all(file.stat().st_mode & 0o777 == 0o600 for file in addresses.glob("*.json"))
-            assert serving.stdout is not None and "is ready" in serving.stdout.readline(), "said while it runs"
+            assert serving.stdout is not None and any("is ready" in line for line in serving.stdout), (
+                "said while it runs"
+            )
             serving.send_signal(signal.SIGUSR1)
             killed = _server_pids(files)[0]
             os.kill(killed, signal.SIGKILL)

@@ -19,6 +19,7 @@ Without a count, and without a total:
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
@@ -66,7 +67,7 @@ class Progress:
         stream: where a terminal would be.
         clock: seconds that only grow.
         say: takes a plain line; None: printed to `stream`.
-        visible: False on ranks that say nothing.
+        visible: False on ranks that say nothing; the environment variable DPPO_PROGRESS=off silences all.
         pace: when lines come.
     """
 
@@ -83,6 +84,7 @@ class Progress:
         pace: Pace = _TASK,
     ) -> None:
         self._what, self._total, self._unit = what, total, unit
+        visible = visible and os.environ.get("DPPO_PROGRESS") != "off"
         self._stream, self._clock, self._visible = stream or sys.stderr, clock, visible
         self._say, self._pace = say or self._print, pace
         self._live = visible and self._stream.isatty()
