@@ -5,7 +5,7 @@
 #   docker build -t dppo_megatron:cpu --build-arg BASE_IMAGE=debian:bookworm \
 #     --build-arg TRANSFORMER_ENGINE= --build-arg ENGINE=cpu .                 # what the suite runs
 #
-# docs/cluster.md says which of the two we have built.
+# docs/cluster.md says what was built.
 #
 # torch's wheels of 2.13 bring CUDA 13.0. Transformer Engine is compiled against torch: the base's CUDA must be the same
 ARG BASE_IMAGE=nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
@@ -15,6 +15,10 @@ ARG TORCH=2.13.0
 ARG SETUPTOOLS=80.10.2
 # Compiled against the base image's CUDA; empty: Megatron's own layers
 ARG TRANSFORMER_ENGINE=2.11.0
+# What its setup.py imports and does not ask for
+ARG WHEEL=0.45.1
+ARG NINJA=1.13.0
+ARG PYBIND11=3.0.1
 ARG MEGATRON=0.16.1
 ARG VLLM=0.32.0
 # cuda: vLLM from its wheel; cpu: the list that the suite uses
@@ -44,7 +48,8 @@ RUN python3 -m venv /opt/trainer \
  && /opt/trainer/bin/pip install --no-cache-dir --no-build-isolation --constraint constraints.txt \
       megatron-core==${MEGATRON} . \
  && if [ -n "${TRANSFORMER_ENGINE}" ]; then \
-      /opt/trainer/bin/pip install --no-cache-dir --no-build-isolation "transformer-engine[pytorch]==${TRANSFORMER_ENGINE}"; fi
+      /opt/trainer/bin/pip install --no-cache-dir wheel==${WHEEL} ninja==${NINJA} pybind11==${PYBIND11} \
+      && PATH=/opt/trainer/bin:$PATH pip install --no-cache-dir --no-build-isolation "transformer-engine[pytorch]==${TRANSFORMER_ENGINE}"; fi
 
 ENV PATH=/opt/trainer/bin:$PATH
 WORKDIR /work

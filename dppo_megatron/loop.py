@@ -30,6 +30,7 @@ from dppo_megatron.algorithms.correction import Mismatch
 from dppo_megatron.algorithms.objectives import make_objective, supervised
 from dppo_megatron.build import make_engine, make_sampling, what_to_offload
 from dppo_megatron.config.objective import needs_old_logprobs
+from dppo_megatron.config.schema import Config
 from dppo_megatron.coordinator import Coordinator
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.distributed import from_rank_zero, gather_all, to_rank_zero
@@ -366,8 +367,8 @@ class Loop:
 
     def _half_norm(self, step: Step, update: Update) -> float | None:
         """Gradient norm of a random half of an update's prompts, each with twice its weight; None if it is not due."""
-        every, config = self.job.config.observe.noise_scale_every_steps, self.job.config
-        if not every or step.number % every:
+        config = self.job.config
+        if not is_probed(config, step.number):
             return None
         half = half_of(update.plan.rows // self._group_size, config.seed, step.number)
         # the whole plan with weights of 0, and not a plan of half of it, which other ranks would hold the samples of
@@ -447,3 +448,10 @@ def _name_the_broken(samples: Collection[TrainSample]) -> str:
     everywhere = sorted(set(gather_all(mine)))
     ids = [name for rank, name in everywhere if rank == everywhere[0][0]]
     return f"{', '.join(ids[:8])}{f' and {len(ids) - 8} more' if len(ids) > 8 else ''}"
+
+
+def is_probed(config: Config, step: int) -> bool:
+    """Whether the gradient's noise is measured in `step`. Never with `actor.fp8 = delayed`: its scales follow the
+    largest values of the last 1,024 backward passes, and a probe's, up to twice the true ones, would be among them."""
+    every = config.observe.noise_scale_every_steps
+    return every > 0 and step % every == 0 and config.actor.fp8 != "delayed"

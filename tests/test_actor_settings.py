@@ -143,6 +143,10 @@ COLOCATED = {
         (COLOCATED | {"actor__optimizer__cpu_offload": 0.5}, "use 1, or 0"),
         ({"actor__optimizer__moments": "bfloat16"}, "moments = bfloat16 needs model.dtype = bfloat16, not float32"),
         (COLOCATED | {"actor__optimizer__moments": "float16"}, "cannot be written from the host"),
+        (
+            {"model__dtype": "bfloat16", "actor__fp8": "tensorwise", "actor__fp8_param": "true"},
+            "actor.fp8_param = true is not offered: Megatron would build its float32 parameters from the random",
+        ),
         (COLOCATED | {"actor__optimizer__main_parameters": "float16", "actor__offload": "none"}, ""),
         (COLOCATED | {"actor__offload": "optimizer"}, ""),
     ],

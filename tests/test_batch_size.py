@@ -13,7 +13,9 @@ from support.job import job_config, read_metrics, write_warm_job_files
 from support.launch import run_ranks
 
 from dppo_megatron.algorithms.batch_size import BatchAdvisor, Line, NoiseScale, half_of
+from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
+from dppo_megatron.loop import is_probed
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 
@@ -27,6 +29,17 @@ def _parts() -> list[tuple[float, np.ndarray]]:
     """(probability, g_q) of one drawn prompt."""
     kept = [(KEEP / len(PROMPTS), one / KEEP) for one in PROMPTS]
     return [*kept, (1 - KEEP, np.zeros(2))]
+
+
+def test_no_probe_where_it_would_move_the_scales() -> None:
+    """Delayed scaling remembers the values of every backward pass, a probe's too; the other recipes and bfloat16 have
+    no memory."""
+    config = Config()
+    assert [step for step in range(1, 100) if is_probed(config, step)] == [32, 64, 96]
+    config.actor.fp8 = "tensorwise"
+    assert is_probed(config, 32)
+    config.actor.fp8 = "delayed"
+    assert not any(is_probed(config, step) for step in range(1, 100))
 
 
 def test_estimates_are_unbiased_over_every_batch_and_every_half() -> None:

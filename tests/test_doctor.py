@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.job import REPOSITORY, job_config, settings, write_job_files
 from support.launch import run_ranks
-from support.tiny import random_samples
+from support.tiny import plan_for, random_samples
 
+from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.layout import build_layout
 from dppo_megatron.cli import main
+from dppo_megatron.doctor import fp8_gate
 from dppo_megatron.doctor.environment import environment
 from dppo_megatron.doctor.fp8_gate import Finding, run_gate, unsafe_patterns
 from dppo_megatron.packing.alignment import PackingLayout
+from dppo_megatron.platform import capabilities
 from dppo_megatron.platform.capabilities import Machine, outside_range
 from dppo_megatron.types import PackedMicrobatch, PackPlan, UserError
 from dppo_megatron.weights.architecture import read_architecture
@@ -121,6 +127,17 @@ def test_mixture_of_experts_by_machine(capability: tuple[int, int] | None, te: b
             machine.check_mixture()
 
 
+def test_what_only_transformer_engine_recomputes_is_said() -> None:
+    """megatron-core's recomputation of norms reads names of Transformer Engine, with its own layers too: a NameError at
+    the first forward pass without it."""
+    with_it, without = Machine((9, 0), ""), Machine(None, "Transformer Engine is not installed")
+    with_it.check_recompute(["layernorm", "moe_act", "mlp"])
+    without.check_recompute(["core_attn", "mlp", "moe"])
+    for name in ("layernorm", "moe_act"):
+        with pytest.raises(UserError, match=rf"actor.recompute_modules = {name}: Transformer Engine is not installed"):
+            without.check_recompute(["core_attn", name])
+
+
 def _findings(files: Path, run_dir: Path, tensor_parallel: int, pipeline_parallel: int) -> list[Finding]:
     config = job_config(
         files,
@@ -142,6 +159,50 @@ def test_gate_passes_safe_packing(files: Path, tmp_path: Path, split: tuple[int,
     assert [finding.bound for finding in results[0]] == [0, 1e-4, 1e-4]
     assert all(finding.passed for finding in results[0]), results[0]
     assert results[0][2].value > 0, "two different packings cannot round alike: nothing was compared"
+
+
+def _calls_of_a_measurement(files: Path, run_dir: Path, warmups: int) -> list[str]:
+    config = job_config(files, run_dir)
+    architecture = read_architecture(config.model.hf_path)
+    reader = CheckpointReader(config.model.hf_path, architecture)
+    actor = Actor(config.actor, build_layout(config.actor.layout, 0), architecture, reader.get, dtype=torch.float32)
+    calls: list[str] = []
+    for name in ("accumulate", "logprobs"):
+        setattr(actor, name, _noting(getattr(actor, name), name, calls))
+    samples = random_samples(4, 37)
+    fp8_gate._measure(actor, samples, plan_for(samples), 1.0, warmups)
+    return calls
+
+
+def _noting(call: Callable[..., Any], name: str, calls: list[str]) -> Callable[..., Any]:
+    return lambda *args, **settings: (calls.append(name), call(*args, **settings))[1]
+
+
+def test_delayed_scaling_has_seen_gradients_before_it_is_measured(files: Path, tmp_path: Path) -> None:
+    """Its scales are 1 in the first backward pass, which loses the small gradients of a token-mean loss: two
+    passes come before the ones that are compared."""
+    measured = ["logprobs", "accumulate"]
+    warmups = fp8_gate.warmups_of("delayed"), fp8_gate.warmups_of("tensorwise")
+    assert warmups == (2, 0)
+    [calls] = run_ranks(_calls_of_a_measurement, 1, files, tmp_path / "run", warmups[0])
+    assert calls == ["accumulate"] * 2 + measured
+
+
+def test_a_core_wheel_without_its_extension_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine's core installs without the part for torch; Megatron would die amid building a model."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "pytorch.py").write_text("raise ImportError('libtransformer_engine.so: no such file')\n")
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        said = capabilities._transformer_engine_problem.__wrapped__(on_cuda=True)
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+            del sys.modules[name]
+    assert said.endswith("cannot be imported: ImportError: libtransformer_engine.so: no such file")
 
 
 def test_gate_refuses_a_grown_sequence() -> None:

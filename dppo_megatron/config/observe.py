@@ -64,7 +64,8 @@ class ObserveConfig:
     """Prompts, completions and what became of them."""
     noise_scale_every_steps: int = ranged(32, COUNT)
     """Every so many steps the gradient of a random half of an update's prompts is taken too, which costs about one more
-    update: with it the log can say how many prompts a step should have. 0: never."""
+    update: with it the log can say how many prompts a step should have. 0: never. Not with
+    actor.fp8 = delayed, whose scales it would move."""
     trackers: list[TrackerName] = field(default_factory=list)
     """Where metrics go beside the run directory: any of tensorboard, wandb, mlflow, trackio."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

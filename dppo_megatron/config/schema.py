@@ -119,7 +119,8 @@ class ActorConfig:
     """Activation recomputation: `full` recomputes every layer in the backward pass, `selective` only the parts of
     each layer that recompute_modules names."""
     recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
-    """What recompute = selective recomputes, by Megatron's names: core_attn, mlp, moe, moe_act, layernorm."""
+    """What recompute = selective recomputes, by Megatron's names: core_attn, mlp, moe; with Transformer Engine also
+    moe_act (grouped experts) and layernorm."""
     offload: Literal["auto", "none", "optimizer", "all"] = "auto"
     """What leaves the device while colocated servers generate: `optimizer` frees gradients and takes main parameters
     and moments to pinned host memory, `all` the weights too. `auto`: all on GPUs with rollout.servers.colocate, else

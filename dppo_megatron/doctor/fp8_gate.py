@@ -130,9 +130,14 @@ def _compare_packing(
     findings = [Finding("; ".join([f"{number_format}: unsafe patterns in the plan", *unsafe[:3]]), len(unsafe), 0)]
     if unsafe:
         return findings, _Measured(None, {})
-    warmups = _DELAYED_WARMUPS if actor_config.fp8 == "delayed" else 0
+    warmups = warmups_of(actor_config.fp8)
     packed, alone = (_measure(actor, samples, plan, config.rollout.sampling.temperature, warmups) for plan in plans)
     return findings + _differences(what, packed, alone, PACKING_BOUNDS[number_format]), packed
+
+
+def warmups_of(recipe: str) -> int:
+    """Forward and backward passes before the measured ones."""
+    return _DELAYED_WARMUPS if recipe == "delayed" else 0
 
 
 def _measure(

@@ -76,21 +76,65 @@ def layer_kept(one: Pass, actor: ActorConfig) -> Saved:
         return {"input of the layer": one.hidden_bytes}
     saved = layer_saved(one)
     if actor.recompute == "selective":
-        dropped = [name for module in actor.recompute_modules for name in _DROPPED.get(module, ())]
-        saved = {name: size for name, size in saved.items() if name not in dropped}
-        if "moe" in actor.recompute_modules and one.architecture.experts:
-            saved["input of the experts' layer"] = one.hidden_bytes
+        for module in actor.recompute_modules:
+            dropped = _dropped(one, module)
+            saved = {name: size for name, size in saved.items() if name not in dropped} | _kept_instead(one, module)
     return saved
 
 
-_DROPPED = {
-    # the attention's inputs are kept instead of the rotated ones, so that on CUDA only the normalizer is saved
-    "core_attn": ("normalizer of attention",),
-    "mlp": ("output of fc1", "gate and up", "input of fc2"),
-    "layernorm": ("input of qkv", "input of fc1"),
-    "moe": ("router", "input of the experts", "output of the experts' fc1", "gate, up and scaled", "input of fc2"),
-    "moe_act": ("gate, up and scaled", "input of fc2"),
-}
+_ATTENTION = (
+    "normalizer of attention",
+    "gathered queries, keys, values",
+    "gathered output",
+    "rotated queries and keys",
+)
+_EXPERTS = ("router", "input of the experts", "output of the experts' fc1", "gate, up and scaled", "input of fc2")
+_ROOTS = ("input norm, inverse root", "norm before the MLP, inverse root")
+
+
+def _dropped(one: Pass, module: str) -> tuple[str, ...]:
+    """Names of what recomputing `module` of a layer frees."""
+    fused_norms, experts = one.kernels == "te", one.architecture.experts is not None
+    if module == "core_attn":
+        return _ATTENTION
+    if module == "mlp" and not experts:
+        of_norm = ("input of fc1", _ROOTS[1]) if fused_norms else ()  # Transformer Engine's fc1 begins with the norm
+        return ("output of fc1", "gate and up", "input of fc2", *of_norm)
+    if module == "moe" and experts:
+        return _EXPERTS  # their input is the router's
+    if module == "moe_act" and experts:
+        return ("gate, up and scaled", "input of fc2")
+    if module == "layernorm" and fused_norms:  # only the experts' norm is a module of its own
+        return ("input of the router", _ROOTS[1]) if experts else ()
+    if module == "layernorm":
+        return ("input norm", "norm before the MLP", "input of qkv", "input of fc1", "input of the router", *_ROOTS)
+    return ()
+
+
+def _kept_instead(one: Pass, module: str) -> Saved:
+    """The inputs from which `module` is recomputed, where nothing else keeps them."""
+    if module == "core_attn":  # before they are rotated; values, and keys that have no norm, are views of qkv's output
+        queries, keys = _elements(one)
+        own = (queries + keys) if one.architecture.qk_norm else _copied(one, queries, keys)
+        return {
+            "inputs of attention": own * one.bytes_each,
+            "output of qkv": (queries + 2 * keys) * one.bytes_each,
+        }
+    if module == "layernorm" and one.kernels != "te":
+        return {"inputs of the norms": 2 * one.hidden_bytes}
+    return {}
+
+
+def _elements(one: Pass) -> tuple[float, float]:
+    """Elements of a layer's queries, and of its keys or values, on this rank."""
+    a = one.architecture
+    heads, groups = a.num_heads / one.degrees.tensor, max(a.num_kv_heads / one.degrees.tensor, 1)
+    return one.local * heads * a.head_dim, one.local * groups * a.head_dim
+
+
+def _copied(one: Pass, queries: float, keys: float) -> float:
+    """Elements of the queries that are no view of qkv's output: with one group of heads they lie in it together."""
+    return queries if keys > one.local * one.architecture.head_dim else 0.0
 
 
 def _norm(one: Pass, name: str) -> Saved:
@@ -102,7 +146,8 @@ def _norm(one: Pass, name: str) -> Saved:
 def _attention(one: Pass) -> Saved:
     a, each = one.architecture, one.bytes_each
     heads, groups = a.num_heads / one.degrees.tensor, max(a.num_kv_heads / one.degrees.tensor, 1)
-    queries, keys = one.local * heads * a.head_dim, one.local * groups * a.head_dim
+    queries, keys = _elements(one)
+    copied = _copied(one, queries, keys)
     saved: Saved = {"normalizer of attention": one.local * heads * 4 * one.padding}
     on_cpu = one.kernels == "cpu"
     if not on_cpu or (a.qk_norm and each == 4):  # a view of it is kept: the values, or the keys before their norm
@@ -110,10 +155,10 @@ def _attention(one: Pass) -> Saved:
     if a.qk_norm:
         saved["inverse roots of heads"] = one.local * (heads + groups) * 4
         if on_cpu:  # float32 copies before and after the division; in float32 that of the keys is the view above
-            saved["queries, before and after their norm"] = 2 * queries * 4
+            saved["queries, before and after their norm"] = (queries + (copied if each == 4 else queries)) * 4
             saved["keys, before and after their norm"] = keys * 4 * (1 if each == 4 else 2)
         else:
-            saved["queries before their norm"] = queries * each
+            saved["queries before their norm"] = copied * each
             if one.kernels == "te":
                 saved["keys before their norm"] = keys * each
     if on_cpu:

@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -68,6 +69,13 @@ class Machine:
         0.16's router reads, on CUDA, a name that only Transformer Engine defines."""
         if self.cuda_capability is not None and self.lacks_transformer_engine:
             raise UserError(f"a mixture-of-experts model on CUDA needs it: {self.lacks_transformer_engine}")
+
+    def check_recompute(self, modules: Collection[str]) -> None:
+        """Raise `UserError` for parts of a layer that megatron-core recomputes with Transformer Engine only, whatever
+        the layers are: it reads names that Transformer Engine defines."""
+        needing = [name for name in ("layernorm", "moe_act") if name in modules]
+        if needing and self.lacks_transformer_engine:
+            raise UserError(f"actor.recompute_modules = {', '.join(needing)}: {self.lacks_transformer_engine}")
 
     def adam(self) -> str:
         """Which Adam Megatron takes here, in its order of choice, and on CUDA what is missed."""

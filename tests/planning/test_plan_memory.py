@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,31 +93,41 @@ def test_training_state(models: dict[str, Path], family: str, parallel: Parallel
 # ------------------------------------------------------------------------------------------------ activations
 
 
+def _stand_in_for_transformer_engine() -> None:
+    """Names that Megatron's recomputation of norms takes from it, FP8 or not (`capabilities.check_recompute`)."""
+    from megatron.core.tensor_parallel import random
+
+    def plain(**_: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None)
+    random.activation_recompute_forward = random.fp8_autocast = plain
+
+
 def _saved_by_a_layer(path: Path, parallel: Parallel, recompute: str, modules: list[str]) -> tuple[int, int, float]:
     """(tokens, bytes saved by autograd in one layer, slots over tokens in attention's batches)."""
-    actor = build_actor(path, parallel)
+    if "layernorm" in modules:
+        _stand_in_for_transformer_engine()
+    actor = build_actor(path, parallel, recompute=recompute, recompute_modules=modules)
     samples = random_samples(6, 37)
     microbatch = plan_for(samples, parallel).microbatches[0][0]
     packed = PackedSequences.of(microbatch, ContextShare(0, 1), torch.device("cpu"))
     block = actor._chunks[0].decoder
-    block.config.recompute_granularity = None if recompute == "none" else recompute
-    if recompute == "full":
-        block.config.recompute_method, block.config.recompute_num_layers = "uniform", 1
     tokens = microbatch.cu_seqlens_padded[-1]
     rows = tokens // (parallel.tp if parallel.sequence_parallel else 1)
     hidden = torch.randn(rows, 1, actor._architecture.hidden_size, dtype=parallel.dtype, requires_grad=True)
-    ours = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    ours = {p.untyped_storage()._cdata for p in block.parameters()}
     saved: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        """Autograd saves a tensor."""
-        if tensor.untyped_storage().data_ptr() not in ours:
-            saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        """Autograd saves a tensor. Known by its storage, not its address: what is recomputed frees its memory."""
+        if tensor.untyped_storage()._cdata not in ours:
+            saved.setdefault(tensor.untyped_storage()._cdata, tensor)
         return tensor
 
     block.train()
     packed.rotation(block.layers[0].self_attention.core_attention._rotary, parallel.dtype)  # once a pack, not a layer
-    angles = {angle.untyped_storage().data_ptr() for angles in packed._rotations.values() for angle in angles}
+    angles = {angle.untyped_storage()._cdata for angles in packed._rotations.values() for angle in angles}
     ours |= angles
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         if recompute == "full":
@@ -128,15 +140,25 @@ def _saved_by_a_layer(path: Path, parallel: Parallel, recompute: str, modules: l
     return tokens, total // (len(block.layers) if recompute == "full" else 1), padded / tokens
 
 
-ALL = "none", ["core_attn"]
+ALL, BF16 = ("none", ["core_attn"]), Parallel(dtype=torch.bfloat16)
 CASES: list[tuple[str, Parallel, str, list[str]]] = [
     ("qwen3", Parallel(), *ALL),
-    ("qwen3", Parallel(dtype=torch.bfloat16), *ALL),
+    ("qwen3", BF16, *ALL),
     ("qwen3", Parallel(tp=2), *ALL),
     ("qwen3", Parallel(tp=2, sequence_parallel=False), *ALL),
     ("qwen2", Parallel(), *ALL),
     ("qwen3_moe", Parallel(), *ALL),
     ("qwen3_moe", Parallel(tp=2), *ALL),
+    ("qwen3", Parallel(), "selective", ["core_attn"]),
+    ("qwen3", BF16, "selective", ["core_attn"]),
+    ("qwen2", Parallel(), "selective", ["core_attn"]),
+    ("qwen3", Parallel(tp=2), "selective", ["core_attn", "mlp"]),
+    ("qwen3", BF16, "selective", ["mlp"]),
+    ("qwen3", BF16, "selective", ["layernorm"]),
+    ("qwen3", Parallel(), "selective", ["layernorm", "core_attn", "mlp"]),
+    ("qwen3_moe", Parallel(), "selective", ["moe"]),
+    ("qwen3_moe", Parallel(tp=2), "selective", ["core_attn", "moe"]),
+    ("qwen3_moe", Parallel(), "selective", ["layernorm"]),
     ("qwen3", Parallel(), "full", []),
     ("qwen3", Parallel(tp=2), "full", []),
 ]

@@ -151,8 +151,11 @@ def plan_for(
     return plan_microbatches(samples, layout=layout, max_tokens_per_microbatch=cap, mode=mode)
 
 
-def build_actor(model_path: Path, parallel: Parallel, *, max_grad_norm: float = 1.0) -> Actor:
-    """In a rank of `run_ranks`: an actor with the weights of `model_path`. The rank may build several, one by one."""
+def build_actor(model_path: Path, parallel: Parallel, *, max_grad_norm: float = 1.0, **settings: Any) -> Actor:
+    """In a rank of `run_ranks`: an actor with the weights of `model_path`, and `settings` of its section.
+
+    The rank may build several, one by one.
+    """
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
@@ -166,7 +169,7 @@ def build_actor(model_path: Path, parallel: Parallel, *, max_grad_norm: float = 
             max_grad_norm=max_grad_norm,
             distributed=parallel.distributed_optimizer,
         ),
-        recompute="full" if parallel.recompute else "none",
+        **{"recompute": "full" if parallel.recompute else "none"} | settings,
     )
     architecture = read_architecture(model_path)
     reader = CheckpointReader(model_path, architecture)
