@@ -143,6 +143,7 @@ class Evaluator:
             why=grade.why,
             failure=grade.failure,
             row=prompt.row,
+            level=prompt.level,
         )
 
 
