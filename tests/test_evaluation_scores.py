@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.bootstrap import paired_bootstrap
 from dppo_megatron.evaluation.levels import by_level, level_lines
 from dppo_megatron.evaluation.samples import EvalSample
@@ -176,18 +175,18 @@ def test_all_sets_weigh_the_same() -> None:
     assert rows[2].high - rows[2].low == pytest.approx(2 * 1.96 * math.sqrt(sum(variances)) / 2, rel=0.08)
 
 
-def _sample(of: str, problem: int, correct: bool, level: object) -> EvalSample:
+def _sample(of: str, problem: int, correct: bool, level: float | None) -> EvalSample:
     given = (0, "p", "r", "t", 5, "stop", float(correct), correct, None, None, False)
-    return EvalSample(of, str(problem), problem, *given, row={"level": level} if level is not None else {})
+    return EvalSample(of, str(problem), problem, *given, level=level)
 
 
 def test_levels_are_means_over_their_problems() -> None:
-    """As numbers or in words, in rising order; a set of one level, of none, or of a measure has none."""
-    samples = [_sample("math", i, i % 3 == 0, ["Level 10", 2, "2"][i % 3]) for i in range(9)]
+    """In rising order; a set of one level, of none, or of a measure has none."""
+    samples = [_sample("math", i, i % 3 == 0, [10.0, 2.0, 2.0][i % 3]) for i in range(9)]
     samples += [_sample("one", i, True, 1) for i in range(3)]
     samples += [_sample("none", i, True, None) for i in range(3)]
     samples += [_sample("measure", i, True, i / 100) for i in range(100)]
-    found = by_level(samples, Config())
+    found = by_level(samples)
     assert {name: {level: (of.value, of.problems) for level, of in each.items()} for name, each in found.items()} == {
         "math": {"2": (0.0, 6), "10": (1.0, 3)}
     }

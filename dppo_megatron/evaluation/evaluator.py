@@ -144,6 +144,7 @@ class Evaluator:
             why=grade.why,
             failure=grade.failure,
             row=prompt.row,
+            level=prompt.level,
         )
 
 

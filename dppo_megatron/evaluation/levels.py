@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dppo_megatron.config.data import eval_set_configs
-from dppo_megatron.config.schema import Config
-from dppo_megatron.data.fields import get_field, parse_level
 from dppo_megatron.evaluation.samples import EvalSample, scores_of
 from dppo_megatron.evaluation.statistics import Estimate, percent
 
@@ -17,19 +14,16 @@ Levels = Mapping[str, Mapping[str, Estimate]]
 """Set to level to pass@1; levels rise."""
 
 
-def by_level(samples: Sequence[EvalSample], config: Config) -> Levels:
+def by_level(samples: Sequence[EvalSample]) -> Levels:
     """pass@1 of each level, for sets whose rows state between two and 20 of them; the others are left out.
 
     Example:
         {"math500": {"1": Estimate(0.9, 0.04, 43), "2": Estimate(0.7, 0.05, 90)}}
     """
-    fields = {name: one.level_field or "" for name, one in eval_set_configs(config).items()}
     members: dict[str, dict[float, list[EvalSample]]] = {}
     for sample in samples:
-        row, name = sample.row, fields.get(sample.set, "")
-        stated = get_field(row, name) if name else row.get("level", row.get("difficulty"))
-        if (level := parse_level(stated)) is not None:
-            members.setdefault(sample.set, {}).setdefault(level, []).append(sample)
+        if sample.level is not None:
+            members.setdefault(sample.set, {}).setdefault(sample.level, []).append(sample)
     return {
         name: {f"{level:g}": scores_of(of)[0].avg for level, of in sorted(levels.items())}
         for name, levels in members.items()

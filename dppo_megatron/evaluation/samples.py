@@ -55,6 +55,8 @@ class EvalSample:
     """Why grading failed; empty if it did not."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The problem's row, for graders that read it."""
+    level: float | None = None
+    """The difficulty that the row states; null: none."""
 
     @property
     def outcome(self) -> Outcome:
@@ -172,7 +174,7 @@ def _sample(line: str, where: str) -> EvalSample:
     if not isinstance(raw, dict):
         raise UserError(f"{where}: expected a JSON object, got {type(raw).__name__}")
     known = {item.name: item for item in fields(EvalSample)}
-    needed = [name for name in known if name not in ("why", "failure", "row")]
+    needed = [name for name in known if name not in ("why", "failure", "row", "level")]
     missing = [name for name in needed if name not in raw]
     if missing:
         raise UserError(f"{where}: no sample of an evaluation: it lacks {', '.join(missing)}")
@@ -186,4 +188,6 @@ def _sample(line: str, where: str) -> EvalSample:
             raise UserError(f"{where}: {name} = {values[name]}: must not be negative")
     if values["reward"] is not None and not math.isfinite(values["reward"]):
         raise UserError(f"{where}: reward = {values['reward']}: must be finite, or null where grading failed")
+    if (level := values.get("level")) is not None and not math.isfinite(level):
+        raise UserError(f"{where}: level = {level}: must be finite, or null")
     return EvalSample(**values)

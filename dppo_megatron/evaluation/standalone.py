@@ -84,7 +84,7 @@ def evaluate_model(order: Order, watch: Watch = unwatched) -> list[str]:
             print(engine.description, flush=True)
             samples = evaluator.sample(engine, watch)
     scores = scores_of(samples)
-    lines = [*table(scores), *level_lines(by_level(samples, config))]
+    lines = [*table(scores), *level_lines(by_level(samples))]
     if out is not None:
         with watch(f"writing {out}", 0, ""):
             write_results(out, samples, scores, config, {"model": str(config.model.hf_path)})
@@ -204,8 +204,7 @@ def write_results(
         "sets": settings,
         "scores": {one.name: one.as_json() for one in scores},
         "levels": {
-            name: {level: asdict(one) for level, one in each.items()}
-            for name, each in by_level(samples, config).items()
+            name: {level: asdict(one) for level, one in each.items()} for name, each in by_level(samples).items()
         },
         "mean_over_sets": mean_over_sets(scores),
         "metrics": {key: value for one in scores for key, value in one.metrics().items()},

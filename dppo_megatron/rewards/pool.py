@@ -286,13 +286,13 @@ class _Call:
             process.ready = pool.has_started = True
             pool.sends_rows = bool(message["rows"])
             return
-        chunk, owned = process.chunk, process.owned
+        chunk, owned, facts = process.chunk, process.owned, message.get("facts", [])
         for answer in message["answers"]:
             sample = chunk[process.answered]
             if type(answer) is dict and "memory" in answer:
                 self._out_of_memory(process, sample, answer)
                 return
-            grade = _grade(answer)
+            grade = _grade(answer, facts)
             if process.answered < owned:
                 self._settle(sample, grade)
             process.answered += 1
@@ -400,16 +400,21 @@ class _Call:
             self._missing -= 1
 
 
-def _grade(answer: Any) -> Grade:
-    """What a process says of a sample, as a Grade."""
+def _grade(answer: Any, facts: Sequence[Any]) -> Grade:
+    """What a process says of a sample, as a Grade; `facts` are those of its message (`wire.packed`)."""
+    if type(answer) is list:
+        reward, extracted, why, place = answer
+        if type(facts[place]) is not dict:
+            raise TypeError("facts that are no mapping")
+        return Grade(float(reward), extracted, why, facts[place])
     if type(answer) is not dict:
         return Grade(float(answer))
     if "failure" in answer:
         return _failed(str(answer["failure"]), str(answer.get("trace", "")))
-    facts, parts = answer.get("facts", {}), answer.get("parts", {})
-    if type(facts) is not dict or type(parts) is not dict:
+    own, parts = answer.get("facts", {}), answer.get("parts", {})
+    if type(own) is not dict or type(parts) is not dict:
         raise TypeError("facts that are no mapping")
-    return Grade(float(answer["reward"]), answer.get("extracted"), answer.get("why", ""), facts, parts)
+    return Grade(float(answer["reward"]), answer.get("extracted"), answer.get("why", ""), own, parts)
 
 
 def _failed(why: str, trace: str = "") -> Grade:

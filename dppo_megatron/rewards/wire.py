@@ -1,7 +1,8 @@
 """What the trainer and a grader process share: frames on two pipes, and a board of numbers in shared memory.
 
-Requests are pickled and answers are JSON. A pickle can carry whatever a row holds (dates, arrays), but reading one runs
-code, and a grader may write nonsense into any open file, which the trainer must survive.
+Requests are pickled and answers are JSON, most of them as short lists: the names of fields and the same facts, a
+thousand times over, were most of what an answer cost. A pickle can carry whatever a row holds (dates, arrays), but
+reading one runs code, and a grader may write nonsense into any open file, which the trainer must survive.
 
 Thanks to the board a chunk needs no message per sample. The process writes there which sample it is grading and since
 when; the trainer reads it when a deadline is near, or when the process has died. A message for each sample would cost
@@ -14,7 +15,7 @@ import mmap
 import os
 import struct
 import tempfile
-from typing import IO
+from typing import IO, Any
 
 _LENGTH = struct.Struct("<Q")
 BOARD_BYTES = 32
@@ -117,6 +118,29 @@ def take_frames(received: bytearray) -> list[bytes]:
         start = end
     del received[:start]
     return frames
+
+
+_GRADE = ("reward", "extracted", "why", "facts")
+
+
+def packed(answers: list[Any]) -> dict[str, Any]:
+    """Answers as a message: those with all the fields of a plain grade as lists, each different `facts` once.
+
+    Example:
+        >>> packed([0.5, {"reward": 1.0, "extracted": "5", "why": "exact", "facts": {"boxed_share": 1.0}}])
+        {'answers': [0.5, [1.0, '5', 'exact', 0]], 'facts': [{'boxed_share': 1.0}]}
+    """
+    facts: list[Any] = []
+    short: list[Any] = []
+    for answer in answers:
+        if type(answer) is dict and tuple(answer) == _GRADE:
+            reward, extracted, why, of = answer.values()
+            if not facts or facts[-1] != of:
+                facts.append(of)
+            short.append([reward, extracted, why, len(facts) - 1])
+        else:
+            short.append(answer)
+    return {"answers": short, "facts": facts}
 
 
 def write_all(file: int, data: bytes) -> None:

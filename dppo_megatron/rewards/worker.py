@@ -25,7 +25,7 @@ import time
 from typing import IO, Any
 
 from dppo_megatron.rewards.functions import Rewards
-from dppo_megatron.rewards.wire import CANNOT_ANSWER, Board, frame, read_frame, write_all
+from dppo_megatron.rewards.wire import CANNOT_ANSWER, Board, frame, packed, read_frame, write_all
 
 _PR_SET_PDEATHSIG = 1
 _FLUSH_NS = 1_000_000
@@ -78,13 +78,13 @@ def _grade_chunk(rewards: Rewards, samples: list[bytes], board: Board, answers: 
         now = time.monotonic_ns()
         if now - flushed > _FLUSH_NS or spent:
             board.pause()
-            _send(answers, {"answers": ready})
+            _send(answers, packed(ready))
             ready = []
             now = flushed = time.monotonic_ns()
         if spent:
             return False
     board.pause()
-    _send(answers, {"answers": ready, "took_s": (time.monotonic_ns() - began) / 1e9})
+    _send(answers, packed(ready) | {"took_s": (time.monotonic_ns() - began) / 1e9})
     return True
 
 

@@ -43,6 +43,7 @@ from dppo_megatron.rewards.math.grader import grade_math, grade_math_boxed
         (r"$10-\boxed{3}$", ["3"]),
         ("We add both. Therefore, the area is $12-2=10$.", ["10"]),
         ("So he pays 30000 + 1800 = 31800 dollars in total.", ["31800 dollars"]),
+        (r"This gives $3x+2x=30$, so $5x=30$ and $x=6$.", ["6"]),
         (r"We have \[2(x+1) = 2x+2.\]", ["2x+2"]),
     ],
 )

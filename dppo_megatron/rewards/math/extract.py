@@ -55,7 +55,7 @@ _SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
 _FULL_STOP = re.compile(r"(?:\.\s*(?:\$\$?|\\\]|\\\))?|\$\$?|\\\]|\\\))\s*\Z")
 _LAST_EQUATION = re.compile(r"(?<![<>!=:])=(?!=)\s*(?P<value>(?:[^=<>\n.]|\.(?!\s)){1,80})\Z")
 _PROSE = re.compile(r"(?<=[A-Za-z$])\s+(?:in|of|on|from|that|which)\s+[A-Za-z].*", re.DOTALL)
-_LAST_NAME = re.compile(r"(?<![A-Za-z])[A-Za-z](?=[\s$&]*\Z)")
+_LAST_NAME = re.compile(r"(?<![\w^}])[A-Za-z](?=[\s$&]*\Z)")
 _WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _SENTENCE_BEGIN = re.compile(r"(?<=[.?!])[\s$]+(?=[A-Z\\$])|\n\s*\n")
 # a condition, a task or a doubt: the equation is then not what the text comes to
