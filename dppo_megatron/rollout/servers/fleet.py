@@ -309,7 +309,7 @@ class _Rollout:
         self._limits, self._clock = fleet._config.limits, fleet._clock
         self._pending = deque(index for index in range(len(work.groups)) if index not in work.done)
         self._attempts: dict[int, _Attempt] = {}
-        self._watched, self._outages, self._places = -math.inf, -1, fleet.places
+        self._watched, self._probed, self._outages, self._places = -math.inf, -math.inf, -1, fleet.places
         self._landed_s: dict[int, float] = {}  # ticket -> when its answer came, on the clock of the spans
 
     def run(self) -> Iterator[int]:
@@ -321,11 +321,14 @@ class _Rollout:
                 if self._pending and not self._attempts and not self._fleet.live:
                     self._wait_for_anyone()
                     continue
-                for event in self._intake.events(_TICK_S):
+                events = self._intake.events(_TICK_S)
+                for event in events:
                     if (landed := self._settle(event)) is not None:
                         yield landed
                 self._drop_the_lost()
-                self._fleet.probe_all()
+                if not events or self._clock() - self._probed >= _TICK_S:  # as many questions as there are servers
+                    self._fleet.probe_all()
+                    self._probed = self._clock()
                 self._cut_stragglers()
                 self._watch()
             if work.given_up:
