@@ -89,8 +89,13 @@ def _elsewhere(seconds: float) -> _Meanwhile:
     process = multiprocessing.get_context("fork").Process(target=_take_in_there, args=(groups, theirs))
     process.start()
     ours.recv()  # it is ready
-    thread = threading.Thread(target=lambda: (ours.recv(), done.set()))
-    thread.start()  # waits for one byte, in the kernel
+
+    def wait() -> None:
+        ours.recv()  # in the kernel, without the interpreter
+        done.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
     began_s = time.monotonic()
     ours.send(True)
     calls = _calls(10 * seconds, done)

@@ -60,7 +60,6 @@ _STARTS = 3
 _GRADES = msgspec.msgpack.Decoder(list[Grade])
 _NONSENSE = (NoAnswers, msgspec.MsgspecError, IndexError)
 """What a process that writes something else than answers can raise."""
-_NO_ROW = pickle.dumps({}, 5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,10 +239,10 @@ class _Call:
             process.give(samples, pickle.dumps((*texts, rows), 5))
 
     def _row(self, sample: int) -> bytes | None:
-        """A sample's row as it is sent; None if it cannot be, and the sample has failed."""
+        """A sample's row as it is sent, nothing for an empty one; None if it cannot be, and the sample has failed."""
         row = self._tasks[sample].row
         if not row:
-            return _NO_ROW
+            return b""
         if id(row) not in self._rows:
             try:
                 self._rows[id(row)] = pickle.dumps(dict(row), 5)

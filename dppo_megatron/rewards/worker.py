@@ -82,8 +82,9 @@ def _grade_chunk(rewards: Rewards, chunk: Any, board: Board, answers: int) -> bo
     position = 0
     while position < board.limit:
         board.begin(position, now)
-        # unpickled for each sample: what a grader does to a row is not seen by the next one
-        row = pickle.loads(rows[position]) if rows else None
+        row = None
+        if rows:  # unpickled for each sample: what a grader does to a row is not seen by the next one
+            row = pickle.loads(rows[position]) if rows[position] else {}
         said = rewards.grade(completions[position], references[position], row)
         signal.alarm(0)  # one that was set and forgotten would strike in another sample
         if os.getpid() != process:

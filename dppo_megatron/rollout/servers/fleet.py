@@ -309,7 +309,7 @@ class _Rollout:
         self._limits, self._clock = fleet._config.limits, fleet._clock
         self._pending = deque(index for index in range(len(work.groups)) if index not in work.done)
         self._attempts: dict[int, _Attempt] = {}
-        self._watched, self._probed, self._outages, self._places = -math.inf, -math.inf, -1, fleet.places
+        self._watched, self._outages, self._places = -math.inf, -1, fleet.places
         self._landed_s: dict[int, float] = {}  # ticket -> when its answer came, on the clock of the spans
 
     def run(self) -> Iterator[int]:
@@ -321,16 +321,13 @@ class _Rollout:
                 if self._pending and not self._attempts and not self._fleet.live:
                     self._wait_for_anyone()
                     continue
-                events = self._intake.events(_TICK_S)
-                for event in events:
+                for event in self._intake.events(_TICK_S):
                     if (landed := self._settle(event)) is not None:
                         yield landed
                 self._drop_the_lost()
-                if not events or self._clock() - self._probed >= _TICK_S:  # as many questions as there are servers
-                    self._fleet.probe_all()
-                    self._probed = self._clock()
                 self._cut_stragglers()
-                self._watch()
+                if self._watch():
+                    self._fleet.probe_all()
             if work.given_up:
                 self._intake.end(list(self._attempts))
         finally:
@@ -482,21 +479,21 @@ class _Rollout:
             work.cut = True
             self._intake.end(list(self._attempts))
 
-    def _watch(self) -> None:
+    def _watch(self) -> bool:
         now, limit_s = self._clock(), self._limits.request_timeout_s
         if now - self._watched < _TICK_S:  # thousands may wait, and events come by the hundred
-            return
+            return False
         self._watched = now
         waiting = [*self._pending, *(attempt.index for attempt in self._attempts.values())]
         where = {attempt.index: f" on {attempt.member.name}" for attempt in self._attempts.values()}
         asked = self._work.first_asked
-        late = [index for index in waiting if now - asked.get(index, now) > limit_s]
-        if late:
+        if late := [index for index in waiting if now - asked.get(index, now) > limit_s]:
             names = [f"{self._work.groups[index].request_id}{where.get(index, '')}" for index in late]
             raise GuardStop(
                 f"{len(late)} requests (step-prompt-completion) have waited longer than"
                 f" rollout.limits.request_timeout_s = {limit_s:g} s since their first try: {_listed(names)}"
             )
+        return True
 
 
 def _listed(names: Sequence[str]) -> str:
