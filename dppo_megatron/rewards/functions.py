@@ -56,12 +56,12 @@ class Rewards:
     def __init__(self, functions: Sequence[NamedFunction]) -> None:
         self._functions = [(item, *_load(item)) for item in functions]
         self.wants_row = any(calling != "two" for _, _, calling in self._functions)
+        self._only = self._functions[0][1:] if len(functions) == 1 and not functions[0].name else None
 
     def grade(self, completion: str, answer: str, row: Any) -> Any:
         """A plain float where there is no more to say, else a dict of a Grade's fields; a failure is one as well."""
-        if len(self._functions) == 1 and not self._functions[0][0].name:
-            _, function, calling = self._functions[0]
-            return _graded(function, calling, completion, answer, row)
+        if self._only is not None:
+            return _graded(*self._only, completion, answer, row)
         total = 0.0
         first: dict[str, Any] = {}
         facts: dict[str, float] = {}
@@ -153,11 +153,12 @@ def _fields(result: Any) -> Any:
         return _number(result, "")
     if result.failure:
         raise Failed(_cut(str(result.failure), _LONGEST_REASON))
-    fields: dict[str, Any] = {"reward": _number(result.reward, "a Grade with the reward ")}
-    if result.extracted is not None:
-        fields["extracted"] = _cut(str(result.extracted), _LONGEST_TEXT)
-    if result.why:
-        fields["why"] = _cut(str(result.why), _LONGEST_TEXT)
+    reward, extracted, why = result.reward, result.extracted, result.why
+    fields: dict[str, Any] = {"reward": reward if _is_float(reward) else _number(reward, "a Grade with the reward ")}
+    if extracted is not None:
+        fields["extracted"] = _cut(str(extracted), _LONGEST_TEXT)
+    if why:
+        fields["why"] = _cut(str(why), _LONGEST_TEXT)
     for name, held in (("facts", result.facts), ("parts", result.parts)):
         if not held and type(held) is dict:
             continue

@@ -4,13 +4,16 @@ Math graders parse what a model wrote, and some inputs make them run for ever or
 inside C code cannot be interrupted from within, so each sample has a deadline after which its process is killed and
 replaced. Such a grading is a failure with a reason; it is never a reward of 0.
 
-Samples go out in chunks, since most gradings cost less than a message: a chunk is as long as about 5 ms of work at the
+Samples go out in chunks, since most gradings cost less than a message: a chunk is as long as about 20 ms of work at the
 speed seen so far. Each sample still has its own deadline, by the board that the process keeps (`wire.py`). Samples
 queued after a slow one in its chunk are not charged with its time: they go to an idle process, or else to the process
 that replaces the killed one. So k hangs over p processes cost about ceil(k / p) timeouts:
 
     four samples, two processes, timeout 1 s; h hangs, a to c do not
     chunks [h a] [b c]  ->  b, c done, a taken from behind h and done, h given up after 1 s
+
+When a sample has used half of its time a second process is started beside its own, so that whoever comes after it need
+not wait for a start.
 
 If it is unclear which sample ended a process (it could not write its answers, say), the candidates are graded again one
 at a time, and a sample that then ends a process alone is the cause. So a sample costs at most two processes, and no
@@ -19,12 +22,12 @@ mix of behaviours can repeat for ever.
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import logging
 import math
 import os
 import pickle
-import selectors
+import select
 import threading
 import time
 from collections import deque
@@ -33,24 +36,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from dppo_megatron.rewards.failures import failed, log_failures
 from dppo_megatron.rewards.functions import NamedFunction
 from dppo_megatron.rewards.process import START_S, GraderProcess, NoAnswers
-from dppo_megatron.rewards.wire import NOBODY
+from dppo_megatron.rewards.wire import NOBODY, Answers, Message, NoStart, Ready
 from dppo_megatron.types import Grade, UserError
 
 _log = logging.getLogger(__name__)
 
-_CHUNK_S = 0.005
-"""Work in a chunk. A round trip costs some 0.1 ms, so 2 % of it."""
+_CHUNK_S = 0.02
+"""Work in a chunk. Between two chunks a process waits for some 0.2 ms, 1 % of it."""
 _CHUNK_BYTES = 4 << 20
+_WORTH_TAKING_S = 0.002
+"""Work that one process has before it, of which an idle one takes half."""
 _SLOW_S = 0.05
 """A sample that takes longer has those behind it taken away when another process is idle."""
 _DYING_S = 0.5
 """Between the end of a process's pipe and its own."""
 _STARTS = 3
 """Starts that may fail in one call, once one has succeeded, before a process is given up."""
-_SHOWN = 5
-"""Failures of one call that are logged one by one, if they differ."""
+_GRADES = msgspec.msgpack.Decoder(list[Grade])
+_NONSENSE = (NoAnswers, msgspec.MsgspecError, IndexError)
+"""What a process that writes something else than answers can raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +132,7 @@ class GraderPool:
                     self.processes.remove(process)
             grades = [grade for grade in call.outcomes if grade is not None]
             assert len(grades) == len(tasks)
-        _log_failures(tasks, grades)
+        log_failures(_log, [task.label for task in tasks], grades)
         return grades
 
     def close(self) -> None:
@@ -166,6 +175,8 @@ class _Call:
         self._suspects: set[int] = set()
         """All that ever were in `_alone`: the next process that ends with one of them was ended by it."""
         self._failed_starts = 0
+        self._rows: dict[int, bytes] = {}
+        """Identity of a row -> as it is sent: the completions of a group share theirs."""
 
     def run(self) -> None:
         """Fill `outcomes`."""
@@ -176,36 +187,39 @@ class _Call:
                 pass
             if not self._processes:
                 for sample in range(len(self._tasks)):
-                    self._settle(sample, _failed("died (its process does not start any more)"))
+                    self._settle(sample, failed("died (its process does not start any more)"))
                 return
             self._hand_out()
             for process in self._wait():
                 self._receive(process)
             now = time.monotonic()
-            for process in list(self._processes):
-                if not process.idle and now >= process.deadline_s(pool.timeout_s):
+            for process in [one for one in self._processes if not one.idle]:
+                if now >= process.deadline_s(pool.timeout_s):
                     self._give_up(process)
+                elif now >= process.needs_successor_s(pool.timeout_s):
+                    self._prepare_successor(process)
 
     # ------------------------------------------------------------------------------------------------ giving
 
     def _hand_out(self) -> None:
-        for process in self._processes:
-            if not process.idle:
-                continue
+        idle = [process for process in self._processes if process.idle]
+        for number, process in enumerate(idle):
             if not self._waiting and not self._alone:
-                self._take_from_the_slow()
+                self._take_from_the_busy()
             if self._alone:
                 self._give(process, [self._alone.popleft()])
             elif self._waiting:
-                by_speed = int(_CHUNK_S / self._pool.seconds_each)
-                fair = math.ceil(len(self._waiting) / len(self._processes))
-                self._give(process, self._next_chunk(max(1, min(by_speed, fair))))
+                self._give(process, self._next_chunk(len(idle) - number))
 
-    def _next_chunk(self, most: int) -> list[int]:
+    def _next_chunk(self, sharers: int) -> list[int]:
+        """For one of `sharers` idle processes."""
         waiting, tasks = self._waiting, self._tasks
+        most = math.ceil(len(waiting) / sharers)
+        if len(self._processes) > 1:  # who has no neighbour may have it all
+            most = max(1, min(most, int(_CHUNK_S / self._pool.seconds_each)))
         chunk: list[int] = []
         left = _CHUNK_BYTES
-        for _ in range(min(most, len(waiting))):
+        for _ in range(most):
             sample = waiting.popleft()
             chunk.append(sample)
             left -= len(tasks[sample].completion)
@@ -214,25 +228,41 @@ class _Call:
         return chunk
 
     def _give(self, process: GraderProcess, samples: Sequence[int]) -> None:
-        given, payloads = [], []
-        for sample in samples:
-            task = self._tasks[sample]
-            row = dict(task.row) if self._pool.sends_rows else None
-            try:
-                # each by itself: what a grader does to a row is not seen by the next one
-                payloads.append(pickle.dumps((task.completion, task.answer, row), 5))
-                given.append(sample)
-            except Exception as error:
-                self._settle(sample, _failed(f"raised {type(error).__name__}: its row cannot be sent: {error}"))
-        if given:
-            process.give(given, payloads)
+        tasks, rows = self._tasks, None
+        if self._pool.sends_rows:
+            found = [(sample, self._row(sample)) for sample in samples]
+            samples = [sample for sample, row in found if row is not None]
+            rows = [row for _, row in found if row is not None]
+        if samples:
+            # what several samples share, a row or a reference, is in the pickle once
+            texts = [tasks[sample].completion for sample in samples], [tasks[sample].answer for sample in samples]
+            process.give(samples, pickle.dumps((*texts, rows), 5))
 
-    def _take_from_the_slow(self) -> None:
-        """Let samples that stand behind a slow one wait for the idle instead."""
-        behind = [process for process in self._processes if self._slow_at(process) is not None]
-        if behind:
-            process = max(behind, key=lambda one: one.owned - one.at)
+    def _row(self, sample: int) -> bytes | None:
+        """A sample's row as it is sent, nothing for an empty one; None if it cannot be, and the sample has failed."""
+        row = self._tasks[sample].row
+        if not row:
+            return b""
+        if id(row) not in self._rows:
+            try:
+                self._rows[id(row)] = pickle.dumps(dict(row), 5)
+            except Exception as error:
+                self._settle(sample, failed(f"raised {type(error).__name__}: its row cannot be sent: {error}"))
+                return None
+        return self._rows[id(row)]
+
+    def _take_from_the_busy(self) -> None:
+        """Let samples that stand behind a slow one wait for the idle instead, or half of those that another process has
+        before it, if they are worth the messages."""
+        busy = [process for process in self._processes if process.ready and process.owned > process.begun]
+        if not busy:
+            return
+        process = max(busy, key=lambda one: (self._slow_at(one) is not None, one.owned - one.begun))
+        left = process.owned - process.begun
+        if self._slow_at(process) is not None:
             self._waiting.extend(process.keep(process.at + 1))
+        elif left * self._pool.seconds_each > _WORTH_TAKING_S:
+            self._waiting.extend(process.keep(process.owned - left // 2))
 
     def _slow_at(self, process: GraderProcess) -> float | None:
         """When its sample became slow, if it has and others stand behind it."""
@@ -244,21 +274,22 @@ class _Call:
 
     def _wait(self) -> list[GraderProcess]:
         """The processes of which something may be heard, or that have died; none where a deadline comes first."""
-        timeouts = [process.deadline_s(self._pool.timeout_s) for process in self._processes if not process.idle]
+        limit_s = self._pool.timeout_s
+        busy = [process for process in self._processes if not process.idle]
+        timeouts = [min(one.deadline_s(limit_s), one.needs_successor_s(limit_s)) for one in busy]
         now = time.monotonic()
-        if any(process.idle for process in self._processes):
-            slow = [p.since_s + _SLOW_S for p in self._processes if p.owned - p.answered > 1]
+        if len(busy) < len(self._processes):
+            slow = [p.since_s + _SLOW_S for p in busy if p.owned - p.answered > 1]
             timeouts += [max(when, now + _SLOW_S / 5) for when in slow]
-        with selectors.PollSelector() as selector:
-            for process in self._processes:
-                selector.register(process.answers, selectors.EVENT_READ, process)
-                if process.wants_to_write:
-                    selector.register(process.requests, selectors.EVENT_WRITE, process)
-                if process.death is not None:
-                    selector.register(process.death, selectors.EVENT_READ, process)
-            left = min(timeouts, default=0.0) - now
-            heard = {id(key.data): key.data for key, _ in selector.select(max(0.0, left))}
-        return list(heard.values())
+        poll = select.poll()
+        of_file: dict[int, GraderProcess] = {}
+        for process in self._processes:
+            for file, events in process.watched:
+                poll.register(file, events)
+                of_file[file] = process
+        left_s = max(0.0, min(timeouts, default=0.0) - now)
+        heard = {of_file[file] for file, _ in poll.poll(math.ceil(1e3 * left_s))}
+        return [process for process in self._processes if process in heard]
 
     def _receive(self, process: GraderProcess) -> None:
         process.pump()
@@ -266,7 +297,7 @@ class _Call:
             messages = process.receive()
             for message in messages or []:
                 self._take(process, message)
-        except (NoAnswers, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except _NONSENSE as error:
             self._lost(process, f"died (it wrote something else than answers: {error})", at=NOBODY)
             return
         if messages is None:
@@ -276,32 +307,33 @@ class _Call:
             at = process.at if how else NOBODY
             self._lost(process, f"died ({how or 'its pipe was closed'})", at=at)
 
-    def _take(self, process: GraderProcess, message: dict[str, Any]) -> None:
+    def _take(self, process: GraderProcess, message: Message) -> None:
         """A message of a process."""
         pool = self._pool
-        if "error" in message:
-            self._start_failed(process, str(message["error"]))
-            return
-        if "ready" in message:
+        if isinstance(message, NoStart):
+            self._start_failed(process, message.text)
+        elif isinstance(message, Ready):
             process.ready = pool.has_started = True
-            pool.sends_rows = bool(message["rows"])
-            return
-        chunk, owned, facts = process.chunk, process.owned, message.get("facts", [])
-        for answer in message["answers"]:
-            sample = chunk[process.answered]
-            if type(answer) is dict and "memory" in answer:
-                self._out_of_memory(process, sample, answer)
-                return
-            grade = _grade(answer, facts)
-            if process.answered < owned:
-                self._settle(sample, grade)
-            process.answered += 1
-            process.graded += 1
-        if "took_s" in message:
-            if process.answered == len(process.chunk):
-                each = float(message["took_s"]) / len(process.chunk)
+            pool.sends_rows = message.wants_row
+        else:
+            self._take_answers(process, message)
+
+    def _take_answers(self, process: GraderProcess, message: Answers) -> None:
+        grades = _GRADES.decode(message.grades)
+        if process.answered + len(grades) > len(process.chunk):
+            raise NoAnswers("more answers than samples")
+        spent = grades.pop() if message.out_of_memory else None
+        for sample, grade in zip(process.chunk[process.answered : process.owned], grades, strict=False):
+            self._settle(sample, grade)
+        process.answered += len(grades)
+        process.graded += len(grades)
+        if spent is not None:
+            self._out_of_memory(process, process.chunk[process.answered], spent.failure)
+        elif message.took_s is not None:
+            if process.answered:
+                each = message.took_s / process.answered
                 # the geometric mean, for which one slow sample in a hundred fast ones is no revolution
-                pool.seconds_each = max(1e-6, math.sqrt(pool.seconds_each * each))
+                self._pool.seconds_each = max(1e-6, math.sqrt(self._pool.seconds_each * each))
             missing = process.chunk[process.answered : process.owned]
             process.chunk = []
             self._waiting.extendleft(reversed(missing))
@@ -318,9 +350,9 @@ class _Call:
         try:
             for message in process.receive() or []:  # what it said before it was killed
                 self._take(process, message)
-        except (NoAnswers, KeyError, TypeError, ValueError, AttributeError, IndexError):
+        except _NONSENSE:
             at = NOBODY
-        if not process.ready:  # its last words were of its memory, and it has been replaced
+        if process not in self._processes or not process.ready:  # its last words were of its memory: it is replaced
             return
         moved = (process.at, process.since_s) != (at, since_s)
         self._lost(process, f"timed out after {self._pool.timeout_s:g} s", at=NOBODY if moved else at)
@@ -347,24 +379,23 @@ class _Call:
             self._suspects.update(suspects)
             self._alone.extend(suspects)
         for sample in blamed:
-            self._settle(sample, _failed(why))
+            self._settle(sample, failed(why))
         self._waiting.extendleft(reversed(spared))
-        process.forget()
-        self._start(process)
+        self._replace(process)
 
-    def _out_of_memory(self, process: GraderProcess, sample: int, answer: dict[str, Any]) -> None:
+    def _out_of_memory(self, process: GraderProcess, sample: int, failure: str) -> None:
         """A sample that has had a process to itself is to blame; else it is tried in a new one, since others may have
         filled this one's memory."""
         left = process.chunk[process.answered + 1 : process.owned]
         mine = process.answered < process.owned
         fresh = process.graded == 0
-        process.release()
+        process.end()
         self._waiting.extendleft(reversed(left))
         if mine and fresh:
-            self._settle(sample, _failed(f"{answer['failure']}, above reward.memory_mb = {self._pool.memory_mb}"))
-        started = self._start(process)
-        if mine and not fresh and started:
-            self._give(process, [sample])
+            self._settle(sample, failed(f"{failure}, above reward.memory_mb = {self._pool.memory_mb}"))
+        successor = self._replace(process)
+        if mine and not fresh and successor is not None:
+            self._give(successor, [sample])
         elif mine and not fresh:
             self._waiting.appendleft(sample)
 
@@ -376,8 +407,24 @@ class _Call:
         self._failed_starts += 1
         _log.error("%s; it has started before", why)
         self._waiting.extendleft(reversed(process.chunk[process.answered : process.owned]))
+        self._replace(process)
+
+    def _prepare_successor(self, process: GraderProcess) -> None:
+        """It may have to be killed soon."""
+        process.slow_since_s = process.since_s
+        successor = GraderProcess(self._pool.functions, self._pool.memory_mb)
+        with contextlib.suppress(OSError):  # no room for it: then it is started when it is needed, if there is room
+            self._pool.start(successor)
+            process.successor = successor
+
+    def _replace(self, process: GraderProcess) -> GraderProcess | None:
+        """Another one for a process that has ended, if there can be one."""
+        successor, process.successor = process.successor, None
         process.forget()
-        self._start(process)
+        if successor is None:
+            return process if self._start(process) else None
+        self._processes[self._processes.index(process)] = successor
+        return successor
 
     def _start(self, process: GraderProcess) -> bool:
         """Start it, for the first time or again; a process that cannot be started any more leaves the pool."""
@@ -398,41 +445,3 @@ class _Call:
         if self.outcomes[sample] is None:
             self.outcomes[sample] = grade
             self._missing -= 1
-
-
-def _grade(answer: Any, facts: Sequence[Any]) -> Grade:
-    """What a process says of a sample, as a Grade; `facts` are those of its message (`wire.packed`)."""
-    if type(answer) is list:
-        reward, extracted, why, place = answer
-        if type(facts[place]) is not dict:
-            raise TypeError("facts that are no mapping")
-        return Grade(float(reward), extracted, why, facts[place])
-    if type(answer) is not dict:
-        return Grade(float(answer))
-    if "failure" in answer:
-        return _failed(str(answer["failure"]), str(answer.get("trace", "")))
-    own, parts = answer.get("facts", {}), answer.get("parts", {})
-    if type(own) is not dict or type(parts) is not dict:
-        raise TypeError("facts that are no mapping")
-    return Grade(float(answer["reward"]), answer.get("extracted"), answer.get("why", ""), own, parts)
-
-
-def _failed(why: str, trace: str = "") -> Grade:
-    return Grade(math.nan, why=trace, failure=why)
-
-
-def _log_failures(tasks: Sequence[GradeTask], grades: Sequence[Grade]) -> None:
-    """The first few that differ, each with a label and its traceback; the others as a count of each kind."""
-    shown: set[str] = set()
-    others: collections.Counter[str] = collections.Counter()
-    for task, grade in zip(tasks, grades, strict=True):
-        if not grade.failure:
-            continue
-        if grade.failure in shown or len(shown) == _SHOWN:
-            others[grade.failure.split(":")[0]] += 1
-            continue
-        shown.add(grade.failure)
-        _log.error("grading %s %s%s", task.label or "a sample", grade.failure, f"\n{grade.why}" if grade.why else "")
-    if others:
-        kinds = ", ".join(f"{count} x {kind}" for kind, count in others.most_common(5))
-        _log.error("and %d gradings more: %s", sum(others.values()), kinds)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import fcntl
+import math
 import os
 import pickle
+import select
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+
+import msgspec
 
 from dppo_megatron.rewards.functions import NamedFunction
-from dppo_megatron.rewards.wire import CANNOT_ANSWER, NOBODY, Board, board_file, frame, take_frames
+from dppo_megatron.rewards.wire import CANNOT_ANSWER, NOBODY, Board, Message, board_file, frame, take_frames
 
 START_S = 120.0
 """How long a process may take to import the grader's module."""
-_READ_BYTES = 1 << 20
-_READS = 16
+_READ_BYTES = 1 << 16
+"""What a pipe holds, unless it is told to hold more."""
+_READS = 256
+_REQUEST_BYTES = 1 << 18
+"""That the pipe of requests is to hold: most chunks whole, so that the trainer need not wait until half is read."""
+_DECODER = msgspec.msgpack.Decoder(Message)
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -35,6 +42,10 @@ class GraderProcess:
     def __init__(self, functions: Sequence[NamedFunction], memory_mb: int) -> None:
         self._functions = list(functions)
         self._memory_mb = memory_mb
+        self.successor: GraderProcess | None = None
+        """Started while a sample was slow, to take this one's place if it has to be killed."""
+        self.slow_since_s = 0.0
+        """When the sample was begun for which a successor was last started, or tried to be."""
 
     def start(self) -> None:
         """A fresh process; what it is given from now on, it gets when it is ready. To be called first, in a thread that
@@ -70,6 +81,8 @@ class GraderProcess:
         self.requests, self.answers = self._process.stdin, self._process.stdout
         for pipe in (self.requests, self.answers):
             os.set_blocking(pipe.fileno(), False)
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, or the user's share of such memory is used up
+            fcntl.fcntl(self.requests, fcntl.F_SETPIPE_SZ, _REQUEST_BYTES)
         self.death = _watch(self._process.pid)
         """Readable once the process has died, whoever else holds its pipe open; None where that is not to be had."""
         self._received = bytearray()
@@ -87,12 +100,12 @@ class GraderProcess:
         """When it last gave a sign of life, was given a chunk or was started."""
         self.pump()
 
-    def give(self, samples: Sequence[int], payloads: Sequence[bytes]) -> None:
-        """Have it grade `samples`, of which `payloads` are what it is sent."""
+    def give(self, samples: Sequence[int], payload: bytes) -> None:
+        """Have it grade `samples`; `payload` is what it is sent."""
         self.chunk, self.answered, self.owned = list(samples), 0, len(samples)
         self.progress_s = time.monotonic()
         self._board.reset(len(samples))
-        self._outgoing = memoryview(b"".join([self._outgoing, frame(pickle.dumps(list(payloads)))]))
+        self._outgoing = memoryview(b"".join([self._outgoing, frame(payload)]))
         self.pump()
 
     def pump(self) -> None:
@@ -106,32 +119,36 @@ class GraderProcess:
         except BrokenPipeError:  # it has died, which its answers' end will say
             self._outgoing = memoryview(b"")
 
-    def receive(self) -> list[dict[str, Any]] | None:
+    def receive(self) -> list[Message] | None:
         """The messages that have come; None once it has died and all that it wrote has been read.
 
         Raises:
             NoAnswers: what has come is no message.
         """
-        ended = self._process.poll() is not None  # asked first: what it wrote is then all there
-        try:
-            for _ in range(_READS):  # not for ever: something that writes without end must not hold the trainer
-                data = self.answers.read(_READ_BYTES)
-                if not data:
-                    break
-                self._received += data
-        except OSError as error:
-            raise NoAnswers(str(error)) from None
-        if data == b"":
+        got, ended = self._read()
+        if not got and not ended and self._process.poll() is not None:
+            self._read()  # asked before this: what it wrote is then all there
             ended = True
         try:
-            messages = [json.loads(payload) for payload in take_frames(self._received)]
-        except ValueError as error:
+            messages = [_DECODER.decode(payload) for payload in take_frames(self._received)]
+        except (ValueError, msgspec.MsgspecError) as error:
             raise NoAnswers(str(error)) from None
-        if not all(isinstance(message, dict) for message in messages):
-            raise NoAnswers("no mapping")
         if messages:
             self.progress_s = time.monotonic()
         return messages if messages or not ended else None
+
+    def _read(self) -> tuple[bool, bool]:
+        """Take what is in the pipe; whether there was something, and whether it has been closed."""
+        before = len(self._received)
+        try:
+            for _ in range(_READS):  # not for ever: something that writes without end must not hold the trainer
+                data = self.answers.read(_READ_BYTES)
+                self._received += data or b""
+                if not data or len(data) < _READ_BYTES:
+                    break
+        except OSError as error:
+            raise NoAnswers(str(error)) from None
+        return len(self._received) > before, data == b""
 
     @property
     def pid(self) -> int:
@@ -139,9 +156,14 @@ class GraderProcess:
         return self._process.pid
 
     @property
-    def wants_to_write(self) -> bool:
-        """Whether something waits for room in the pipe."""
-        return bool(self._outgoing)
+    def watched(self) -> list[tuple[int, int]]:
+        """Files by which it is heard, with the events to wait for: answers, its death, room in its pipe."""
+        found = [(self.answers.fileno(), select.POLLIN)]
+        if self.death is not None:
+            found.append((self.death, select.POLLIN))
+        if self._outgoing:
+            found.append((self.requests.fileno(), select.POLLOUT))
+        return found
 
     @property
     def idle(self) -> bool:
@@ -167,6 +189,13 @@ class GraderProcess:
     def deadline_s(self, timeout_s: float) -> float:
         """When what it does now is given up, by the monotonic clock."""
         return self.since_s + timeout_s if self.ready else self.progress_s + START_S
+
+    def needs_successor_s(self, timeout_s: float) -> float:
+        """When it has used half of the time for the sample at hand, by the monotonic clock; never for one that has a
+        successor, or for which none could be started."""
+        since_s = self.since_s
+        known = self.successor is not None or self.slow_since_s == since_s or not self.ready
+        return math.inf if known else since_s + timeout_s / 2
 
     def keep(self, count: int) -> list[int]:
         """Leave it only the first `count` samples of its chunk; returns those taken from it."""
@@ -194,12 +223,18 @@ class GraderProcess:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def release(self) -> None:
-        """Kill it and close its files."""
+        """Kill it and its successor and close their files."""
+        if self.successor is not None:
+            self.successor.end()
         self.end()
         self.forget()
 
     def forget(self) -> None:
-        """Close its files and leave it to itself: another process's child, copied by a fork."""
+        """Close its files and its successor's and leave them to themselves: another process's children, copied by a
+        fork."""
+        if self.successor is not None:
+            self.successor.forget()
+            self.successor = None
         for pipe in (self.requests, self.answers):
             with contextlib.suppress(OSError):
                 pipe.close()

@@ -1,8 +1,8 @@
 """What the trainer and a grader process share: frames on two pipes, and a board of numbers in shared memory.
 
-Requests are pickled and answers are JSON, most of them as short lists: the names of fields and the same facts, a
-thousand times over, were most of what an answer cost. A pickle can carry whatever a row holds (dates, arrays), but
-reading one runs code, and a grader may write nonsense into any open file, which the trainer must survive.
+Requests are pickled and answers are msgpack. A pickle can carry whatever a row holds (dates, arrays), but reading one
+runs code, and a grader may write nonsense into any open file, which the trainer must survive: it decodes answers as
+what they must be. Typed, that takes a fifth of the time of JSON and dictionaries.
 
 Thanks to the board a chunk needs no message per sample. The process writes there which sample it is grading and since
 when; the trainer reads it when a deadline is near, or when the process has died. A message for each sample would cost
@@ -17,6 +17,8 @@ import struct
 import tempfile
 from typing import IO, Any
 
+import msgspec
+
 _LENGTH = struct.Struct("<Q")
 BOARD_BYTES = 32
 NOBODY = -1
@@ -25,6 +27,48 @@ CANNOT_ANSWER = 74
 """Exit code of a process that cannot write its answers."""
 MAX_ANSWER_BYTES = 64 << 20
 """A frame that claims more is none: something else was written into the pipe."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """A process has imported its graders."""
+
+    wants_row: bool
+
+
+class NoStart(msgspec.Struct, frozen=True, tag=True):
+    """It cannot; the text is for the user."""
+
+    text: str
+
+
+class Answers(msgspec.Struct, frozen=True, tag=True):
+    """Grades of the next samples of its chunk, in order."""
+
+    grades: msgspec.Raw
+    """A list of maps with the fields of a `Grade`: this file is read where numpy, which `types` needs, is not."""
+    took_s: float | None = None
+    """For the whole chunk, with its last answers."""
+    out_of_memory: bool = False
+    """The last of the grades failed for that, and the process has ended."""
+
+
+Message = Ready | NoStart | Answers
+
+
+def encode(value: Any) -> bytes:
+    """As msgpack. A lone surrogate, which UTF-8 does not have, becomes a text like `\\ud800`."""
+    try:
+        return msgspec.msgpack.encode(value)
+    except UnicodeEncodeError:
+        return msgspec.msgpack.encode(_printable(msgspec.to_builtins(value)))
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 class Board:
@@ -118,29 +162,6 @@ def take_frames(received: bytearray) -> list[bytes]:
         start = end
     del received[:start]
     return frames
-
-
-_GRADE = ("reward", "extracted", "why", "facts")
-
-
-def packed(answers: list[Any]) -> dict[str, Any]:
-    """Answers as a message: those with all the fields of a plain grade as lists, each different `facts` once.
-
-    Example:
-        >>> packed([0.5, {"reward": 1.0, "extracted": "5", "why": "exact", "facts": {"boxed_share": 1.0}}])
-        {'answers': [0.5, [1.0, '5', 'exact', 0]], 'facts': [{'boxed_share': 1.0}]}
-    """
-    facts: list[Any] = []
-    short: list[Any] = []
-    for answer in answers:
-        if type(answer) is dict and tuple(answer) == _GRADE:
-            reward, extracted, why, of = answer.values()
-            if not facts or facts[-1] != of:
-                facts.append(of)
-            short.append([reward, extracted, why, len(facts) - 1])
-        else:
-            short.append(answer)
-    return {"answers": short, "facts": facts}
 
 
 def write_all(file: int, data: bytes) -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
+import gc
+import math
 import os
 import pickle
 import resource
@@ -24,12 +25,25 @@ import sys
 import time
 from typing import IO, Any
 
+import msgspec
+
 from dppo_megatron.rewards.functions import Rewards
-from dppo_megatron.rewards.wire import CANNOT_ANSWER, Board, frame, packed, read_frame, write_all
+from dppo_megatron.rewards.wire import (
+    CANNOT_ANSWER,
+    Answers,
+    Board,
+    Message,
+    NoStart,
+    Ready,
+    encode,
+    frame,
+    read_frame,
+    write_all,
+)
 
 _PR_SET_PDEATHSIG = 1
-_FLUSH_NS = 1_000_000
-"""Answers wait at most about 1 ms for others to go with: 512 of them are a few writes."""
+_FLUSH_NS = 5_000_000
+"""Answers wait about 5 ms for others to go with: writing them and waking the trainer costs a hundredth of that."""
 
 
 def main() -> None:
@@ -46,11 +60,12 @@ def main() -> None:
     try:
         rewards = Rewards(setup["functions"])
     except ValueError as error:
-        _send(answers, {"error": str(error)})
+        _send(answers, NoStart(str(error)))
         return
+    gc.freeze()  # what was imported stays, and need not be looked through again and again
     if setup["memory_mb"]:
         _limit_memory(setup["memory_mb"] << 20)
-    _send(answers, {"ready": True, "rows": rewards.wants_row})
+    _send(answers, Ready(rewards.wants_row))
     while (payload := read_frame(requests)) is not None:
         if not _grade_chunk(rewards, pickle.loads(payload), board, answers):
             return
@@ -58,34 +73,51 @@ def main() -> None:
         os.killpg(os.getpid(), signal.SIGKILL)  # with it whatever graders have started
 
 
-def _grade_chunk(rewards: Rewards, samples: list[bytes], board: Board, answers: int) -> bool:
+def _grade_chunk(rewards: Rewards, chunk: Any, board: Board, answers: int) -> bool:
     """Answer a chunk; whether this process can go on: not after it has run out of memory."""
-    ready: list[Any] = []
+    completions, references, rows = chunk
+    ready: list[dict[str, Any]] = []
     process = os.getpid()
     began = now = flushed = time.monotonic_ns()
     position = 0
     while position < board.limit:
         board.begin(position, now)
-        completion, answer, row = pickle.loads(samples[position])
-        ready.append(rewards.grade(completion, answer, row))
+        row = None
+        if rows:  # unpickled for each sample: what a grader does to a row is not seen by the next one
+            row = pickle.loads(rows[position]) if rows[position] else {}
+        said = rewards.grade(completions[position], references[position], row)
         signal.alarm(0)  # one that was set and forgotten would strike in another sample
         if os.getpid() != process:
             os._exit(0)  # a child that the grader has forked and that has come back here
         if sys.stdout.closed or sys.stderr.closed:
             _open_streams()  # or the next grader that prints would raise
         position += 1
-        spent = isinstance(ready[-1], dict) and "memory" in ready[-1]
+        spent = type(said) is dict and "memory" in said
+        ready.append(_fields_of_grade(said))
         now = time.monotonic_ns()
         if now - flushed > _FLUSH_NS or spent:
             board.pause()
-            _send(answers, packed(ready))
+            _send(answers, Answers(_raw(ready), out_of_memory=spent))
             ready = []
             now = flushed = time.monotonic_ns()
         if spent:
             return False
     board.pause()
-    _send(answers, packed(ready) | {"took_s": (time.monotonic_ns() - began) / 1e9})
+    _send(answers, Answers(_raw(ready), (time.monotonic_ns() - began) / 1e9))
     return True
+
+
+def _fields_of_grade(said: Any) -> dict[str, Any]:
+    """What `Rewards.grade` says, as a `Grade`'s fields."""
+    if type(said) is not dict:
+        return {"reward": said}
+    if "failure" in said:
+        return {"reward": math.nan, "failure": said["failure"], "why": said.get("trace", "")}
+    return said
+
+
+def _raw(grades: list[dict[str, Any]]) -> msgspec.Raw:
+    return msgspec.Raw(encode(grades))
 
 
 def _take_over_streams() -> tuple[IO[bytes], int]:
@@ -136,8 +168,8 @@ def _limit_memory(more: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard < 0 else min(wanted, hard), hard))
 
 
-def _send(answers: int, message: dict[str, Any]) -> None:
+def _send(answers: int, message: Message) -> None:
     try:
-        write_all(answers, frame(json.dumps(message).encode()))
+        write_all(answers, frame(encode(message)))
     except OSError:  # the trainer has gone, or a grader has closed every file that it found
         os._exit(CANNOT_ANSWER)

@@ -23,6 +23,7 @@ from dppo_megatron.config.reward import RewardConfig, RewardFunctionConfig
 from dppo_megatron.rewards.functions import NamedFunction
 from dppo_megatron.rewards.grading import deciding_reward, make_grader
 from dppo_megatron.rewards.pool import GraderPool, GradeTask
+from dppo_megatron.rewards.process import GraderProcess
 from dppo_megatron.types import Grade, UserError
 
 MEMORY_MB = 64
@@ -187,6 +188,29 @@ def test_texts_arrive_as_they_are() -> None:
     with pool_of() as pool:
         assert [g.reward for g in pool.grade([GradeTask(text, text) for text in texts])] == [1.0] * len(texts)
         assert [g.reward for g in pool.grade([GradeTask(text, text + "y") for text in texts])] == [0.0] * len(texts)
+
+
+def test_what_utf8_does_not_have_comes_back_escaped() -> None:
+    """A grader that copies a lone surrogate into its grade: a text that can be written to a file, and no failure."""
+    with pool_of("odd_graders:echo", processes=1) as pool:
+        grades = pool.grade(tasks_of(["a\ud800b", "ü"]))
+    assert [(g.reward, g.extracted) for g in grades] == [(1.0, "a\\ud800b"), (1.0, "ü")]
+
+
+@pytest.mark.slow
+def test_a_successor_starts_before_a_hung_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And takes its place: nobody waits for a start."""
+    events: list[str] = []
+    with pool_of(processes=1, timeout_s=4.0) as pool:
+        (first,) = pool.grade(tasks_of(["pid"]))
+        start, end = GraderProcess.start, GraderProcess.end
+        monkeypatch.setattr(GraderProcess, "start", lambda self: (start(self), events.append(f"start {self.pid}"))[0])
+        monkeypatch.setattr(GraderProcess, "end", lambda self, *a: (events.append(f"end {self.pid}"), end(self, *a))[1])
+        hung, second = pool.grade(tasks_of(["hang", "pid"]))
+        monkeypatch.undo()
+    assert hung.failure.startswith("timed out")
+    assert events[0] == f"start {second.reward:.0f}" and events[1] == f"end {first.reward:.0f}"
+    assert not any(event.startswith("start") for event in events[1:])
 
 
 @pytest.mark.slow

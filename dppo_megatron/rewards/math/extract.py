@@ -107,7 +107,7 @@ def _only_box(text: str) -> str | None:
     """What the only box of the text holds, where that is as plain as in nearly every completion; None if it takes a
     closer look. It finds what the closer look finds, six times as fast."""
     at = text.rfind("\\boxed")
-    if at < 0 or text.find("\\boxed") != at or "think>" in text or "\\fbox" in text:
+    if at < 0 or text.find("\\boxed") != at or (">" in text and "think>" in text) or "\\fbox" in text:
         return None
     box = _PLAIN_BOX.match(text, at)
     if box is None or _has_minus(text, at):

@@ -107,6 +107,7 @@ class GradeLanes:
         self._queue: queue.SimpleQueue[tuple[int, ToGrade] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._grades: dict[int, list[Grade | None]] = {}
+        self._missing: dict[int, int] = {}
         self._threads = [
             threading.Thread(target=self._work, args=(lane,), name=f"grades {lane}", daemon=True)
             for lane in range(hook.lanes)
@@ -117,7 +118,7 @@ class GradeLanes:
     def put(self, ticket: int, prompt: bytes, texts: Sequence[str]) -> None:
         """Grade a group."""
         with self._lock:
-            self._grades[ticket] = [None] * len(texts)
+            self._grades[ticket], self._missing[ticket] = [None] * len(texts), len(texts)
         whose = pickle.loads(prompt)  # written by this job's rank 0, over a connection that has shown the job's key
         for index, text in enumerate(texts):
             self._queue.put((ticket, ToGrade(whose, index, text)))
@@ -140,8 +141,8 @@ class GradeLanes:
                 return
             # the geometric mean, for which one slow sample in a hundred fast ones is no revolution
             seconds_each = (seconds_each * (time.monotonic() - began) / len(chunk)) ** 0.5
-            for (ticket, task), grade in zip(chunk, grades, strict=True):
-                self._settle(ticket, task, grade)
+            for ticket, whole in self._settle(chunk, grades):
+                self._done(ticket, msgspec.msgpack.encode(whole))
 
     def _more(self, count: int) -> list[tuple[int, ToGrade]]:
         """Up to `count` more, if they are there and leave each other lane as many."""
@@ -158,14 +159,19 @@ class GradeLanes:
             found.append(item)
         return found
 
-    def _settle(self, ticket: int, task: ToGrade, grade: Grade) -> None:
+    def _settle(
+        self, chunk: Sequence[tuple[int, ToGrade]], grades: Sequence[Grade]
+    ) -> list[tuple[int, list[Grade | None]]]:
+        """The groups of which all completions are graded now."""
+        whole = []
         with self._lock:
-            grades = self._grades[ticket]
-            grades[task.completion_index] = grade
-            if any(one is None for one in grades):
-                return
-            del self._grades[ticket]
-        self._done(ticket, msgspec.msgpack.encode(grades))
+            for (ticket, task), grade in zip(chunk, grades, strict=True):
+                self._grades[ticket][task.completion_index] = grade
+                self._missing[ticket] -= 1
+                if not self._missing[ticket]:
+                    del self._missing[ticket]
+                    whole.append((ticket, self._grades.pop(ticket)))
+        return whole
 
 
 def grades_of(encoded: bytes) -> list[Grade]:

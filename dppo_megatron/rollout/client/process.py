@@ -52,6 +52,10 @@ from dppo_megatron.rollout.servers.wire import Sampled
 OWN_FILES = 64
 """Open files that the client needs beside a socket for each group in flight."""
 _CONNECT_S = 60.0
+_TOGETHER_S = 0.01
+"""Messages to rank 0 go out at most so often: each time they wake a thread that takes the interpreter from training."""
+_READY_S = 0.02
+"""What is ready is needed at the end of a rollout only, and goes with what lands meanwhile."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -85,6 +89,11 @@ class Client:
         self._sockets = raise_file_limit() - OWN_FILES
         self._asker = Asker(self._sockets)
         self._lanes = GradeLanes(setup.hook(), self._graded, self._lost) if setup.hook else None
+        self._unsent: list[bytes] = []
+        """Messages to rank 0, in order."""
+        self._flush: asyncio.TimerHandle | None = None
+        self._flushed = 0.0
+        """When something was last sent."""
         self._takes = socket.socket(socket.AF_UNIX)
         self._takes.bind(setup.take_path)  # before the first word to rank 0, which then lets ranks come here
         self._takes.listen(64)
@@ -173,7 +182,19 @@ class Client:
         self._send(message)
 
     def _send(self, message: FromClient) -> None:
-        self._writer.write(frames.framed(ENCODER.encode(message)))
+        """Have it sent soon, with what else there is by then."""
+        now = self._loop.time()
+        when = now + _READY_S if isinstance(message, Ready) else max(now, self._flushed + _TOGETHER_S)
+        self._unsent.append(frames.framed(ENCODER.encode(message)))
+        if self._flush is None or when < self._flush.when():
+            if self._flush is not None:
+                self._flush.cancel()
+            self._flush = self._loop.call_at(when, self._write)
+
+    def _write(self) -> None:
+        self._flush, self._flushed = None, self._loop.time()
+        self._writer.writelines(self._unsent)
+        self._unsent = []
 
     def _serve_ranks(self) -> None:
         """Give each rank that asks its share."""

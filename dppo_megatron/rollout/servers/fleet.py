@@ -323,9 +323,9 @@ class _Rollout:
                     if (landed := self._settle(event)) is not None:
                         yield landed
                 self._drop_the_lost()
-                self._fleet.probe_all()
                 self._cut_stragglers()
-                self._watch()
+                if self._watch():
+                    self._fleet.probe_all()
             if work.given_up:
                 self._intake.end(list(self._attempts))
         finally:
@@ -477,21 +477,21 @@ class _Rollout:
             work.cut = True
             self._intake.end(list(self._attempts))
 
-    def _watch(self) -> None:
+    def _watch(self) -> bool:
         now, limit_s = self._clock(), self._limits.request_timeout_s
         if now - self._watched < _TICK_S:  # thousands may wait, and events come by the hundred
-            return
+            return False
         self._watched = now
         waiting = [*self._pending, *(attempt.index for attempt in self._attempts.values())]
         where = {attempt.index: f" on {attempt.member.name}" for attempt in self._attempts.values()}
         asked = self._work.first_asked
-        late = [index for index in waiting if now - asked.get(index, now) > limit_s]
-        if late:
+        if late := [index for index in waiting if now - asked.get(index, now) > limit_s]:
             names = [f"{self._work.groups[index].request_id}{where.get(index, '')}" for index in late]
             raise GuardStop(
                 f"{len(late)} requests (step-prompt-completion) have waited longer than"
                 f" rollout.limits.request_timeout_s = {limit_s:g} s since their first try: {_listed(names)}"
             )
+        return True
 
 
 def _listed(names: Sequence[str]) -> str:
