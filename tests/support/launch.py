@@ -109,6 +109,7 @@ def _import_once() -> None:
 
     platform.prepare()
     import megatron.core.dist_checkpointing.strategies.filesystem_async
+    import megatron.core.dist_checkpointing.strategies.torch
     import megatron.core.distributed
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.models.gpt.gpt_model
