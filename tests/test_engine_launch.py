@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.engines.servers import local_settings, needs
-from support.job import job_config, read_metrics, write_job_files
+from support.job import QUICK, job_config, read_metrics, write_job_files
 from support.launch import run_ranks
 from support.timelines import counts, nested, overlapping, read_timeline
 
@@ -65,7 +65,7 @@ def test_a_run_starts_its_server_and_starts_it_again(files: Path, tmp_path: Path
         rollout__sync__verify_every=1,
         rollout__limits__probe_every_s=0.5,
         rollout__servers__colocate="true",
-        **local_settings(engine),
+        **QUICK | local_settings(engine),
     )
     said = run_ranks(_train_and_kill_the_server, 2, config, killed, timeout_s=500)
     assert "weight sync: ipc (the servers are the trainer's own" in said[0]
@@ -116,7 +116,7 @@ def test_each_node_of_a_job_has_a_server(files: Path, tmp_path: Path) -> None:
         rollout__sync__verify_every=1,
         rollout__servers__colocate="true",
         observe__timeline=2,
-        **local_settings("vllm"),
+        **QUICK | local_settings("vllm"),
     )
     receivers = run_ranks(_train_as_two_nodes, 2, config, timeout_s=500)
     assert receivers == [[0, 1]] * 2, "each hands weights to its neighbour"

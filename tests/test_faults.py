@@ -330,7 +330,7 @@ def test_a_rank_that_hangs_is_named_and_the_others_stop(
 ) -> None:
     """SIGSTOP: nothing closes its connections, and the collective alone would wait for minutes."""
     with pytest.raises(RankError, match="rank 0 of 2 died without a message: exit code 1"):
-        run_ranks(_stop_one, 2, tmp_path / "run", files, signal.SIGSTOP)
+        run_ranks(_stop_one, 2, tmp_path / "run", files, signal.SIGSTOP, dies=0)
     assert "watchdog: rank 1 (host " in (said := capfd.readouterr().err)
     assert "has given no sign of life for" in said
 

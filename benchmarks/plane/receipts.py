@@ -11,7 +11,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from receivers import PipeServer
@@ -24,7 +23,6 @@ from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
 from plane.common import Bar
 
-ANSWER_S = 1.0
 PROBE_TIMEOUT_S = 2.0
 
 
@@ -33,22 +31,23 @@ class _Answering(PipeServer):
 
     dialect = VLLMDialect()
 
-    def __init__(self, number: int, **arguments: Any) -> None:
-        super().__init__(number, **arguments)
+    def __init__(self, number: int, answer_s: float) -> None:
+        super().__init__(number, answer_s=answer_s)
+        self._answer_s = answer_s
         self.http.exchange = self._exchange
 
     def _exchange(self, path: str, body: bytes, *, timeout_s: float, max_bytes: int) -> bytes:
         self._call("healthy", timeout_s)  # a process that hangs does not generate
-        time.sleep(ANSWER_S)
+        time.sleep(self._answer_s)
         spans = [{"version": "1", "start": 0, "end": 1}]
         choice = {"index": 0, "token_ids": [1], "finish_reason": "stop", "weight_versions": spans}
         choice["logprobs"] = {"content": [{"token": "token_id:1", "logprob": -0.5}]}
         return json.dumps({"request_id": json.loads(body)["request_id"], "choices": [choice]}).encode()
 
 
-def _times(count: int, hung: int) -> dict[str, float]:
-    """Seconds of each question to `count` servers, of which the last `hung` then hang."""
-    servers = [_Answering(i, answer_s=ANSWER_S) for i in range(count)]
+def _times(count: int, hung: int, answer_s: float) -> dict[str, float]:
+    """Seconds of each question to `count` servers that wait `answer_s` first, of which the last `hung` then hang."""
+    servers = [_Answering(i, answer_s) for i in range(count)]
     config = RolloutConfig(engine="vllm")
     config.sync.verify_every, config.limits.probe_timeout_s = 1, PROBE_TIMEOUT_S
     weights = [("t", torch.randn(1000))]
@@ -87,8 +86,8 @@ def _seconds(action: Callable[[], object]) -> float:
 
 def run(smoke: bool) -> list[Bar]:
     """One server against eight (smoke: two)."""
-    count = 2 if smoke else 8
-    one, many = _times(1, hung=0), _times(count, hung=count // 2)
+    count, answer_s = (2, 0.1) if smoke else (8, 1.0)
+    one, many = _times(1, 0, answer_s), _times(count, count // 2, answer_s)
     bars = [
         Bar("receipts", f"{name}: {count} servers over 1", many[name] / one[name], 1.5, is_time=True)
         for name in ("checksums", "canary")

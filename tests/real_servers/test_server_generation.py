@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.engines.servers import API_KEY, Reference
-from support.job import read_metrics
+from support.job import QUICK, read_metrics
 from support.launch import run_ranks
 from support.served import LONG, Served, prompts_of, requests_for, train_on_this_rank
 
@@ -189,6 +189,7 @@ def test_stragglers_are_cut_and_entered_in_the_ledger(served: Served, tmp_path: 
     config = served.config(
         tmp_path / "run", 1, steps=2, rollout__limits__straggler_share=0.05,
         rollout__sampling__max_completion_tokens=LONG, packing__max_tokens_per_microbatch=1024,
+        **QUICK,
     )  # fmt: skip
     engine, reference = served.engine(config), Reference(served.files / "model", 11)
     engine.load_weights(reference.weights)

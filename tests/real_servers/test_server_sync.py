@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.engines.servers import Reference
-from support.job import read_metrics
+from support.job import QUICK, read_metrics
 from support.launch import run_ranks
 from support.served import (
     LONG,
@@ -82,7 +82,7 @@ def test_the_canary_catches_stale_packed_weights(served: Served, tmp_path: Path)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_through_servers(served: Served, tmp_path: Path, world_size: int) -> None:
     """Three steps, alone and on two data-parallel ranks; engine and actor agree in every step."""
-    config = served.config(tmp_path / "run", steps=3, rollout__sync__verify_every=2)
+    config = served.config(tmp_path / "run", steps=3, rollout__sync__verify_every=2, **QUICK)
     run_ranks(train_on_this_rank, world_size, config, world_size, timeout_s=300)
     rows = read_metrics(tmp_path / "run")[1:]
     assert len(rows) == 3

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.engines.servers import API_KEY, Reference
-from support.job import REPOSITORY, job_config, read_metrics, settings
+from support.job import QUICK, REPOSITORY, job_config, read_metrics, settings
 from support.launch import run_ranks
 from support.served import (
     LONG,
@@ -155,8 +155,8 @@ def test_without_any_server_the_run_stops_with_a_checkpoint(served: Served, tmp_
         rollout__limits__engine_wait_s=2,
         rollout__limits__sync_timeout_s=10,
         rollout__limits__probe_every_s=0.5,
-        rollout__limits__probe_timeout_s=8,
         rollout__sync__verify_every=0,
+        **QUICK,
     )
     run_dir, server = tmp_path / "run", served.servers[0]
     said = run_ranks(_train_with_a_server_that_stops, 1, config, server, "update", 1)[0]
@@ -179,6 +179,7 @@ def _train_with_a_server_that_stops(config: Config, server: LaunchedServer, phas
                 calls.append(phase)
                 if len(calls) == count:
                     send(server, signal.SIGSTOP)
+                    config.rollout.limits.probe_timeout_s = 1.0  # nobody is left who could be too slow for it
                 return call(*arguments)
 
             setattr(run.loop, phase, stop_and_call)

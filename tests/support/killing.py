@@ -56,7 +56,7 @@ def train_or_die(files: Path, run_dir: Path, world_size: int, extra: dict[str, A
 def run_killed(files: Path, run_dir: Path, world_size: int, extra: dict[str, Any], kill: Kill) -> bool:
     """Start a run that gets killed; returns whether it was (else it ended before the moment came)."""
     try:
-        run_ranks(train_or_die, world_size, files, run_dir, world_size, extra, kill)
+        run_ranks(train_or_die, world_size, files, run_dir, world_size, extra, kill, dies=kill.rank)
     except RankError as error:
         assert "SIGKILL" in str(error), f"it failed otherwise: {error}"
         return True

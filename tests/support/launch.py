@@ -71,12 +71,18 @@ class _Rank:
         return (self.folder / "stack").read_text() or told or "(no stack)"
 
 
-def run_ranks(fn: Callable[..., Result], world_size: int, *args: Any, timeout_s: float = 300.0) -> list[Result]:
+def run_ranks(
+    fn: Callable[..., Result], world_size: int, *args: Any, timeout_s: float = 300.0, dies: int | None = None
+) -> list[Result]:
     """Call `fn(*args)` on `world_size` ranks of one gloo process group and return their results in rank order.
 
     Results must be picklable; `fn` and `args` need not be. If a rank fails, the others are ended and RankError carries
     the traceback, or the exit code of a rank that died without one. After `timeout_s` all are ended, and RankError says
     where each one was.
+
+    Args:
+        dies: the rank whose death the caller is waiting for. The others are ended as soon as it is seen; they get no
+            time to report errors of their own.
     """
     if torch.cuda.is_available():
         import pytest
@@ -90,7 +96,7 @@ def run_ranks(fn: Callable[..., Result], world_size: int, *args: Any, timeout_s:
             for rank in range(world_size):
                 ranks.append(_fork(fn, args, rank, world_size, listener, Path(folder), timeout_s))
             listener.close()  # rank 0 has its own copy; when it dies, nobody should be able to connect any more
-            _await_reports(ranks, deadline, timeout_s)
+            _await_reports(ranks, deadline, timeout_s, dies)
             return [pickle.loads((rank.folder / "outcome").read_bytes())[1] for rank in ranks]
         finally:
             _end(ranks)
@@ -103,6 +109,7 @@ def _import_once() -> None:
 
     platform.prepare()
     import megatron.core.dist_checkpointing.strategies.filesystem_async
+    import megatron.core.dist_checkpointing.strategies.torch
     import megatron.core.distributed
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.models.gpt.gpt_model
@@ -210,11 +217,11 @@ def _join_group(rank: int, world_size: int, listener: socket.socket, timeout_s: 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _await_reports(ranks: list[_Rank], deadline: float, timeout_s: float) -> None:
+def _await_reports(ranks: list[_Rank], deadline: float, timeout_s: float, dies: int | None) -> None:
     """Return when every rank has reported a result; raise RankError at a failure or at the deadline."""
     failures: dict[int, str] = {}
     while waiting := [rank for rank in ranks if not rank.reported]:
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or dies in failures:
             break
         wait([rank.pipe for rank in waiting], timeout=0.1)
         for index, rank in enumerate(ranks):
@@ -227,7 +234,8 @@ def _await_reports(ranks: list[_Rank], deadline: float, timeout_s: float) -> Non
     for index, rank in enumerate(ranks):
         if not rank.reported:
             what = f"did not finish within {timeout_s:g} s" if not failures else "was still running"
-            lines.append(f"rank {index} of {len(ranks)} {what}; it was at:\n{rank.stack}")
+            stack = rank.stack if dies not in failures else "(not asked)"
+            lines.append(f"rank {index} of {len(ranks)} {what}; it was at:\n{stack}")
     raise RankError("\n\n".join(lines))
 
 

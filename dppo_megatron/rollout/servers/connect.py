@@ -344,7 +344,7 @@ def make_servers(config: Config, host: str = "127.0.0.1", node: int = 0, name: s
     command = build(rollout, python, model, longest, config.model.dtype, cpu=cpu, host=host)
     if is_torch_dist(config.model.hf_path) and "--load-format" not in rollout.servers.args:
         command += ["--load-format", "dummy"]  # engines cannot read it; the first weight sync brings what it holds
-    variables = vllm_environment(cpu) if vllm else sglang_environment(cpu)
+    variables = vllm_environment(cpu, rollout.servers.count) if vllm else sglang_environment(cpu)
     servers = []
     for index in range(rollout.servers.count):
         gpus = {"CUDA_VISIBLE_DEVICES": rollout.servers.gpus[index]} if rollout.servers.gpus else {}
