@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.settings import rollout_config
 
-from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
+from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work
+from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Landed, Ready
 from dppo_megatron.rollout.servers.launch import LaunchedServer

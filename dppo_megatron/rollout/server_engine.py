@@ -46,7 +46,8 @@ from dppo_megatron.rollout.engine import Request, Sampling, Weights
 from dppo_megatron.rollout.grouping import completion_of, grouped
 from dppo_megatron.rollout.launching import launch_everywhere
 from dppo_megatron.rollout.servers.connect import ChannelName, Connection, connect
-from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
+from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work
+from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.keeper import Keeper
 from dppo_megatron.rollout.servers.launch import ServerProcess
 from dppo_megatron.rollout.servers.member import Member

@@ -1,6 +1,6 @@
 """What the fleet asks of one engine's server, whichever engine it is: `vllm.py` and `sglang.py` speak it.
 
-A dialect only translates. Who is asked, how often, and what a failure means is decided once, in `fleet.py`.
+A dialect only translates. Who is asked, how often, and what a failure means is decided once, in `dispatch.py`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from dppo_megatron.rollout.servers.connect import (
     make_server,
 )
 from dppo_megatron.rollout.servers.directory import Directory, Entry
-from dppo_megatron.rollout.servers.fleet import BUSY, Fleet
+from dppo_megatron.rollout.servers.dispatch import BUSY
+from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.types import UserError

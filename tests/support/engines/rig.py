@@ -11,7 +11,8 @@ from dppo_megatron.rollout.client.holding import Arrived
 from dppo_megatron.rollout.client.messages import Address
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, take
-from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
+from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work
+from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.intake import Ask, Event
 from dppo_megatron.rollout.servers.sglang import SGLangServer
