@@ -23,6 +23,8 @@ class Address(msgspec.Struct, frozen=True):
     url: str
     dialect: AnyDialect
     api_key: str = ""
+    workers: tuple[str, ...] = ()
+    """Of a router: the servers behind it."""
 
     def __repr__(self) -> str:
         """Without the key: messages go into logs."""

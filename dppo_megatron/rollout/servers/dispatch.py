@@ -10,7 +10,7 @@ Runs on rank 0 and decides from scalars; the rollout clients hold the sockets an
 
 The rules:
 
-- A group goes to the live server with the fewest outstanding tokens, of those with room for its completions:
+- A group goes to the live server or router with the fewest outstanding tokens, of those with room for its completions:
   `max_concurrent_sequences` counts completions, so a group of one takes an eighth of the room of a group of eight.
 - Groups of a server that has gone out are queued again under the same request id, and only the first answer to an id
   is kept. With a seed (vLLM) the second attempt samples the same completion, so a failure does not favour short ones.
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from dppo_megatron.config.rollout import LimitsConfig
 from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Landed, Ready
-from dppo_megatron.rollout.servers.member import Member
+from dppo_megatron.rollout.servers.member import Endpoint
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 from dppo_megatron.types import GuardStop
 
@@ -85,7 +85,7 @@ class Work:
 @dataclass
 class _Attempt:
     index: int
-    member: Member
+    member: Endpoint
     began_s: float
     """On the clock of the spans."""
     outages: int
@@ -113,6 +113,7 @@ class Dispatch:
         work = self._work
         try:
             while not work.is_complete and not work.given_up:
+                self._fleet.follow_routers()
                 self._assign()
                 if self._pending and not self._attempts and not self._fleet.live:
                     self._wait_for_anyone()
@@ -134,12 +135,12 @@ class Dispatch:
     def _assign(self) -> None:
         while self._pending:
             group = self._work.groups[self._pending[0]]
-            free = [member for member in self._fleet.live if self._has_room(member, group)]
+            free = [asked for asked in self._fleet.doors(group) if self._has_room(asked, group)]
             if not free:
                 return
-            self._ask(min(free, key=lambda member: member.outstanding_tokens), self._pending.popleft())
+            self._ask(min(free, key=lambda asked: asked.outstanding_tokens / asked.width), self._pending.popleft())
 
-    def _ask(self, member: Member, index: int) -> None:
+    def _ask(self, member: Endpoint, index: int) -> None:
         work, ticket = self._work, self._fleet.ticket()
         group, now = work.groups[index], self._clock()
         left_s = work.first_asked.setdefault(index, now) + self._limits.request_timeout_s - now
@@ -151,9 +152,9 @@ class Dispatch:
             Ask(ticket, index, self._places[member.name], group, work.expected, left_s + _ANSWER_S, prompt)
         )
 
-    def _has_room(self, member: Member, group: GenerateRequest) -> bool:
+    def _has_room(self, member: Endpoint, group: GenerateRequest) -> bool:
         """A group that is larger than the whole room goes alone: it could go nowhere else."""
-        room = self._limits.max_concurrent_sequences - member.completions
+        room = self._limits.max_concurrent_sequences * member.width - member.completions
         fits = group.count <= room or member.groups == 0
         return member.is_free and fits and member.groups < self._intake.room(self._places[member.name])
 
@@ -237,7 +238,7 @@ class Dispatch:
 
     def _drop_the_lost(self) -> None:
         """Attempts on servers that have gone out go elsewhere, whoever has marked them: a probe, an answer, a sync."""
-        outages = sum(member.outages for member in self._fleet.members)
+        outages = sum(member.outages for member in self._fleet.endpoints)
         if outages == self._outages:
             return
         self._outages = outages

@@ -27,8 +27,10 @@ from dppo_megatron.rollout.servers.dispatch import Dispatch, Work
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.intake import Intake
 from dppo_megatron.rollout.servers.launch import ServerProcess
-from dppo_megatron.rollout.servers.member import Member, OwnedLock
+from dppo_megatron.rollout.servers.member import Endpoint, Member, OwnedLock
 from dppo_megatron.rollout.servers.protocol import Server
+from dppo_megatron.rollout.servers.router import Router, RouterServer
+from dppo_megatron.rollout.servers.wire import GenerateRequest
 from dppo_megatron.spans import Spans
 from dppo_megatron.types import UserError
 
@@ -55,6 +57,7 @@ class Fleet:
         clock: seconds that only grow.
         threads: where questions to servers wait for their answers.
         health_file: is told how the servers are, for people who watch.
+        routers: in front of some of the servers; requests for those go through them.
     """
 
     def __init__(
@@ -67,12 +70,14 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         threads: Executor | None = None,
         health_file: HealthFile | None = None,
+        routers: Sequence[RouterServer] = (),
     ) -> None:
         self.lock = OwnedLock()
         """Held by whoever changes a member; never across a call to a server."""
         self.members = [
             Member(server, self.lock, clock, process) for server, process in zip_longest(servers, processes)
         ]
+        self.routers = [Router(router, self.lock, clock) for router in routers]
         self.say = say
         self.intake = intake
         self.recruit: Callable[[Fleet], None] | None = None
@@ -82,9 +87,9 @@ class Fleet:
         self._config, self._clock, self._health_file = config, clock, health_file
         self._threads = threads or ThreadPoolExecutor(max_workers=max(32, len(servers)), thread_name_prefix="probe")
         self._expected = ""
-        self._probing: dict[str, _Probe] = {member.name: _Probe() for member in self.members}
-        self.places = {member.name: place for place, member in enumerate(self.members)}
-        """Number of each member: it keeps it whoever comes and goes."""
+        self._probing: dict[str, _Probe] = {asked.name: _Probe() for asked in self.endpoints}
+        self.places = {asked.name: place for place, asked in enumerate(self.endpoints)}
+        """Number of each member and router: it keeps it whoever comes and goes."""
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="launcher")
         """Its thread lives as long as the trainer: the kernel ends a server with the thread that has started it."""
         self._next_ticket = 0
@@ -96,18 +101,40 @@ class Fleet:
         """Servers with the present weights."""
         return [member for member in self.members if member.state == "live"]
 
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Servers and routers."""
+        return [*self.members, *self.routers]
+
+    def doors(self, group: GenerateRequest) -> list[Endpoint]:
+        """Who may be asked for `group`: live routers that pass all of it on, and live servers behind none of them."""
+        routers = [r for r in self.routers if r.state == "live" and r.server.dialect.carries(group)]
+        behind = {name for router in routers for name in router.server.named}
+        return [*routers, *(member for member in self.live if member.name not in behind)]
+
+    def follow_routers(self) -> None:
+        """Let routers become live with their workers, and fail with them."""
+        if not self.routers:
+            return
+        with self.lock:
+            members = {member.name: member for member in self.members}
+            news = [(router, router.follow(members)) for router in self.routers]
+        for router, reason in news:
+            if reason:
+                self.mark_out(router, reason)
+
     def health(self) -> dict[str, str]:
         """live, or the state and its reason, by address."""
-        return {member.name: member.condition for member in self.members}
+        return {asked.name: asked.condition for asked in self.endpoints}
 
     def expect(self, version: str) -> None:
         """Only servers that have taken `version` are live from now on."""
         with self.lock:
             self._expected = version
-            for member in self.members:
-                member.expects(version)
+            for asked in self.endpoints:
+                asked.expects(version)
 
-    def mark_out(self, member: Member, reason: str) -> None:
+    def mark_out(self, member: Endpoint, reason: str) -> None:
         """No more requests; those in flight are cut and go elsewhere."""
         with self.lock:
             news = member.failed(reason)
@@ -121,7 +148,7 @@ class Fleet:
         if self.recruit is not None:
             self.recruit(self)
         timeout_s = min(_ANSWER_S, self._config.limits.probe_timeout_s)
-        out = [member for member in self.members if member.state == "out" and member.may_be_asked]
+        out = [asked for asked in self.endpoints if asked.state == "out" and asked.may_be_asked]
         asked = [(member, self._threads.submit(member.server.healthy, timeout_s=timeout_s)) for member in out]
         for member, answer in asked:
             if answer.exception() is None:
@@ -132,15 +159,17 @@ class Fleet:
         address of a member takes its place."""
         url = server.http.url
         with self.lock:
-            place = self.places.setdefault(url, len(self.members))
+            place = self.places.setdefault(url, len(self.places))
             self._probing[url] = _Probe()  # an earlier question was to whoever had the address before
-            if place == len(self.members):
-                self.members.append(Member(server, self.lock, self._clock))
-                self.members[place].expects(self._expected)
+            member = next((known for known in self.members if known.name == url), None)
+            if member is None:
+                member = Member(server, self.lock, self._clock)
+                member.expects(self._expected)
+                self.members.append(member)
             else:
-                self.members[place].replaced_by(server)
-            self.members[place].answers()
-        return place, self.members[place]
+                member.replaced_by(server)
+            member.answers()
+        return place, member
 
     def let_go(self, member: Member, reason: str) -> None:
         """Its owner has taken it away: no more requests and no more questions."""
@@ -182,8 +211,8 @@ class Fleet:
 
     def close(self) -> None:
         """Cut every connection, end the threads and the trainer's own servers."""
-        for member in self.members:
-            member.server.http.close()
+        for asked in self.endpoints:
+            asked.server.http.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._starter.shutdown(wait=False, cancel_futures=True)
         for member in self.members:
@@ -195,14 +224,14 @@ class Fleet:
         self._next_ticket += 1
         return self._next_ticket
 
-    def rest(self, member: Member, wanted_s: float | None) -> None:
+    def rest(self, member: Endpoint, wanted_s: float | None) -> None:
         """It has too much to do: no requests for as long as it asks, else twice as long as the last time."""
         times = self._busy[member.name] = self._busy.get(member.name, 0) + 1
         own_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** min(times - 1, 16))
         with self.lock:
             member.rests(own_s if wanted_s is None else min(_LONGEST_REST_S, wanted_s))
 
-    def delivered(self, member: Member) -> None:
+    def delivered(self, member: Endpoint) -> None:
         """A good answer."""
         self._busy.pop(member.name, None)
         with self.lock:
@@ -211,7 +240,7 @@ class Fleet:
     def probe_all(self) -> None:
         """Start the health probes that are due and act on those that have come back."""
         now = self._clock()
-        for member in self.members:
+        for member in self.endpoints:
             probe = self._probing[member.name]
             if probe.answer is not None and probe.answer.done():
                 error, probe.answer = probe.answer.exception(), None
@@ -225,11 +254,12 @@ class Fleet:
                 timeout_s = self._config.limits.probe_timeout_s
                 probe.answer = self._threads.submit(member.server.healthy, timeout_s=timeout_s)
         if self._health_file is not None:
-            self._health_file.write(self.members)
+            self._health_file.write(self.endpoints)
 
-    def _is_back(self, member: Member) -> None:
+    def _is_back(self, member: Endpoint) -> None:
         with self.lock:
             member.answers()
         # a probe that was begun while it hung would say so after it has come back
         self._probing[member.name].answer = None
-        self.say(f"rollout: {member.name} answers again; it gets requests after a weight sync")
+        waits_for = "after a weight sync" if isinstance(member, Member) else "when all of its workers do"
+        self.say(f"rollout: {member.name} answers again; it gets requests {waits_for}")

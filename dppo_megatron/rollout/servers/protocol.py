@@ -58,8 +58,8 @@ class TensorNote:
     shape: tuple[int, ...]
 
 
-class Server(Protocol):
-    """One server. Every method raises Unreachable or Refused (see `http.py`)."""
+class Generator(Protocol):
+    """Whoever is asked for completions: a server, or a router in front of several."""
 
     http: Http
 
@@ -67,10 +67,14 @@ class Server(Protocol):
     def dialect(self) -> AnyDialect:
         """How it is asked for completions; final once it has described itself."""
 
-    def describe(self, *, timeout_s: float) -> ServerInfo: ...
-
     def healthy(self, *, timeout_s: float) -> None:
-        """Raise unless the server answers and could generate."""
+        """Raise Unreachable or Refused (see `http.py`) unless it answers and could generate."""
+
+
+class Server(Generator, Protocol):
+    """One server. Every method raises as `healthy` does."""
+
+    def describe(self, *, timeout_s: float) -> ServerInfo: ...
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
         """Stop generating; `finish` waits for running requests, `continue` freezes them."""
@@ -151,8 +155,10 @@ def generate(server: Server, group: GenerateRequest, expected: Expected, *, time
     Raises:
         Unreachable, Refused, BadAnswer: see `http.py`.
     """
-    deadline, content = time.monotonic() + timeout_s, b""
-    for path, body in server.dialect.calls(group):
-        left_s = max(0.001, deadline - time.monotonic())
-        content = server.http.exchange(path, body, timeout_s=left_s, max_bytes=group.answer_bytes)
-    return checked(server.dialect.read(content, group), group, expected)
+    deadline, answers = time.monotonic() + timeout_s, [b""]
+    for calls in server.dialect.rounds(group):
+        answers = []
+        for path, body in calls:
+            left_s = max(0.001, deadline - time.monotonic())
+            answers.append(server.http.exchange(path, body, timeout_s=left_s, max_bytes=group.answer_bytes))
+    return checked(server.dialect.read(answers, group), group, expected)

@@ -89,14 +89,18 @@ class Call(NamedTuple):
 class Dialect(Protocol):
     """How one engine is asked. Picklable: it goes to the rollout clients."""
 
-    def calls(self, group: GenerateRequest) -> list[Call]:
-        """What is posted, one after the other; the last answer has the completions."""
+    def rounds(self, group: GenerateRequest) -> list[list[Call]]:
+        """What is posted: one round after the other, the calls of a round at the same time. The answers to the last
+        round have the completions."""
 
     def abort_calls(self, group: GenerateRequest) -> list[Call]:
         """What ends the request now; its answer then holds what there is, as `abort`."""
 
-    def read(self, content: bytes, group: GenerateRequest) -> list[Sampled]:
-        """The completions in the order of their indices. Raises BadAnswer."""
+    def carries(self, group: GenerateRequest) -> bool:
+        """Whether all of the request reaches the engine this way."""
+
+    def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
+        """The completions in the order of their indices, from the answers to the last round. Raises BadAnswer."""
 
 
 # ------------------------------------------------------------------------------------------------------------ vLLM
@@ -139,17 +143,22 @@ class VLLMDialect(msgspec.Struct, frozen=True, tag="vllm"):
 
     seeded: bool = True
 
-    def calls(self, group: GenerateRequest) -> list[Call]:
+    def rounds(self, group: GenerateRequest) -> list[list[Call]]:
         """Every parameter is given: what is left out would come from the served model's generation_config.json."""
-        return [Call("/inference/v1/generate", msgspec.json.encode(vllm_body(group, self.seeded)))]
+        return [[Call("/inference/v1/generate", msgspec.json.encode(vllm_body(group, self.seeded)))]]
 
     def abort_calls(self, group: GenerateRequest) -> list[Call]:
         """Both forms of the id are named; unknown ones are ignored."""
         ids = [f"{prefix}{group.request_id}" for prefix in ("", _VLLM_PREFIX)]
         return [Call("/abort_requests", msgspec.json.encode({"request_ids": ids}))]
 
-    def read(self, content: bytes, group: GenerateRequest) -> list[Sampled]:
+    def carries(self, group: GenerateRequest) -> bool:
+        """All, through vLLM's router too: it passes the body on as it is."""
+        return True
+
+    def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
         """See `Dialect.read`."""
+        [content] = answers
         answer = cast(_VLLMAnswer, _decoded(_VLLM_DECODER, content))
         if answer.request_id.removeprefix(_VLLM_PREFIX) != group.request_id:
             raise BadAnswer(f"it answers request {answer.request_id[:80]!r}")
@@ -216,6 +225,7 @@ class _SGLangAnswer(msgspec.Struct):
 
 
 _SGLANG_DECODER = msgspec.json.Decoder(list[_SGLangAnswer])
+_SGLANG_ONE_DECODER = msgspec.json.Decoder(_SGLangAnswer)
 
 
 class SGLangDialect(msgspec.Struct, frozen=True, tag="sglang"):
@@ -225,51 +235,92 @@ class SGLangDialect(msgspec.Struct, frozen=True, tag="sglang"):
     """The top_k that cuts nothing, for top_p alone: SGLang gives log-probabilities of a cut only for a finite top_k."""
     seeded: bool = False
 
-    def calls(self, group: GenerateRequest) -> list[Call]:
+    def rounds(self, group: GenerateRequest) -> list[list[Call]]:
         """The batch, after a request for no token that leaves the prompt in the radix cache."""
-        batch = Call("/generate", msgspec.json.encode(sglang_body(group, self.seeded, self.vocab_size)))
-        if group.count == 1 or len(group.prompt_ids) == 1:
-            return [batch]
-        prefill = {
-            "rid": f"{group.request_id}/prompt",
-            "input_ids": group.prompt_ids,
-            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
-        }
-        return [Call("/generate", msgspec.json.encode(prefill)), batch]
+        batch = [Call("/generate", msgspec.json.encode(sglang_body(group, self.seeded, self.vocab_size)))]
+        return [*_prefill(group), batch]
 
     def abort_calls(self, group: GenerateRequest) -> list[Call]:
         """One id a call; SGLang ignores those that it does not know."""
         rids = [_rid(group, index) for index in range(group.count)]
         return [Call("/abort_request", msgspec.json.encode({"rid": rid})) for rid in rids]
 
-    def read(self, content: bytes, group: GenerateRequest) -> list[Sampled]:
-        """See `Dialect.read`. The batch's answers come in its order, each with its own id."""
-        answers = cast(list[_SGLangAnswer], _decoded(_SGLANG_DECODER, content))
-        if len(answers) != group.count:
-            raise BadAnswer(f"{len(answers)} completions for {group.count} asked")
-        return [self._completion(answer, _rid(group, index)) for index, answer in enumerate(answers)]
+    def carries(self, group: GenerateRequest) -> bool:
+        """All."""
+        return True
 
-    def _completion(self, answer: _SGLangAnswer, rid: str) -> Sampled:
-        meta, tokens = answer.meta_info, answer.output_ids or []
-        if meta.id != rid:
-            raise BadAnswer(f"it answers request {meta.id[:80]!r} where {rid!r} belongs")
-        entries = meta.output_token_logprobs or ()
-        values = meta.output_token_sampling_logprobs
-        if values is None:
-            values = [entry.logprob for entry in entries]
-        if entries and [entry.token for entry in entries] != tokens:
-            raise BadAnswer(f"{rid}: its log-probabilities are of other tokens than it returns")
-        spans: Sequence[_Span] = meta.weight_versions or ()
-        if not spans and meta.weight_version is not None:
-            spans = [_Span(meta.weight_version, 0, len(tokens))]
-        return _sampled(tokens, values, meta.finish_reason.type if meta.finish_reason else None, spans)
+    def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
+        """See `Dialect.read`. The batch's answers come in its order, each with its own id."""
+        [content] = answers
+        found = cast(list[_SGLangAnswer], _decoded(_SGLANG_DECODER, content))
+        if len(found) != group.count:
+            raise BadAnswer(f"{len(found)} completions for {group.count} asked")
+        return [_sglang_completion(answer, _rid(group, index)) for index, answer in enumerate(found)]
+
+
+class SGLangRouterDialect(msgspec.Struct, frozen=True, tag="sglang-router"):
+    """POST /generate as sglang-router lets it through (0.3.2): one completion a request, since it takes one id a
+    request and n > 1 would have SGLang give ids of its own."""
+
+    vocab_size: int
+    seeded: bool = False
+
+    def rounds(self, group: GenerateRequest) -> list[list[Call]]:
+        """A request for no token first: by the router's tree of prefixes the others then go to the same worker, whose
+        cache has the prompt."""
+        batch = sglang_body(group, self.seeded, self.vocab_size)
+        each = zip(batch["rid"], batch["input_ids"], batch["sampling_params"], strict=True)
+        bodies = [batch | {"rid": rid, "input_ids": ids, "sampling_params": how} for rid, ids, how in each]
+        return [*_prefill(group), [Call("/generate", msgspec.json.encode(body)) for body in bodies]]
+
+    def abort_calls(self, group: GenerateRequest) -> list[Call]:
+        """For the workers, one id a call: the router has no such path."""
+        return SGLangDialect(self.vocab_size).abort_calls(group)
+
+    def carries(self, group: GenerateRequest) -> bool:
+        """Not `return_sampling_mask`: the router drops what it does not know, and the answer would have the
+        log-probabilities before the cut, without a word."""
+        return not (_cuts(group) and group.reads_logprobs)
+
+    def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
+        """See `Dialect.read`."""
+        found = [cast(_SGLangAnswer, _decoded(_SGLANG_ONE_DECODER, content)) for content in answers]
+        return [_sglang_completion(answer, _rid(group, index)) for index, answer in enumerate(found)]
+
+
+def _prefill(group: GenerateRequest) -> list[list[Call]]:
+    """The round that leaves a group's prompt in the cache; none where nobody would find it there."""
+    if group.count == 1 or len(group.prompt_ids) == 1:
+        return []
+    prefill = {
+        "rid": f"{group.request_id}/prompt",
+        "input_ids": group.prompt_ids,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+    }
+    return [[Call("/generate", msgspec.json.encode(prefill))]]
+
+
+def _sglang_completion(answer: _SGLangAnswer, rid: str) -> Sampled:
+    meta, tokens = answer.meta_info, answer.output_ids or []
+    if meta.id != rid:
+        raise BadAnswer(f"it answers request {meta.id[:80]!r} where {rid!r} belongs")
+    entries = meta.output_token_logprobs or ()
+    values = meta.output_token_sampling_logprobs
+    if values is None:
+        values = [entry.logprob for entry in entries]
+    if entries and [entry.token for entry in entries] != tokens:
+        raise BadAnswer(f"{rid}: its log-probabilities are of other tokens than it returns")
+    spans: Sequence[_Span] = meta.weight_versions or ()
+    if not spans and meta.weight_version is not None:
+        spans = [_Span(meta.weight_version, 0, len(tokens))]
+    return _sampled(tokens, values, meta.finish_reason.type if meta.finish_reason else None, spans)
 
 
 def sglang_body(group: GenerateRequest, seeded: bool, vocab_size: int) -> dict[str, Any]:
     """What SGLang is sent. Every parameter is given: the server fills what is left out from the model's
     generation_config.json. With a cut, the log-probabilities under the cut distribution are asked for: the plain ones
     are those before it."""
-    cuts = group.temperature > 0 and (group.top_p < 1 or group.top_k > 0)
+    cuts = _cuts(group)
     parameters: dict[str, Any] = {
         "n": 1,
         "max_new_tokens": group.max_tokens,
@@ -295,6 +346,10 @@ def sglang_body(group: GenerateRequest, seeded: bool, vocab_size: int) -> dict[s
         "return_sampling_mask": cuts and group.reads_logprobs,
         "stream": False,
     }
+
+
+def _cuts(group: GenerateRequest) -> bool:
+    return group.temperature > 0 and (group.top_p < 1 or group.top_k > 0)
 
 
 def _rid(group: GenerateRequest, index: int) -> str:
@@ -384,5 +439,5 @@ def _decoded(decoder: msgspec.json.Decoder[Any], content: bytes) -> Any:
         raise BadAnswer(f"its answer cannot be read: {brief(error)}") from None
 
 
-AnyDialect = VLLMDialect | SGLangDialect
+AnyDialect = VLLMDialect | SGLangDialect | SGLangRouterDialect
 """As it travels."""
