@@ -21,10 +21,11 @@ from support.settings import rollout_config
 from test_hostile_servers import right
 
 from dppo_megatron.rollout.servers.connect import routed
+from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.intake import Ask
 from dppo_megatron.rollout.servers.router import NamedServers, RouterServer, through
-from dppo_megatron.rollout.servers.wire import AnyDialect, Expected, SGLangDialect, VLLMDialect
+from dppo_megatron.rollout.servers.wire import Expected
 from dppo_megatron.types import UserError
 
 ENGINES = ("vllm", "sglang")

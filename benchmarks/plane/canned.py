@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import struct
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,16 +29,24 @@ class Canned:
 
     def body(self, request_id: str) -> bytes:
         """In the engine's own form, to the fields that nobody reads."""
+        choice: dict[str, Any]
         rng = np.random.default_rng(0)
         tokens = rng.integers(1000, 150_000, self.tokens).tolist()
         values = [round(float(value), 6) for value in -rng.exponential(1.0, self.tokens)]
         span = [{"version": "1", "start": 0, "end": self.tokens}]
+        if self.engine == "vllm_arrays":
+            choice = {"tokens": self.tokens, "finish_reason": "length", "weight_versions": span}
+            choices = [{"index": index} | choice for index in range(COUNT)]
+            header = json.dumps({"request_id": f"generate-tokens-{request_id}", "choices": choices}).encode()
+            header += b" " * (-len(header) % 4)
+            arrays = np.tile(np.array(tokens, "<i4"), COUNT), np.tile(np.array(values, "<f4"), COUNT)
+            return struct.pack("<I", len(header)) + header + arrays[0].tobytes() + arrays[1].tobytes()
         if self.engine == "vllm":
             entry = [
                 {"token_id": t, "logprob": p, "rank": 1, "top_logprobs": [{"token_id": t, "logprob": p, "rank": 1}]}
                 for t, p in zip(tokens, values, strict=True)
             ]
-            choice: dict[str, Any] = {"logprobs": {"content": entry}, "finish_reason": "length", "stop_reason": None}
+            choice = {"logprobs": {"content": entry}, "finish_reason": "length", "stop_reason": None}
             choice |= {"token_ids": tokens, "routed_experts": None, "sampling_mask": None, "weight_versions": span}
             choices = [{"index": index} | choice for index in range(COUNT)]
             return json.dumps({"request_id": f"generate-tokens-{request_id}", "choices": choices}).encode()

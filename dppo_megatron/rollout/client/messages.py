@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from dppo_megatron.rollout.servers.dialects import AnyDialect
 from dppo_megatron.rollout.servers.intake import Ask, Failed, Landed, Ready
-from dppo_megatron.rollout.servers.wire import AnyDialect
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
+from dppo_megatron.rollout.servers.dialects import AnyDialect
 from dppo_megatron.rollout.servers.http import Http
-from dppo_megatron.rollout.servers.wire import AnyDialect, Expected, GenerateRequest, Sampled, checked
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Sampled, checked
 from dppo_megatron.rollout.transfer.groups import BroadcastGroup, Meeting
 from dppo_megatron.types import UserError
 

@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, SGLangRouterDialect, VLLMDialect
 from dppo_megatron.rollout.servers.directory import Entry
 from dppo_megatron.rollout.servers.http import BadAnswer, Http, Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Endpoint, Member, OwnedLock
-from dppo_megatron.rollout.servers.wire import AnyDialect, SGLangDialect, SGLangRouterDialect, VLLMDialect
 
 _ASK_S = 10.0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.rollout.servers.dialects import SGLangDialect
 from dppo_megatron.rollout.servers.http import Http, Refused
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
@@ -25,7 +26,6 @@ from dppo_megatron.rollout.servers.protocol import (
     is_older,
     too_old,
 )
-from dppo_megatron.rollout.servers.wire import SGLangDialect
 from dppo_megatron.rollout.transfer.groups import Broadcast, BroadcastGroup, Meeting
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer, pickled
 from dppo_megatron.types import UserError

@@ -11,6 +11,7 @@ from dppo_megatron.rollout.client.holding import Arrived
 from dppo_megatron.rollout.client.messages import Address
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, take
+from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http
@@ -18,7 +19,7 @@ from dppo_megatron.rollout.servers.intake import Ask, Event
 from dppo_megatron.rollout.servers.router import RouterServer
 from dppo_megatron.rollout.servers.sglang import SGLangServer
 from dppo_megatron.rollout.servers.vllm import VLLMServer
-from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, SGLangDialect, VLLMDialect
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 from support.settings import rollout_config
 
 VOCABULARY = 19
@@ -53,6 +54,7 @@ class Rig:
             Address(len(addresses) + i, router.http.url, router.dialect, "", tuple(router.named))
             for i, router in enumerate(routers)
         ]
+        self.known = known
         listener = Listener(1)
         self.clients = Clients(listener, known, [0] * len(known))
         self.secret, self.path = listener.meeting.secret, listener.meeting.take_path(0)

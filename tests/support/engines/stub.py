@@ -60,6 +60,7 @@ _ABOUT_ITSELF: dict[str, Any] = {
 }
 """Enough for the trainer to take a stub for either engine."""
 
+_GENERATE = ("inference/v1/generate", "inference/v1/generate_arrays", "generate")
 Behaviour = Callable[[Asked], Awaitable[None]]
 
 
@@ -112,7 +113,11 @@ class StubServers:
                 content = await reader.readexactly(int(headers.get("content-length", 0)))
                 name, _, rest = path[1:].partition("/")
                 body = json.loads(content) if content else None
-                generates = rest in ("inference/v1/generate", "generate")
+                generates = bool(content) and rest in (
+                    "inference/v1/generate",
+                    "inference/v1/generate_arrays",
+                    "generate",
+                )
                 prefill = generates and (body.get("sampling_params") or {}) == {"max_new_tokens": 0, "temperature": 0.0}
                 self.asked[name] = self.asked.get(name, 0) + (generates and not prefill)
                 asked = Asked(f"/{rest}", headers, body, reader, writer, self.asked[name])
