@@ -87,9 +87,9 @@ def connect(
             addresses = {server.url: server.api_key for server in launched}
         else:
             configured = configured_key(rollout)
-            found, routers = routed(rollout, configured, say)
-            addresses = dict.fromkeys(found, configured)
-            directory = _named(found, routers, rollout, configured)
+            known, routers = routed(rollout, configured, say)
+            addresses = dict.fromkeys(known, configured)
+            directory = _named(known, routers, rollout, configured)
         urls = list(addresses)
         servers: list[Server] = [
             make_server(rollout.engine, url, key, architecture.vocab_size) for url, key in addresses.items()
