@@ -18,8 +18,9 @@ from support.engines.rig import Rig, requests, run
 from support.engines.stub import Asked, StubServers, answer_to
 from test_hostile_servers import right
 
-from dppo_megatron.rollout.servers.dialects import VLLMDialect
+from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.http import BadAnswer
+from dppo_megatron.rollout.servers.in_engine import dppo_arrays
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Sampled, checked
 
 GROUP = requests(1)[0]
@@ -105,6 +106,52 @@ def test_no_bytes_make_anything_but_a_checked_answer(data: st.DataObject) -> Non
     for one in found:
         assert 0 < len(one.token_ids) == len(one.logprobs) <= GROUP.max_tokens
         assert 0 <= one.token_ids.min() <= one.token_ids.max() < 19 and np.isfinite(one.logprobs).all()
+
+
+def packed_sglang(answers: list[Any], **first: Any) -> bytes:
+    """As `packed`, of SGLang's answers."""
+    heads = [
+        {"id": one["meta_info"]["id"], "tokens": len(one["output_ids"])}
+        | {"finish_reason": one["meta_info"]["finish_reason"]["type"]}
+        | {"weight_versions": one["meta_info"]["weight_versions"]}
+        for one in answers
+    ]
+    heads[0] |= first
+    header = json.dumps({"answers": heads}).encode()
+    triples = [triple for one in answers for triple in one["meta_info"]["output_token_logprobs"]]
+    arrays = struct.pack(f"<{len(triples)}i", *(t for _, t, _ in triples))
+    return (
+        struct.pack("<I", len(header)) + header + arrays + struct.pack(f"<{len(triples)}f", *(p for p, _, _ in triples))
+    )
+
+
+def test_sglangs_arrays() -> None:
+    """Its header names the answers by their ids, in the order of the batch."""
+    plain, arrays = SGLangDialect(19, seeded=True), SGLangDialect(19, seeded=True, arrays=True)
+    answers = answer_to(json.loads(plain.rounds(GROUP)[-1][0].body))
+    expected = plain.read([json.dumps(answers).encode()], GROUP)
+    assert same(checked(arrays.read([packed_sglang(answers)], GROUP), GROUP, EXPECTED), expected)
+    for content, message in (
+        (packed_sglang(answers)[:-1], "bytes of arrays"),
+        (packed_sglang(answers, id="another"), "answers request 'another'"),
+        (packed_sglang(answers, tokens=-1), "cannot be read"),
+        (packed_sglang(answers[::-1]), "belongs"),
+        (packed_sglang(answers[:-1]), "2 completions for 3 asked"),
+    ):
+        with pytest.raises(BadAnswer, match=message):
+            arrays.read([content], GROUP)
+
+
+def test_the_engines_file_writes_the_form() -> None:
+    """`in_engine/dppo_arrays.py`, which both engines' files use, against what is packed here by hand."""
+    choices = [{"index": c["index"], "tokens": len(c["token_ids"])} for c in GOOD["choices"]]
+    choices = [
+        head | {name: c[name] for name in ("finish_reason", "weight_versions")}
+        for head, c in zip(choices, GOOD["choices"], strict=True)
+    ]
+    values = [(c["token_ids"], [e["logprob"] for e in c["logprobs"]["content"]]) for c in GOOD["choices"]]
+    content = dppo_arrays.packed({"request_id": GOOD["request_id"], "choices": choices}, values)
+    assert same(read(content), read(packed(GOOD))) and int.from_bytes(content[:4], "little") % 4 == 0
 
 
 def test_through_a_client() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,11 @@ from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.connect import make_server
-from dppo_megatron.rollout.servers.dialects import ARRAYS_PATH
-from dppo_megatron.rollout.servers.http import Refused
+from dppo_megatron.rollout.servers.dialects import SGLANG_ARRAYS_PATH, VLLM_ARRAYS_PATH
+from dppo_megatron.rollout.servers.http import Http, Refused
 from dppo_megatron.rollout.servers.intake import Ask
 from dppo_megatron.rollout.servers.protocol import generate
-from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, checked
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 
 pytestmark = pytest.mark.slow
 
@@ -57,28 +57,34 @@ def test_logprobs_are_the_actors_before_and_after_updates(served: Served, tmp_pa
 
 
 def test_both_forms_of_an_answer_say_the_same(served: Served, tmp_path: Path) -> None:
-    """vLLM's JSON and our arrays: tokens, log-probabilities to the last bit that JSON keeps, spans.
-    Bad requests are refused."""
-    if served.name != "vllm":
-        pytest.skip("arrays are vLLM's")
+    """The engine's JSON and our arrays of the same greedy completions: tokens, spans, log-probabilities to
+    the last bit that JSON keeps. Bad requests are refused."""
     engine = served.engine(served.config(tmp_path, count=1))
     engine.load_weights(Reference(served.files / "model", 5).weights)
     [member] = engine._fleet.members
-    arrays = member.server.dialect
+    arrays: Any = member.server.dialect
     assert arrays.arrays, "launched servers have the path"
-    plain = msgspec.structs.replace(arrays, arrays=False)
-    group = GenerateRequest("both-0", (2, 5, 7), 4, 11, max_tokens=LONG, top_k=7, temperature=0.7, stop_token_ids=(1,))
     found = []
-    for dialect in (arrays, plain):
-        [[call]] = dialect.rounds(group)
-        content = member.server.http.exchange(call.path, call.body, timeout_s=60, max_bytes=group.answer_bytes)
-        found.append(checked(dialect.read([content], group), group, Expected(engine._vocab_size, 1, 1)))
+    for turn, dialect in enumerate((arrays, msgspec.structs.replace(arrays, arrays=False))):
+        group = GenerateRequest(f"both-{turn}", (2, 5, 7), 4, 11, max_tokens=LONG, temperature=0.0, stop_token_ids=(1,))
+        found.append(
+            generate(_Asked(member.server.http, dialect), group, Expected(engine._vocab_size, 1, 1), timeout_s=60)
+        )  # type: ignore[arg-type]
     for one, other in zip(*found, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist() and one.logprobs.tolist() == other.logprobs.tolist()
         assert (one.finish_reason, one.weights_versions) == (other.finish_reason, other.weights_versions)
+    path = {"vllm": VLLM_ARRAYS_PATH, "sglang": SGLANG_ARRAYS_PATH}[served.name]
     for bad in (b"{}", b"[", b'{"request_id": "x", "token_ids": [1], "sampling_params": {"n": 100000}}'):
         with pytest.raises(Refused, match="400"):
-            member.server.http.exchange(ARRAYS_PATH, bad, timeout_s=30, max_bytes=1 << 16)
+            member.server.http.exchange(path, bad, timeout_s=30, max_bytes=1 << 16)
+
+
+@dataclass
+class _Asked:
+    """A server asked in a dialect of the test's choice."""
+
+    http: Http
+    dialect: Any
 
 
 def test_evaluation_through_servers(served: Served, tmp_path: Path) -> None:

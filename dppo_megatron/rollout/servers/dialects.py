@@ -15,6 +15,30 @@ import numpy as np
 from dppo_megatron.rollout.servers.http import BadAnswer
 from dppo_megatron.rollout.servers.wire import Call, GenerateRequest, Sampled, Span, as_sampled, decoded
 
+# ----------------------------------------------------------------------------------- arrays (in_engine/dppo_arrays.py)
+
+
+def _opened(decoder: msgspec.json.Decoder[Any], content: bytes) -> tuple[Any, memoryview]:
+    """The header and the arrays' bytes."""
+    start = 4 + int.from_bytes(content[:4], "little")
+    return decoded(decoder, content[4:start]), memoryview(content)[start:]
+
+
+def _in_turn(heads: Sequence[_ArraysChoice | _ArraysAnswer], body: memoryview) -> list[Sampled]:
+    """Completions that lie one after the other: all token ids, then all log-probabilities."""
+    total = sum(head.tokens for head in heads)
+    if len(body) != 8 * total:
+        raise BadAnswer(f"{len(body)} bytes of arrays for {total} tokens")
+    tokens, logprobs = np.frombuffer(body, "<i4", total), np.frombuffer(body, "<f4", total, 4 * total)
+    found, start = [], 0
+    for head in heads:
+        end = start + head.tokens
+        spans = head.weight_versions or ()
+        found.append(as_sampled(tokens[start:end], logprobs[start:end], head.finish_reason, spans))
+        start = end
+    return found
+
+
 # ------------------------------------------------------------------------------------------------------------ vLLM
 
 
@@ -57,7 +81,7 @@ class _ArraysHeader(msgspec.Struct):
 
 
 _ARRAYS_DECODER = msgspec.json.Decoder(_ArraysHeader)
-ARRAYS_PATH = "/inference/v1/generate_arrays"
+VLLM_ARRAYS_PATH = "/inference/v1/generate_arrays"
 
 
 class VLLMDialect(msgspec.Struct, frozen=True, tag="vllm"):
@@ -69,7 +93,7 @@ class VLLMDialect(msgspec.Struct, frozen=True, tag="vllm"):
 
     def rounds(self, group: GenerateRequest) -> list[list[Call]]:
         """Every parameter is given: what is left out would come from the served model's generation_config.json."""
-        path = ARRAYS_PATH if self.arrays else "/inference/v1/generate"
+        path = VLLM_ARRAYS_PATH if self.arrays else "/inference/v1/generate"
         return [[Call(path, msgspec.json.encode(vllm_body(group, self.seeded)))]]
 
     def abort_calls(self, group: GenerateRequest) -> list[Call]:
@@ -105,25 +129,10 @@ def _raise_if_anothers(answer: _VLLMAnswer | _ArraysHeader, group: GenerateReque
 
 
 def _from_arrays(content: bytes, group: GenerateRequest) -> list[Sampled]:
-    """The form of `in_engine/dppo_vllm_arrays.py`."""
-    start = 4 + int.from_bytes(content[:4], "little")
-    answer = cast(_ArraysHeader, decoded(_ARRAYS_DECODER, content[4:start]))
+    header, body = _opened(_ARRAYS_DECODER, content)
+    answer = cast(_ArraysHeader, header)
     _raise_if_anothers(answer, group)
-    total = sum(choice.tokens for choice in answer.choices)
-    if len(content) != start + 8 * total:
-        raise BadAnswer(f"{len(content) - start} bytes of arrays for {total} tokens")
-    tokens = np.frombuffer(content, "<i4", total, start)
-    logprobs = np.frombuffer(content, "<f4", total, start + 4 * total)
-    ends = np.cumsum([choice.tokens for choice in answer.choices]).tolist()
-    found = {
-        choice.index: as_sampled(
-            tokens[end - choice.tokens : end],
-            logprobs[end - choice.tokens : end],
-            choice.finish_reason,
-            choice.weight_versions or (),
-        )
-        for choice, end in zip(answer.choices, ends, strict=True)
-    }
+    found = dict(zip((choice.index for choice in answer.choices), _in_turn(answer.choices, body), strict=True))
     return [found[index] for index in range(group.count)]
 
 
@@ -183,16 +192,34 @@ _SGLANG_DECODER = msgspec.json.Decoder(list[_SGLangAnswer])
 _SGLANG_ONE_DECODER = msgspec.json.Decoder(_SGLangAnswer)
 
 
+class _ArraysAnswer(msgspec.Struct):
+    id: str
+    tokens: Annotated[int, msgspec.Meta(ge=0)]
+    finish_reason: str | None = None
+    weight_versions: list[Span] | None = None
+
+
+class _SGLangArraysHeader(msgspec.Struct):
+    answers: list[_ArraysAnswer]
+
+
+_SGLANG_ARRAYS_DECODER = msgspec.json.Decoder(_SGLangArraysHeader)
+SGLANG_ARRAYS_PATH = "/generate_arrays"
+
+
 class SGLangDialect(msgspec.Struct, frozen=True, tag="sglang"):
     """POST /generate with a batch of group.count copies of the prompt (0.5.23)."""
 
     vocab_size: int
     """The top_k that cuts nothing, for top_p alone: SGLang gives log-probabilities of a cut only for a finite top_k."""
     seeded: bool = False
+    arrays: bool = False
+    """The server has our path for answers without JSON (`in_engine/dppo_sglang_server.py`)."""
 
     def rounds(self, group: GenerateRequest) -> list[list[Call]]:
         """The batch, after a request for no token that leaves the prompt in the radix cache."""
-        batch = [Call("/generate", msgspec.json.encode(sglang_body(group, self.seeded, self.vocab_size)))]
+        path = SGLANG_ARRAYS_PATH if self.arrays else "/generate"
+        batch = [Call(path, msgspec.json.encode(sglang_body(group, self.seeded, self.vocab_size)))]
         return [*_prefill(group), batch]
 
     def abort_calls(self, group: GenerateRequest) -> list[Call]:
@@ -207,9 +234,10 @@ class SGLangDialect(msgspec.Struct, frozen=True, tag="sglang"):
     def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
         """See `Dialect.read`. The batch's answers come in its order, each with its own id."""
         [content] = answers
+        if self.arrays:
+            return _sglang_from_arrays(content, group)
         found = cast(list[_SGLangAnswer], decoded(_SGLANG_DECODER, content))
-        if len(found) != group.count:
-            raise BadAnswer(f"{len(found)} completions for {group.count} asked")
+        _raise_if_not(group.count, len(found))
         return [_sglang_completion(answer, _rid(group, index)) for index, answer in enumerate(found)]
 
 
@@ -255,10 +283,28 @@ def _prefill(group: GenerateRequest) -> list[list[Call]]:
     return [[Call("/generate", msgspec.json.encode(prefill))]]
 
 
+def _sglang_from_arrays(content: bytes, group: GenerateRequest) -> list[Sampled]:
+    header, body = _opened(_SGLANG_ARRAYS_DECODER, content)
+    answers = cast(_SGLangArraysHeader, header).answers
+    _raise_if_not(group.count, len(answers))
+    for index, answer in enumerate(answers):
+        _raise_if_not_id(answer.id, _rid(group, index))
+    return _in_turn(answers, body)
+
+
+def _raise_if_not(wanted: int, count: int) -> None:
+    if count != wanted:
+        raise BadAnswer(f"{count} completions for {wanted} asked")
+
+
+def _raise_if_not_id(found: str, rid: str) -> None:
+    if found != rid:
+        raise BadAnswer(f"it answers request {found[:80]!r} where {rid!r} belongs")
+
+
 def _sglang_completion(answer: _SGLangAnswer, rid: str) -> Sampled:
     meta, tokens = answer.meta_info, answer.output_ids or []
-    if meta.id != rid:
-        raise BadAnswer(f"it answers request {meta.id[:80]!r} where {rid!r} belongs")
+    _raise_if_not_id(meta.id, rid)
     entries = meta.output_token_logprobs or ()
     values = meta.output_token_sampling_logprobs
     if values is None:

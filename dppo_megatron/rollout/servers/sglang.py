@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.servers.dialects import SGLangDialect
+from dppo_megatron.rollout.servers.dialects import SGLANG_ARRAYS_PATH, SGLangDialect
 from dppo_megatron.rollout.servers.http import Http, Refused
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
@@ -49,6 +49,8 @@ class SGLangServer:
     vocab_size: int
     """The top_k that cuts nothing, for top_p alone: SGLang gives log-probabilities of a cut only for a finite top_k."""
     _seeded: bool = field(default=False, init=False)
+    _arrays: bool = field(default=False, init=False)
+    """The server runs our path for answers without JSON."""
     _group: str = field(default="", init=False)
     _workers: int = field(default=1, init=False)
     _hashes_bytes: bool = field(default=False, init=False)
@@ -68,6 +70,7 @@ class SGLangServer:
         if is_older(info["version"], MINIMUM_VERSION):
             raise too_old("SGLang", info["version"], MINIMUM_VERSION, self.http.url)
         self._seeded = bool(info.get("enable_deterministic_inference"))
+        self._arrays = self._has_arrays(timeout_s)
         self._hashes_bytes = info.get("device") == "cpu"
         self._workers = int(info.get("tp_size", 1))
         root = info.get("model_path") or model["model_path"]  # the latter may be a snapshot of an earlier run's
@@ -98,7 +101,7 @@ class SGLangServer:
     @property
     def dialect(self) -> SGLangDialect:
         """See `wire.py`."""
-        return SGLangDialect(self.vocab_size, self._seeded)
+        return SGLangDialect(self.vocab_size, self._seeded, self._arrays)
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
         """See `_PAUSE_MODE`."""
@@ -186,6 +189,14 @@ class SGLangServer:
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
         """Weights before the sync, the cache after it."""
         self.http.post("/resume_memory_occupation", {"tags": [what]}, timeout_s=timeout_s)
+
+    def _has_arrays(self, timeout_s: float) -> bool:
+        try:
+            return bool(self.http.get(SGLANG_ARRAYS_PATH, timeout_s=timeout_s) == {"form": 1})
+        except Refused as error:
+            if error.status == 404:
+                return False
+            raise
 
     def _do(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
         answer = self.http.post(path, body, timeout_s=timeout_s)

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.servers.dialects import ARRAYS_PATH, VLLMDialect
+from dppo_megatron.rollout.servers.dialects import VLLM_ARRAYS_PATH, VLLMDialect
 from dppo_megatron.rollout.servers.http import Http, Refused
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
@@ -73,7 +73,7 @@ class VLLMServer:
         chunked = (engine_config.get("scheduler_config") or {}).get("enable_chunked_prefill", True)
         on_cpu = "cpu" in str((engine_config.get("device_config") or {}).get("device", "")).lower()
         self._seeded = not (on_cpu and chunked)
-        self._arrays = self._ask(ARRAYS_PATH, timeout_s) == {"form": 1}
+        self._arrays = self._ask(VLLM_ARRAYS_PATH, timeout_s) == {"form": 1}
         workers = int(self.http.get("/get_world_size", timeout_s=timeout_s)["world_size"])
         if self._extended:
             models = self._rpc("dppo_model", timeout_s)["results"]

@@ -6,27 +6,22 @@ both are four bytes, and the server builds no object for a token either (vLLM's 
     vllm serve ... --middleware dppo_vllm_arrays.Arrays
 
 adds one path to the application, behind whatever checks keys there; nothing of vLLM is patched. The body is that of
-/inference/v1/generate, of which `request_id`, `token_ids` and `sampling_params` are read. The answer:
+/inference/v1/generate, of which `request_id`, `token_ids` and `sampling_params` are read. The answer has the
+form of `dppo_arrays.py`, with the header
 
-    uint32           bytes of the header
-    header           JSON: {"request_id", "choices": [{"index", "tokens", "finish_reason", "weight_versions"}, ...]}
-    int32   [n]      token ids of all choices, one after the other
-    float32 [n]      log-probability of each
+    {"request_id", "choices": [{"index", "tokens", "finish_reason", "weight_versions"}, ...]}
 
-all little-endian. A file of its own, because it runs in the engine's environment.
+A file of its own, because it runs in the engine's environment.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import struct
-import sys
-from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
+from dppo_arrays import FORM, packed
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from vllm import SamplingParams
@@ -35,8 +30,6 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 PATH = "/inference/v1/generate_arrays"
-FORM = {"form": 1}
-"""What GET says, so that a trainer knows that the path is there."""
 Message = MutableMapping[str, Any]
 App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
@@ -76,25 +69,19 @@ async def answer(request: Request) -> Response:
         return JSONResponse({"error": {"message": f"{type(error).__name__}: {error}"}}, 400)
     if output is None or any(one.finish_reason == "error" for one in output.outputs):
         return JSONResponse({"error": {"message": f"{request_id} ended without an answer"}}, 500)
-    return Response(packed(request_id, output), media_type="application/octet-stream")
+    return Response(packed_output(request_id, output), media_type="application/octet-stream")
 
 
-def packed(request_id: str, output: RequestOutput) -> bytes:
+def packed_output(request_id: str, output: RequestOutput) -> bytes:
     """The answer's bytes."""
-    choices, tokens, logprobs = [], array("i"), array("f")
+    choices, completions = [], []
     for one in output.outputs:
         spans = [{"version": s.version, "start": s.start, "end": s.end} for s in one.weight_versions or ()]
         choices.append({"index": one.index, "tokens": len(one.token_ids), "finish_reason": one.finish_reason})
         choices[-1]["weight_versions"] = spans
-        tokens.extend(one.token_ids)
         flat = one.logprobs  # of each position the sampled token's comes first
-        logprobs.extend([flat.logprobs[start] for start in flat.start_indices])
-    header = json.dumps({"request_id": request_id, "choices": choices}).encode()
-    header += b" " * (-len(header) % 4)
-    if sys.byteorder == "big":
-        tokens.byteswap()
-        logprobs.byteswap()
-    return struct.pack("<I", len(header)) + header + tokens.tobytes() + logprobs.tobytes()
+        completions.append((one.token_ids, [flat.logprobs[start] for start in flat.start_indices]))
+    return packed({"request_id": request_id, "choices": choices}, completions)
 
 
 async def _last(outputs: AsyncIterator[RequestOutput], request: Request) -> RequestOutput | None:
