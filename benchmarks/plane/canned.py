@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
-import struct
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+
+from dppo_megatron.rollout.servers.in_engine.dppo_arrays import packed
 
 COUNT = 16
 """Completions of a group."""
@@ -34,13 +35,8 @@ class Canned:
         tokens = rng.integers(1000, 150_000, self.tokens).tolist()
         values = [round(float(value), 6) for value in -rng.exponential(1.0, self.tokens)]
         span = [{"version": "1", "start": 0, "end": self.tokens}]
-        if self.engine == "vllm_arrays":
-            choice = {"tokens": self.tokens, "finish_reason": "length", "weight_versions": span}
-            choices = [{"index": index} | choice for index in range(COUNT)]
-            header = json.dumps({"request_id": f"generate-tokens-{request_id}", "choices": choices}).encode()
-            header += b" " * (-len(header) % 4)
-            arrays = np.tile(np.array(tokens, "<i4"), COUNT), np.tile(np.array(values, "<f4"), COUNT)
-            return struct.pack("<I", len(header)) + header + arrays[0].tobytes() + arrays[1].tobytes()
+        if self.engine.endswith("_arrays"):
+            return self._arrays(request_id, tokens, values, span)
         if self.engine == "vllm":
             entry = [
                 {"token_id": t, "logprob": p, "rank": 1, "top_logprobs": [{"token_id": t, "logprob": p, "rank": 1}]}
@@ -57,6 +53,17 @@ class Canned:
             for index in range(COUNT)
         ]
         return json.dumps(answers).encode()
+
+    def _arrays(self, request_id: str, tokens: list[int], values: list[float], span: list[dict[str, Any]]) -> bytes:
+        """As our files in the engines answer (`in_engine/dppo_arrays.py`)."""
+        head = {"tokens": self.tokens, "finish_reason": "length", "weight_versions": span}
+        if self.engine == "vllm_arrays":
+            choices = [{"index": index} | head for index in range(COUNT)]
+            return packed(
+                {"request_id": f"generate-tokens-{request_id}", "choices": choices}, [(tokens, values)] * COUNT
+            )
+        answers = [{"id": f"{request_id}/{index}"} | head for index in range(COUNT)]
+        return packed({"answers": answers}, [(tokens, values)] * COUNT)
 
 
 _ID = "r-000000"

@@ -28,8 +28,9 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def dialect_of(engine: str) -> AnyDialect:
-    """vllm, vllm_arrays (with our path in the server) or sglang."""
-    return SGLangDialect(VOCABULARY) if engine == "sglang" else VLLMDialect(arrays=engine == "vllm_arrays")
+    """vllm, sglang; vllm_arrays, sglang_arrays with our path in the server."""
+    arrays = engine.endswith("_arrays")
+    return SGLangDialect(VOCABULARY, arrays=arrays) if "sglang" in engine else VLLMDialect(arrays=arrays)
 
 
 class Intake:
@@ -47,7 +48,7 @@ class Intake:
         self.canned, self._servers = canned, CannedServers(canned)
         urls = [self._servers.url(server) for server in range(servers)]
         made: list[Any] = [
-            SGLangServer(Http(url), VOCABULARY) if canned.engine == "sglang" else VLLMServer(Http(url)) for url in urls
+            SGLangServer(Http(url), VOCABULARY) if "sglang" in canned.engine else VLLMServer(Http(url)) for url in urls
         ]
         listener = Listener(1)
         addresses = [Address(place, url, dialect_of(canned.engine)) for place, url in enumerate(urls)]

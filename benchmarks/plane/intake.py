@@ -22,7 +22,7 @@ def run(smoke: bool) -> list[Bar]:
     """The part's bars."""
     bars = []
     tokens = 300 if smoke else 3000
-    for engine, most in (("vllm", 0.4), ("vllm_arrays", 0.1), ("sglang", 0.4)):
+    for engine, most in (("vllm", 0.4), ("vllm_arrays", 0.1), ("sglang", 0.4), ("sglang_arrays", 0.1)):
         bars.append(Bar("intake", f"{engine}: decode and check", _decode(engine, tokens), most, "s/Mtok", is_time=True))
     each = 4 if smoke else 32
     forms = [
