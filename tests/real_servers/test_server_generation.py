@@ -58,7 +58,7 @@ def test_logprobs_are_the_actors_before_and_after_updates(served: Served, tmp_pa
 
 def test_both_forms_of_an_answer_say_the_same(served: Served, tmp_path: Path) -> None:
     """The engine's JSON and our arrays of the same greedy completions: tokens, spans, log-probabilities to
-    the last bit that JSON keeps. Bad requests are refused."""
+    the last bit that JSON keeps. Bad requests are refused, and those without the key."""
     engine = served.engine(served.config(tmp_path, count=1))
     engine.load_weights(Reference(served.files / "model", 5).weights)
     [member] = engine._fleet.members
@@ -74,6 +74,8 @@ def test_both_forms_of_an_answer_say_the_same(served: Served, tmp_path: Path) ->
         assert one.token_ids.tolist() == other.token_ids.tolist() and one.logprobs.tolist() == other.logprobs.tolist()
         assert (one.finish_reason, one.weights_versions) == (other.finish_reason, other.weights_versions)
     path = {"vllm": VLLM_ARRAYS_PATH, "sglang": SGLANG_ARRAYS_PATH}[served.name]
+    with pytest.raises(Refused, match="401"):
+        Http(member.name).get(path, timeout_s=30)
     for bad in (b"{}", b"[", b'{"request_id": "x", "token_ids": [1], "sampling_params": {"n": 100000}}'):
         with pytest.raises(Refused, match="400"):
             member.server.http.exchange(path, bad, timeout_s=30, max_bytes=1 << 16)
