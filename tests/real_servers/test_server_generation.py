@@ -18,6 +18,7 @@ from support.launch import run_ranks
 from support.served import LONG, Served, prompts_of, requests_for, train_on_this_rank
 
 from dppo_megatron.config.data import EvalSetConfig
+from dppo_megatron.config.evaluation import longest_sequence
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Sampling
@@ -79,6 +80,18 @@ def test_both_forms_of_an_answer_say_the_same(served: Served, tmp_path: Path) ->
     for bad in (b"{}", b"[", b'{"request_id": "x", "token_ids": [1], "sampling_params": {"n": 100000}}'):
         with pytest.raises(Refused, match="400"):
             member.server.http.exchange(path, bad, timeout_s=30, max_bytes=1 << 16)
+
+
+def test_the_longest_sequence_fits(served: Served, tmp_path: Path) -> None:
+    """A launched server has room for prompt and completion of the largest lengths, to the last token."""
+    config = served.config(tmp_path, count=1, rollout__sampling__max_completion_tokens=LONG)
+    engine = served.engine(config)
+    engine.load_weights(Reference(served.files / "model", 5).weights)
+    [member] = engine._fleet.members
+    longest, _ = longest_sequence(config)
+    group = GenerateRequest("long-0", (3,) * (longest - 8), 16, 1, max_tokens=8, stop_token_ids=(1,))
+    found = generate(member.server, group, Expected(engine._vocab_size, 1, 1), timeout_s=60)
+    assert max(len(one.token_ids) for one in found) == 8
 
 
 @dataclass

@@ -36,6 +36,10 @@ _PAUSE_MODE: dict[InFlight, str] = {"finish": "retract", "abort": "abort", "cont
 """`retract` frees the cache of running requests, which are then prefilled again under the new weights; the trainer
 has already waited for them where the policy is `finish`."""
 
+_SPARE = 2
+"""Positions of its context that SGLang never fills: it cuts a completion, as `length`, where prompt and completion
+together are two short of --context-length (0.5.23)."""
+
 _FLUSH = {"flush_cache": True, "torch_empty_cache": False}
 """With every bucket, since nothing is generated from `pause` to `resume`. /flush_cache would also collect garbage (on a
 CPU) or empty the device's allocator, and cannot be asked not to: on a CPU it cost as much as the bytes."""
@@ -79,7 +83,7 @@ class SGLangServer:
         return ServerInfo(
             engine_version=info["version"],
             served_model=root,
-            max_tokens=info.get("context_length") or info.get("max_req_input_len"),
+            max_tokens=_longest(info),
             architecture=architecture or (model.get("architectures") or [None])[0],
             vocab_size=vocab_size,
             channels=("disk", "gloo", "nccl", "ipc") if single else ("disk",),
@@ -204,6 +208,13 @@ class SGLangServer:
             raise Refused(409, f"{path}: {answer.get('message')}")
 
 
+def _longest(info: dict[str, Any]) -> int | None:
+    """Prompt and completion together that it generates in full; the longest prompt is 4 shorter where it tells that."""
+    if info.get("context_length"):
+        return int(info["context_length"]) - _SPARE
+    return int(info["max_req_input_len"]) + 4 if info.get("max_req_input_len") else None
+
+
 def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
     """How one worker finds `tensors` at the front of `buffer`: handles in a pickle, made on the rank that has filled
     it."""
@@ -218,7 +229,7 @@ def sglang_command(
     on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
     return [
         *(python, str(_IN_ENGINE / "dppo_sglang_server.py"), "--model-path", model, "--served-model-name", "policy"),
-        *("--host", host, "--port", "{port}", "--dtype", dtype, "--context-length", str(max_tokens)),
+        *("--host", host, "--port", "{port}", "--dtype", dtype, "--context-length", str(max_tokens + _SPARE)),
         *("--max-running-requests", str(config.limits.max_concurrent_sequences), "--skip-server-warmup"),
         *(["--enable-memory-saver"] if config.servers.colocate and not cpu else []),
         *([*on_cpu, "--disable-overlap-schedule", "--disable-cuda-graph", "--grammar-backend", "none"] if cpu else []),
@@ -229,4 +240,6 @@ def sglang_command(
 
 def sglang_environment(cpu: bool) -> dict[str, str]:
     """Variables of a launched server."""
-    return {"HF_HUB_OFFLINE": "1"} | ({"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {})
+    # the spare positions may lie beyond the model's; no token ever takes them
+    variables = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    return variables | ({"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {})
