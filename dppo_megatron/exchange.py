@@ -131,7 +131,7 @@ def exchange(
         tokens = ids.view(np.int32).astype(np.int64)
         sample = sample_of(plans[update], place, selected, group_size, tokens, logprobs)
         if values:
-            sample = replace(sample, advantage=values[0], weight=values[1])
+            sample = replace(sample, advantage=values[0].astype(np.float64), weight=values[1].astype(np.float64))
         samples[update][place] = sample
     return [Update(plan, held) for plan, held in zip(plans, samples, strict=True)]
 

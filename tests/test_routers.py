@@ -14,12 +14,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from support.engines.rig import Rig, requests, run, sync
 from support.engines.routers import real_router, relay, until
 from support.engines.stub import Asked, StubServers, good
+from support.job import job_config, write_job_files
 from support.settings import rollout_config
 from test_hostile_servers import right
 
+from dppo_megatron.job import prepare_job
+from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.connect import routed
 from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.http import Http
@@ -170,6 +175,34 @@ def test_workers_that_a_router_names_later() -> None:
         del stubs.pages["router/workers"]
         assert set(named.entries()) == {stubs.url("c"), stubs.url("a"), stubs.url("b")}
         assert named.entries()[stubs.url("b")].api_key == "key"
+
+
+def test_an_engine_over_a_router(tmp_path: Path) -> None:
+    """From the setting to completions: both workers get the weights and the canary, requests go through the router."""
+    with StubServers({"a": good, "b": good}) as stubs:
+        stubs.behaviours["router"] = relay(stubs, "router", "ab", "vllm")
+        files = write_job_files(tmp_path)
+        config = job_config(
+            files,
+            tmp_path / "run",
+            rollout__engine="vllm",
+            rollout__servers__endpoints=f"[{stubs.url('router')}]",
+            rollout__sync__verify_every=1000,
+        )
+        job = prepare_job(config, 1)
+        engine = ServerEngine(config, job.architecture, job.tokenizer, lambda line: None)
+        try:
+            engine.load_weights(lambda: iter([("lm_head.weight", torch.zeros(2, 2))]))
+            stubs.asked.clear()
+            requests = [Request(prompt, index, 1) for prompt in job.train_prompts[:6] for index in range(4)]
+            completions = engine.generate(requests, Sampling(12, 1.0, 0))
+            assert len(completions) == 24 and {span for c in completions for span, _ in c.weights_spans} == {1}
+            assert stubs.asked["router"] == stubs.asked["a"] + stubs.asked["b"] == 6
+            assert set(engine.health().values()) == {"live"} and len(engine.health()) == 3
+            probed = {name for name, _ in engine.probe(requests[:1], Sampling(4, 1.0, 0))}
+            assert probed == {stubs.url("a"), stubs.url("b")}
+        finally:
+            engine.close()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
