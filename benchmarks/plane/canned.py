@@ -66,7 +66,8 @@ class Canned:
         return packed({"answers": answers}, [(tokens, values)] * COUNT)
 
 
-_ID = "r-000000"
+_ID = "r-000000.00000000"
+"""Of a group, with what the client adds for each attempt."""
 _PIECE = 256 << 10
 
 

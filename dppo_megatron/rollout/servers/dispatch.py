@@ -12,8 +12,8 @@ The rules:
 
 - A group goes to the live server or router with the fewest outstanding tokens, of those with room for its completions:
   `max_concurrent_sequences` counts completions, so a group of one takes an eighth of the room of a group of eight.
-- Groups of a server that has gone out are queued again under the same request id, and only the first answer to an id
-  is kept. With a seed (vLLM) the second attempt samples the same completion, so a failure does not favour short ones.
+- Groups of a server that has gone out are queued again, and only the first answer to each is kept. With a seed (vLLM)
+  the second attempt samples the same completion, so a failure does not favour short ones.
 - A server that has too much to do (408, 429, 503) rests for as long as it asks, or a little longer each time.
 - Every wait has an end: `request_timeout_s` for a request since its first try and `_MOST_FAILURES` for the answers to
   it that went wrong, `engine_wait_s` for a fleet with nobody left. Each ends in one message with the request's id.
