@@ -9,13 +9,14 @@ replica that the plan gave it to:
 
 Sender and receiver compute the sizes from the plan, so only the data is sent: 8 bytes a token, and nothing for what
 was pruned. Of a step of 67 million tokens on 64 GPUs, 95 % pruned, each rank of a replica of 8 receives 3.4 MB;
-every group to every rank was 5.7 GB a rank. Per-token advantages or weights would be further columns of the buffers.
+every group to every rank was 5.7 GB a rank. Per-token advantages and weights are two more columns of the same buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +26,16 @@ import torch.distributed as dist
 from dppo_megatron.step import Update, UpdatePlan, sample_of
 from dppo_megatron.types import Group, IntArray, SelectedPrompt, TrainSample
 
-_WORDS = 2
-"""4-byte words per token: its id (int32) and its behaviour log-probability (float32)."""
+Column: TypeAlias = npt.NDArray[np.float32]
+"""[completion tokens] one 4-byte value a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """Advantages and weights of one completion's tokens, in place of one of each for the whole completion."""
+
+    advantages: Column
+    weights: Column
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,56 +100,64 @@ def exchange(
     selected: Sequence[SelectedPrompt],
     group_size: int,
     replicas: Replicas,
+    token_values: Mapping[int, Sequence[TokenValues]] | None = None,
 ) -> list[Update]:
     """The updates of a step with the samples of this rank's replica. Collective.
 
     Args:
         groups: position in the step -> group, those that this rank holds.
         holders: [K] the rank that holds each group.
+        token_values: position in the step -> for each completion of a group that this rank holds; on all ranks or none.
+            They take 8 bytes a token more.
     """
     parcels = _Parcels.of(plans, holders, group_size)
     mine = parcels.between(None, int(replicas.of_rank[replicas.rank]))
 
-    def own(index: int) -> tuple[IntArray, npt.NDArray[np.float32]]:
-        row = int(parcels.row[index])
-        completion = groups[row // group_size].completions[row % group_size]
-        return completion.token_ids, completion.logprobs
+    def own(index: int) -> list[Column]:
+        group, place = divmod(int(parcels.row[index]), group_size)
+        completion = groups[group].completions[place]
+        columns = [completion.token_ids.astype(np.int32).view(np.float32), completion.logprobs]
+        if token_values is not None:
+            columns += [token_values[group][place].advantages, token_values[group][place].weights]
+        return columns
 
     if len(replicas.of_rank) == 1:
         arrived = [own(index) for index in mine.tolist()]
     else:
-        arrived = _all_to_all(parcels, mine, own, replicas)
+        arrived = _all_to_all(parcels, mine, own, replicas, 2 if token_values is None else 4)
     samples: list[dict[int, TrainSample]] = [{} for _ in plans]
-    for index, (tokens, logprobs) in zip(mine.tolist(), arrived, strict=True):
+    for index, (ids, logprobs, *values) in zip(mine.tolist(), arrived, strict=True):
         update, place = int(parcels.update[index]), int(parcels.place[index])
-        samples[update][place] = sample_of(plans[update], place, selected, group_size, tokens, logprobs)
+        tokens = ids.view(np.int32).astype(np.int64)
+        sample = sample_of(plans[update], place, selected, group_size, tokens, logprobs)
+        if values:
+            sample = replace(sample, advantage=values[0].astype(np.float64), weight=values[1].astype(np.float64))
+        samples[update][place] = sample
     return [Update(plan, held) for plan, held in zip(plans, samples, strict=True)]
 
 
 def _all_to_all(
     parcels: _Parcels,
     mine: IntArray,
-    own: Callable[[int], tuple[IntArray, npt.NDArray[np.float32]]],
+    own: Callable[[int], list[Column]],
     replicas: Replicas,
-) -> list[tuple[IntArray, npt.NDArray[np.float32]]]:
-    """(tokens, log-probabilities) of the parcels `mine`, received from their holders."""
+    words: int,
+) -> list[list[Column]]:
+    """The columns of the parcels `mine`, `words` each, received from their holders."""
     world = len(replicas.of_rank)
     by_replica = {}
     for replica in np.unique(replicas.of_rank).tolist():
-        parts = [_words(*own(index)) for index in parcels.between(replicas.rank, replica).tolist()]
-        by_replica[replica] = np.concatenate([np.empty(0, np.int32), *parts])
+        parts = [column for index in parcels.between(replicas.rank, replica).tolist() for column in own(index)]
+        by_replica[replica] = np.concatenate([np.empty(0, np.int32), *(_bits(column) for column in parts)])
     to_send = [torch.from_numpy(by_replica[replica]) for replica in replicas.of_rank.tolist()]
-    sizes = _WORDS * np.bincount(parcels.holder[mine], weights=parcels.length[mine], minlength=world).astype(np.int64)
+    sizes = words * np.bincount(parcels.holder[mine], weights=parcels.length[mine], minlength=world).astype(np.int64)
     arriving = torch.empty(int(sizes.sum()), dtype=torch.int32)
     dist.all_to_all_single(arriving, torch.cat(to_send), sizes.tolist(), [len(part) for part in to_send])
-    words, ends = arriving.numpy(), np.cumsum(_WORDS * parcels.length[mine])
-    return [
-        (piece[: len(piece) // 2].astype(np.int64), piece[len(piece) // 2 :].view(np.float32))
-        for piece in np.split(words, ends[:-1])[: len(mine)]
-    ]
+    ends = np.cumsum(words * parcels.length[mine])
+    pieces = np.split(arriving.numpy().view(np.float32), ends[:-1])[: len(mine)]
+    return [list(piece.reshape(words, -1)) for piece in pieces]
 
 
-def _words(tokens: IntArray, logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
-    """One completion as 4-byte words: its ids, then the bits of its log-probabilities."""
-    bits = np.ascontiguousarray(logprobs, dtype=np.float32).view(np.int32)
-    return np.concatenate([tokens.astype(np.int32), bits])
+def _bits(column: Column) -> npt.NDArray[np.int32]:
+    """What is sent of it. As integers: nobody on the way may take an id for a number and change it."""
+    return np.ascontiguousarray(column, dtype=np.float32).view(np.int32)

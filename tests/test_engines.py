@@ -23,8 +23,8 @@ from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.grouping import grouped
 from dppo_megatron.rollout.hf import cut
-from dppo_megatron.rollout.servers import wire
 from dppo_megatron.rollout.servers.connect import check_server, choose_channel, ipc_warning
+from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.http import Http, Unreachable
 from dppo_megatron.rollout.servers.launch import LaunchedServer
 from dppo_megatron.rollout.servers.protocol import ServerInfo, is_older
@@ -255,7 +255,7 @@ def _group(sampling: Sampling, count: int = 2) -> GenerateRequest:
 def test_both_dialects_send_every_sampling_parameter() -> None:
     """Two servers' own defaults must not decide; the two engines' names for 'all tokens' differ."""
     group = _group(Sampling(7, 0.5, 0, 0.9, 0, (1, 4)))
-    [call] = wire.VLLMDialect().calls(group)
+    [[call]] = VLLMDialect().rounds(group)
     there = json.loads(call.body)["sampling_params"]
     assert (there["n"], there["max_tokens"], there["temperature"], there["top_p"], there["top_k"]) == (
         2,
@@ -265,7 +265,7 @@ def test_both_dialects_send_every_sampling_parameter() -> None:
         0,
     )
     assert there["stop_token_ids"] == [1, 4] and there["seed"] == 40
-    prefill, call = wire.SGLangDialect(19, seeded=True).calls(group)
+    [prefill], [call] = SGLangDialect(19, seeded=True).rounds(group)
     assert json.loads(prefill.body)["sampling_params"]["max_new_tokens"] == 0
     body = json.loads(call.body)
     assert body["input_ids"] == [[1, 2, 3]] * 2 and body["rid"] == ["3-5-0/0", "3-5-0/1"]
@@ -273,7 +273,7 @@ def test_both_dialects_send_every_sampling_parameter() -> None:
         assert (here["max_new_tokens"], here["temperature"], here["top_p"], here["top_k"]) == (7, 0.5, 0.9, 19)
         assert here["stop_token_ids"] == [1, 4] and here["sampling_seed"] == 40 + index
     assert body["return_sampling_mask"], "plain log-probabilities are those before the cut"
-    plain = json.loads(wire.SGLangDialect(19).calls(_group(Sampling(7, 0.5, 0)))[-1].body)
+    plain = json.loads(SGLangDialect(19).rounds(_group(Sampling(7, 0.5, 0)))[-1][0].body)
     assert not plain["return_sampling_mask"] and plain["sampling_params"][0]["top_k"] == -1
 
 
@@ -294,7 +294,7 @@ print(request.batch_size)
 @needs("sglang")
 def test_requests_are_what_sglang_takes() -> None:
     """Our bodies through the engine's own request types and its own check of sampling parameters."""
-    _, call = wire.SGLangDialect(19, seeded=True).calls(_group(Sampling(7, 0.5, 0, 0.9, 0, (1, 4))))
+    _, [call] = SGLangDialect(19, seeded=True).rounds(_group(Sampling(7, 0.5, 0, 0.9, 0, (1, 4))))
     bodies = {
         "generate": json.loads(call.body),
         "disk": {"model_path": "m", "weight_version": "3"},
@@ -321,7 +321,7 @@ def test_an_answer_of_sglang_is_read() -> None:
             "weight_versions": [{"version": "2", "start": 0, "end": 3}],
         },
     }
-    [one] = wire.SGLangDialect(19).read(json.dumps([answer]).encode(), _group(Sampling(7, 1.0, 0), 1))
+    [one] = SGLangDialect(19).read([json.dumps([answer]).encode()], _group(Sampling(7, 1.0, 0), 1))
     assert one.token_ids.tolist() == [5, 6, 1] and one.logprobs.tolist() == [-0.5, -1.5, -0.25]
     assert one.finish_reason == "stop" and one.weights_versions == (("2", 0, 3),)
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from support.launch import run_ranks
 
-from dppo_megatron.exchange import Replicas, exchange
+from dppo_megatron.exchange import Replicas, TokenValues, exchange
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.step import BACK, ORDER, Reached, Step, UpdatePlan, sizes_of
@@ -48,8 +48,15 @@ def _plans(
     return plans
 
 
+def _values(k: int, j: int, group: Group) -> TokenValues:
+    """Advantages and weights of the tokens of completion j of group k, the same on every rank."""
+    draw = np.random.default_rng((k, j)).standard_normal((2, len(group.completions[j].token_ids))).astype(np.float32)
+    return TokenValues(*draw)
+
+
 def _exchange(tensor_parallel: int, cases: int) -> list[tuple[int, int]]:
-    """On ranks: every case's samples, checked against the step that all ranks can make. Returns what each rank got."""
+    """On ranks: the samples of every case, every other one with values for each token, checked against the step that
+    all ranks can make. Returns what each rank got."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = rank // tensor_parallel
     replicas = Replicas.agree(mine)
@@ -62,7 +69,9 @@ def _exchange(tensor_parallel: int, cases: int) -> list[tuple[int, int]]:
         # one holder for all in every third case, as where one node has the servers; else anybody
         holders = rng.integers(0, world, len(groups)) if case % 3 else np.full(len(groups), case % world)
         held = {k: group for k, group in enumerate(groups) if holders[k] == rank}
-        updates = exchange(plans, held, holders, selected, size, replicas)
+        per_token = bool(case % 2)
+        values = {k: [_values(k, j, group) for j in range(size)] for k, group in held.items()} if per_token else None
+        updates = exchange(plans, held, holders, selected, size, replicas, values)
         assert len(updates) == len(plans)
         for plan, update in zip(plans, updates, strict=True):
             members = {m for pack in plan.pack.microbatches[mine] for m in pack.members}
@@ -74,8 +83,13 @@ def _exchange(tensor_parallel: int, cases: int) -> list[tuple[int, int]]:
                 assert sample.id == f"{prompt.index}:{row % size}"
                 assert sample.token_ids.tolist() == [*prompt.token_ids, *completion.token_ids.tolist()]
                 assert sample.behaviour_logprobs.tobytes() == completion.logprobs.tobytes()
-                given = (sample.advantage, sample.weight, sample.denominator)
-                assert given == (plan.advantages[place], plan.weights[place], plan.denominators[place])
+                assert sample.denominator == plan.denominators[place]
+                if per_token:
+                    theirs = _values(row // size, row % size, group)
+                    assert np.array_equal(sample.advantage, theirs.advantages)
+                    assert np.array_equal(sample.weight, theirs.weights)
+                else:
+                    assert (sample.advantage, sample.weight) == (plan.advantages[place], plan.weights[place])
             got.append((mine, len(members)))
     return got
 

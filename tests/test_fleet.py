@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.settings import rollout_config
 
-from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
+from dppo_megatron.rollout.servers.dialects import VLLMDialect
+from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work
+from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Landed, Ready
 from dppo_megatron.rollout.servers.launch import LaunchedServer
@@ -46,6 +48,14 @@ class FakeServer:
             raise Unreachable("no answer")
 
     def close(self) -> None: ...
+
+
+@dataclass
+class FakeRouter(FakeServer):
+    """In front of `named`."""
+
+    named: frozenset[str] = frozenset()
+    dialect: VLLMDialect = field(default_factory=VLLMDialect)
 
 
 class Inline(Executor):
@@ -84,10 +94,11 @@ class World:
     said: list[str] = field(default_factory=list)
     rooms: int = 1000
 
-    def fleet(self, count: int = 2, **limits: Any) -> Fleet:
+    def fleet(self, count: int = 2, routers: Sequence[FakeRouter] = (), **limits: Any) -> Fleet:
         config = rollout_config({f"limits.{name}": value for name, value in limits.items()})
         self.servers = [FakeServer(name) for name in "abcdefgh"[:count]]
-        fleet = Fleet(self.servers, config, self.said.append, self, (), lambda: self.now, Inline())  # type: ignore[arg-type]
+        doors: Any = (self.servers, config, self.said.append, self, (), lambda: self.now, Inline(), None, routers)
+        fleet = Fleet(*doors)
         synced(fleet)
         return fleet
 
@@ -144,6 +155,47 @@ def test_equal_groups_are_shared_evenly() -> None:
     fleet = world.fleet()
     assert sorted(fleet.run(work_of(groups(*[3] * 8)))) == list(range(8))
     assert [ask.server for ask in world.asked] == [0, 1] * 4 and nothing_in_flight(fleet)
+
+
+def test_a_router_stands_for_its_workers() -> None:
+    """Behind it a and b, beside it c: it gets twice as much as c, and has room for twice as many. When a fails, all
+    that runs there is asked again, of b and c; the router again with the next sync of all."""
+    world = World(reply=lambda ask: None)
+    fleet = world.fleet(3, [FakeRouter("r", named=frozenset("ab"))], max_concurrent_sequences=4)
+    work = work_of(groups(*[1] * 12))
+    asked_first: list[int] = []
+
+    def reply(ask: Ask) -> Event | None:
+        if len(world.asked) == 12 and not asked_first:
+            asked_first.extend(one.server for one in world.asked)
+            fleet.mark_out(fleet.members[0], "a test")
+        return answered(ask) if len(world.asked) > 12 or ask.server == 2 else None
+
+    world.reply = reply
+    world.servers[0].healthy_now = False
+    assert sorted(fleet.run(work)) == list(range(12))
+    assert (asked_first.count(3), asked_first.count(2)) == (8, 4) and nothing_in_flight(fleet)
+    assert {ask.server for ask in world.asked[12:]} == {1, 2} and len(world.asked) == 12 + 8
+    assert fleet.health()["r"].startswith(("out", "stale")) and work.retries == 8
+    world.servers[0].healthy_now, world.asked, world.reply = True, [], answered
+    fleet.revive()
+    synced(fleet)
+    assert sorted(fleet.run(work_of(groups(1, 1, 1)))) == [0, 1, 2]
+    assert sorted(ask.server for ask in world.asked) == [2, 3, 3] and fleet.health()["r"] == "live"
+
+
+def test_a_router_that_names_a_stranger_is_passed_by() -> None:
+    """A worker that no sync has reached: what runs may end, what comes goes to servers that are known."""
+    router = FakeRouter("r", named=frozenset("ab"))
+    world = World()
+    fleet = world.fleet(2, [router])
+    list(fleet.run(work_of(groups(1))))
+    router.named = frozenset("abz")
+    list(fleet.run(work_of(groups(1, 1))))
+    router.named = frozenset("ab")
+    list(fleet.run(work_of(groups(1))))
+    assert [ask.server for ask in world.asked] == [2, 0, 1, 2]
+    assert fleet.routers[0].outages == 0
 
 
 def test_requests_are_on_timelines_by_server() -> None:

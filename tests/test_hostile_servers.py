@@ -38,7 +38,7 @@ def stage() -> Iterator[Stage]:
         pytest.MonkeyPatch.context() as patch,
     ):
         # A lone server that is out is asked again at the next tick, three times in each of 190 cases.
-        patch.setattr("dppo_megatron.rollout.servers.fleet._TICK_S", 0.01)
+        patch.setattr("dppo_megatron.rollout.servers.dispatch._TICK_S", 0.01)
         rig = Rig([(engine, stubs.url(names[name])) for name, engine, _ in cases])
         yield Stage(rig, stubs, {name: place for place, (name, _, _) in enumerate(cases)})
         rig.close()

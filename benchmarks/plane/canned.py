@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from dppo_megatron.rollout.servers.in_engine.dppo_arrays import packed
+
 COUNT = 16
 """Completions of a group."""
 
@@ -28,16 +30,19 @@ class Canned:
 
     def body(self, request_id: str) -> bytes:
         """In the engine's own form, to the fields that nobody reads."""
+        choice: dict[str, Any]
         rng = np.random.default_rng(0)
         tokens = rng.integers(1000, 150_000, self.tokens).tolist()
         values = [round(float(value), 6) for value in -rng.exponential(1.0, self.tokens)]
         span = [{"version": "1", "start": 0, "end": self.tokens}]
+        if self.engine.endswith("_arrays"):
+            return self._arrays(request_id, tokens, values, span)
         if self.engine == "vllm":
             entry = [
                 {"token_id": t, "logprob": p, "rank": 1, "top_logprobs": [{"token_id": t, "logprob": p, "rank": 1}]}
                 for t, p in zip(tokens, values, strict=True)
             ]
-            choice: dict[str, Any] = {"logprobs": {"content": entry}, "finish_reason": "length", "stop_reason": None}
+            choice = {"logprobs": {"content": entry}, "finish_reason": "length", "stop_reason": None}
             choice |= {"token_ids": tokens, "routed_experts": None, "sampling_mask": None, "weight_versions": span}
             choices = [{"index": index} | choice for index in range(COUNT)]
             return json.dumps({"request_id": f"generate-tokens-{request_id}", "choices": choices}).encode()
@@ -49,8 +54,20 @@ class Canned:
         ]
         return json.dumps(answers).encode()
 
+    def _arrays(self, request_id: str, tokens: list[int], values: list[float], span: list[dict[str, Any]]) -> bytes:
+        """As our files in the engines answer (`in_engine/dppo_arrays.py`)."""
+        head = {"tokens": self.tokens, "finish_reason": "length", "weight_versions": span}
+        if self.engine == "vllm_arrays":
+            choices = [{"index": index} | head for index in range(COUNT)]
+            return packed(
+                {"request_id": f"generate-tokens-{request_id}", "choices": choices}, [(tokens, values)] * COUNT
+            )
+        answers = [{"id": f"{request_id}/{index}"} | head for index in range(COUNT)]
+        return packed({"answers": answers}, [(tokens, values)] * COUNT)
 
-_ID = "r-000000"
+
+_ID = "r-000000.00000000"
+"""Of a group, with what the client adds for each attempt."""
 _PIECE = 256 << 10
 
 

@@ -14,7 +14,9 @@ from dppo_megatron.rollout.client.holding import Arrived
 from dppo_megatron.rollout.client.messages import Address
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, take
-from dppo_megatron.rollout.servers.fleet import Fleet, Work
+from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, VLLMDialect
+from dppo_megatron.rollout.servers.dispatch import Work
+from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.sglang import SGLangServer
 from dppo_megatron.rollout.servers.vllm import VLLMServer
@@ -23,6 +25,12 @@ from plane.canned import COUNT, Canned, CannedServers, request_id
 
 VOCABULARY = 151_936
 _TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def dialect_of(engine: str) -> AnyDialect:
+    """vllm, sglang; vllm_arrays, sglang_arrays with our path in the server."""
+    arrays = engine.endswith("_arrays")
+    return SGLangDialect(VOCABULARY, arrays=arrays) if "sglang" in engine else VLLMDialect(arrays=arrays)
 
 
 class Intake:
@@ -40,10 +48,10 @@ class Intake:
         self.canned, self._servers = canned, CannedServers(canned)
         urls = [self._servers.url(server) for server in range(servers)]
         made: list[Any] = [
-            VLLMServer(Http(url)) if canned.engine == "vllm" else SGLangServer(Http(url), VOCABULARY) for url in urls
+            SGLangServer(Http(url), VOCABULARY) if "sglang" in canned.engine else VLLMServer(Http(url)) for url in urls
         ]
         listener = Listener(1)
-        addresses = [Address(place, server.http.url, server.dialect) for place, server in enumerate(made)]
+        addresses = [Address(place, url, dialect_of(canned.engine)) for place, url in enumerate(urls)]
         self.clients = Clients(listener, addresses, [0] * servers)
         self._secret, self._path = listener.meeting.secret, listener.meeting.take_path(0)
         setup = Setup(

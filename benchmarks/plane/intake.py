@@ -10,9 +10,9 @@ import multiprocessing
 import resource
 from multiprocessing.connection import Connection
 
-from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, SGLangDialect, VLLMDialect, checked
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, checked
 from plane.canned import COUNT, Canned, request_id
-from plane.clients import VOCABULARY, Intake
+from plane.clients import VOCABULARY, Intake, dialect_of
 from plane.common import Bar, cpu_s
 
 _FILES = 1024
@@ -22,9 +22,14 @@ def run(smoke: bool) -> list[Bar]:
     """The part's bars."""
     bars = []
     tokens = 300 if smoke else 3000
-    for engine in ("vllm", "sglang"):
-        bars.append(Bar("intake", f"{engine}: decode and check", _decode(engine, tokens), 0.4, "s/Mtok", is_time=True))
-    forms = [("vllm", 8, 4 if smoke else 32, tokens), ("sglang", 64, 8 if smoke else 32, 30 if smoke else 375)]
+    for engine, most in (("vllm", 0.4), ("vllm_arrays", 0.1), ("sglang", 0.4), ("sglang_arrays", 0.1)):
+        bars.append(Bar("intake", f"{engine}: decode and check", _decode(engine, tokens), most, "s/Mtok", is_time=True))
+    each = 4 if smoke else 32
+    forms = [
+        ("vllm", 8, each, tokens),
+        ("vllm_arrays", 8, each, tokens),
+        ("sglang", 64, 8 if smoke else 32, 30 if smoke else 375),
+    ]
     for engine, servers, groups_each, length in forms:
         bars += _apart(engine, servers, groups_each, length)
     return bars
@@ -32,11 +37,11 @@ def run(smoke: bool) -> list[Bar]:
 
 def _decode(engine: str, tokens: int) -> float:
     group = GenerateRequest(request_id(0), (1, 2), COUNT, 0, max_tokens=tokens)
-    dialect = VLLMDialect() if engine == "vllm" else SGLangDialect(VOCABULARY)
+    dialect = dialect_of(engine)
     content, spent = Canned(engine, tokens).body(request_id(0)), []
     for _ in range(7):  # the least: a busy machine's other processes take caches, not only turns
         began = cpu_s()
-        checked(dialect.read(content, group), group, Expected(VOCABULARY, 1, 1))
+        checked(dialect.read([content], group), group, Expected(VOCABULARY, 1, 1))
         spent.append(cpu_s() - began)
     return min(spent) / (COUNT * tokens / 1e6)
 

@@ -16,8 +16,9 @@ import torch
 from receivers import PipeServer
 
 from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, VLLMDialect
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync

@@ -35,8 +35,8 @@ class SamplingConfig:
 @dataclass
 class ServersConfig:
     endpoints: list[str] = field(default_factory=list)
-    """Servers that are already running, as http://host:port. Hosts other than this machine's loopback need
-    `allow_remote_endpoints`."""
+    """Servers that are already running, or routers in front of some, as http://host:port. Hosts other than this
+    machine's loopback need `allow_remote_endpoints`."""
     allow_remote_endpoints: bool = False
     """Plain HTTP to other hosts: prompts and completions are then readable on that network."""
     launch: Literal["none", "local"] = "none"

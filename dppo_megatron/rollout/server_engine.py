@@ -46,11 +46,13 @@ from dppo_megatron.rollout.engine import Request, Sampling, Weights
 from dppo_megatron.rollout.grouping import completion_of, grouped
 from dppo_megatron.rollout.launching import launch_everywhere
 from dppo_megatron.rollout.servers.connect import ChannelName, Connection, connect
-from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
+from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work
+from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.keeper import Keeper
 from dppo_megatron.rollout.servers.launch import ServerProcess
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.recruit import Recruiter
+from dppo_megatron.rollout.servers.router import Router
 from dppo_megatron.rollout.servers.seats import RankDevice, Seats, this_device
 from dppo_megatron.rollout.servers.wire import Expected
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
@@ -271,12 +273,12 @@ class ServerEngine:
         """On rank 0: reach every server, and wait for the clients from now on."""
         self._connection = connection = connect(config, architecture, say, devices, launched, watch)
         connection.fleet.spans = self._spans
-        members, listener = connection.fleet.members, Listener(self._nodes.count)
-        owned_by = owners([m.name for m in members], self._nodes.count, [server.node for server in launched])
+        fleet, listener = connection.fleet, Listener(self._nodes.count)
+        owned_by = owners([e.name for e in fleet.endpoints], self._nodes.count, [server.node for server in launched])
         addresses = [
-            Address(i, member.name, member.server.dialect, key)
-            for i, (member, key) in enumerate(zip(members, connection.keys, strict=True))
-        ]
+            Address(fleet.places[member.name], member.name, member.server.dialect, key)
+            for member, key in zip(fleet.members, connection.keys, strict=True)
+        ] + [self._address_of(router) for router in fleet.routers]
         nodes = set(owned_by) if connection.directory is None else set(range(self._nodes.count))
         self._clients = Clients(listener, addresses, owned_by, sorted(nodes))
         connection.fleet.intake, self._owners = self._clients, nodes
@@ -288,9 +290,15 @@ class ServerEngine:
         return connection.description, listener.meeting, way
 
     def _introduce(self, place: int, member: Member, key: str) -> None:
-        """On rank 0: a server has come."""
+        """On rank 0: a server has come, perhaps behind a router."""
         assert self._clients is not None
         self._clients.add(Address(place, member.name, member.server.dialect, key))
+        for router in self._fleet.routers:
+            self._clients.add(self._address_of(router))
+
+    def _address_of(self, router: Router) -> Address:
+        server, place = router.server, self._fleet.places[router.name]
+        return Address(place, router.name, server.dialect, server.api_key, tuple(sorted(server.named)))
 
     def _await_clients(self, say: Callable[[str], None]) -> None:
         assert self._clients is not None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from support.engines.servers import API_KEY, Reference
@@ -17,12 +18,15 @@ from support.launch import run_ranks
 from support.served import LONG, Served, prompts_of, requests_for, train_on_this_rank
 
 from dppo_megatron.config.data import EvalSetConfig
+from dppo_megatron.config.evaluation import longest_sequence
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.connect import make_server
+from dppo_megatron.rollout.servers.dialects import SGLANG_ARRAYS_PATH, VLLM_ARRAYS_PATH
+from dppo_megatron.rollout.servers.http import Http, Refused
 from dppo_megatron.rollout.servers.intake import Ask
 from dppo_megatron.rollout.servers.protocol import generate
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
@@ -51,6 +55,51 @@ def test_logprobs_are_the_actors_before_and_after_updates(served: Served, tmp_pa
             assert reference.difference(requests[:2], probed).mean() < 1e-4
         verified = engine.statistics()["rollout/tensors_verified"]
         assert verified >= {"vllm": 9, "sglang": 18}[served.name], "vLLM on a CPU shows embedding and norms only"
+
+
+def test_both_forms_of_an_answer_say_the_same(served: Served, tmp_path: Path) -> None:
+    """The engine's JSON and our arrays of the same greedy completions: tokens, spans, log-probabilities to
+    the last bit that JSON keeps. Bad requests are refused, and those without the key."""
+    engine = served.engine(served.config(tmp_path, count=1))
+    engine.load_weights(Reference(served.files / "model", 5).weights)
+    [member] = engine._fleet.members
+    arrays: Any = member.server.dialect
+    assert arrays.arrays, "launched servers have the path"
+    found = []
+    for turn, dialect in enumerate((arrays, msgspec.structs.replace(arrays, arrays=False))):
+        group = GenerateRequest(f"both-{turn}", (2, 5, 7), 4, 11, max_tokens=LONG, temperature=0.0, stop_token_ids=(1,))
+        found.append(
+            generate(_Asked(member.server.http, dialect), group, Expected(engine._vocab_size, 1, 1), timeout_s=60)
+        )  # type: ignore[arg-type]
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist() and one.logprobs.tolist() == other.logprobs.tolist()
+        assert (one.finish_reason, one.weights_versions) == (other.finish_reason, other.weights_versions)
+    path = {"vllm": VLLM_ARRAYS_PATH, "sglang": SGLANG_ARRAYS_PATH}[served.name]
+    with pytest.raises(Refused, match="401"):
+        Http(member.name).get(path, timeout_s=30)
+    for bad in (b"{}", b"[", b'{"request_id": "x", "token_ids": [1], "sampling_params": {"n": 100000}}'):
+        with pytest.raises(Refused, match="400"):
+            member.server.http.exchange(path, bad, timeout_s=30, max_bytes=1 << 16)
+
+
+def test_the_longest_sequence_fits(served: Served, tmp_path: Path) -> None:
+    """A launched server has room for prompt and completion of the largest lengths, to the last token."""
+    config = served.config(tmp_path, count=1, rollout__sampling__max_completion_tokens=LONG)
+    engine = served.engine(config)
+    engine.load_weights(Reference(served.files / "model", 5).weights)
+    [member] = engine._fleet.members
+    longest, _ = longest_sequence(config)
+    group = GenerateRequest("long-0", (3,) * (longest - 8), 16, 1, max_tokens=8, stop_token_ids=(1,))
+    found = generate(member.server, group, Expected(engine._vocab_size, 1, 1), timeout_s=60)
+    assert max(len(one.token_ids) for one in found) == 8
+
+
+@dataclass
+class _Asked:
+    """A server asked in a dialect of the test's choice."""
+
+    http: Http
+    dialect: Any
 
 
 def test_evaluation_through_servers(served: Served, tmp_path: Path) -> None:

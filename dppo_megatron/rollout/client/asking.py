@@ -8,10 +8,13 @@ connection is no failure.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from dppo_megatron.rollout.client.messages import Address
 from dppo_megatron.rollout.servers.http import (
@@ -105,28 +108,40 @@ class Asker:
             Unreachable, Refused, BadAnswer, OurFault.
         """
         server = self._servers[ask.server]
-        content: bytes | bytearray = b""
+        answers: list[bytes] = []
         try:
             async with asyncio.timeout(ask.timeout_s):
-                for call in server.dialect.calls(ask.group):
-                    content = await self._post(server, call, ask.group.answer_bytes)
+                for calls in server.dialect.rounds(ask.group):
+                    answers = await self._post_all(server, calls, ask.group.answer_bytes)
         except TimeoutError:
             raise Unreachable(f"{server.url}: no complete answer after {ask.timeout_s:g} s") from None
-        return checked(server.dialect.read(bytes(content), ask.group), ask.group, ask.expected)
+        return checked(server.dialect.read(answers, ask.group), ask.group, ask.expected)
 
     async def end(self, server: int, group: GenerateRequest) -> None:
-        """Have the server end a request; who cannot be reached has ended it, or will be found hung by its probe."""
+        """Have the server end a request; who cannot be reached has ended it, or will be found hung by its probe. All
+        workers of a router are told: nobody else knows which of them has it."""
         address = self._servers[server]
-        for call in address.dialect.abort_calls(group):
-            try:
-                async with asyncio.timeout(_ABORT_S):
-                    await self._post(address, call, _ERROR_BYTES)
-            except (Unreachable, Refused, OurFault, TimeoutError):
-                return
+        for url in address.workers or [address.url]:
+            worker = msgspec.structs.replace(address, url=url)
+            with contextlib.suppress(Unreachable, Refused, OurFault, TimeoutError):
+                for call in address.dialect.abort_calls(group):
+                    async with asyncio.timeout(_ABORT_S):
+                        await self._post(worker, call, _ERROR_BYTES)
 
     async def close(self) -> None:
         """Cut all connections."""
         await self._session.close()
+
+    async def _post_all(self, server: Address, calls: Sequence[Call], max_bytes: int) -> list[bytes]:
+        """Their answers, in order. The first that fails ends the others."""
+        if len(calls) == 1:
+            return [bytes(await self._post(server, calls[0], max_bytes))]
+        posts = [asyncio.ensure_future(self._post(server, call, max_bytes)) for call in calls]
+        try:
+            return [bytes(answer) for answer in await asyncio.gather(*posts)]
+        finally:
+            for post in posts:
+                post.cancel()
 
     async def _post(self, server: Address, call: Call, max_bytes: int) -> bytearray:
         """The body of a 2xx answer. A kept connection that the server has closed meanwhile is replaced once."""

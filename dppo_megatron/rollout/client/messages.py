@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from dppo_megatron.rollout.servers.dialects import AnyDialect
 from dppo_megatron.rollout.servers.intake import Ask, Failed, Landed, Ready
-from dppo_megatron.rollout.servers.wire import AnyDialect
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -23,6 +23,8 @@ class Address(msgspec.Struct, frozen=True):
     url: str
     dialect: AnyDialect
     api_key: str = ""
+    workers: tuple[str, ...] = ()
+    """Of a router: the servers behind it."""
 
     def __repr__(self) -> str:
         """Without the key: messages go into logs."""

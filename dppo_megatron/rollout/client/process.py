@@ -20,6 +20,7 @@ import ctypes
 import os
 import pickle
 import resource
+import secrets
 import shutil
 import signal
 import socket
@@ -29,6 +30,8 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from dppo_megatron.rollout.client import frames
 from dppo_megatron.rollout.client.asking import Asker, OurFault
@@ -117,7 +120,8 @@ class Client:
         if isinstance(message, Servers):
             self._asker.know(message.servers)
         elif isinstance(message, Ask):
-            self._asks[message.ticket] = (message, self._begin(self._answer(message)))
+            ask = _with_own_id(message)
+            self._asks[ask.ticket] = (ask, self._begin(self._answer(ask)))
         elif isinstance(message, End):
             for ask, _ in [self._asks[ticket] for ticket in message.tickets if ticket in self._asks]:
                 self._begin(self._asker.end(ask.server, ask.group))
@@ -205,6 +209,13 @@ class Client:
                 frames.accept_handshake(peer, self._setup.secret)
                 take = TAKE.decode(frames.receive(peer))
                 hand_over(peer, self._held.take(take.share, take.shares))
+
+
+def _with_own_id(ask: Ask) -> Ask:
+    """The attempt under an id that no other has: an earlier one at the same group, cut off a moment ago, may still run
+    on the server, and SGLang refuses an id that it has."""
+    unique = f"{ask.group.request_id}.{secrets.token_hex(4)}"
+    return msgspec.structs.replace(ask, group=msgspec.structs.replace(ask.group, request_id=unique))
 
 
 def raise_file_limit() -> int:

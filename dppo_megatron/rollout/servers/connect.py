@@ -19,12 +19,13 @@ import torch
 from dppo_megatron.config.evaluation import longest_sequence
 from dppo_megatron.config.rollout import RolloutConfig, check_endpoint
 from dppo_megatron.config.schema import Config
-from dppo_megatron.rollout.servers.directory import Directory, Entry
+from dppo_megatron.rollout.servers.directory import Addresses, Directory, Entry
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import Http, Refused, Unreachable, clean_key
 from dppo_megatron.rollout.servers.launch import LaunchedServer, ServerProcess, stop_all
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
+from dppo_megatron.rollout.servers.router import NamedServers, RouterServer, named_workers, through
 from dppo_megatron.rollout.servers.seats import CPU, RankDevice, Seats, seats, visible_devices
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer, vllm_command, vllm_environment
@@ -54,8 +55,8 @@ class Connection:
     """Under the channel ipc, the rank that hands weights to each worker; else empty."""
     keys: list[str]
     """API key of each server, in the fleet's order."""
-    directory: Directory | None = None
-    """Of `rollout.servers.addresses_from`."""
+    directory: Addresses | None = None
+    """Who the servers are from now on, where they may come and go."""
 
 
 def connect(
@@ -76,15 +77,19 @@ def connect(
         UserError: what is wrong with which server.
     """
     rollout = config.rollout
-    directory = Directory(Path(rollout.servers.addresses_from)) if rollout.servers.addresses_from else None
+    routers: list[RouterServer] = []
+    directory: Addresses | None = None
     try:
-        if directory is not None:
-            addresses = _registered(directory, rollout, say)
+        if rollout.servers.addresses_from:
+            files = directory = Directory(Path(rollout.servers.addresses_from))
+            addresses = _registered(files, rollout, say)
         elif launched:
             addresses = {server.url: server.api_key for server in launched}
         else:
             configured = configured_key(rollout)
-            addresses = dict.fromkeys(workers(rollout, configured, say), configured)
+            known, routers = routed(rollout, configured, say)
+            addresses = dict.fromkeys(known, configured)
+            directory = _named(known, routers, rollout, configured)
         urls = list(addresses)
         servers: list[Server] = [
             make_server(rollout.engine, url, key, architecture.vocab_size) for url, key in addresses.items()
@@ -93,6 +98,7 @@ def connect(
         infos = [describe(server, rollout.servers.api_key_env) for server in servers]
         for server, info in zip(servers, infos, strict=True):
             check_server(server.http.url, info, config, architecture)
+        routers = [router for router in routers if _passes(router, servers, say)]
         on_gpu = torch.cuda.is_available()
         found = _seats(launched, infos, devices)
         channel, why = choose_channel(
@@ -108,7 +114,9 @@ def connect(
         stop_all(launched)
         raise
     return Connection(
-        fleet=Fleet(servers, rollout, say, processes=launched, health_file=HealthFile(Path(config.run_dir))),
+        fleet=Fleet(
+            servers, rollout, say, None, launched, health_file=HealthFile(Path(config.run_dir)), routers=routers
+        ),
         channel=channel,
         keys=list(addresses.values()),
         seats={url: ranks for url, ranks in found.items() if ranks} if channel == "ipc" else {},
@@ -119,6 +127,24 @@ def connect(
         ),
         directory=directory,
     )
+
+
+def _named(
+    servers: Sequence[str], routers: Sequence[RouterServer], rollout: RolloutConfig, key: str
+) -> NamedServers | None:
+    """Where there are routers, whom they will name later."""
+    if not routers:
+        return None
+    behind = {name for router in routers for name in router.named}
+    return NamedServers([url for url in servers if url not in behind], routers, key, rollout.engine)
+
+
+def _passes(router: RouterServer, servers: Sequence[Server], say: Callable[[str], None]) -> bool:
+    """Whether requests go through it; else its workers are asked themselves, which is said."""
+    if through(router, [server.dialect for server in servers]):
+        return True
+    say(f"rollout: {router.http.url} passes no requests of this engine on; its workers are asked themselves")
+    return False
 
 
 def _registered(directory: Directory, rollout: RolloutConfig, say: Callable[[str], None]) -> dict[str, str]:
@@ -156,16 +182,14 @@ def _await_ready(launched: Sequence[ServerProcess], servers: Sequence[Server], t
             say(done + 1)
 
 
-def workers(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> list[str]:
-    """The configured endpoints, a router (sglang-router and its relatives) replaced by the workers that it names.
-
-    Weights, health probes and canaries need each worker itself. Generation goes to them directly too: the fleet knows
-    how many tokens each still has to give, and which of them has the present weights.
+def routed(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> tuple[list[str], list[RouterServer]]:
+    """The servers among the configured endpoints, with the workers of its routers; and the routers (`router.py`).
 
     Raises:
         UserError: a router names no worker, one twice, or one that may not be asked.
     """
-    found: list[str] = []
+    servers: list[str] = []
+    routers: list[RouterServer] = []
     for url in rollout.servers.endpoints:
         named = _named_workers(Http(url, key))
         for worker in named or []:
@@ -173,11 +197,12 @@ def workers(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> lis
         if named == []:
             raise UserError(f"rollout.servers.endpoints: {url} is a router without workers")
         if named:
-            say(f"rollout: {url} is a router; its {len(named)} workers are asked directly: {', '.join(named)}")
-        found += named or [url]
-    if len(set(found)) < len(found):
-        raise UserError(f"rollout.servers.endpoints names a server twice, by itself or as a router's: {found}")
-    return found
+            say(f"rollout: {url} is a router of {len(named)} servers: {', '.join(named)}")
+            routers.append(RouterServer(Http(url, key), key, named=frozenset(named)))
+        servers += named or [url]
+    if len(set(servers)) < len(servers):
+        raise UserError(f"rollout.servers.endpoints names a server twice, by itself or as a router's: {servers}")
+    return servers, routers
 
 
 def ipc_warning() -> str:
@@ -195,14 +220,9 @@ def ipc_warning() -> str:
 def _named_workers(http: Http) -> list[str] | None:
     """None for what is no router."""
     try:
-        answer = http.get("/workers", timeout_s=_FIRST_ANSWER_S)
+        return named_workers(http, _FIRST_ANSWER_S)
     except (Unreachable, Refused):  # no such path, or nobody: `describe` says what is wrong
         return None
-    listed = answer.get("workers") if isinstance(answer, dict) else None
-    if not isinstance(listed, list):
-        return None
-    urls = [worker.get("url") for worker in listed if isinstance(worker, dict)]
-    return [url.rstrip("/") for url in urls if isinstance(url, str)]
 
 
 def _seats(

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from dppo_megatron.config.paths import shown
 from dppo_megatron.types import UserError
@@ -38,6 +39,13 @@ class Entry:
     url: str
     api_key: str = field(repr=False)
     engine: str
+
+
+class Addresses(Protocol):
+    """Who a run's servers are now."""
+
+    def entries(self) -> dict[str, Entry]:
+        """By address. Raises UserError where they cannot be read."""
 
 
 class Registration:

@@ -1,26 +1,15 @@
-"""Several servers as one: who gets which request, what a failure means, and when waiting ends.
+"""Several servers as one: which of them answer, which have the present weights, and who has room for a request.
 
-Runs on rank 0 and decides from scalars; the rollout clients hold the sockets and the tokens.
-
-    rank 0, rollout thread            rollout client (one a node)              servers
-    Fleet.run -- Ask(ticket) -------> one task a ticket ---- POST -----------> generate
-         <------ Landed | Failed ---- typed decoding, check <-- answer --------
-         <------ Ready -------------- decoded, graded
-      waits for: events, a tick        waits for: sockets, graders
-    rank 0, probe threads --------------------------------- GET health ------> answers, or the member is out
-    rank 0, main thread: trains, or waits in `finish` for the rollout thread; a weight sync takes its turn there
+    rank 0, rollout thread: Dispatch.run --> live, began, ended, rests, failed     (dispatch.py: who gets which request)
+            probe threads:  GET health ----> answers, or the member is out
+            main thread:    trains, or waits in `finish` for the rollout thread; a weight sync takes its turn there:
+                            expects(new) for all, took(new) for each
 
 The rules:
 
-- A group goes to the live server with the fewest outstanding tokens, of those with room for its completions:
-  `max_concurrent_sequences` counts completions, so a group of one takes an eighth of the room of a group of eight.
-- A server that refuses connections, breaks one, answers what cannot be so, or does not answer its health probe is out;
-  its groups are queued again under the same request id, and only the first answer to an id is kept. With a seed (vLLM)
-  the second attempt samples the same completion, so a failure does not favour short ones.
-- A server that has too much to do (408, 429, 503) rests for as long as it asks, or a little longer each time.
+- A server that refuses connections, breaks one, answers what cannot be so, or does not answer its health probe is out.
 - A server that answers again is stale: it gets no request before it has had a complete weight sync.
-- Every wait has an end: `request_timeout_s` for a request since its first try and `_MOST_FAILURES` for the answers to
-  it that went wrong, `engine_wait_s` for a fleet with nobody left. Each ends in one message with the request's id.
+- Members keep their number whoever comes and goes: the rollout clients know servers by it.
 """
 
 from __future__ import annotations
@@ -28,68 +17,26 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 
 from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.rollout.servers.dispatch import Dispatch, Work
 from dppo_megatron.rollout.servers.health_file import HealthFile
-from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Intake, Landed, Ready
+from dppo_megatron.rollout.servers.intake import Intake
 from dppo_megatron.rollout.servers.launch import ServerProcess, stop_all
-from dppo_megatron.rollout.servers.member import Member, OwnedLock
+from dppo_megatron.rollout.servers.member import Endpoint, Member, OwnedLock
 from dppo_megatron.rollout.servers.protocol import Server
-from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
+from dppo_megatron.rollout.servers.router import Router, RouterServer
+from dppo_megatron.rollout.servers.wire import GenerateRequest
 from dppo_megatron.spans import Spans
-from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.types import UserError
 
-_TICK_S = 0.2
 _ANSWER_S = 30.0
 _READY_S = 5.0
-_MOST_FAILURES = 4
-"""Answers to one request that went wrong, on whichever server: then it is the request. Attempts that are cut because
-another one's failure has marked their server out do not count."""
-_MOST_ABORTS = 8
-"""A weight sync with in_flight=abort ends a request once; who ends it this often does so on its own account."""
-BUSY = (408, 429, 503)
 _FIRST_REST_S, _LONGEST_REST_S = 0.5, 30.0
-
-
-class NeedsWeights(Exception):
-    """Servers answer, but none has the present weights: sync, then `Fleet.run` the same work again."""
-
-
-@dataclass
-class Work:
-    """The groups of one rollout and what has come back; survives a `NeedsWeights`."""
-
-    groups: Sequence[GenerateRequest]
-    expected: Expected
-    prompts: Sequence[bytes] = ()
-    """For the grading hook, one a group; empty: nothing is graded."""
-    may_be_cut: bool = True
-    """`rollout.limits.straggler_share` applies. Not to an evaluation: cut completions would count as wrong."""
-    done: dict[int, Landed] = field(default_factory=dict)
-    landed: dict[int, int] = field(default_factory=dict)
-    """The ticket that brought each group's answer -> the group."""
-    ready: set[int] = field(default_factory=set)
-    """Groups that are decoded and graded."""
-    first_asked: dict[int, float] = field(default_factory=dict)
-    failures: dict[int, list[str]] = field(default_factory=dict)
-    """What went wrong with each group, one line an answer."""
-    aborts: dict[int, int] = field(default_factory=dict)
-    retries: int = 0
-    given_up: bool = False
-    """Nobody wants the rest any more: `Fleet.run` ends its requests and returns."""
-    cut: bool = False
-    """The straggler rule has ended the rest."""
-    cut_completions: int = 0
-
-    @property
-    def is_complete(self) -> bool:
-        """Every group has landed and is ready."""
-        return len(self.ready) == len(self.groups)
 
 
 @dataclass
@@ -98,16 +45,6 @@ class _Probe:
 
     begun: float = -math.inf
     answer: Future[None] | None = None
-
-
-@dataclass
-class _Attempt:
-    index: int
-    member: Member
-    began_s: float
-    """On the clock of the spans."""
-    outages: int
-    """The member's then. With the next one it is lost, also if the member is back already."""
 
 
 class Fleet:
@@ -120,6 +57,7 @@ class Fleet:
         clock: seconds that only grow.
         threads: where questions to servers wait for their answers.
         health_file: is told how the servers are, for people who watch.
+        routers: in front of some of the servers; requests for those go through them.
     """
 
     def __init__(
@@ -132,12 +70,14 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         threads: Executor | None = None,
         health_file: HealthFile | None = None,
+        routers: Sequence[RouterServer] = (),
     ) -> None:
         self.lock = OwnedLock()
         """Held by whoever changes a member; never across a call to a server."""
         self.members = [
             Member(server, self.lock, clock, process) for server, process in zip_longest(servers, processes)
         ]
+        self.routers = [Router(router, self.lock, clock) for router in routers]
         self.say = say
         self.intake = intake
         self.recruit: Callable[[Fleet], None] | None = None
@@ -147,9 +87,9 @@ class Fleet:
         self._config, self._clock, self._health_file = config, clock, health_file
         self._threads = threads or ThreadPoolExecutor(max_workers=max(32, len(servers)), thread_name_prefix="probe")
         self._expected = ""
-        self._probing: dict[str, _Probe] = {member.name: _Probe() for member in self.members}
-        self.places = {member.name: place for place, member in enumerate(self.members)}
-        """Number of each member: it keeps it whoever comes and goes."""
+        self._probing: dict[str, _Probe] = {asked.name: _Probe() for asked in self.endpoints}
+        self.places = {asked.name: place for place, asked in enumerate(self.endpoints)}
+        """Number of each member and router: it keeps it whoever comes and goes."""
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="launcher")
         """Its thread lives as long as the trainer: the kernel ends a server with the thread that has started it."""
         self._next_ticket = 0
@@ -161,18 +101,40 @@ class Fleet:
         """Servers with the present weights."""
         return [member for member in self.members if member.state == "live"]
 
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Servers and routers."""
+        return [*self.members, *self.routers]
+
+    def doors(self, group: GenerateRequest) -> list[Endpoint]:
+        """Who may be asked for `group`: live routers that pass all of it on, and live servers behind none of them."""
+        routers = [r for r in self.routers if r.state == "live" and r.server.dialect.carries(group)]
+        behind = {name for router in routers for name in router.server.named}
+        return [*routers, *(member for member in self.live if member.name not in behind)]
+
+    def follow_routers(self) -> None:
+        """Let routers become live with their workers, and fail with them."""
+        if not self.routers:
+            return
+        with self.lock:
+            members = {member.name: member for member in self.members}
+            news = [(router, router.follow(members)) for router in self.routers]
+        for router, reason in news:
+            if reason:
+                self.mark_out(router, reason)
+
     def health(self) -> dict[str, str]:
         """live, or the state and its reason, by address."""
-        return {member.name: member.condition for member in self.members}
+        return {asked.name: asked.condition for asked in self.endpoints}
 
     def expect(self, version: str) -> None:
         """Only servers that have taken `version` are live from now on."""
         with self.lock:
             self._expected = version
-            for member in self.members:
-                member.expects(version)
+            for asked in self.endpoints:
+                asked.expects(version)
 
-    def mark_out(self, member: Member, reason: str) -> None:
+    def mark_out(self, member: Endpoint, reason: str) -> None:
         """No more requests; those in flight are cut and go elsewhere."""
         with self.lock:
             news = member.failed(reason)
@@ -186,7 +148,7 @@ class Fleet:
         if self.recruit is not None:
             self.recruit(self)
         timeout_s = min(_ANSWER_S, self._config.limits.probe_timeout_s)
-        out = [member for member in self.members if member.state == "out" and member.may_be_asked]
+        out = [asked for asked in self.endpoints if asked.state == "out" and asked.may_be_asked]
         asked = [(member, self._threads.submit(member.server.healthy, timeout_s=timeout_s)) for member in out]
         for member, answer in asked:
             if answer.exception() is None:
@@ -197,15 +159,17 @@ class Fleet:
         address of a member takes its place."""
         url = server.http.url
         with self.lock:
-            place = self.places.setdefault(url, len(self.members))
+            place = self.places.setdefault(url, len(self.places))
             self._probing[url] = _Probe()  # an earlier question was to whoever had the address before
-            if place == len(self.members):
-                self.members.append(Member(server, self.lock, self._clock))
-                self.members[place].expects(self._expected)
+            member = next((known for known in self.members if known.name == url), None)
+            if member is None:
+                member = Member(server, self.lock, self._clock)
+                member.expects(self._expected)
+                self.members.append(member)
             else:
-                self.members[place].replaced_by(server)
-            self.members[place].answers()
-        return place, self.members[place]
+                member.replaced_by(server)
+            member.answers()
+        return place, member
 
     def let_go(self, member: Member, reason: str) -> None:
         """Its owner has taken it away: no more requests and no more questions."""
@@ -243,12 +207,12 @@ class Fleet:
             NeedsWeights: no live server, but at least one to sync.
             GuardStop: a request or the whole fleet has been waited for long enough.
         """
-        return _Rollout(self, work).run()
+        return Dispatch(self, work, self._config.limits, self._clock).run()
 
     def close(self) -> None:
         """Cut every connection, end the threads and the trainer's own servers."""
-        for member in self.members:
-            member.server.http.close()
+        for asked in self.endpoints:
+            asked.server.http.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._starter.shutdown(wait=False, cancel_futures=True)
         stop_all(member.process for member in self.members if member.process is not None)
@@ -258,14 +222,14 @@ class Fleet:
         self._next_ticket += 1
         return self._next_ticket
 
-    def rest(self, member: Member, wanted_s: float | None) -> None:
+    def rest(self, member: Endpoint, wanted_s: float | None) -> None:
         """It has too much to do: no requests for as long as it asks, else twice as long as the last time."""
         times = self._busy[member.name] = self._busy.get(member.name, 0) + 1
         own_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** min(times - 1, 16))
         with self.lock:
             member.rests(own_s if wanted_s is None else min(_LONGEST_REST_S, wanted_s))
 
-    def delivered(self, member: Member) -> None:
+    def delivered(self, member: Endpoint) -> None:
         """A good answer."""
         self._busy.pop(member.name, None)
         with self.lock:
@@ -274,7 +238,7 @@ class Fleet:
     def probe_all(self) -> None:
         """Start the health probes that are due and act on those that have come back."""
         now = self._clock()
-        for member in self.members:
+        for member in self.endpoints:
             probe = self._probing[member.name]
             if probe.answer is not None and probe.answer.done():
                 error, probe.answer = probe.answer.exception(), None
@@ -288,211 +252,12 @@ class Fleet:
                 timeout_s = self._config.limits.probe_timeout_s
                 probe.answer = self._threads.submit(member.server.healthy, timeout_s=timeout_s)
         if self._health_file is not None:
-            self._health_file.write(self.members)
+            self._health_file.write(self.endpoints)
 
-    def _is_back(self, member: Member) -> None:
+    def _is_back(self, member: Endpoint) -> None:
         with self.lock:
             member.answers()
         # a probe that was begun while it hung would say so after it has come back
         self._probing[member.name].answer = None
-        self.say(f"rollout: {member.name} answers again; it gets requests after a weight sync")
-
-
-class _Rollout:
-    """One call of `Fleet.run`: what is pending and what is in flight."""
-
-    def __init__(self, fleet: Fleet, work: Work) -> None:
-        assert fleet.intake is not None
-        self._fleet, self._work, self._intake = fleet, work, fleet.intake
-        self._limits, self._clock = fleet._config.limits, fleet._clock
-        self._pending = deque(index for index in range(len(work.groups)) if index not in work.done)
-        self._attempts: dict[int, _Attempt] = {}
-        self._watched, self._outages, self._places = -math.inf, -1, fleet.places
-        self._landed_s: dict[int, float] = {}  # ticket -> when its answer came, on the clock of the spans
-
-    def run(self) -> Iterator[int]:
-        """See `Fleet.run`."""
-        work = self._work
-        try:
-            while not work.is_complete and not work.given_up:
-                self._assign()
-                if self._pending and not self._attempts and not self._fleet.live:
-                    self._wait_for_anyone()
-                    continue
-                for event in self._intake.events(_TICK_S):
-                    if (landed := self._settle(event)) is not None:
-                        yield landed
-                self._drop_the_lost()
-                self._cut_stragglers()
-                if self._watch():
-                    self._fleet.probe_all()
-            if work.given_up:
-                self._intake.end(list(self._attempts))
-        finally:
-            self._intake.cancel(list(self._attempts))
-            for ticket in list(self._attempts):
-                self._forget(ticket)
-
-    def _assign(self) -> None:
-        while self._pending:
-            group = self._work.groups[self._pending[0]]
-            free = [member for member in self._fleet.live if self._has_room(member, group)]
-            if not free:
-                return
-            self._ask(min(free, key=lambda member: member.outstanding_tokens), self._pending.popleft())
-
-    def _ask(self, member: Member, index: int) -> None:
-        work, ticket = self._work, self._fleet.ticket()
-        group, now = work.groups[index], self._clock()
-        left_s = work.first_asked.setdefault(index, now) + self._limits.request_timeout_s - now
-        with self._fleet.lock:
-            member.began(group.cost, group.count)
-        self._attempts[ticket] = _Attempt(index, member, self._fleet.spans.clock(), member.outages)
-        prompt = work.prompts[index] if work.prompts else b""
-        self._intake.ask(
-            Ask(ticket, index, self._places[member.name], group, work.expected, left_s + _ANSWER_S, prompt)
-        )
-
-    def _has_room(self, member: Member, group: GenerateRequest) -> bool:
-        """A group that is larger than the whole room goes alone: it could go nowhere else."""
-        room = self._limits.max_concurrent_sequences - member.completions
-        fits = group.count <= room or member.groups == 0
-        return member.is_free and fits and member.groups < self._intake.room(self._places[member.name])
-
-    def _forget(self, ticket: int) -> _Attempt:
-        """Take an attempt off its server's account."""
-        attempt = self._attempts.pop(ticket)
-        group = self._work.groups[attempt.index]
-        with self._fleet.lock:
-            attempt.member.ended(group.cost, group.count)
-        return attempt
-
-    def _settle(self, event: Event) -> int | None:
-        """The group that has landed, if one has. Tickets that are no longer wanted are passed over."""
-        if isinstance(event, Ready):
-            if event.ticket in self._work.landed:
-                index = self._work.landed[event.ticket]
-                self._work.ready.add(index)
-                now = self._fleet.spans.clock()
-                self._show("grading", index, self._landed_s.pop(event.ticket, now), now, event.ticket)
-            return None
-        if event.ticket not in self._attempts:
-            return None
-        attempt = self._forget(event.ticket)
-        landed_s = self._landed_s[event.ticket] = self._fleet.spans.clock()
-        self._show(f"requests {attempt.member.name}", attempt.index, attempt.began_s, landed_s, event.ticket)
-        if isinstance(event, Failed):
-            self._failed(attempt, event)
-            return None
-        aborted = event.reasons.count("abort")
-        if aborted and not (self._work.cut and all(event.lengths)):
-            self._aborted(attempt, event.ticket)
-            return None
-        self._work.cut_completions += aborted
-        self._work.done[attempt.index] = event
-        self._work.landed[event.ticket] = attempt.index
-        self._fleet.delivered(attempt.member)
-        return attempt.index
-
-    def _show(self, track: str, index: int, began_s: float, ended_s: float, ticket: int) -> None:
-        spans = self._fleet.spans
-        if spans.on:
-            spans.add(track, self._work.groups[index].request_id, began_s, ended_s, ticket)
-
-    def _again(self, index: int) -> None:
-        self._work.retries += 1
-        self._pending.appendleft(index)
-
-    def _failed(self, attempt: _Attempt, event: Failed) -> None:
-        """Raises GuardStop for what no other server would do better."""
-        member, request_id = attempt.member, self._work.groups[attempt.index].request_id
-        if event.kind == "ours":
-            raise GuardStop(f"request {request_id}: {event.text}")
-        self._again(attempt.index)
-        if event.kind == "refused" and event.status in BUSY:
-            self._fleet.rest(member, event.retry_after_s)
-            return
-        if event.kind == "refused" and 400 <= event.status < 500:
-            raise GuardStop(f"{member.name} refused request {request_id}: {event.text}")
-        self._blame(attempt, event.text)
-
-    def _aborted(self, attempt: _Attempt, ticket: int) -> None:
-        """Ended before its end, by a weight sync or by nobody that we know."""
-        self._intake.cancel([ticket])  # what it brought is not wanted
-        self._again(attempt.index)
-        aborts = self._work.aborts[attempt.index] = self._work.aborts.get(attempt.index, 0) + 1
-        if aborts > _MOST_ABORTS:
-            self._blame(attempt, f"it has ended the request {aborts} times, unasked")
-
-    def _blame(self, attempt: _Attempt, why: str) -> None:
-        """A failure of this server, and one of this request's few."""
-        work, member = self._work, attempt.member
-        if member.outages != attempt.outages:  # it broke many connections at once, and another's end was told first
-            return
-        said = work.failures.setdefault(attempt.index, [])
-        said.append(f"{member.name}: {why}")
-        self._fleet.mark_out(member, why)
-        if len(said) >= _MOST_FAILURES:
-            raise GuardStop(
-                f"request {work.groups[attempt.index].request_id} has failed {len(said)} times: {'; '.join(said)}"
-            )
-
-    def _drop_the_lost(self) -> None:
-        """Attempts on servers that have gone out go elsewhere, whoever has marked them: a probe, an answer, a sync."""
-        outages = sum(member.outages for member in self._fleet.members)
-        if outages == self._outages:
-            return
-        self._outages = outages
-        lost = [ticket for ticket, attempt in self._attempts.items() if attempt.member.outages != attempt.outages]
-        self._intake.cancel(lost)
-        for ticket in reversed(lost):
-            self._again(self._forget(ticket).index)
-
-    def _wait_for_anyone(self) -> None:
-        fleet, wait_s = self._fleet, self._limits.engine_wait_s
-        deadline = self._clock() + wait_s
-        fleet.say(f"rollout: no server with the present weights; waiting up to {wait_s:g} s for one")
-        while not fleet.live and not self._work.given_up:
-            if any(member.state == "stale" for member in fleet.members):
-                raise NeedsWeights
-            if self._clock() > deadline:
-                states = "; ".join(f"{name} {state}" for name, state in fleet.health().items())
-                ids = [self._work.groups[index].request_id for index in self._pending]
-                raise GuardStop(
-                    f"all {len(fleet.members)} rollout servers have been gone for rollout.limits.engine_wait_s ="
-                    f" {wait_s:g} s ({states}); waiting requests: {_listed(ids)}"
-                )
-            for event in self._intake.events(_TICK_S):
-                self._settle(event)
-            self._watch()
-            fleet.restart_dead()
-            fleet.revive()
-
-    def _cut_stragglers(self) -> None:
-        work, share = self._work, self._limits.straggler_share
-        if share == 1 or not work.may_be_cut or work.cut or self._pending or not self._attempts:
-            return
-        total = sum(group.count for group in work.groups)
-        if sum(work.groups[index].count for index in work.done) >= share * total:
-            work.cut = True
-            self._intake.end(list(self._attempts))
-
-    def _watch(self) -> bool:
-        now, limit_s = self._clock(), self._limits.request_timeout_s
-        if now - self._watched < _TICK_S:  # thousands may wait, and events come by the hundred
-            return False
-        self._watched = now
-        waiting = [*self._pending, *(attempt.index for attempt in self._attempts.values())]
-        where = {attempt.index: f" on {attempt.member.name}" for attempt in self._attempts.values()}
-        asked = self._work.first_asked
-        if late := [index for index in waiting if now - asked.get(index, now) > limit_s]:
-            names = [f"{self._work.groups[index].request_id}{where.get(index, '')}" for index in late]
-            raise GuardStop(
-                f"{len(late)} requests (step-prompt-completion) have waited longer than"
-                f" rollout.limits.request_timeout_s = {limit_s:g} s since their first try: {_listed(names)}"
-            )
-        return True
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "")
+        waits_for = "after a weight sync" if isinstance(member, Member) else "when all of its workers do"
+        self.say(f"rollout: {member.name} answers again; it gets requests {waits_for}")

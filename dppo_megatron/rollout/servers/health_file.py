@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a reader needs no torch, which the servers' dialects do
-    from dppo_megatron.rollout.servers.member import Member
+    from dppo_megatron.rollout.servers.member import Endpoint
 
 HEALTH = "servers.json"
 """The file, in the run directory."""
@@ -25,7 +25,7 @@ _EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ServerHealth:
-    """One server."""
+    """One server, or a router in front of some."""
 
     url: str
     state: str
@@ -50,7 +50,7 @@ class HealthFile:
         self._states: list[str] = []
         self._written = float("-inf")
 
-    def write(self, members: Sequence[Member]) -> None:
+    def write(self, members: Sequence[Endpoint]) -> None:
         """Write, if there is news or the last time is some seconds ago."""
         now, states = time.monotonic(), [member.condition for member in members]
         if states == self._states and now - self._written < _EVERY_S:

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Literal
 
 from dppo_megatron.rollout.servers.launch import ServerProcess
-from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory, Server
+from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory, Generator, Server
 
 State = Literal["out", "stale", "live"]
 _FREE_FAILURES = 3
@@ -64,30 +64,18 @@ class OwnedLock:
         return self._owner == threading.get_ident()
 
 
-class Member:
-    """One server and what the fleet knows of it.
+class Endpoint:
+    """Who is asked for completions, and what the fleet knows of it: a server, or a router (`router.py`).
 
     Args:
-        lock: the fleet's; whoever changes this member holds it.
+        lock: the fleet's; whoever changes this holds it.
         clock: seconds that only grow.
-        process: the server's process, if the trainer has started it.
-
-    Example:
-        member = Member(server, lock)     # stale: it answers, and has no weights of ours
-        member.expects("1"); member.took("1")     # live
-        member.failed("no answer to its health probe")     # out; its requests go elsewhere
-        member.answers()     # stale: it may hold version 1, or nothing
-        member.took("1")     # live again, after a whole sync
     """
 
-    def __init__(
-        self,
-        server: Server,
-        lock: OwnedLock,
-        clock: Callable[[], float] = time.monotonic,
-        process: ServerProcess | None = None,
-    ) -> None:
-        self.server, self.process = server, process
+    server: Generator
+
+    def __init__(self, server: Generator, lock: OwnedLock, clock: Callable[[], float] = time.monotonic) -> None:
+        self.server = server
         self._lock, self._clock = lock, clock
         self._state: State = "stale"
         self.reason = "not synced yet"
@@ -100,20 +88,25 @@ class Member:
         """Outages in a row, without one good answer between them."""
         self.has_leftovers = False
         """It has been out since its last sync: requests that others have answered since may still run there."""
-        self.asleep: frozenset[DeviceMemory] = frozenset()
-        """What it has given back to the actor. A process that was started again has all of its memory."""
         self.outstanding_tokens = self.groups = self.completions = 0
         """In flight there: tokens that its groups may come to, groups, and completions of all groups."""
+        self.asleep: frozenset[DeviceMemory] = frozenset()
+        """What it has given back to the actor. A process that was started again has all of its memory."""
         self._asked_again_at = self._free_at = -float("inf")
         self._has_left = False
 
     def __repr__(self) -> str:
-        return f"Member({self.name}, {self.condition})"
+        return f"{type(self).__name__}({self.name}, {self.condition})"
 
     @property
     def name(self) -> str:
         """Its address."""
         return self.server.http.url
+
+    @property
+    def width(self) -> int:
+        """Servers that it stands for."""
+        return 1
 
     @property
     def state(self) -> State:
@@ -161,6 +154,72 @@ class Member:
             self._state, self.reason, self.has_leftovers = "live", "", False
         return self._state == "live" and version == self.expected
 
+    def delivered(self) -> None:
+        """A good answer: what went wrong before counts no more."""
+        self._owned()
+        self.failures = 0
+
+    @property
+    def may_be_asked(self) -> bool:
+        """Whether it is time to ask one that is out if it is back."""
+        return not self._has_left and self._clock() >= self._asked_again_at
+
+    # -------------------------------------------------------------------------------------------- its requests
+
+    def began(self, tokens: int, completions: int) -> None:
+        """A group of this size was sent to it."""
+        self._owned()
+        self.outstanding_tokens += tokens
+        self.groups += 1
+        self.completions += completions
+
+    def ended(self, tokens: int, completions: int) -> None:
+        """That group was answered, cut or lost."""
+        self._owned()
+        self.outstanding_tokens -= tokens
+        self.groups -= 1
+        self.completions -= completions
+
+    def rests(self, seconds: float) -> None:
+        """It has too much to do (HTTP 429, 503): no more requests for so long. It is as live as before."""
+        self._owned()
+        self._free_at = max(self._free_at, self._clock() + seconds)
+
+    @property
+    def is_free(self) -> bool:
+        """Not resting."""
+        return self._clock() >= self._free_at
+
+    def _owned(self) -> None:
+        assert self._lock.is_mine, "a member is changed under the fleet's lock only"
+
+
+class Member(Endpoint):
+    """One server.
+
+    Args:
+        process: the server's process, if the trainer has started it.
+
+    Example:
+        member = Member(server, lock)     # stale: it answers, and has no weights of ours
+        member.expects("1"); member.took("1")     # live
+        member.failed("no answer to its health probe")     # out; its requests go elsewhere
+        member.answers()     # stale: it may hold version 1, or nothing
+        member.took("1")     # live again, after a whole sync
+    """
+
+    server: Server
+
+    def __init__(
+        self,
+        server: Server,
+        lock: OwnedLock,
+        clock: Callable[[], float] = time.monotonic,
+        process: ServerProcess | None = None,
+    ) -> None:
+        super().__init__(server, lock, clock)
+        self.process = process
+
     def restarted(self) -> None:
         """Its process is a new one: no weights of ours, nothing that still runs, all of its memory. It comes back by
         answering."""
@@ -191,16 +250,6 @@ class Member:
         self._asked_again_at = -float("inf")
         self.restarted()
 
-    def delivered(self) -> None:
-        """A good answer: what went wrong before counts no more."""
-        self._owned()
-        self.failures = 0
-
-    @property
-    def may_be_asked(self) -> bool:
-        """Whether it is time to ask one that is out if it is back."""
-        return not self._has_left and self._clock() >= self._asked_again_at
-
     # ---------------------------------------------------------------------------------------------- its memory
 
     def slept(self) -> None:
@@ -212,32 +261,3 @@ class Member:
         """It has taken `what` back."""
         self._owned()
         self.asleep -= {what}
-
-    # -------------------------------------------------------------------------------------------- its requests
-
-    def began(self, tokens: int, completions: int) -> None:
-        """A group of this size was sent to it."""
-        self._owned()
-        self.outstanding_tokens += tokens
-        self.groups += 1
-        self.completions += completions
-
-    def ended(self, tokens: int, completions: int) -> None:
-        """That group was answered, cut or lost."""
-        self._owned()
-        self.outstanding_tokens -= tokens
-        self.groups -= 1
-        self.completions -= completions
-
-    def rests(self, seconds: float) -> None:
-        """It has too much to do (HTTP 429, 503): no more requests for so long. It is as live as before."""
-        self._owned()
-        self._free_at = max(self._free_at, self._clock() + seconds)
-
-    @property
-    def is_free(self) -> bool:
-        """Not resting."""
-        return self._clock() >= self._free_at
-
-    def _owned(self) -> None:
-        assert self._lock.is_mine, "a member is changed under the fleet's lock only"

@@ -1,6 +1,6 @@
 """What the fleet asks of one engine's server, whichever engine it is: `vllm.py` and `sglang.py` speak it.
 
-A dialect only translates. Who is asked, how often, and what a failure means is decided once, in `fleet.py`.
+A dialect only translates. Who is asked, how often, and what a failure means is decided once, in `dispatch.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
+from dppo_megatron.rollout.servers.dialects import AnyDialect
 from dppo_megatron.rollout.servers.http import Http
-from dppo_megatron.rollout.servers.wire import AnyDialect, Expected, GenerateRequest, Sampled, checked
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Sampled, checked
 from dppo_megatron.rollout.transfer.groups import BroadcastGroup, Meeting
 from dppo_megatron.types import UserError
 
@@ -58,8 +59,8 @@ class TensorNote:
     shape: tuple[int, ...]
 
 
-class Server(Protocol):
-    """One server. Every method raises Unreachable or Refused (see `http.py`)."""
+class Generator(Protocol):
+    """Whoever is asked for completions: a server, or a router in front of several."""
 
     http: Http
 
@@ -67,10 +68,14 @@ class Server(Protocol):
     def dialect(self) -> AnyDialect:
         """How it is asked for completions; final once it has described itself."""
 
-    def describe(self, *, timeout_s: float) -> ServerInfo: ...
-
     def healthy(self, *, timeout_s: float) -> None:
-        """Raise unless the server answers and could generate."""
+        """Raise Unreachable or Refused (see `http.py`) unless it answers and could generate."""
+
+
+class Server(Generator, Protocol):
+    """One server. Every method raises as `healthy` does."""
+
+    def describe(self, *, timeout_s: float) -> ServerInfo: ...
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
         """Stop generating; `finish` waits for running requests, `continue` freezes them."""
@@ -151,8 +156,10 @@ def generate(server: Server, group: GenerateRequest, expected: Expected, *, time
     Raises:
         Unreachable, Refused, BadAnswer: see `http.py`.
     """
-    deadline, content = time.monotonic() + timeout_s, b""
-    for path, body in server.dialect.calls(group):
-        left_s = max(0.001, deadline - time.monotonic())
-        content = server.http.exchange(path, body, timeout_s=left_s, max_bytes=group.answer_bytes)
-    return checked(server.dialect.read(content, group), group, expected)
+    deadline, answers = time.monotonic() + timeout_s, [b""]
+    for calls in server.dialect.rounds(group):
+        answers = []
+        for path, body in calls:
+            left_s = max(0.001, deadline - time.monotonic())
+            answers.append(server.http.exchange(path, body, timeout_s=left_s, max_bytes=group.answer_bytes))
+    return checked(server.dialect.read(answers, group), group, expected)

@@ -1,6 +1,7 @@
 """Servers that come and go while a run goes on.
 
-At every weight sync, and while the run waits for any server, the directory of addresses is read again. Who is new is
+At every weight sync, and while the run waits for any server, the directory of addresses is read again, or what routers
+name. Who is new is
 asked what it is; if it fits it becomes a member that is stale, so that the sync that follows brings it the newest
 weights and its first request comes after. Who has left is asked nothing more; its requests went elsewhere already.
 One that does not fit, or does not answer yet, is nobody's failure: the run has servers without it.
@@ -19,8 +20,9 @@ from dppo_megatron.rollout.servers.connect import (
     check_server,
     make_server,
 )
-from dppo_megatron.rollout.servers.directory import Directory, Entry
-from dppo_megatron.rollout.servers.fleet import BUSY, Fleet
+from dppo_megatron.rollout.servers.directory import Addresses, Entry
+from dppo_megatron.rollout.servers.dispatch import BUSY
+from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.types import UserError
@@ -39,7 +41,7 @@ class Recruiter:
 
     def __init__(
         self,
-        directory: Directory,
+        directory: Addresses,
         known: Connection,
         config: Config,
         architecture: Architecture,

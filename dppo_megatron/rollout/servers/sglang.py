@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.rollout.servers.dialects import SGLANG_ARRAYS_PATH, SGLangDialect
 from dppo_megatron.rollout.servers.http import Http, Refused
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
@@ -25,7 +26,6 @@ from dppo_megatron.rollout.servers.protocol import (
     is_older,
     too_old,
 )
-from dppo_megatron.rollout.servers.wire import SGLangDialect
 from dppo_megatron.rollout.transfer.groups import Broadcast, BroadcastGroup, Meeting
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer, pickled
 from dppo_megatron.types import UserError
@@ -35,6 +35,10 @@ MINIMUM_VERSION = "0.5.23"
 _PAUSE_MODE: dict[InFlight, str] = {"finish": "retract", "abort": "abort", "continue": "retract"}
 """`retract` frees the cache of running requests, which are then prefilled again under the new weights; the trainer
 has already waited for them where the policy is `finish`."""
+
+_SPARE = 2
+"""Positions of its context that SGLang never fills: it cuts a completion, as `length`, where prompt and completion
+together are two short of --context-length (0.5.23)."""
 
 _FLUSH = {"flush_cache": True, "torch_empty_cache": False}
 """With every bucket, since nothing is generated from `pause` to `resume`. /flush_cache would also collect garbage (on a
@@ -49,6 +53,8 @@ class SGLangServer:
     vocab_size: int
     """The top_k that cuts nothing, for top_p alone: SGLang gives log-probabilities of a cut only for a finite top_k."""
     _seeded: bool = field(default=False, init=False)
+    _arrays: bool = field(default=False, init=False)
+    """The server runs our path for answers without JSON."""
     _group: str = field(default="", init=False)
     _workers: int = field(default=1, init=False)
     _hashes_bytes: bool = field(default=False, init=False)
@@ -68,6 +74,7 @@ class SGLangServer:
         if is_older(info["version"], MINIMUM_VERSION):
             raise too_old("SGLang", info["version"], MINIMUM_VERSION, self.http.url)
         self._seeded = bool(info.get("enable_deterministic_inference"))
+        self._arrays = self._has_arrays(timeout_s)
         self._hashes_bytes = info.get("device") == "cpu"
         self._workers = int(info.get("tp_size", 1))
         root = info.get("model_path") or model["model_path"]  # the latter may be a snapshot of an earlier run's
@@ -76,7 +83,7 @@ class SGLangServer:
         return ServerInfo(
             engine_version=info["version"],
             served_model=root,
-            max_tokens=info.get("context_length") or info.get("max_req_input_len"),
+            max_tokens=_longest(info),
             architecture=architecture or (model.get("architectures") or [None])[0],
             vocab_size=vocab_size,
             channels=("disk", "gloo", "nccl", "ipc") if single else ("disk",),
@@ -98,7 +105,7 @@ class SGLangServer:
     @property
     def dialect(self) -> SGLangDialect:
         """See `wire.py`."""
-        return SGLangDialect(self.vocab_size, self._seeded)
+        return SGLangDialect(self.vocab_size, self._seeded, self._arrays)
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
         """See `_PAUSE_MODE`."""
@@ -187,10 +194,25 @@ class SGLangServer:
         """Weights before the sync, the cache after it."""
         self.http.post("/resume_memory_occupation", {"tags": [what]}, timeout_s=timeout_s)
 
+    def _has_arrays(self, timeout_s: float) -> bool:
+        try:
+            return bool(self.http.get(SGLANG_ARRAYS_PATH, timeout_s=timeout_s) == {"form": 1})
+        except Refused as error:
+            if error.status == 404:
+                return False
+            raise
+
     def _do(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
         answer = self.http.post(path, body, timeout_s=timeout_s)
         if isinstance(answer, dict) and not answer.get("success", True):
             raise Refused(409, f"{path}: {answer.get('message')}")
+
+
+def _longest(info: dict[str, Any]) -> int | None:
+    """Prompt and completion together that it generates in full; the longest prompt is 4 shorter where it tells that."""
+    if info.get("context_length"):
+        return int(info["context_length"]) - _SPARE
+    return int(info["max_req_input_len"]) + 4 if info.get("max_req_input_len") else None
 
 
 def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
@@ -207,7 +229,7 @@ def sglang_command(
     on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
     return [
         *(python, str(_IN_ENGINE / "dppo_sglang_server.py"), "--model-path", model, "--served-model-name", "policy"),
-        *("--host", host, "--port", "{port}", "--dtype", dtype, "--context-length", str(max_tokens)),
+        *("--host", host, "--port", "{port}", "--dtype", dtype, "--context-length", str(max_tokens + _SPARE)),
         *("--max-running-requests", str(config.limits.max_concurrent_sequences), "--skip-server-warmup"),
         *(["--enable-memory-saver"] if config.servers.colocate and not cpu else []),
         *([*on_cpu, "--disable-overlap-schedule", "--disable-cuda-graph", "--grammar-backend", "none"] if cpu else []),
@@ -218,4 +240,6 @@ def sglang_command(
 
 def sglang_environment(cpu: bool) -> dict[str, str]:
     """Variables of a launched server."""
-    return {"HF_HUB_OFFLINE": "1"} | ({"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {})
+    # the spare positions may lie beyond the model's; no token ever takes them
+    variables = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    return variables | ({"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {})

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.rollout.servers.dialects import VLLM_ARRAYS_PATH, VLLMDialect
 from dppo_megatron.rollout.servers.http import Http, Refused
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
@@ -27,7 +28,6 @@ from dppo_megatron.rollout.servers.protocol import (
     is_older,
     too_old,
 )
-from dppo_megatron.rollout.servers.wire import VLLMDialect
 from dppo_megatron.rollout.transfer.groups import CHUNK_BYTES, Broadcast, BroadcastGroup, Chain, Meeting
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 from dppo_megatron.types import UserError
@@ -51,6 +51,8 @@ class VLLMServer:
     """The server runs our worker extension."""
     _seeded: bool = field(default=True, init=False)
     """Requests may carry a seed; not on a CPU with chunked prefill, see `_WHOLE_PREFILL`."""
+    _arrays: bool = field(default=False, init=False)
+    """The server runs our path for answers without JSON."""
 
     def describe(self, *, timeout_s: float) -> ServerInfo:
         """Raises UserError for a server that is no vLLM, too old, or not started for RL."""
@@ -71,6 +73,7 @@ class VLLMServer:
         chunked = (engine_config.get("scheduler_config") or {}).get("enable_chunked_prefill", True)
         on_cpu = "cpu" in str((engine_config.get("device_config") or {}).get("device", "")).lower()
         self._seeded = not (on_cpu and chunked)
+        self._arrays = self._ask(VLLM_ARRAYS_PATH, timeout_s) == {"form": 1}
         workers = int(self.http.get("/get_world_size", timeout_s=timeout_s)["world_size"])
         if self._extended:
             models = self._rpc("dppo_model", timeout_s)["results"]
@@ -98,7 +101,7 @@ class VLLMServer:
     @property
     def dialect(self) -> VLLMDialect:
         """See `wire.py`."""
-        return VLLMDialect(self._seeded)
+        return VLLMDialect(self._seeded, self._arrays)
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
         """vLLM's wait / abort / keep."""
@@ -223,7 +226,7 @@ def vllm_command(
         *("--max-num-seqs", str(config.limits.max_concurrent_sequences), "--enable-scale-out"),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--worker-extension-cls", "dppo_vllm_extension.WorkerExtension"),
-        *("--middleware", "dppo_vllm_guard.RequireKey"),
+        *("--middleware", "dppo_vllm_guard.RequireKey", "--middleware", "dppo_vllm_arrays.Arrays"),
         *("--weight-transfer-config", '{"backend": "dppo"}'),
         *(["--enable-sleep-mode"] if config.servers.colocate and not cpu else []),
         *(["--enforce-eager", *_WHOLE_PREFILL, "--max-num-batched-tokens", str(max(2048, max_tokens))] if cpu else []),

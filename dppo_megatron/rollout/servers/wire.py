@@ -1,9 +1,6 @@
-"""A request for completions and its answer as bytes: one dialect for each engine, and one check of every answer.
+"""A request for completions and what a good answer to it is: one check of every answer, whichever engine gave it.
 
 Pure: no socket and no torch, so that the rollout clients, which do nothing else all day, start fast and stay small.
-Decoding is typed (msgspec): fields that nobody reads are skipped, and a wrong type is an error with its place. Into
-dictionaries the same bytes cost 16 times the CPU time (docs/data_plane.md).
-
 An answer with status 200 is a claim. `checked` holds it against what was asked; what does not hold is a `BadAnswer`:
 a failure of that server, never something to train on.
 """
@@ -12,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -79,6 +76,10 @@ class Expected(msgspec.Struct, frozen=True):
     """Weights versions that tokens may have: that of the rollout's start, and the next where a sync comes between."""
 
 
+Ints: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
+Floats: TypeAlias = Sequence[float] | npt.NDArray[np.float32]
+
+
 class Call(NamedTuple):
     """One POST."""
 
@@ -89,219 +90,18 @@ class Call(NamedTuple):
 class Dialect(Protocol):
     """How one engine is asked. Picklable: it goes to the rollout clients."""
 
-    def calls(self, group: GenerateRequest) -> list[Call]:
-        """What is posted, one after the other; the last answer has the completions."""
+    def rounds(self, group: GenerateRequest) -> list[list[Call]]:
+        """What is posted: one round after the other, the calls of a round at the same time. The answers to the last
+        round have the completions."""
 
     def abort_calls(self, group: GenerateRequest) -> list[Call]:
         """What ends the request now; its answer then holds what there is, as `abort`."""
 
-    def read(self, content: bytes, group: GenerateRequest) -> list[Sampled]:
-        """The completions in the order of their indices. Raises BadAnswer."""
+    def carries(self, group: GenerateRequest) -> bool:
+        """Whether all of the request reaches the engine this way."""
 
-
-# ------------------------------------------------------------------------------------------------------------ vLLM
-
-
-class _VLLMToken(msgspec.Struct, gc=False):
-    logprob: float
-
-
-class _VLLMLogprobs(msgspec.Struct, gc=False):
-    content: list[_VLLMToken] | None = None
-
-
-class _Span(msgspec.Struct, gc=False):
-    version: str
-    start: int
-    end: int
-
-
-class _VLLMChoice(msgspec.Struct):
-    index: int
-    token_ids: list[int] | None = None
-    logprobs: _VLLMLogprobs | None = None
-    finish_reason: str | None = None
-    weight_versions: list[_Span] | None = None
-
-
-class _VLLMAnswer(msgspec.Struct):
-    request_id: str
-    choices: list[_VLLMChoice]
-
-
-_VLLM_DECODER = msgspec.json.Decoder(_VLLMAnswer)
-_VLLM_PREFIX = "generate-tokens-"
-"""The server puts it before a request's id."""
-
-
-class VLLMDialect(msgspec.Struct, frozen=True, tag="vllm"):
-    """POST /inference/v1/generate, one request with n = group.count (0.32)."""
-
-    seeded: bool = True
-
-    def calls(self, group: GenerateRequest) -> list[Call]:
-        """Every parameter is given: what is left out would come from the served model's generation_config.json."""
-        return [Call("/inference/v1/generate", msgspec.json.encode(vllm_body(group, self.seeded)))]
-
-    def abort_calls(self, group: GenerateRequest) -> list[Call]:
-        """Both forms of the id are named; unknown ones are ignored."""
-        ids = [f"{prefix}{group.request_id}" for prefix in ("", _VLLM_PREFIX)]
-        return [Call("/abort_requests", msgspec.json.encode({"request_ids": ids}))]
-
-    def read(self, content: bytes, group: GenerateRequest) -> list[Sampled]:
-        """See `Dialect.read`."""
-        answer = cast(_VLLMAnswer, _decoded(_VLLM_DECODER, content))
-        if answer.request_id.removeprefix(_VLLM_PREFIX) != group.request_id:
-            raise BadAnswer(f"it answers request {answer.request_id[:80]!r}")
-        if sorted(choice.index for choice in answer.choices) != list(range(group.count)):
-            raise BadAnswer(f"completions {[choice.index for choice in answer.choices][:8]} for {group.count} asked")
-        found = []
-        for choice in sorted(answer.choices, key=lambda choice: choice.index):
-            logprobs = choice.logprobs.content if choice.logprobs is not None else None
-            values = [token.logprob for token in logprobs or ()]
-            found.append(_sampled(choice.token_ids or (), values, choice.finish_reason, choice.weight_versions or ()))
-        return found
-
-
-def vllm_body(group: GenerateRequest, seeded: bool) -> dict[str, Any]:
-    """What vLLM is sent."""
-    return {
-        "request_id": group.request_id,
-        "token_ids": group.prompt_ids,
-        "sampling_params": {
-            "n": group.count,
-            "max_tokens": group.max_tokens,
-            "min_tokens": 0,
-            "temperature": group.temperature,
-            "top_p": group.top_p,
-            "top_k": group.top_k,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "stop_token_ids": group.stop_token_ids,
-            "seed": group.seed if seeded else None,
-            "logprobs": 0,
-            "detokenize": False,
-        },
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------- SGLang
-
-
-class _Reason(msgspec.Struct):
-    type: str
-
-
-class _SGLangToken(msgspec.Struct, array_like=True, gc=False):
-    """[log-probability, token, text]."""
-
-    logprob: float
-    token: int
-
-
-class _SGLangMeta(msgspec.Struct):
-    id: str
-    finish_reason: _Reason | None = None
-    output_token_logprobs: list[_SGLangToken] | None = None
-    output_token_sampling_logprobs: list[float] | None = None
-    weight_versions: list[_Span] | None = None
-    weight_version: str | None = None
-
-
-class _SGLangAnswer(msgspec.Struct):
-    meta_info: _SGLangMeta
-    output_ids: list[int] | None = None
-
-
-_SGLANG_DECODER = msgspec.json.Decoder(list[_SGLangAnswer])
-
-
-class SGLangDialect(msgspec.Struct, frozen=True, tag="sglang"):
-    """POST /generate with a batch of group.count copies of the prompt (0.5.23)."""
-
-    vocab_size: int
-    """The top_k that cuts nothing, for top_p alone: SGLang gives log-probabilities of a cut only for a finite top_k."""
-    seeded: bool = False
-
-    def calls(self, group: GenerateRequest) -> list[Call]:
-        """The batch, after a request for no token that leaves the prompt in the radix cache."""
-        batch = Call("/generate", msgspec.json.encode(sglang_body(group, self.seeded, self.vocab_size)))
-        if group.count == 1 or len(group.prompt_ids) == 1:
-            return [batch]
-        prefill = {
-            "rid": f"{group.request_id}/prompt",
-            "input_ids": group.prompt_ids,
-            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
-        }
-        return [Call("/generate", msgspec.json.encode(prefill)), batch]
-
-    def abort_calls(self, group: GenerateRequest) -> list[Call]:
-        """One id a call; SGLang ignores those that it does not know."""
-        rids = [_rid(group, index) for index in range(group.count)]
-        return [Call("/abort_request", msgspec.json.encode({"rid": rid})) for rid in rids]
-
-    def read(self, content: bytes, group: GenerateRequest) -> list[Sampled]:
-        """See `Dialect.read`. The batch's answers come in its order, each with its own id."""
-        answers = cast(list[_SGLangAnswer], _decoded(_SGLANG_DECODER, content))
-        if len(answers) != group.count:
-            raise BadAnswer(f"{len(answers)} completions for {group.count} asked")
-        return [self._completion(answer, _rid(group, index)) for index, answer in enumerate(answers)]
-
-    def _completion(self, answer: _SGLangAnswer, rid: str) -> Sampled:
-        meta, tokens = answer.meta_info, answer.output_ids or []
-        if meta.id != rid:
-            raise BadAnswer(f"it answers request {meta.id[:80]!r} where {rid!r} belongs")
-        entries = meta.output_token_logprobs or ()
-        values = meta.output_token_sampling_logprobs
-        if values is None:
-            values = [entry.logprob for entry in entries]
-        if entries and [entry.token for entry in entries] != tokens:
-            raise BadAnswer(f"{rid}: its log-probabilities are of other tokens than it returns")
-        spans: Sequence[_Span] = meta.weight_versions or ()
-        if not spans and meta.weight_version is not None:
-            spans = [_Span(meta.weight_version, 0, len(tokens))]
-        return _sampled(tokens, values, meta.finish_reason.type if meta.finish_reason else None, spans)
-
-
-def sglang_body(group: GenerateRequest, seeded: bool, vocab_size: int) -> dict[str, Any]:
-    """What SGLang is sent. Every parameter is given: the server fills what is left out from the model's
-    generation_config.json. With a cut, the log-probabilities under the cut distribution are asked for: the plain ones
-    are those before it."""
-    cuts = group.temperature > 0 and (group.top_p < 1 or group.top_k > 0)
-    parameters: dict[str, Any] = {
-        "n": 1,
-        "max_new_tokens": group.max_tokens,
-        "min_new_tokens": 0,
-        "temperature": group.temperature,
-        "top_p": group.top_p,
-        "top_k": group.top_k or (vocab_size if cuts else -1),
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "stop_token_ids": group.stop_token_ids,
-        "ignore_eos": False,
-    }
-    seeds = [{"sampling_seed": group.seed + index} if seeded else {} for index in range(group.count)]
-    return {
-        "rid": [_rid(group, index) for index in range(group.count)],
-        "input_ids": [group.prompt_ids] * group.count,
-        "sampling_params": [parameters | seed for seed in seeds],
-        "return_logprob": True,
-        "logprob_start_len": -1,
-        "top_logprobs_num": 0,
-        "return_sampling_mask": cuts and group.reads_logprobs,
-        "stream": False,
-    }
-
-
-def _rid(group: GenerateRequest, index: int) -> str:
-    return f"{group.request_id}/{index}"
-
-
-# ------------------------------------------------------------------------------------------------------- the check
+    def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
+        """The completions in the order of their indices, from the answers to the last round. Raises BadAnswer."""
 
 
 def checked(sampled: Sequence[Sampled], group: GenerateRequest, expected: Expected) -> list[Sampled]:
@@ -364,7 +164,16 @@ def _as_it_ended(one: Sampled, group: GenerateRequest) -> Sampled:
     return one
 
 
-def _sampled(tokens: Sequence[int], logprobs: Sequence[float], reason: str | None, spans: Sequence[_Span]) -> Sampled:
+class Span(msgspec.Struct, gc=False):
+    """Tokens [start, end) of a completion were sampled under `version`; both engines' form."""
+
+    version: str
+    start: int
+    end: int
+
+
+def as_sampled(tokens: Ints, logprobs: Floats, reason: str | None, spans: Sequence[Span]) -> Sampled:
+    """A completion from its lists. Raises BadAnswer for what no array can hold."""
     if reason not in ("stop", "length", "abort"):
         raise BadAnswer(f"a completion that ended by {str(reason)[:80]!r}")
     try:
@@ -377,12 +186,9 @@ def _sampled(tokens: Sequence[int], logprobs: Sequence[float], reason: str | Non
     return Sampled(token_ids, values, cast(Any, reason), versions)
 
 
-def _decoded(decoder: msgspec.json.Decoder[Any], content: bytes) -> Any:
+def decoded(decoder: msgspec.json.Decoder[Any], content: bytes) -> Any:
+    """Raises BadAnswer for what is not of the decoder's type."""
     try:
         return decoder.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadAnswer(f"its answer cannot be read: {brief(error)}") from None
-
-
-AnyDialect = VLLMDialect | SGLangDialect
-"""As it travels."""

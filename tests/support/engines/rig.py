@@ -11,12 +11,15 @@ from dppo_megatron.rollout.client.holding import Arrived
 from dppo_megatron.rollout.client.messages import Address
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, take
-from dppo_megatron.rollout.servers.fleet import Fleet, NeedsWeights, Work
+from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
+from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work
+from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.intake import Ask, Event
+from dppo_megatron.rollout.servers.router import RouterServer
 from dppo_megatron.rollout.servers.sglang import SGLangServer
 from dppo_megatron.rollout.servers.vllm import VLLMServer
-from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, SGLangDialect, VLLMDialect
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 from support.settings import rollout_config
 
 VOCABULARY = 19
@@ -40,11 +43,18 @@ class Rig:
         hook: HookFactory | None = None,
         detokenizer: Detokenizer | None = None,
         say: Callable[[str], None] = print,
+        routers: Sequence[RouterServer] = (),
     ) -> None:
+        self.routers = routers
         self.engines = [engine for engine, _ in addresses]
         self.urls = [url for _, url in addresses]
         dialects = {"vllm": VLLMDialect(), "sglang": SGLangDialect(VOCABULARY, seeded=True)}
         known = [Address(i, url, dialects[engine]) for i, (engine, url) in enumerate(addresses)]
+        known += [
+            Address(len(addresses) + i, router.http.url, router.dialect, "", tuple(router.named))
+            for i, router in enumerate(routers)
+        ]
+        self.known = known
         listener = Listener(1)
         self.clients = Clients(listener, known, [0] * len(known))
         self.secret, self.path = listener.meeting.secret, listener.meeting.take_path(0)
@@ -61,7 +71,8 @@ class Rig:
         """A fleet of some of the servers, all live with version 1."""
         servers = [server_of(self.engines[place], self.urls[place]) for place in places]
         values = {f"limits.{name}": value for name, value in limits.items()}
-        fleet = Fleet(servers, rollout_config(values), say, _Some(self.clients, places))
+        there = [*places, *range(len(self.urls), len(self.urls) + len(self.routers))]
+        fleet = Fleet(servers, rollout_config(values), say, _Some(self.clients, there), routers=self.routers)
         sync(fleet)
         return fleet
 

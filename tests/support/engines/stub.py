@@ -56,10 +56,12 @@ _ABOUT_ITSELF: dict[str, Any] = {
     "server_info": {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}, "version": "0.5.23"},
     "weight_info": {"weight_version": VERSION},
     "get_world_size": {"world_size": 1},
+    "weight_checker": {"checksums": {}},
     "model_info": {"model_path": "/no/such/model", "weight_version": VERSION},
 }
 """Enough for the trainer to take a stub for either engine."""
 
+_GENERATE = ("inference/v1/generate", "inference/v1/generate_arrays", "generate")
 Behaviour = Callable[[Asked], Awaitable[None]]
 
 
@@ -72,6 +74,8 @@ class StubServers:
     health: dict[str, Behaviour] = field(default_factory=dict)
     pages: dict[str, str] = field(default_factory=dict)
     """Answers to other questions, by name/path."""
+    aborted: dict[str, list[Any]] = field(default_factory=dict)
+    """The ids that each server was asked to end."""
     port: int = 0
 
     def __enter__(self) -> StubServers:
@@ -110,14 +114,21 @@ class StubServers:
                 content = await reader.readexactly(int(headers.get("content-length", 0)))
                 name, _, rest = path[1:].partition("/")
                 body = json.loads(content) if content else None
-                generates = rest in ("inference/v1/generate", "generate")
-                prefill = generates and isinstance(body.get("rid"), str)
+                generates = bool(content) and rest in (
+                    "inference/v1/generate",
+                    "inference/v1/generate_arrays",
+                    "generate",
+                )
+                prefill = generates and (body.get("sampling_params") or {}) == {"max_new_tokens": 0, "temperature": 0.0}
                 self.asked[name] = self.asked.get(name, 0) + (generates and not prefill)
                 asked = Asked(f"/{rest}", headers, body, reader, writer, self.asked[name])
                 if prefill:
                     await asked.reply("{}")
                 elif generates:
                     await self.behaviours[name](asked)
+                elif rest.startswith("abort_request"):
+                    self.aborted.setdefault(name, []).append(body.get("rid") or body.get("request_ids"))
+                    await asked.reply("")
                 elif rest in ("health", "server_info") and name in self.health:
                     await self.health[name](asked)
                 elif f"{name}/{rest}" in self.pages:
@@ -165,6 +176,8 @@ def answer_to(body: dict[str, Any], version: str = VERSION) -> Any:
                 | {"weight_versions": spans, "stop_reason": None, "routed_experts": None}
             )
         return {"request_id": f"generate-tokens-{body['request_id']}", "choices": choices, "usage": {"n": 1}}
+    if isinstance(body["rid"], str):
+        return answer_to({"rid": [body["rid"]], "sampling_params": [body["sampling_params"]]}, version)[0]
     answers = []
     for rid, parameters in zip(body["rid"], body["sampling_params"], strict=True):
         tokens, logprobs, reason = completion(parameters["sampling_seed"], parameters["max_new_tokens"])

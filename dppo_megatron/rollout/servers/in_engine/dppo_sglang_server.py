@@ -1,10 +1,12 @@
-"""SGLang's server with a check of its key at every path.
+"""SGLang's server with a check of its key at every path, and a path for answers as arrays.
 
     DPPO_SERVER_KEY=... python dppo_sglang_server.py ARGUMENTS OF sglang.launch_server
 
 SGLang takes a key on its command line only, where every user of the machine can read it, and writes its arguments, the
 key among them, to its log. Here the key comes from the environment and goes to a middleware of the application's
-alone, before SGLang starts it. Nothing of SGLang is patched.
+alone, before SGLang starts it. POST /generate_arrays takes what /generate takes, and answers in the form of
+`dppo_arrays.py`, with the header {"answers": [{"id", "tokens", "finish_reason", "weight_versions"}, ...]}. Nothing of
+SGLang is patched.
 
 A file of its own, beside the check that it shares with vLLM, because it runs in the engine's environment.
 """
@@ -13,10 +15,46 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from typing import Any
 
+from dppo_arrays import FORM, packed
 from dppo_vllm_guard import RequireKey
 
 KEY_VARIABLE = "DPPO_SERVER_KEY"
+ARRAYS_PATH = "/generate_arrays"
+
+
+async def generate_arrays(request: Any) -> Any:
+    """A batch of completions; SGLang itself ends those whose client has gone."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from starlette.responses import JSONResponse, Response
+
+    if request.method == "GET":
+        return JSONResponse(FORM)
+    try:
+        batch = GenerateReqInput(**await request.json())
+        if not isinstance(batch.rid, list) or batch.stream:
+            raise ValueError("expected a batch with a list of rids, not streamed")
+        answers = await get_global_state().tokenizer_manager.generate_request(batch, request).__anext__()
+    except (TypeError, ValueError) as error:  # also SGLang's checks of a request
+        return JSONResponse({"error": {"message": f"{type(error).__name__}: {error}"}}, 400)
+    return Response(packed_answers(answers), media_type="application/octet-stream")
+
+
+def packed_answers(answers: Sequence[dict[str, Any]]) -> bytes:
+    """The answer's bytes. Log-probabilities are those under a cut where they were asked for."""
+    heads, completions = [], []
+    for answer in answers:
+        meta, tokens = answer["meta_info"], answer["output_ids"]
+        triples = meta.get("output_token_logprobs") or []
+        values = meta.get("output_token_sampling_logprobs")
+        reason = (meta.get("finish_reason") or {}).get("type")
+        spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(tokens)}]
+        heads.append({"id": meta["id"], "tokens": len(tokens), "finish_reason": reason, "weight_versions": spans})
+        completions.append((tokens, [triple[0] for triple in triples] if values is None else values))
+    return packed({"answers": heads}, completions)
 
 
 def main() -> None:
@@ -30,6 +68,7 @@ def main() -> None:
     if getattr(arguments, "tokenizer_worker_num", 1) > 1:
         # its workers import the application afresh, without the check
         raise SystemExit("dppo_sglang_server: --tokenizer-worker-num above 1 would leave the server without its key")
+    http_server.app.add_route(ARRAYS_PATH, generate_arrays, methods=["GET", "POST"])
     http_server.app.add_middleware(RequireKey, variable=KEY_VARIABLE)
     try:
         run_server(arguments)

@@ -1,0 +1,361 @@
+"""How each engine is asked for completions, and how its answers are read: bytes to bytes, without a socket.
+
+Decoding is typed (msgspec): fields that nobody reads are skipped, and a wrong type is an error with its place. Into
+dictionaries the same bytes cost 16 times the CPU time (docs/data_plane.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, cast
+
+import msgspec
+import numpy as np
+
+from dppo_megatron.rollout.servers.http import BadAnswer
+from dppo_megatron.rollout.servers.wire import Call, GenerateRequest, Sampled, Span, as_sampled, decoded
+
+# ----------------------------------------------------------------------------------- arrays (in_engine/dppo_arrays.py)
+
+
+def _opened(decoder: msgspec.json.Decoder[Any], content: bytes) -> tuple[Any, memoryview]:
+    """The header and the arrays' bytes."""
+    start = 4 + int.from_bytes(content[:4], "little")
+    return decoded(decoder, content[4:start]), memoryview(content)[start:]
+
+
+def _in_turn(heads: Sequence[_ArraysChoice | _ArraysAnswer], body: memoryview) -> list[Sampled]:
+    """Completions that lie one after the other: all token ids, then all log-probabilities."""
+    total = sum(head.tokens for head in heads)
+    if len(body) != 8 * total:
+        raise BadAnswer(f"{len(body)} bytes of arrays for {total} tokens")
+    tokens, logprobs = np.frombuffer(body, "<i4", total), np.frombuffer(body, "<f4", total, 4 * total)
+    found, start = [], 0
+    for head in heads:
+        end = start + head.tokens
+        spans = head.weight_versions or ()
+        found.append(as_sampled(tokens[start:end], logprobs[start:end], head.finish_reason, spans))
+        start = end
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ vLLM
+
+
+class _VLLMToken(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _VLLMLogprobs(msgspec.Struct, gc=False):
+    content: list[_VLLMToken] | None = None
+
+
+class _VLLMChoice(msgspec.Struct):
+    index: int
+    token_ids: list[int] | None = None
+    logprobs: _VLLMLogprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[Span] | None = None
+
+
+class _VLLMAnswer(msgspec.Struct):
+    request_id: str
+    choices: list[_VLLMChoice]
+
+
+_VLLM_DECODER = msgspec.json.Decoder(_VLLMAnswer)
+_VLLM_PREFIX = "generate-tokens-"
+"""The server puts it before a request's id."""
+
+
+class _ArraysChoice(msgspec.Struct):
+    index: int
+    tokens: Annotated[int, msgspec.Meta(ge=0)]
+    finish_reason: str | None = None
+    weight_versions: list[Span] | None = None
+
+
+class _ArraysHeader(msgspec.Struct):
+    request_id: str
+    choices: list[_ArraysChoice]
+
+
+_ARRAYS_DECODER = msgspec.json.Decoder(_ArraysHeader)
+VLLM_ARRAYS_PATH = "/inference/v1/generate_arrays"
+
+
+class VLLMDialect(msgspec.Struct, frozen=True, tag="vllm"):
+    """POST /inference/v1/generate, one request with n = group.count (0.32)."""
+
+    seeded: bool = True
+    arrays: bool = False
+    """The server has our path for answers without JSON (`in_engine/dppo_vllm_arrays.py`)."""
+
+    def rounds(self, group: GenerateRequest) -> list[list[Call]]:
+        """Every parameter is given: what is left out would come from the served model's generation_config.json."""
+        path = VLLM_ARRAYS_PATH if self.arrays else "/inference/v1/generate"
+        return [[Call(path, msgspec.json.encode(vllm_body(group, self.seeded)))]]
+
+    def abort_calls(self, group: GenerateRequest) -> list[Call]:
+        """Both forms of the id are named; unknown ones are ignored."""
+        ids = [f"{prefix}{group.request_id}" for prefix in ("", _VLLM_PREFIX)]
+        return [Call("/abort_requests", msgspec.json.encode({"request_ids": ids}))]
+
+    def carries(self, group: GenerateRequest) -> bool:
+        """All, through vLLM's router too: it passes the body on as it is."""
+        return True
+
+    def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
+        """See `Dialect.read`."""
+        [content] = answers
+        if self.arrays:
+            return _from_arrays(content, group)
+        answer = cast(_VLLMAnswer, decoded(_VLLM_DECODER, content))
+        _raise_if_anothers(answer, group)
+        found = []
+        for choice in sorted(answer.choices, key=lambda choice: choice.index):
+            logprobs = choice.logprobs.content if choice.logprobs is not None else None
+            values = [token.logprob for token in logprobs or ()]
+            found.append(as_sampled(choice.token_ids or (), values, choice.finish_reason, choice.weight_versions or ()))
+        return found
+
+
+def _raise_if_anothers(answer: _VLLMAnswer | _ArraysHeader, group: GenerateRequest) -> None:
+    if answer.request_id.removeprefix(_VLLM_PREFIX) != group.request_id:
+        raise BadAnswer(f"it answers request {answer.request_id[:80]!r}")
+    indices = [choice.index for choice in answer.choices]
+    if sorted(indices) != list(range(group.count)):
+        raise BadAnswer(f"completions {indices[:8]} for {group.count} asked")
+
+
+def _from_arrays(content: bytes, group: GenerateRequest) -> list[Sampled]:
+    header, body = _opened(_ARRAYS_DECODER, content)
+    answer = cast(_ArraysHeader, header)
+    _raise_if_anothers(answer, group)
+    found = dict(zip((choice.index for choice in answer.choices), _in_turn(answer.choices, body), strict=True))
+    return [found[index] for index in range(group.count)]
+
+
+def vllm_body(group: GenerateRequest, seeded: bool) -> dict[str, Any]:
+    """What vLLM is sent."""
+    return {
+        "request_id": group.request_id,
+        "token_ids": group.prompt_ids,
+        "sampling_params": {
+            "n": group.count,
+            "max_tokens": group.max_tokens,
+            "min_tokens": 0,
+            "temperature": group.temperature,
+            "top_p": group.top_p,
+            "top_k": group.top_k,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop_token_ids": group.stop_token_ids,
+            "seed": group.seed if seeded else None,
+            "logprobs": 0,
+            "detokenize": False,
+        },
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- SGLang
+
+
+class _Reason(msgspec.Struct):
+    type: str
+
+
+class _SGLangToken(msgspec.Struct, array_like=True, gc=False):
+    """[log-probability, token, text]."""
+
+    logprob: float
+    token: int
+
+
+class _SGLangMeta(msgspec.Struct):
+    id: str
+    finish_reason: _Reason | None = None
+    output_token_logprobs: list[_SGLangToken] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
+    weight_versions: list[Span] | None = None
+    weight_version: str | None = None
+
+
+class _SGLangAnswer(msgspec.Struct):
+    meta_info: _SGLangMeta
+    output_ids: list[int] | None = None
+
+
+_SGLANG_DECODER = msgspec.json.Decoder(list[_SGLangAnswer])
+_SGLANG_ONE_DECODER = msgspec.json.Decoder(_SGLangAnswer)
+
+
+class _ArraysAnswer(msgspec.Struct):
+    id: str
+    tokens: Annotated[int, msgspec.Meta(ge=0)]
+    finish_reason: str | None = None
+    weight_versions: list[Span] | None = None
+
+
+class _SGLangArraysHeader(msgspec.Struct):
+    answers: list[_ArraysAnswer]
+
+
+_SGLANG_ARRAYS_DECODER = msgspec.json.Decoder(_SGLangArraysHeader)
+SGLANG_ARRAYS_PATH = "/generate_arrays"
+
+
+class SGLangDialect(msgspec.Struct, frozen=True, tag="sglang"):
+    """POST /generate with a batch of group.count copies of the prompt (0.5.23)."""
+
+    vocab_size: int
+    """The top_k that cuts nothing, for top_p alone: SGLang gives log-probabilities of a cut only for a finite top_k."""
+    seeded: bool = False
+    arrays: bool = False
+    """The server has our path for answers without JSON (`in_engine/dppo_sglang_server.py`)."""
+
+    def rounds(self, group: GenerateRequest) -> list[list[Call]]:
+        """The batch, after a request for no token that leaves the prompt in the radix cache."""
+        path = SGLANG_ARRAYS_PATH if self.arrays else "/generate"
+        batch = [Call(path, msgspec.json.encode(sglang_body(group, self.seeded, self.vocab_size)))]
+        return [*_prefill(group), batch]
+
+    def abort_calls(self, group: GenerateRequest) -> list[Call]:
+        """One id a call; SGLang ignores those that it does not know."""
+        rids = [_rid(group, index) for index in range(group.count)]
+        return [Call("/abort_request", msgspec.json.encode({"rid": rid})) for rid in rids]
+
+    def carries(self, group: GenerateRequest) -> bool:
+        """All."""
+        return True
+
+    def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
+        """See `Dialect.read`. The batch's answers come in its order, each with its own id."""
+        [content] = answers
+        if self.arrays:
+            return _sglang_from_arrays(content, group)
+        found = cast(list[_SGLangAnswer], decoded(_SGLANG_DECODER, content))
+        _raise_if_not(group.count, len(found))
+        return [_sglang_completion(answer, _rid(group, index)) for index, answer in enumerate(found)]
+
+
+class SGLangRouterDialect(msgspec.Struct, frozen=True, tag="sglang-router"):
+    """POST /generate as sglang-router lets it through (0.3.2): one completion a request, since it takes one id a
+    request and n > 1 would have SGLang give ids of its own."""
+
+    vocab_size: int
+    seeded: bool = False
+
+    def rounds(self, group: GenerateRequest) -> list[list[Call]]:
+        """A request for no token first: by the router's tree of prefixes the others then go to the same worker, whose
+        cache has the prompt."""
+        batch = sglang_body(group, self.seeded, self.vocab_size)
+        each = zip(batch["rid"], batch["input_ids"], batch["sampling_params"], strict=True)
+        bodies = [batch | {"rid": rid, "input_ids": ids, "sampling_params": how} for rid, ids, how in each]
+        return [*_prefill(group), [Call("/generate", msgspec.json.encode(body)) for body in bodies]]
+
+    def abort_calls(self, group: GenerateRequest) -> list[Call]:
+        """For the workers, one id a call: the router has no such path."""
+        return SGLangDialect(self.vocab_size).abort_calls(group)
+
+    def carries(self, group: GenerateRequest) -> bool:
+        """Not `return_sampling_mask`: the router drops what it does not know, and the answer would have the
+        log-probabilities before the cut, without a word."""
+        return not (_cuts(group) and group.reads_logprobs)
+
+    def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
+        """See `Dialect.read`."""
+        found = [cast(_SGLangAnswer, decoded(_SGLANG_ONE_DECODER, content)) for content in answers]
+        return [_sglang_completion(answer, _rid(group, index)) for index, answer in enumerate(found)]
+
+
+def _prefill(group: GenerateRequest) -> list[list[Call]]:
+    """The round that leaves a group's prompt in the cache; none where nobody would find it there."""
+    if group.count == 1 or len(group.prompt_ids) == 1:
+        return []
+    prefill = {
+        "rid": f"{group.request_id}/prompt",
+        "input_ids": group.prompt_ids,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+    }
+    return [[Call("/generate", msgspec.json.encode(prefill))]]
+
+
+def _sglang_from_arrays(content: bytes, group: GenerateRequest) -> list[Sampled]:
+    header, body = _opened(_SGLANG_ARRAYS_DECODER, content)
+    answers = cast(_SGLangArraysHeader, header).answers
+    _raise_if_not(group.count, len(answers))
+    for index, answer in enumerate(answers):
+        _raise_if_not_id(answer.id, _rid(group, index))
+    return _in_turn(answers, body)
+
+
+def _raise_if_not(wanted: int, count: int) -> None:
+    if count != wanted:
+        raise BadAnswer(f"{count} completions for {wanted} asked")
+
+
+def _raise_if_not_id(found: str, rid: str) -> None:
+    if found != rid:
+        raise BadAnswer(f"it answers request {found[:80]!r} where {rid!r} belongs")
+
+
+def _sglang_completion(answer: _SGLangAnswer, rid: str) -> Sampled:
+    meta, tokens = answer.meta_info, answer.output_ids or []
+    _raise_if_not_id(meta.id, rid)
+    entries = meta.output_token_logprobs or ()
+    values = meta.output_token_sampling_logprobs
+    if values is None:
+        values = [entry.logprob for entry in entries]
+    if entries and [entry.token for entry in entries] != tokens:
+        raise BadAnswer(f"{rid}: its log-probabilities are of other tokens than it returns")
+    spans: Sequence[Span] = meta.weight_versions or ()
+    if not spans and meta.weight_version is not None:
+        spans = [Span(meta.weight_version, 0, len(tokens))]
+    return as_sampled(tokens, values, meta.finish_reason.type if meta.finish_reason else None, spans)
+
+
+def sglang_body(group: GenerateRequest, seeded: bool, vocab_size: int) -> dict[str, Any]:
+    """What SGLang is sent. Every parameter is given: the server fills what is left out from the model's
+    generation_config.json. With a cut, the log-probabilities under the cut distribution are asked for: the plain ones
+    are those before it."""
+    cuts = _cuts(group)
+    parameters: dict[str, Any] = {
+        "n": 1,
+        "max_new_tokens": group.max_tokens,
+        "min_new_tokens": 0,
+        "temperature": group.temperature,
+        "top_p": group.top_p,
+        "top_k": group.top_k or (vocab_size if cuts else -1),
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": group.stop_token_ids,
+        "ignore_eos": False,
+    }
+    seeds = [{"sampling_seed": group.seed + index} if seeded else {} for index in range(group.count)]
+    return {
+        "rid": [_rid(group, index) for index in range(group.count)],
+        "input_ids": [group.prompt_ids] * group.count,
+        "sampling_params": [parameters | seed for seed in seeds],
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "top_logprobs_num": 0,
+        "return_sampling_mask": cuts and group.reads_logprobs,
+        "stream": False,
+    }
+
+
+def _cuts(group: GenerateRequest) -> bool:
+    return group.temperature > 0 and (group.top_p < 1 or group.top_k > 0)
+
+
+def _rid(group: GenerateRequest, index: int) -> str:
+    return f"{group.request_id}/{index}"
+
+
+AnyDialect = VLLMDialect | SGLangDialect | SGLangRouterDialect
+"""As it travels."""

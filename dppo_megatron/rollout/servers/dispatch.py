@@ -1,0 +1,297 @@
+"""One rollout over a fleet: who gets which request, what a failed attempt means, and when waiting ends.
+
+Runs on rank 0 and decides from scalars; the rollout clients hold the sockets and the tokens.
+
+    rank 0, rollout thread            rollout client (one a node)              servers
+    Dispatch.run -- Ask(ticket) ----> one task a ticket ---- POST -----------> generate
+         <------ Landed | Failed ---- typed decoding, check <-- answer --------
+         <------ Ready -------------- decoded, graded
+      waits for: events, a tick        waits for: sockets, graders
+
+The rules:
+
+- A group goes to the live server or router with the fewest outstanding tokens, of those with room for its completions:
+  `max_concurrent_sequences` counts completions, so a group of one takes an eighth of the room of a group of eight.
+- Groups of a server that has gone out are queued again, and only the first answer to each is kept. With a seed (vLLM)
+  the second attempt samples the same completion, so a failure does not favour short ones.
+- A server that has too much to do (408, 429, 503) rests for as long as it asks, or a little longer each time.
+- Every wait has an end: `request_timeout_s` for a request since its first try and `_MOST_FAILURES` for the answers to
+  it that went wrong, `engine_wait_s` for a fleet with nobody left. Each ends in one message with the request's id.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dppo_megatron.config.rollout import LimitsConfig
+from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Landed, Ready
+from dppo_megatron.rollout.servers.member import Endpoint
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
+from dppo_megatron.types import GuardStop
+
+if TYPE_CHECKING:  # a fleet starts dispatches
+    from dppo_megatron.rollout.servers.fleet import Fleet
+
+_TICK_S = 0.2
+_ANSWER_S = 30.0
+_MOST_FAILURES = 4
+"""Answers to one request that went wrong, on whichever server: then it is the request. Attempts that are cut because
+another one's failure has marked their server out do not count."""
+_MOST_ABORTS = 8
+"""A weight sync with in_flight=abort ends a request once; who ends it this often does so on its own account."""
+BUSY = (408, 429, 503)
+
+
+class NeedsWeights(Exception):
+    """Servers answer, but none has the present weights: sync, then `Fleet.run` the same work again."""
+
+
+@dataclass
+class Work:
+    """The groups of one rollout and what has come back; survives a `NeedsWeights`."""
+
+    groups: Sequence[GenerateRequest]
+    expected: Expected
+    prompts: Sequence[bytes] = ()
+    """For the grading hook, one a group; empty: nothing is graded."""
+    may_be_cut: bool = True
+    """`rollout.limits.straggler_share` applies. Not to an evaluation: cut completions would count as wrong."""
+    done: dict[int, Landed] = field(default_factory=dict)
+    landed: dict[int, int] = field(default_factory=dict)
+    """The ticket that brought each group's answer -> the group."""
+    ready: set[int] = field(default_factory=set)
+    """Groups that are decoded and graded."""
+    first_asked: dict[int, float] = field(default_factory=dict)
+    failures: dict[int, list[str]] = field(default_factory=dict)
+    """What went wrong with each group, one line an answer."""
+    aborts: dict[int, int] = field(default_factory=dict)
+    retries: int = 0
+    given_up: bool = False
+    """Nobody wants the rest any more: `Fleet.run` ends its requests and returns."""
+    cut: bool = False
+    """The straggler rule has ended the rest."""
+    cut_completions: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Every group has landed and is ready."""
+        return len(self.ready) == len(self.groups)
+
+
+@dataclass
+class _Attempt:
+    index: int
+    member: Endpoint
+    began_s: float
+    """On the clock of the spans."""
+    outages: int
+    """The member's then. With the next one it is lost, also if the member is back already."""
+
+
+class Dispatch:
+    """One call of `Fleet.run`: what is pending and what is in flight.
+
+    Args:
+        limits, clock: the fleet's.
+    """
+
+    def __init__(self, fleet: Fleet, work: Work, limits: LimitsConfig, clock: Callable[[], float]) -> None:
+        assert fleet.intake is not None
+        self._fleet, self._work, self._intake = fleet, work, fleet.intake
+        self._limits, self._clock = limits, clock
+        self._pending = deque(index for index in range(len(work.groups)) if index not in work.done)
+        self._attempts: dict[int, _Attempt] = {}
+        self._watched, self._outages, self._places = -math.inf, -1, fleet.places
+        self._landed_s: dict[int, float] = {}  # ticket -> when its answer came, on the clock of the spans
+
+    def run(self) -> Iterator[int]:
+        """See `Fleet.run`."""
+        work = self._work
+        try:
+            while not work.is_complete and not work.given_up:
+                self._fleet.follow_routers()
+                self._assign()
+                if self._pending and not self._attempts and not self._fleet.live:
+                    self._wait_for_anyone()
+                    continue
+                for event in self._intake.events(_TICK_S):
+                    if (landed := self._settle(event)) is not None:
+                        yield landed
+                self._drop_the_lost()
+                self._cut_stragglers()
+                if self._watch():
+                    self._fleet.probe_all()
+            if work.given_up:
+                self._intake.end(list(self._attempts))
+        finally:
+            self._intake.cancel(list(self._attempts))
+            for ticket in list(self._attempts):
+                self._forget(ticket)
+
+    def _assign(self) -> None:
+        while self._pending:
+            group = self._work.groups[self._pending[0]]
+            free = [asked for asked in self._fleet.doors(group) if self._has_room(asked, group)]
+            if not free:
+                return
+            self._ask(min(free, key=lambda asked: asked.outstanding_tokens / asked.width), self._pending.popleft())
+
+    def _ask(self, member: Endpoint, index: int) -> None:
+        work, ticket = self._work, self._fleet.ticket()
+        group, now = work.groups[index], self._clock()
+        left_s = work.first_asked.setdefault(index, now) + self._limits.request_timeout_s - now
+        with self._fleet.lock:
+            member.began(group.cost, group.count)
+        self._attempts[ticket] = _Attempt(index, member, self._fleet.spans.clock(), member.outages)
+        prompt = work.prompts[index] if work.prompts else b""
+        self._intake.ask(
+            Ask(ticket, index, self._places[member.name], group, work.expected, left_s + _ANSWER_S, prompt)
+        )
+
+    def _has_room(self, member: Endpoint, group: GenerateRequest) -> bool:
+        """A group that is larger than the whole room goes alone: it could go nowhere else."""
+        room = self._limits.max_concurrent_sequences * member.width - member.completions
+        fits = group.count <= room or member.groups == 0
+        return member.is_free and fits and member.groups < self._intake.room(self._places[member.name])
+
+    def _forget(self, ticket: int) -> _Attempt:
+        """Take an attempt off its server's account."""
+        attempt = self._attempts.pop(ticket)
+        group = self._work.groups[attempt.index]
+        with self._fleet.lock:
+            attempt.member.ended(group.cost, group.count)
+        return attempt
+
+    def _settle(self, event: Event) -> int | None:
+        """The group that has landed, if one has. Tickets that are no longer wanted are passed over."""
+        if isinstance(event, Ready):
+            if event.ticket in self._work.landed:
+                index = self._work.landed[event.ticket]
+                self._work.ready.add(index)
+                now = self._fleet.spans.clock()
+                self._show("grading", index, self._landed_s.pop(event.ticket, now), now, event.ticket)
+            return None
+        if event.ticket not in self._attempts:
+            return None
+        attempt = self._forget(event.ticket)
+        landed_s = self._landed_s[event.ticket] = self._fleet.spans.clock()
+        self._show(f"requests {attempt.member.name}", attempt.index, attempt.began_s, landed_s, event.ticket)
+        if isinstance(event, Failed):
+            self._failed(attempt, event)
+            return None
+        aborted = event.reasons.count("abort")
+        if aborted and not (self._work.cut and all(event.lengths)):
+            self._aborted(attempt, event.ticket)
+            return None
+        self._work.cut_completions += aborted
+        self._work.done[attempt.index] = event
+        self._work.landed[event.ticket] = attempt.index
+        self._fleet.delivered(attempt.member)
+        return attempt.index
+
+    def _show(self, track: str, index: int, began_s: float, ended_s: float, ticket: int) -> None:
+        spans = self._fleet.spans
+        if spans.on:
+            spans.add(track, self._work.groups[index].request_id, began_s, ended_s, ticket)
+
+    def _again(self, index: int) -> None:
+        self._work.retries += 1
+        self._pending.appendleft(index)
+
+    def _failed(self, attempt: _Attempt, event: Failed) -> None:
+        """Raises GuardStop for what no other server would do better."""
+        member, request_id = attempt.member, self._work.groups[attempt.index].request_id
+        if event.kind == "ours":
+            raise GuardStop(f"request {request_id}: {event.text}")
+        self._again(attempt.index)
+        if event.kind == "refused" and event.status in BUSY:
+            self._fleet.rest(member, event.retry_after_s)
+            return
+        if event.kind == "refused" and 400 <= event.status < 500:
+            raise GuardStop(f"{member.name} refused request {request_id}: {event.text}")
+        self._blame(attempt, event.text)
+
+    def _aborted(self, attempt: _Attempt, ticket: int) -> None:
+        """Ended before its end, by a weight sync or by nobody that we know."""
+        self._intake.cancel([ticket])  # what it brought is not wanted
+        self._again(attempt.index)
+        aborts = self._work.aborts[attempt.index] = self._work.aborts.get(attempt.index, 0) + 1
+        if aborts > _MOST_ABORTS:
+            self._blame(attempt, f"it has ended the request {aborts} times, unasked")
+
+    def _blame(self, attempt: _Attempt, why: str) -> None:
+        """A failure of this server, and one of this request's few."""
+        work, member = self._work, attempt.member
+        if member.outages != attempt.outages:  # it broke many connections at once, and another's end was told first
+            return
+        said = work.failures.setdefault(attempt.index, [])
+        said.append(f"{member.name}: {why}")
+        self._fleet.mark_out(member, why)
+        if len(said) >= _MOST_FAILURES:
+            raise GuardStop(
+                f"request {work.groups[attempt.index].request_id} has failed {len(said)} times: {'; '.join(said)}"
+            )
+
+    def _drop_the_lost(self) -> None:
+        """Attempts on servers that have gone out go elsewhere, whoever has marked them: a probe, an answer, a sync."""
+        outages = sum(member.outages for member in self._fleet.endpoints)
+        if outages == self._outages:
+            return
+        self._outages = outages
+        lost = [ticket for ticket, attempt in self._attempts.items() if attempt.member.outages != attempt.outages]
+        self._intake.cancel(lost)
+        for ticket in reversed(lost):
+            self._again(self._forget(ticket).index)
+
+    def _wait_for_anyone(self) -> None:
+        fleet, wait_s = self._fleet, self._limits.engine_wait_s
+        deadline = self._clock() + wait_s
+        fleet.say(f"rollout: no server with the present weights; waiting up to {wait_s:g} s for one")
+        while not fleet.live and not self._work.given_up:
+            if any(member.state == "stale" for member in fleet.members):
+                raise NeedsWeights
+            if self._clock() > deadline:
+                states = "; ".join(f"{name} {state}" for name, state in fleet.health().items())
+                ids = [self._work.groups[index].request_id for index in self._pending]
+                raise GuardStop(
+                    f"all {len(fleet.members)} rollout servers have been gone for rollout.limits.engine_wait_s ="
+                    f" {wait_s:g} s ({states}); waiting requests: {_listed(ids)}"
+                )
+            for event in self._intake.events(_TICK_S):
+                self._settle(event)
+            self._watch()
+            fleet.restart_dead()
+            fleet.revive()
+
+    def _cut_stragglers(self) -> None:
+        work, share = self._work, self._limits.straggler_share
+        if share == 1 or not work.may_be_cut or work.cut or self._pending or not self._attempts:
+            return
+        total = sum(group.count for group in work.groups)
+        if sum(work.groups[index].count for index in work.done) >= share * total:
+            work.cut = True
+            self._intake.end(list(self._attempts))
+
+    def _watch(self) -> bool:
+        now, limit_s = self._clock(), self._limits.request_timeout_s
+        if now - self._watched < _TICK_S:  # thousands may wait, and events come by the hundred
+            return False
+        self._watched = now
+        waiting = [*self._pending, *(attempt.index for attempt in self._attempts.values())]
+        where = {attempt.index: f" on {attempt.member.name}" for attempt in self._attempts.values()}
+        asked = self._work.first_asked
+        if late := [index for index in waiting if now - asked.get(index, now) > limit_s]:
+            names = [f"{self._work.groups[index].request_id}{where.get(index, '')}" for index in late]
+            raise GuardStop(
+                f"{len(late)} requests (step-prompt-completion) have waited longer than"
+                f" rollout.limits.request_timeout_s = {limit_s:g} s since their first try: {_listed(names)}"
+            )
+        return True
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,126 @@
+"""A router in front of servers (sglang-router, vLLM's): requests go through it, everything else to its workers.
+
+    rollout client --- request ----------------> router ---- which worker is its own affair ----> worker 1, 2, ...
+                   --- ends it early -----------------------------------------------------------> each worker
+    rank 0         --- weights, canary, health -------------------------------------------------> each worker
+                   --- which workers are there? --> router      (its health probe, and at every sync)
+
+The router knows nothing of weights, so it is asked only while every worker that it names has the present ones. Else
+those that have them are asked themselves, until the next sync has made the router whole again. When one of its workers
+goes out, so does the router: which of the running requests were that worker's nobody knows, so all of them are made
+again. That loses work, once for a server that fails, and needs no trust in how long a router waits for a hung worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, SGLangRouterDialect, VLLMDialect
+from dppo_megatron.rollout.servers.directory import Entry
+from dppo_megatron.rollout.servers.http import BadAnswer, Http, Refused, Unreachable
+from dppo_megatron.rollout.servers.member import Endpoint, Member, OwnedLock
+
+_ASK_S = 10.0
+
+
+@dataclass
+class RouterServer:
+    """The router's end of HTTP; see `protocol.Generator`."""
+
+    http: Http
+    api_key: str = field(default="", repr=False)
+    dialect: AnyDialect = field(default_factory=VLLMDialect)
+    named: frozenset[str] = frozenset()
+    """Addresses of its workers, as it last said."""
+
+    def healthy(self, *, timeout_s: float) -> None:
+        """It answers with its workers."""
+        named = named_workers(self.http, timeout_s)
+        if not named:
+            raise BadAnswer(f"{self.http.url}/workers names no worker")
+        self.named = frozenset(named)
+
+
+class Router(Endpoint):
+    """A router, as the fleet asks it.
+
+    Its states are a server's: live while all of its workers are, see `follow`.
+    """
+
+    server: RouterServer
+
+    def __init__(self, server: RouterServer, lock: OwnedLock, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(server, lock, clock)
+        self._outages: dict[str, int] = {}
+        """Of its workers, at the last call of `follow`."""
+
+    @property
+    def width(self) -> int:
+        """See `Endpoint.width`."""
+        return max(1, len(self.server.named))
+
+    def follow(self, members: Mapping[str, Member]) -> str:
+        """Become live with the last of its workers, and stale with the first. Returns why it has failed, if it has: one
+        of its workers has."""
+        self._owned()
+        named, before = self.server.named, self._outages
+        self._outages = {name: members[name].outages for name in named if name in members}
+        failed = [name for name, outages in before.items() if name in members and members[name].outages > outages]
+        if failed and self.state != "out":
+            return f"its worker {failed[0]} has failed; those with the present weights are asked themselves"
+        missing = sorted(name for name in named if name not in members or members[name].state != "live")
+        if missing and self.state == "live":
+            self.expects(self.expected)
+            self.reason = f"its worker {missing[0]} has not the present weights"
+        if named and not missing:
+            self.took(self.expected)
+        return ""
+
+
+class NamedServers:
+    """The configured endpoints as they are now: servers, and the workers that routers name. As `Directory.entries`."""
+
+    def __init__(self, servers: Sequence[str], routers: Sequence[RouterServer], key: str, engine: str) -> None:
+        self._servers, self._routers, self._key, self._engine = servers, routers, key, engine
+
+    def entries(self) -> dict[str, Entry]:
+        """By address. A router that does not answer has the workers that it named last."""
+        urls = list(self._servers)
+        for router in self._routers:
+            with contextlib.suppress(Unreachable, Refused):
+                router.healthy(timeout_s=_ASK_S)
+            urls += sorted(router.named)
+        return {url: Entry(url, self._key, self._engine) for url in urls}
+
+
+def named_workers(http: Http, timeout_s: float) -> list[str] | None:
+    """The addresses that `GET /workers` names, in the form of sglang-router 0.3.2 and vllm-router 0.1.17; None for an
+    answer of another form. Raises Unreachable or Refused."""
+    answer = http.get("/workers", timeout_s=timeout_s)
+    listed = answer.get("workers") if isinstance(answer, dict) else None
+    if not isinstance(listed, list):
+        return None
+    urls = [worker.get("url") for worker in listed if isinstance(worker, dict)]
+    return [url.rstrip("/") for url in urls if isinstance(url, str)]
+
+
+def through(router: RouterServer, workers: Sequence[AnyDialect]) -> bool:
+    """Have `router` asked as its workers are; whether it passes such requests on at all.
+
+    sglang-router has no path for vLLM's requests: it answers 404, as nobody does who knows the path.
+    """
+    seeded = all(dialect.seeded for dialect in workers)
+    if isinstance(workers[0], SGLangDialect):
+        path, router.dialect = "/generate", SGLangRouterDialect(workers[0].vocab_size, seeded)
+    else:
+        path, router.dialect = "/inference/v1/generate", VLLMDialect(seeded)
+    try:
+        router.http.post(path, {}, timeout_s=_ASK_S)
+    except Refused as error:
+        return error.status not in (404, 405)
+    except Unreachable:
+        return False
+    return True

@@ -1,0 +1,172 @@
+"""Answers as arrays (`in_engine/dppo_vllm_arrays.py`): the same completions as the JSON's, and no byte is believed.
+
+The engine's side is packed here by hand; tests/real_servers asks a real vLLM for both forms.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.engines.rig import Rig, requests, run
+from support.engines.stub import Asked, StubServers, answer_to
+from test_hostile_servers import right
+
+from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
+from dppo_megatron.rollout.servers.http import BadAnswer
+from dppo_megatron.rollout.servers.in_engine import dppo_arrays
+from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Sampled, checked
+
+GROUP = requests(1)[0]
+EXPECTED = Expected(19, 1, 2)
+
+
+def packed(answer: dict[str, Any], head: dict[str, Any] | None = None, **first: Any) -> bytes:
+    """A JSON answer of vLLM as arrays, with changes to the header and to its first choice."""
+    choices = [
+        {"index": one["index"], "tokens": len(one["token_ids"])}
+        | {name: one[name] for name in ("finish_reason", "weight_versions")}
+        for one in answer["choices"]
+    ]
+    choices[0] |= first
+    header = json.dumps({"request_id": answer["request_id"], "choices": choices} | (head or {})).encode()
+    tokens = [token for one in answer["choices"] for token in one["token_ids"]]
+    values = [entry["logprob"] for one in answer["choices"] for entry in one["logprobs"]["content"]]
+    return struct.pack("<I", len(header)) + header + struct.pack(f"<{len(tokens)}i{len(values)}f", *tokens, *values)
+
+
+def body_of(group: GenerateRequest) -> Any:
+    return json.loads(VLLMDialect().rounds(group)[-1][0].body)
+
+
+GOOD = answer_to(body_of(GROUP))
+
+
+def read(content: bytes) -> list[Sampled]:
+    return checked(VLLMDialect(arrays=True).read([content], GROUP), GROUP, EXPECTED)
+
+
+def same(ours: list[Sampled], theirs: list[Sampled]) -> bool:
+    return all(
+        np.array_equal(a.token_ids, b.token_ids)
+        and np.array_equal(a.logprobs, b.logprobs)
+        and (a.finish_reason, a.weights_versions) == (b.finish_reason, b.weights_versions)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def test_both_forms_say_the_same() -> None:
+    """Also where the choices come in another order."""
+    plain = checked(VLLMDialect().read([json.dumps(GOOD).encode()], GROUP), GROUP, EXPECTED)
+    assert same(read(packed(GOOD)), plain)
+    turned = GOOD | {"choices": GOOD["choices"][::-1]}
+    assert same(read(packed(turned)), plain)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "cannot be read"),
+        (b"\xff\xff\xff\xff", "cannot be read"),
+        (packed(GOOD)[:-1], "bytes of arrays"),
+        (packed(GOOD) + b"\0\0\0\0", "bytes of arrays"),
+        (packed(GOOD, {"request_id": "generate-tokens-other"}), "answers request"),
+        (packed(GOOD, {"choices": []}), "completions \\[\\]"),
+        (packed(GOOD, index=1), "completions"),
+        (packed(GOOD, tokens=-1), "cannot be read"),
+        (packed(GOOD, tokens=1 << 40), "bytes of arrays"),
+        (packed(GOOD, finish_reason="error"), "ended by 'error'"),
+        (packed(GOOD, weight_versions=[]), "weights versions"),
+        (packed(GOOD, weight_versions=[{"version": "9", "start": 0, "end": 1}]), "not this rollout's"),
+    ],
+)
+def test_what_is_wrong_is_said(content: bytes, message: str) -> None:
+    with pytest.raises(BadAnswer, match=message):
+        read(content)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_no_bytes_make_anything_but_a_checked_answer(data: st.DataObject) -> None:
+    """Bytes changed, cut or put in anywhere: a bad answer, or completions that keep every rule."""
+    content = bytearray(packed(GOOD))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        content[at : at + data.draw(st.integers(0, 8))] = data.draw(st.binary(max_size=8))
+    try:
+        found = read(bytes(content))
+    except BadAnswer:
+        return
+    for one in found:
+        assert 0 < len(one.token_ids) == len(one.logprobs) <= GROUP.max_tokens
+        assert 0 <= one.token_ids.min() <= one.token_ids.max() < 19 and np.isfinite(one.logprobs).all()
+
+
+def packed_sglang(answers: list[Any], **first: Any) -> bytes:
+    """As `packed`, of SGLang's answers."""
+    heads = [
+        {"id": one["meta_info"]["id"], "tokens": len(one["output_ids"])}
+        | {"finish_reason": one["meta_info"]["finish_reason"]["type"]}
+        | {"weight_versions": one["meta_info"]["weight_versions"]}
+        for one in answers
+    ]
+    heads[0] |= first
+    header = json.dumps({"answers": heads}).encode()
+    triples = [triple for one in answers for triple in one["meta_info"]["output_token_logprobs"]]
+    arrays = struct.pack(f"<{len(triples)}i", *(t for _, t, _ in triples))
+    return (
+        struct.pack("<I", len(header)) + header + arrays + struct.pack(f"<{len(triples)}f", *(p for p, _, _ in triples))
+    )
+
+
+def test_sglangs_arrays() -> None:
+    """Its header names the answers by their ids, in the order of the batch."""
+    plain, arrays = SGLangDialect(19, seeded=True), SGLangDialect(19, seeded=True, arrays=True)
+    answers = answer_to(json.loads(plain.rounds(GROUP)[-1][0].body))
+    expected = plain.read([json.dumps(answers).encode()], GROUP)
+    assert same(checked(arrays.read([packed_sglang(answers)], GROUP), GROUP, EXPECTED), expected)
+    for content, message in (
+        (packed_sglang(answers)[:-1], "bytes of arrays"),
+        (packed_sglang(answers, id="another"), "answers request 'another'"),
+        (packed_sglang(answers, tokens=-1), "cannot be read"),
+        (packed_sglang(answers[::-1]), "belongs"),
+        (packed_sglang(answers[:-1]), "2 completions for 3 asked"),
+    ):
+        with pytest.raises(BadAnswer, match=message):
+            arrays.read([content], GROUP)
+
+
+def test_the_engines_file_writes_the_form() -> None:
+    """`in_engine/dppo_arrays.py`, which both engines' files use, against what is packed here by hand."""
+    choices = [{"index": c["index"], "tokens": len(c["token_ids"])} for c in GOOD["choices"]]
+    choices = [
+        head | {name: c[name] for name in ("finish_reason", "weight_versions")}
+        for head, c in zip(choices, GOOD["choices"], strict=True)
+    ]
+    values = [(c["token_ids"], [e["logprob"] for e in c["logprobs"]["content"]]) for c in GOOD["choices"]]
+    content = dppo_arrays.packed({"request_id": GOOD["request_id"], "choices": choices}, values)
+    assert same(read(content), read(packed(GOOD))) and int.from_bytes(content[:4], "little") % 4 == 0
+
+
+def test_through_a_client() -> None:
+    """From the socket to what a rank takes."""
+
+    async def arrays(asked: Asked) -> None:
+        await asked.reply(packed(answer_to(asked.body)))
+
+    with StubServers({"a": arrays}) as stubs:
+        rig = Rig([("vllm", stubs.url("a"))])
+        rig.clients.add(msgspec.structs.replace(rig.known[0], dialect=VLLMDialect(arrays=True)))
+        try:
+            fleet = rig.fleet([0], {})
+            work = run(fleet, requests(5))
+            assert work.retries == 0 and right(rig.take(), 5, 3) and stubs.asked == {"a": 5}
+            fleet.close()
+        finally:
+            rig.close()
