@@ -169,7 +169,7 @@ def _calls_of_a_measurement(files: Path, run_dir: Path, warmups: int) -> list[st
     calls: list[str] = []
     for name in ("accumulate", "logprobs"):
         setattr(actor, name, _noting(getattr(actor, name), name, calls))
-    samples = random_samples(4, 37)
+    samples = random_samples(4, architecture.vocab_size)
     fp8_gate._measure(actor, samples, plan_for(samples), 1.0, warmups)
     return calls
 
