@@ -58,7 +58,7 @@ def test_logprobs_are_the_actors_before_and_after_updates(served: Served, tmp_pa
 
 
 def test_both_forms_of_an_answer_say_the_same(served: Served, tmp_path: Path) -> None:
-    """The engine's JSON and our arrays of the same greedy completions: tokens, spans, log-probabilities to
+    """The engine's JSON and our arrays of the same completions (seeded, or greedy): tokens, spans, log-probabilities to
     the last bit that JSON keeps. Bad requests are refused, and those without the key."""
     engine = served.engine(served.config(tmp_path, count=1))
     engine.load_weights(Reference(served.files / "model", 5).weights)
