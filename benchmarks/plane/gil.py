@@ -5,7 +5,9 @@ and is told as this one's would be; and while they arrive here. The servers and 
 second as in the third, so what the third has less is what the trainer's process loses: on a machine with fewer cores
 than busy processes torch slows down beside any load, whoever it belongs to.
 
-Beside it the CPU time of rank 0's other threads: they can hold the interpreter for no longer than they run.
+What the third loses has three parts, told apart by what the kernel counts for the main thread (schedstat): it runs, it
+waits for a core, or it is blocked, and the only thing that blocks it is the interpreter in another thread's hands. The
+CPU time of rank 0's other threads stands beside it: they can hold the interpreter for no longer than they run.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 
@@ -37,30 +40,31 @@ class _Meanwhile:
     mtok_per_s: float
     others_cpu_s: float = 0.0
     """Of this process's other threads, for a million tokens."""
+    queued: float = 0.0
+    """Share of the time in which the main thread waited for a core."""
+    blocked: float = 0.0
+    """Share of the time in which it could not have run, for a million tokens a second."""
 
 
 def run(smoke: bool) -> list[Bar]:
     """The part's bars."""
-    seconds, rounds = (2.0, 1) if smoke else (6.0, 5)
+    seconds, rounds = (2.0, 1) if smoke else (3.0, 11)
     torch.set_num_threads(1)
     alone, elsewhere, here = [], [], []
     for _ in range(rounds):
-        alone.append(_calls(seconds / 3, threading.Event()))
+        alone.append(_Meanwhile(_calls(seconds / 3, threading.Event()), 0.0))
         elsewhere.append(_elsewhere(seconds))
         here.append(_here(seconds))
-        print(
-            f"          torch calls a second: {alone[-1]:,.0f} alone, {elsewhere[-1].calls_per_s:,.0f} while"
-            f" {elsewhere[-1].mtok_per_s:.2f} Mtok/s arrive elsewhere, {here[-1].calls_per_s:,.0f} while"
-            f" {here[-1].mtok_per_s:.2f} arrive here",
-            flush=True,
-        )
     kept = [mine.calls_per_s / theirs.calls_per_s for mine, theirs in zip(here, elsewhere, strict=True)]
-    of_alone = [mine.calls_per_s / calls for mine, calls in zip(here, alone, strict=True)]
-    print(f"          of those alone: {statistics.median(of_alone):.3f} here, over those with the same load elsewhere:")
-    print(f"          {', '.join(f'{share:.3f}' for share in sorted(kept))}")
-    left = 1 - statistics.median(one.others_cpu_s for one in here)
+    for name, found in (("alone", alone), ("while they arrive elsewhere", elsewhere), ("here", here)):
+        print(f"          torch calls a second, {name}: {_median(found, 'calls_per_s'):,.0f}")
+    print(f"          kept, over elsewhere: {', '.join(f'{share:.3f}' for share in sorted(kept))}")
+    queued = f"{_median(here, 'queued'):.1%} of the time (elsewhere {_median(elsewhere, 'queued'):.1%})"
+    print(f"          here, {_median(here, 'mtok_per_s'):.2f} Mtok/s: the main thread waits for a core {queued}")
+    left = 1 - _median(here, "others_cpu_s")
     return [
         Bar("gil", "interpreter left to the main thread at 1 Mtok/s", left, 0.95, at_least=True, is_time=True),
+        Bar("gil", "time in which it is not blocked", 1 - _median(here, "blocked"), 0.95, "", True, True),
         Bar("gil", "torch calls kept, over the same load elsewhere", statistics.median(kept), 0.95, "", True, True),
     ]
 
@@ -71,13 +75,15 @@ def _here(seconds: float) -> _Meanwhile:
     try:
         groups, done = int(_GROUPS_PER_S * seconds), threading.Event()
         thread = threading.Thread(target=_take_in, args=(intake, groups, done))
-        began_s, all_s, main_s = time.monotonic(), cpu_s(), time.thread_time()
+        all_s, main_s, (ran_s, queued_s), began_s = cpu_s(), time.thread_time(), _main_thread_s(), time.monotonic()
         thread.start()
         calls = _calls(10 * seconds, done)
         mtok, wall_s = groups * COUNT * _TOKENS / 1e6, time.monotonic() - began_s
+        ran_s, queued_s = _main_thread_s()[0] - ran_s, _main_thread_s()[1] - queued_s
         others_s = (cpu_s() - all_s) - (time.thread_time() - main_s)
         thread.join()
-        return _Meanwhile(calls, mtok / wall_s, others_s / mtok)
+        blocked = max(0.0, wall_s - ran_s - queued_s) / mtok
+        return _Meanwhile(calls, mtok / wall_s, others_s / mtok, queued_s / wall_s, blocked)
     finally:
         intake.close()
 
@@ -96,13 +102,13 @@ def _elsewhere(seconds: float) -> _Meanwhile:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    began_s = time.monotonic()
+    queued_s, began_s = _main_thread_s()[1], time.monotonic()
     ours.send(True)
     calls = _calls(10 * seconds, done)
-    wall_s = time.monotonic() - began_s
+    wall_s, queued_s = time.monotonic() - began_s, _main_thread_s()[1] - queued_s
     thread.join()
     process.join()
-    return _Meanwhile(calls, groups * COUNT * _TOKENS / 1e6 / wall_s)
+    return _Meanwhile(calls, groups * COUNT * _TOKENS / 1e6 / wall_s, queued=queued_s / wall_s)
 
 
 def _take_in_there(groups: int, pipe: Connection) -> None:
@@ -122,6 +128,16 @@ def _take_in(intake: Intake, groups: int, done: threading.Event) -> None:
     for _ in intake.fleet.run(intake.work(groups)):
         pass
     done.set()
+
+
+def _main_thread_s() -> tuple[float, float]:
+    """Seconds in which the calling thread has run, and in which it has waited for a core."""
+    ran_ns, queued_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    return int(ran_ns) / 1e9, int(queued_ns) / 1e9
+
+
+def _median(found: list[_Meanwhile], name: str) -> float:
+    return statistics.median(getattr(one, name) for one in found)
 
 
 def _calls(seconds: float, done: threading.Event) -> float:

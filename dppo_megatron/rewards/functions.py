@@ -56,12 +56,12 @@ class Rewards:
     def __init__(self, functions: Sequence[NamedFunction]) -> None:
         self._functions = [(item, *_load(item)) for item in functions]
         self.wants_row = any(calling != "two" for _, _, calling in self._functions)
-        self._only = self._functions[0][1:] if len(functions) == 1 and not functions[0].name else None
 
     def grade(self, completion: str, answer: str, row: Any) -> Any:
         """A plain float where there is no more to say, else a dict of a Grade's fields; a failure is one as well."""
-        if self._only is not None:
-            return _graded(*self._only, completion, answer, row)
+        if len(self._functions) == 1 and not self._functions[0][0].name:
+            _, function, calling = self._functions[0]
+            return _graded(function, calling, completion, answer, row)
         total = 0.0
         first: dict[str, Any] = {}
         facts: dict[str, float] = {}
