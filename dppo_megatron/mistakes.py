@@ -22,6 +22,7 @@ ROOM_PAGES = {
     "data": "data.md",
     "evaluation": "evaluation.md",
     "job": "configuration.md",
+    "launched": "cluster.md",
     "observe": "run_directory.md",
     "packing": "packing.md",
     "planning": "plan.md",

@@ -111,7 +111,7 @@ def log_of_a_run(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 
 def test_every_command_is_in_the_table() -> None:
-    [commands] = [a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    [commands] = [a for a in cli.program()._actions if isinstance(a, argparse._SubParsersAction)]
     assert set(commands.choices) == set(PHASES) | QUICK
 
 
