@@ -575,6 +575,35 @@ def test_a_probe_of_the_predecessor_is_no_news() -> None:
     assert fleet.live == [member]
 
 
+def test_what_a_probe_says_counts_for_the_server_that_was_asked() -> None:
+    """Asked at the end of a rollout, answered, killed, started again: "I am well" is the dead one's. Asked again before the
+    new one listens, and read after it has been synced: "connection refused" says nothing about it now."""
+    world = World()
+    fleet = world.fleet(1, probe_every_s=1.0)
+    [member] = fleet.members
+    fleet._threads = threads = Unanswered()
+    fleet.probe_all()
+    threads.questions[0].set_result(None)  # read by nobody before it dies
+    fleet.mark_out(member, "killed")
+    world.now += 60.0
+    fleet.probe_all()
+    assert member.state == "out", "the answer is its predecessor's"
+    threads.questions[1].set_result(None)
+    fleet.probe_all()
+    assert member.state == "stale", "this one is its own"
+    world.now += 60.0
+    fleet.probe_all()
+    synced(fleet)
+    threads.questions[2].set_exception(Unreachable("connection refused"))
+    fleet.probe_all()
+    assert member.state == "live" and member.outages == 1
+    world.now += 60.0
+    fleet.probe_all()
+    threads.questions[-1].set_exception(Unreachable("connection refused"))
+    fleet.probe_all()
+    assert member.state == "out", "asked as it is now"
+
+
 def test_who_comes_keeps_the_number_that_it_gets() -> None:
     """Whoever leaves: the clients know servers by number."""
     fleet = World().fleet(2)

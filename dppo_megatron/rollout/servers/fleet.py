@@ -41,9 +41,14 @@ _FIRST_REST_S, _LONGEST_REST_S = 0.5, 30.0
 
 @dataclass
 class _Probe:
-    """The health probe of one server that is under way, or was."""
+    """The health probe of one server that is under way, or was.
+
+    It may come back much later, when the next rollout looks. What it says is about the server that was asked, so it counts
+    only while nothing has happened to that one: `asked` is its state and how often it had been out.
+    """
 
     begun: float = -math.inf
+    asked: tuple[str, int] = ("", 0)
     answer: Future[None] | None = None
 
 
@@ -191,6 +196,7 @@ class Fleet:
             if own is not None and not own.is_running and self._starter.submit(own.start_if_ended).result():
                 self.say(f"rollout: the launched server {member.name} had ended; it is started again")
                 with self.lock:
+                    self._probing[member.name] = _Probe()  # an earlier question was to the process before
                     member.restarted()
 
     def wait_for_starting(self, timeout_s: float) -> None:
@@ -242,13 +248,15 @@ class Fleet:
             probe = self._probing[member.name]
             if probe.answer is not None and probe.answer.done():
                 error, probe.answer = probe.answer.exception(), None
-                if error is None and member.state == "out":
+                if probe.asked != (member.state, member.outages):
+                    pass
+                elif error is None and member.state == "out":
                     self._is_back(member)
                 elif error is not None and member.state != "out":
                     self.mark_out(member, f"no answer to its health probe: {error}")
             due = now - probe.begun > self._config.limits.probe_every_s
             if probe.answer is None and due and (member.state != "out" or member.may_be_asked):
-                probe.begun = now
+                probe.begun, probe.asked = now, (member.state, member.outages)
                 timeout_s = self._config.limits.probe_timeout_s
                 probe.answer = self._threads.submit(member.server.healthy, timeout_s=timeout_s)
         if self._health_file is not None:
