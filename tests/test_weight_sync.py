@@ -147,6 +147,16 @@ def test_a_transfer_has_a_time_of_its_own(running: Running) -> None:
     group.abandon()
 
 
+@pytest.mark.parametrize("as_torch_does", [True, False])
+def test_a_group_can_be_abandoned_twice(as_torch_does: bool) -> None:
+    """By who sees that it is broken, and by who leaves it."""
+    second = timedelta(seconds=30)
+    meeting = Meeting("test", "gloo", "127.0.0.1", listening_store("127.0.0.1", 1, second), 1, second, second)
+    group = Broadcast(meeting, as_torch_does=as_torch_does)
+    group.abandon()
+    group.abandon()
+
+
 def test_a_hung_server_does_not_take_the_others_with_it(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP in the second bucket: its neighbours in the broadcast give up before their requests time out, and are not
     to blame. It comes back by a later sync."""
