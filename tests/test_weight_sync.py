@@ -37,7 +37,7 @@ from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, buckets, 
 from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import MOST_MISSED, Canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from dppo_megatron.rollout.transfer.groups import Chain, Meeting, listening_store
+from dppo_megatron.rollout.transfer.groups import Broadcast, Chain, Meeting, listening_store
 from dppo_megatron.types import Completion, GuardStop, Prompt
 
 BUCKET = 5 << 20
