@@ -37,7 +37,7 @@ from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, buckets, 
 from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import MOST_MISSED, Canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from dppo_megatron.rollout.transfer.groups import Chain, Meeting, listening_store
+from dppo_megatron.rollout.transfer.groups import Broadcast, Chain, Meeting, listening_store
 from dppo_megatron.types import Completion, GuardStop, Prompt
 
 BUCKET = 5 << 20
@@ -144,6 +144,16 @@ def test_a_transfer_has_a_time_of_its_own(running: Running) -> None:
         server.receive([TensorNote("t", "uint8", (8,))], timeout_s=120)
     with pytest.raises(RuntimeError):
         group.send(torch.zeros(64 << 20, dtype=torch.uint8))
+    group.abandon()
+
+
+@pytest.mark.parametrize("as_torch_does", [True, False])
+def test_a_group_can_be_abandoned_twice(as_torch_does: bool) -> None:
+    """By who sees that it is broken, and by who leaves it."""
+    second = timedelta(seconds=30)
+    meeting = Meeting("test", "gloo", "127.0.0.1", listening_store("127.0.0.1", 1, second), 1, second, second)
+    group = Broadcast(meeting, as_torch_does=as_torch_does)
+    group.abandon()
     group.abandon()
 
 

@@ -66,7 +66,7 @@ class BroadcastGroup(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Leave a group of which a member may have failed, without waiting for anything."""
+        """Leave a group of which a member may have failed, without waiting for anything. Once more does nothing."""
 
 
 class Chain(BroadcastGroup):
@@ -115,7 +115,7 @@ class Broadcast(BroadcastGroup):
         torch's watchdog would end this whole process after the group's timeout; the members' kernels are told through
         the store."""
         backend, self._backend = self._backend, None
-        if backend.name() == "nccl":  # gloo's ends with its sockets
+        if backend is not None and backend.name() == "nccl":  # gloo's ends with its sockets
             with contextlib.suppress(RuntimeError):
                 self._store.set(_GIVEN_UP, "")
             threading.Thread(target=_abort, args=(backend,), name="abandoned group", daemon=True).start()
