@@ -137,7 +137,7 @@ def _main_thread_s() -> tuple[float, float]:
 
 
 def _median(found: list[_Meanwhile], name: str) -> float:
-    return statistics.median(getattr(one, name) for one in found)
+    return float(statistics.median(getattr(one, name) for one in found))
 
 
 def _calls(seconds: float, done: threading.Event) -> float:
