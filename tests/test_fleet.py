@@ -576,8 +576,8 @@ def test_a_probe_of_the_predecessor_is_no_news() -> None:
 
 
 def test_what_a_probe_says_counts_for_the_server_that_was_asked() -> None:
-    """A server answers, is killed and started again: what is read then is the dead one's "I am well". The new one is asked
-    before it listens: "connection refused", read after its weight sync, says nothing about it now."""
+    """A server answers, is killed and started again: what is read then is the dead one's "I am well". The new one is
+    asked before it listens: "connection refused", read after its weight sync, says nothing about it now."""
     world = World()
     fleet = world.fleet(1, probe_every_s=1.0)
     [member] = fleet.members

@@ -43,8 +43,8 @@ _FIRST_REST_S, _LONGEST_REST_S = 0.5, 30.0
 class _Probe:
     """The health probe of one server that is under way, or was.
 
-    Its answer may be read much later, in the next rollout. It is about the server that was asked, so it counts only while
-    nothing has happened to that one: `asked` is its state then and how often it had been out.
+    Its answer may be read much later, in the next rollout. It is about the server that was asked, so it counts only
+    while nothing has happened to that one: `asked` is its state then and how often it had been out.
     """
 
     begun: float = -math.inf
