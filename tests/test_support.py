@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,3 +42,17 @@ def test_a_rank_ends_no_group_that_an_earlier_job_has_left_in_megatron(monkeypat
     name = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO"
     monkeypatch.setattr(parallel_state, name, _OwnedByParent())
     assert run_ranks(lambda: setattr(parallel_state, name, None), 1, timeout_s=60) == [None]
+
+
+def test_gpu_tests_build_the_groups_once() -> None:
+    """Megatron refuses to build its groups twice in a process, and these tests cannot run where they are written: only
+    a fixture of the whole module may."""
+    tree = ast.parse((Path(__file__).parent / "test_gpu.py").read_text(encoding="utf-8"))
+    builders = [
+        function
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        and any(isinstance(node, ast.Call) and ast.unparse(node.func) == "build_layout" for node in ast.walk(function))
+    ]
+    assert [function.name for function in builders] == ["layout"]
+    assert [ast.unparse(one) for one in builders[0].decorator_list] == ["pytest.fixture(scope='module')"]
