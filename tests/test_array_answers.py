@@ -5,8 +5,10 @@ The engine's side is packed here by hand; tests/real_servers asks a real vLLM fo
 
 from __future__ import annotations
 
+import importlib
 import json
 import struct
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -152,6 +154,42 @@ def test_the_engines_file_writes_the_form() -> None:
     values = [(c["token_ids"], [e["logprob"] for e in c["logprobs"]["content"]]) for c in GOOD["choices"]]
     content = dppo_arrays.packed({"request_id": GOOD["request_id"], "choices": choices}, values)
     assert same(read(content), read(packed(GOOD))) and int.from_bytes(content[:4], "little") % 4 == 0
+
+
+def test_the_engines_file_hides_no_mistake() -> None:
+    """Two completions that lack what the other has too much would move each other's log-probabilities, in a sum that
+    is right."""
+    with pytest.raises(ValueError, match="1 log-probabilities for 2 tokens"):
+        dppo_arrays.packed({}, [([1, 2], [-0.5]), ([3], [-0.5, -0.25])])
+
+
+def test_sglangs_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it writes is what its JSON says; log-probabilities of other tokens are refused there too."""
+    monkeypatch.syspath_prepend(str(Path(dppo_arrays.__file__).parent))
+    packed_answers = importlib.import_module("dppo_sglang_server").packed_answers
+    plain, arrays = SGLangDialect(19, seeded=True), SGLangDialect(19, seeded=True, arrays=True)
+    answers = answer_to(json.loads(plain.rounds(GROUP)[-1][0].body))
+    expected = plain.read([json.dumps(answers).encode()], GROUP)
+    assert same(arrays.read([packed_answers(answers)], GROUP), expected)
+    answers[1]["meta_info"]["output_token_logprobs"][0][1] += 1
+    with pytest.raises(BadAnswer, match="other tokens"):
+        plain.read([json.dumps(answers).encode()], GROUP)
+    with pytest.raises(ValueError, match="other tokens"):
+        packed_answers(answers)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_group_that_was_ended_before_its_first_token(engine: str) -> None:
+    """Arrays of nothing are an answer: each completion is an abort."""
+    if engine == "vllm":
+        answer: Any = {"request_id": GROUP.request_id, "choices": []}
+        answer["choices"] = [{"index": i, "tokens": 0, "finish_reason": "abort"} for i in range(GROUP.count)]
+        found = read(dppo_arrays.packed(answer, [([], [])] * GROUP.count))
+    else:
+        heads = [{"id": f"{GROUP.request_id}/{i}", "tokens": 0, "finish_reason": "abort"} for i in range(GROUP.count)]
+        content = dppo_arrays.packed({"answers": heads}, [([], [])] * GROUP.count)
+        found = checked(SGLangDialect(19, arrays=True).read([content], GROUP), GROUP, EXPECTED)
+    assert [(len(one.token_ids), one.finish_reason) for one in found] == [(0, "abort")] * GROUP.count
 
 
 def test_through_a_client() -> None:

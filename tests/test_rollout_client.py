@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines.rig import Rig, requests, run, sync
 from support.engines.stub import StubServers, completion, good
-from support.hooks import RaisingHook
+from support.hooks import ForgetfulHook, RaisingHook
 from support.job import job_config, write_job_files
 from support.launch import run_ranks
 
@@ -26,7 +26,7 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.lanes import GradeInClient
 from dppo_megatron.rollout import server_engine
 from dppo_megatron.rollout.client import frames
-from dppo_megatron.rollout.client.grading import Detokenizer, grades_of
+from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory, grades_of
 from dppo_megatron.rollout.client.holding import HeldGroup, hand_over, take_over
 from dppo_megatron.rollout.client.remote import Nodes, owners, take
 from dppo_megatron.rollout.engine import Request, Sampling
@@ -74,12 +74,15 @@ def test_groups_are_graded_as_they_land(files: Path, stubs: StubServers, monkeyp
         rig.close()
 
 
-def test_a_hook_that_raises_ends_the_run(stubs: StubServers, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("hook", "message"), [(RaisingHook, "this hook is broken"), (ForgetfulHook, "zip")])
+def test_a_broken_hook_ends_the_run(
+    hook: HookFactory, message: str, stubs: StubServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With its error, rather than with a rollout that waits for grades."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-    rig = Rig([("vllm", stubs.url("a"))], RaisingHook)
+    rig = Rig([("vllm", stubs.url("a"))], hook)
     try:
-        with pytest.raises(GuardStop, match=r"cannot go on: ValueError: this hook is broken"):
+        with pytest.raises(GuardStop, match=f"cannot go on: ValueError: {message}"):
             run(rig.fleet([0], {}), requests(2), prompts=[_encoded(Prompt(0, "", (), "", ""))] * 2)
     finally:
         rig.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,6 +132,32 @@ def test_requests_behind_a_router_are_ended_at_its_workers(engine: str) -> None:
         rig.clients.end([1])
         until(lambda: len(stubs.aborted.get("a", ())) == len(stubs.aborted.get("b", ())) == _calls(engine))
         assert stubs.aborted["a"] == stubs.aborted["b"]
+        rig.clients.cancel([1])
+
+
+def test_a_worker_that_hangs_keeps_no_other_from_ending_a_request() -> None:
+    """All are told at once: the other one, while the first has still not answered."""
+
+    async def hang(asked: Asked) -> None:
+        await asyncio.sleep(60)
+
+    with (
+        StubServers({"b": hang}) as stubs,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        _relayed("vllm", stubs) as (rig, _),
+    ):
+        workers = (f"http://127.0.0.1:{silent.getsockname()[1]}", stubs.url("b"))
+        stubs.behaviours["router"] = relay(stubs, "router", "b", "vllm")
+        rig.clients.add(msgspec.structs.replace(rig.known[2], workers=workers))
+        rig.clients.ask(Ask(1, 0, 2, requests(1)[0], Expected(VOCABULARY, 1, 1), 60.0))
+        until(lambda: stubs.asked.get("b", 0) > 0)
+        rig.clients.end([1])
+        with silent.accept()[0] as peer:
+            until(lambda: bool(stubs.aborted.get("b")))
+            peer.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                while peer.recv(1 << 16):
+                    pass
         rig.clients.cancel([1])
 
 

@@ -258,17 +258,17 @@ class _Call:
         if not busy:
             return
         process = max(busy, key=lambda one: (self._slow_at(one) is not None, one.owned - one.begun))
-        left = process.owned - process.begun
-        if self._slow_at(process) is not None:
-            self._waiting.extend(process.keep(process.at + 1))
+        left, at = process.owned - process.begun, self._slow_at(process)
+        if at is not None:
+            self._waiting.extend(process.keep(at + 1))
         elif left * self._pool.seconds_each > _WORTH_TAKING_S:
             self._waiting.extend(process.keep(process.owned - left // 2))
 
-    def _slow_at(self, process: GraderProcess) -> float | None:
-        """When its sample became slow, if it has and others stand behind it."""
+    def _slow_at(self, process: GraderProcess) -> int | None:
+        """Position of its sample, if that is slow and others stand behind it. Read once: the process moves on."""
         at = process.at
-        slow_s = process.since_s + _SLOW_S
-        return slow_s if at != NOBODY and at + 1 < process.owned and time.monotonic() >= slow_s else None
+        is_slow = at != NOBODY and at + 1 < process.owned and time.monotonic() >= process.since_s + _SLOW_S
+        return at if is_slow else None
 
     # ----------------------------------------------------------------------------------------------- waiting
 
@@ -423,6 +423,7 @@ class _Call:
         process.forget()
         if successor is None:
             return process if self._start(process) else None
+        successor.progress_s = time.monotonic()  # its word that it is ready may have lain unread since it was started
         self._processes[self._processes.index(process)] = successor
         return successor
 

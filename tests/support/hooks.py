@@ -21,6 +21,13 @@ class RaisingHook:
     def close(self) -> None: ...
 
 
+class ForgetfulHook(RaisingHook):
+    """Nor this: it gives fewer grades than there are completions."""
+
+    def grade(self, lane: int, tasks: Sequence[Any]) -> list[Grade]:
+        return []
+
+
 @dataclass(frozen=True)
 class SlowHook:
     """Makes itself: takes `seconds` for each completion."""

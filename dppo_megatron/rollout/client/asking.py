@@ -121,12 +121,14 @@ class Asker:
         """Have the server end a request; who cannot be reached has ended it, or will be found hung by its probe. All
         workers of a router are told: nobody else knows which of them has it."""
         address = self._servers[server]
-        for url in address.workers or [address.url]:
-            worker = msgspec.structs.replace(address, url=url)
-            with contextlib.suppress(Unreachable, Refused, OurFault, TimeoutError):
-                for call in address.dialect.abort_calls(group):
-                    async with asyncio.timeout(_ABORT_S):
-                        await self._post(worker, call, _ERROR_BYTES)
+        workers = [msgspec.structs.replace(address, url=url) for url in address.workers or [address.url]]
+        await asyncio.gather(*(self._end_at(worker, group) for worker in workers))  # none waits for one that hangs
+
+    async def _end_at(self, worker: Address, group: GenerateRequest) -> None:
+        with contextlib.suppress(Unreachable, Refused, OurFault, TimeoutError):
+            for call in worker.dialect.abort_calls(group):
+                async with asyncio.timeout(_ABORT_S):
+                    await self._post(worker, call, _ERROR_BYTES)
 
     async def close(self) -> None:
         """Cut all connections."""

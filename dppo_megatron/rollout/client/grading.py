@@ -136,13 +136,14 @@ class GradeLanes:
             began = time.monotonic()
             try:
                 grades = self._hook.grade(lane, [task for _, task in chunk])
-            except BaseException as error:
+                whole = [(ticket, msgspec.msgpack.encode(of_group)) for ticket, of_group in self._settle(chunk, grades)]
+            except BaseException as error:  # else this lane would end without a word, and its groups be waited for
                 self._failed(error)
                 return
             # the geometric mean, for which one slow sample in a hundred fast ones is no revolution
             seconds_each = (seconds_each * (time.monotonic() - began) / len(chunk)) ** 0.5
-            for ticket, whole in self._settle(chunk, grades):
-                self._done(ticket, msgspec.msgpack.encode(whole))
+            for ticket, encoded in whole:
+                self._done(ticket, encoded)
 
     def _more(self, count: int) -> list[tuple[int, ToGrade]]:
         """Up to `count` more, if they are there and leave each other lane as many."""

@@ -22,9 +22,15 @@ FORM = {"form": 1}
 
 
 def packed(header: dict[str, Any], completions: Iterable[tuple[Sequence[int], Sequence[float]]]) -> bytes:
-    """The answer's bytes, of (token ids, log-probabilities) of each completion in the header's order."""
+    """The answer's bytes, of (token ids, log-probabilities) of each completion in the header's order.
+
+    Raises:
+        ValueError: a completion has more of one than of the other.
+    """
     tokens, logprobs = array("i"), array("f")
     for ids, values in completions:
+        if len(ids) != len(values):  # two such completions could make up for each other in the sum
+            raise ValueError(f"{len(values)} log-probabilities for {len(ids)} tokens")
         tokens.extend(ids)
         logprobs.extend(values)
     if sys.byteorder == "big":

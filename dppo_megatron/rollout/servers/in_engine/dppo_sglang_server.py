@@ -40,15 +40,25 @@ async def generate_arrays(request: Any) -> Any:
         answers = await get_global_state().tokenizer_manager.generate_request(batch, request).__anext__()
     except (TypeError, ValueError) as error:  # also SGLang's checks of a request
         return JSONResponse({"error": {"message": f"{type(error).__name__}: {error}"}}, 400)
-    return Response(packed_answers(answers), media_type="application/octet-stream")
+    try:
+        content = packed_answers(answers)
+    except (TypeError, ValueError, OverflowError) as error:  # the server's fault, not the request's
+        return JSONResponse({"error": {"message": f"{type(error).__name__}: {error}"}}, 500)
+    return Response(content, media_type="application/octet-stream")
 
 
 def packed_answers(answers: Sequence[dict[str, Any]]) -> bytes:
-    """The answer's bytes. Log-probabilities are those under a cut where they were asked for."""
+    """The answer's bytes. Log-probabilities are those under a cut where they were asked for.
+
+    Raises:
+        ValueError: log-probabilities of other tokens than are returned, which the arrays would not show.
+    """
     heads, completions = [], []
     for answer in answers:
         meta, tokens = answer["meta_info"], answer["output_ids"]
         triples = meta.get("output_token_logprobs") or []
+        if triples and [token for _, token, *_ in triples] != list(tokens):
+            raise ValueError(f"{meta['id']}: its log-probabilities are of other tokens than it returns")
         values = meta.get("output_token_sampling_logprobs")
         reason = (meta.get("finish_reason") or {}).get("type")
         spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(tokens)}]
