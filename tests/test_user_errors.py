@@ -217,3 +217,12 @@ def test_help_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
             main(arguments)
         assert stop.value.code == 0
         assert "dppo-megatron" in capsys.readouterr().out
+
+
+def test_a_command_without_ranks_does_not_read_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell in which a script has left a variable of torchrun's empty."""
+    monkeypatch.setenv("RANK", "")
+    assert main(["config", "seed"]) == 0
+    assert capsys.readouterr().out.startswith("seed  (")
