@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None, watch: Watch = show_progress) -> int:
     Args:
         watch: shows the progress of what takes long.
     """
+    _open_what_is_closed()
     parser = program()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what could stand here
         completion.complete(parser)
@@ -66,6 +67,13 @@ def main(argv: list[str] | None = None, watch: Watch = show_progress) -> int:
         if not _output_has_gone():
             raise
         return 141
+
+
+def _open_what_is_closed() -> None:
+    """A service may start a command without stdout or stderr (`2>&-`), and Python then has None in its place."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def _output_has_gone() -> bool:

@@ -174,7 +174,13 @@ class Run:
         self.loop.start_rl()
         with self._watch(f"loading {self._origin.directory}", 0, ""):
             state = load_checkpoint(self._origin.directory, self.loop.actor)
-        self.loop.load_state_dict(state["loop"], state["step"])
+        try:
+            self.loop.load_state_dict(state["loop"], state["step"])
+        except ValueError as error:
+            raise UserError(
+                f"{self._origin.directory}: was written by another version of dppo_megatron, or of your own policy:"
+                f" {error}; resume with that version, or start a new run in another run_dir"
+            ) from None
         self._load_engine()
         self.summary = Summary(**state["summary"])
         self._started -= self.summary.wall_s

@@ -294,6 +294,14 @@ def test_a_crash_is_one_sentence_with_the_end_of_the_log(tmp_path: Path, code: i
     assert kept.read_text() == said
 
 
+def test_a_mistake_is_said_without_what_came_before_it(tmp_path: Path) -> None:
+    """On a slow machine lines of progress do, and a message may have several lines."""
+    for before in ("", "loading libraries: 5 s\nloading libraries: done in 8 s\n"):
+        with pytest.raises(UserError) as error:
+            check_end(tmp_path, 2, f"{before}error: steps = -1:\nmust be at least 0\n(see docs/configuration.md)\n")
+        assert str(error.value) == "steps = -1:\nmust be at least 0\n(see docs/configuration.md)"
+
+
 def test_a_crash_without_a_word_says_so(tmp_path: Path) -> None:
     with pytest.raises(GuardStop, match="ended by signal 6: nothing on stderr"):
         check_end(tmp_path, -6, "")

@@ -183,11 +183,13 @@ def _sample(of: str, problem: int, correct: bool, level: float | None) -> EvalSa
 def test_levels_are_means_over_their_problems() -> None:
     """In rising order; a set of one level, of none, or of a measure has none."""
     samples = [_sample("math", i, i % 3 == 0, [10.0, 2.0, 2.0][i % 3]) for i in range(9)]
+    samples += [_sample("rating", i, True, [20240101, 20240102.0][i % 2]) for i in range(4)]
     samples += [_sample("one", i, True, 1) for i in range(3)]
     samples += [_sample("none", i, True, None) for i in range(3)]
     samples += [_sample("measure", i, True, i / 100) for i in range(100)]
     found = by_level(samples)
     assert {name: {level: (of.value, of.problems) for level, of in each.items()} for name, each in found.items()} == {
-        "math": {"2": (0.0, 6), "10": (1.0, 3)}
+        "math": {"2": (0.0, 6), "10": (1.0, 3)},
+        "rating": {"20240101": (1.0, 2), "20240102": (1.0, 2)},
     }
-    assert level_lines(found) == ["math by level: 2 0.0 % ± 0.0 (6), 10 100.0 % ± 0.0 (3)"]
+    assert level_lines(found)[:1] == ["math by level: 2 0.0 % ± 0.0 (6), 10 100.0 % ± 0.0 (3)"]

@@ -124,6 +124,10 @@ def test_a_mistake_names_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["train", str(REPOSITORY / "configs" / "quickstart.yaml"), "objective.clip_low=7"]) == 2
     assert capsys.readouterr().err.endswith("(see docs/objectives.md)\n")
     assert page_for("data.eval_paths.math = 'x': no such file") == "data.md"
+    assert page_for("data.eval_pathz: unknown key") == "data.md"
+    for file in ("x/model.safetensors", "eval.json", "'reward.py'", "/home/data.v2/x", "my-rollout.log:3"):
+        assert page_for(f"{file} cannot be read") == "", file
+    assert page_for("data.eval_paths.json = eval.json: no such file") == "data.md"
     assert page_for("no setting in it, but torch.distributed") == ""
 
 

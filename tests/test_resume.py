@@ -21,6 +21,10 @@ from support.launch import run_ranks
 
 from dppo_megatron.cli import main
 from dppo_megatron.config.changes import check_changes, config_values, fingerprint
+from dppo_megatron.job import prepare_job
+from dppo_megatron.pruning.prompt_score import FittedScore
+from dppo_megatron.run import Run
+from dppo_megatron.train import train
 from dppo_megatron.types import UserError
 
 pytestmark = pytest.mark.slow
@@ -223,6 +227,31 @@ def test_changed_settings(files: Path, tmp_path: Path) -> None:
     assert check_changes(config, config_values(added), "x") == ["data.eval_sets.new: removed"]
     permitted = job_config(files, tmp_path / "run", checkpoint__may_change="[seed,actor.optimizer]", **forbidden)
     assert len(check_changes(permitted, before, "x")) == 2
+
+
+def test_state_of_another_version_is_refused(files: Path, tmp_path: Path) -> None:
+    """Nothing can be made of a policy's state that lacks a part, as an earlier version wrote it: a sentence."""
+
+    def without(state: dict[str, Any], key: str) -> dict[str, Any]:
+        return {name: value for name, value in state.items() if name != key}
+
+    def go(steps: int, lacks: str) -> str:
+        values = SHORT | {"steps": steps, "checkpoint__may_change": "[steps]"}
+        whole = FittedScore.state_dict
+        with pytest.MonkeyPatch.context() as patch:
+            if lacks:
+                patch.setattr(FittedScore, "state_dict", lambda self: without(whole(self), lacks))
+            try:
+                with Run(prepare_job(job_config(files, tmp_path / "run", **values), 1)) as run:
+                    train(run)
+            except UserError as error:
+                return str(error)
+        return ""
+
+    assert run_ranks(go, 1, 1, "tokens") == [""]
+    (said,) = run_ranks(go, 1, 2, "")
+    assert "step_000001: was written by another version of dppo_megatron" in said
+    assert "missing keys ['tokens']" in said and "\n" not in said
 
 
 def test_refused_from_the_command_line(files: Path, whole: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:

@@ -217,3 +217,21 @@ def test_help_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
             main(arguments)
         assert stop.value.code == 0
         assert "dppo-megatron" in capsys.readouterr().out
+
+
+def test_a_command_without_ranks_does_not_read_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell in which a script has left a variable of torchrun's empty."""
+    monkeypatch.setenv("RANK", "")
+    assert main(["config", "seed"]) == 0
+    assert capsys.readouterr().out.startswith("seed  (")
+
+
+@pytest.mark.parametrize(("closed", "said"), [(1, ""), (2, "seed  (whole number")])
+def test_a_stream_that_is_closed(closed: int, said: str) -> None:
+    """As a service may start the command: what would have been written there is not, and all else is as ever."""
+    begin = f"import os, sys; os.close({closed}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    done = _command("-c", begin, "-m", "dppo_megatron", "config", "seed", DPPO_PROGRESS="on")
+    assert (done.returncode, done.stdout[: len(said) or None]) == (0, said)
+    assert "Traceback" not in done.stderr  # on a slow machine there are lines of progress

@@ -48,6 +48,7 @@ def add(commands: Commands[argparse.ArgumentParser]) -> None:
 def _compare(arguments: argparse.Namespace) -> int:
     check_number("--seeds", arguments.seeds, "[1, 10000]")
     check_number("--steps-factor", arguments.steps_factor, "(0, 10000]")
+    config = read_config(arguments.config, arguments.overrides, writes_run=False)
     watch: Watch = arguments.watch
     with watch("loading libraries", 0, ""):
         from dppo_megatron.compare.arms import parse_arms
@@ -59,7 +60,6 @@ def _compare(arguments: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
-    config = read_config(arguments.config, arguments.overrides, writes_run=False)
     arms = parse_arms(arguments.methods, config, arguments.steps_factor)
     out: Path = arguments.out
     for name in ("", "results.json", "report.html"):

@@ -13,20 +13,24 @@ from dppo_megatron.types import Advance, UserError, unwatched
 
 def say(line: str) -> None:
     """Print a line to stderr: on rank 0, or everywhere if the environment does not tell which that is."""
-    with suppress(UserError):
-        check_launched()
-        if launched_rank() != 0:
-            return
-    print(line, file=sys.stderr, flush=True)
+    if _speaks():
+        print(line, file=sys.stderr, flush=True)
 
 
 def show_progress(what: str, total: int, unit: str) -> AbstractContextManager[Advance]:
-    """Progress on rank 0's terminal or log; see `types.Watch`."""
-    if launched_rank() != 0:
+    """Progress on the terminal or log of who may `say` something; see `types.Watch`."""
+    if not _speaks():
         return unwatched(what, total, unit)
     from dppo_megatron.observe.progress import Progress
 
     return Progress(what, total, unit)
+
+
+def _speaks() -> bool:
+    with suppress(UserError):  # a command that no launcher starts must not fail at what a launcher would have set
+        check_launched()
+        return launched_rank() == 0
+    return True
 
 
 def quiet_libraries() -> None:

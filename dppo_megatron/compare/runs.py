@@ -186,7 +186,8 @@ def check_end(run_dir: Path, code: int, said: str) -> None:
         GuardStop: a guard stopped it, or it crashed; then with the last line of what it said, all of which is kept.
     """
     if code == 2:
-        raise UserError(said.strip().removeprefix("error: "))
+        # it is the last that is said; lines of progress or of libraries may stand before it
+        raise UserError(f"\n{said.strip()}".rpartition("\nerror: ")[2].strip())
     if code == 3:
         raise GuardStop(f"{run_dir}: {said.strip().rpartition('stopped: ')[2]}")
     if code:

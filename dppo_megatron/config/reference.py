@@ -38,6 +38,8 @@ PAGES = {
     "run_dir": "run_directory.md",
 }
 """The page in docs/ that explains a section; other settings are on `configuration.md`."""
+_FILES = {"csv", "html", "json", "jsonl", "log", "parquet", "pt", "py", "safetensors", "txt", "yaml", "yml"}
+"""Ends of file names: `eval.json` is no setting of `eval`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +94,16 @@ def find(key: str) -> list[Setting]:
 
 
 def page_for(message: str) -> str:
-    """The page in docs/ about the first setting that `message` names with its section; empty if it names none."""
+    """The page in docs/ about the first setting that `message` names with its section; empty if it names none.
+
+    Example: `data.eval_paths.math` and the misspelt `data.limt` are about data; `model.safetensors` is a file.
+    """
     by_key = {one.key: one for one in all_settings()}
-    for word in re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", message):
+    for word in re.findall(r"(?<![\w/.-])[a-z_]+(?:\.[a-z_0-9]+)+", message):  # a key is not part of a path
+        is_file = word.rpartition(".")[2] in _FILES
         while word not in by_key and "." in word:  # data.eval_paths.math: the name is the user's
             word = word.rpartition(".")[0]
-        if word in by_key:
+        if word in by_key and not (is_file and by_key[word].is_section and "." not in word):
             return by_key[word].page
     return ""
 

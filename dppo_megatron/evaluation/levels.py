@@ -25,7 +25,7 @@ def by_level(samples: Sequence[EvalSample]) -> Levels:
         if sample.level is not None:
             members.setdefault(sample.set, {}).setdefault(sample.level, []).append(sample)
     return {
-        name: {f"{level:g}": scores_of(of)[0].avg for level, of in sorted(levels.items())}
+        name: {f"{level:.15g}": scores_of(of)[0].avg for level, of in sorted(levels.items())}
         for name, levels in members.items()
         if 1 < len(levels) <= _MOST
     }
