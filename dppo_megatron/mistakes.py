@@ -31,6 +31,7 @@ ROOM_PAGES = {
     "report": "report.md",
     "rewards": "rewards.md",
     "rollout": "engines.md",
+    "run": "checkpoints.md",
     "selection": "pruning.md",
     "simulate": "choosing.md",
     "trace": "choosing.md",
