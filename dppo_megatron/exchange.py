@@ -114,6 +114,7 @@ def exchange(
     mine = parcels.between(None, int(replicas.of_rank[replicas.rank]))
 
     def own(index: int) -> list[Column]:
+        """The columns of a parcel that this rank holds."""
         group, place = divmod(int(parcels.row[index]), group_size)
         completion = groups[group].completions[place]
         columns = [completion.token_ids.astype(np.int32).view(np.float32), completion.logprobs]

@@ -1,152 +1,35 @@
-"""Who is asked, what a failure means and when waiting ends: the fleet over fake servers, with a clock of the test's.
-
-A fake server is its health; a fake intake is a function from an `Ask` to what comes of it. Nothing here sleeps: when
-nothing happens the intake lets the clock go on.
-"""
+"""Who is asked, what a failure means and when waiting ends: the fleet over fake servers (`support/fake_fleet.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fake_fleet import (
+    FakeRouter,
+    FakeServer,
+    World,
+    answered,
+    broken,
+    groups,
+    nothing_in_flight,
+    synced,
+    work_of,
+)
 from support.settings import rollout_config
 
-from dppo_megatron.rollout.servers.dialects import VLLMDialect
-from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work
+from dppo_megatron.rollout.servers.dispatch import NeedsWeights
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
-from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Landed, Ready
+from dppo_megatron.rollout.servers.intake import Ask, Event, Failed
 from dppo_megatron.rollout.servers.launch import LaunchedServer
-from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 from dppo_megatron.spans import Spans
 from dppo_megatron.types import GuardStop
-
-
-@dataclass
-class FakeServer:
-    """Healthy, or not."""
-
-    name: str
-    healthy_now: bool = True
-
-    @property
-    def http(self) -> Any:
-        return self
-
-    @property
-    def url(self) -> str:
-        return self.name
-
-    def healthy(self, *, timeout_s: float) -> None:
-        if not self.healthy_now:
-            raise Unreachable("no answer")
-
-    def close(self) -> None: ...
-
-
-@dataclass
-class FakeRouter(FakeServer):
-    """In front of `named`."""
-
-    named: frozenset[str] = frozenset()
-    dialect: VLLMDialect = field(default_factory=VLLMDialect)
-
-
-class Inline(Executor):
-    """Questions are answered before `submit` returns."""
-
-    def submit(self, action: Callable[..., Any], /, *arguments: Any, **more: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(action(*arguments, **more))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
-def answered(ask: Ask, reason: str = "stop", length: int = 2) -> Landed:
-    count = ask.group.count
-    return Landed(ask.ticket, [length] * count, [reason] * count, [(1, length * count)])
-
-
-def broken(ask: Ask, text: str = "connection reset") -> Failed:
-    return Failed(ask.ticket, "unreachable", text)
-
-
-@dataclass
-class World:
-    """Servers, a clock, and `reply`: what comes of an attempt now; None if nothing yet."""
-
-    reply: Callable[[Ask], Event | None] = answered
-    now: float = 0.0
-    asked: list[Ask] = field(default_factory=list)
-    open: dict[int, Ask] = field(default_factory=dict)
-    cancelled: list[int] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
-    late: list[Event] = field(default_factory=list)
-    """Events that were on their way when their ticket was cancelled."""
-    said: list[str] = field(default_factory=list)
-    rooms: int = 1000
-
-    def fleet(self, count: int = 2, routers: Sequence[FakeRouter] = (), **limits: Any) -> Fleet:
-        config = rollout_config({f"limits.{name}": value for name, value in limits.items()})
-        self.servers = [FakeServer(name) for name in "abcdefgh"[:count]]
-        doors: Any = (self.servers, config, self.said.append, self, (), lambda: self.now, Inline(), None, routers)
-        fleet = Fleet(*doors)
-        synced(fleet)
-        return fleet
-
-    def room(self, server: int) -> int:
-        return self.rooms
-
-    def ask(self, ask: Ask) -> None:
-        self.asked.append(ask)
-        self.open[ask.ticket] = ask
-
-    def end(self, tickets: Sequence[int]) -> None:
-        self.ended += tickets
-
-    def cancel(self, tickets: Sequence[int]) -> None:
-        self.cancelled += tickets
-        for ticket in tickets:
-            if self.open.pop(ticket, None) is not None:
-                self.late.append(Landed(ticket, [2], ["stop"], [(1, 2)]))
-
-    def events(self, timeout_s: float) -> list[Event]:
-        found, self.late = self.late, []
-        for ask in list(self.open.values()):
-            event = self.reply(ask)
-            if event is not None:
-                del self.open[ask.ticket]
-                found += [event, Ready(ask.ticket)] if isinstance(event, Landed) else [event]
-        if not found:
-            self.now += timeout_s
-        return found
-
-
-def synced(fleet: Fleet) -> None:
-    fleet.expect("1")
-    with fleet.lock:
-        for member in fleet.members:
-            member.took("1")
-
-
-def groups(*counts: int, tokens: int = 4) -> list[GenerateRequest]:
-    return [GenerateRequest(f"1-{i}-0", (1,), count, 0, max_tokens=tokens) for i, count in enumerate(counts)]
-
-
-def work_of(requests: Sequence[GenerateRequest], **values: Any) -> Work:
-    return Work(requests, Expected(19, 1, 2), **values)
-
-
-def nothing_in_flight(fleet: Fleet) -> bool:
-    return all((m.groups, m.completions, m.outstanding_tokens) == (0, 0, 0) for m in fleet.members)
 
 
 def test_equal_groups_are_shared_evenly() -> None:

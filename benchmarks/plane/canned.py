@@ -102,6 +102,7 @@ async def _run(canned: Canned, pipe: Connection) -> None:
     length, parts = len(can), [memoryview(part) for part in can.split(_ID.encode())]
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one client until it leaves."""
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")

@@ -146,6 +146,7 @@ class _Reader(ast.NodeVisitor):
         yield from self._found
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        """Note the class that the code inside belongs to."""
         self._classes.append(node.name)
         self._inside.append(node.name)
         self.generic_visit(node)
@@ -153,6 +154,7 @@ class _Reader(ast.NodeVisitor):
         self._inside.pop()
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        """Note what the parameters are, by their annotations."""
         given = parameters(node)
         if self._classes and node.args.args and node.args.args[0].arg == "self":
             given["self"] = frozenset({self._classes[-1]})
@@ -163,6 +165,7 @@ class _Reader(ast.NodeVisitor):
         self._names.pop()
 
     def visit_Assign(self, node: ast.Assign) -> None:
+        """Note what the assigned names are."""
         self.generic_visit(node)
         for target in node.targets:
             pairs = [(target, node.value)]
@@ -200,6 +203,7 @@ class _Reader(ast.NodeVisitor):
             self._names[-1][to.id] = inside
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
+        """Note a setting that is read."""
         self.generic_visit(node)
         if not isinstance(node.ctx, ast.Load):
             return

@@ -266,6 +266,7 @@ def engine_from_files(
     )
 
     def finite() -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the checkpoint; raises UserError for one with NaN or infinity."""
         with watch("reading the model", len(checkpoint.names), "tensors") as advance:
             for name in counted(checkpoint.names, advance):
                 tensor = checkpoint.get(name)

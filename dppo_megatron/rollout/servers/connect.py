@@ -151,6 +151,7 @@ def _registered(directory: Directory, rollout: RolloutConfig, say: Callable[[str
     """Key by address of the servers that have come and may be asked."""
 
     def answers(entry: Entry) -> bool:
+        """Whether the server is healthy; raises UserError if this run must not use it."""
         check_entry(entry, rollout)
         try:
             make_server(entry.engine, entry.url, entry.api_key, 0).healthy(timeout_s=_READY_S)

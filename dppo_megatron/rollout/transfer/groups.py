@@ -77,6 +77,7 @@ class Chain(BroadcastGroup):
         self._timeout = meeting.timeout
 
     def send(self, memory: Tensor) -> None:
+        """Send to the one receiver, in parts, through the host's memory."""
         parts = torch.split(memory.cpu(), CHUNK_BYTES)  # gloo sends from the host
         begun = [self._backend.send([part], 1, tag) for tag, part in enumerate(parts)]
         deadline = time.monotonic() + self._timeout.total_seconds()
@@ -104,6 +105,7 @@ class Broadcast(BroadcastGroup):
         self._backend: Any = _backend(meeting, prefixed)
 
     def send(self, memory: Tensor) -> None:
+        """Broadcast to all receivers."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._backend.broadcast([memory], options).wait()
