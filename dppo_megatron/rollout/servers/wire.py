@@ -89,8 +89,9 @@ def version_name(run: str, number: int) -> str:
 
 
 def version_number(name: str) -> int:
-    """Of a name that has been checked: 7 for 3f9a01c2.7."""
-    return int(name.rpartition(".")[2])
+    """7 for 3f9a01c2.7; -1 for what is no name of ours."""
+    digits = name.rpartition(".")[2]
+    return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < 19 else -1
 
 
 Ints: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
@@ -159,12 +160,13 @@ def _raise_if_wrong(one: Sampled, group: GenerateRequest, expected: Expected) ->
 
 
 def _raise_if_versions_wrong(one: Sampled, expected: Expected) -> None:
-    known = [version_name(expected.run, n) for n in range(expected.oldest_version, expected.newest_version + 1)]
     at = 0
     for version, start, end in one.weights_versions:
         if start != at or end < start:
             raise BadAnswer(f"weights versions for tokens [{start}, {end}) where [{at}, ...) belongs")
-        if version not in known:
+        number = version_number(version)
+        named_so = version == version_name(expected.run, number)
+        if not (named_so and expected.oldest_version <= number <= expected.newest_version):
             raise BadAnswer(f"it generated with weights {version[:80]!r}, which are not this rollout's")
         at = end
     if at != len(one.token_ids):
