@@ -306,6 +306,19 @@ def test_a_refusal_ends_the_run_and_names_the_request() -> None:
         list(world.fleet().run(work_of(groups(1))))
 
 
+@pytest.mark.parametrize("status", [401, 403, 404, 405])
+def test_a_refusal_that_is_the_servers_own_sends_its_groups_elsewhere(status: int) -> None:
+    """Another key, or without our path: it was started again."""
+    world = World()
+    world.reply = lambda ask: (
+        answered(ask) if ask.server else Failed(ask.ticket, "refused", f"HTTP {status}: no", status)
+    )
+    fleet, work = world.fleet(2), work_of(groups(1, 1, 1))
+    world.servers[0].healthy_now = False
+    assert sorted(fleet.run(work)) == [0, 1, 2]
+    assert [member.state for member in fleet.members] == ["out", "live"] and nothing_in_flight(fleet)
+
+
 def test_what_this_machine_lacks_is_no_servers_fault() -> None:
     """EMFILE: the run ends with the number, and nobody is marked out."""
     world = World()
@@ -450,8 +463,8 @@ def test_a_probe_of_the_predecessor_is_no_news() -> None:
     fleet._threads = threads = Unanswered()
     fleet.probe_all()
     fleet.let_go(fleet.members[0], "it has left")
-    place, member = fleet.let_in(FakeServer("a"))  # type: ignore[arg-type]
-    assert (place, member.state) == (0, "stale")
+    member = fleet.let_in(FakeServer("a"))  # type: ignore[arg-type]
+    assert (fleet.places["a"], member.state) == (0, "stale")
     synced(fleet)
     threads.questions[0].set_exception(Unreachable("no answer"))
     fleet.probe_all()
@@ -491,6 +504,6 @@ def test_who_comes_keeps_the_number_that_it_gets() -> None:
     """Whoever leaves: the clients know servers by number."""
     fleet = World().fleet(2)
     fleet.let_go(fleet.members[0], "it has left")
-    assert fleet.let_in(FakeServer("z"))[0] == 2 and fleet.places == {"a": 0, "b": 1, "z": 2}  # type: ignore[arg-type]
+    assert fleet.let_in(FakeServer("z")).name == "z" and fleet.places == {"a": 0, "b": 1, "z": 2}  # type: ignore[arg-type]
     synced(fleet)
     assert [member.name for member in fleet.live] == ["b", "z"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import socket
@@ -12,13 +13,16 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines.rig import Rig, requests, run, sync
-from support.engines.stub import StubServers, completion, good
+from support.engines.routers import until
+from support.engines.stub import Asked, StubServers, answer_to, completion, good
 from support.hooks import ForgetfulHook, RaisingHook
 from support.job import job_config, write_job_files
 from support.launch import run_ranks
+from test_array_answers import packed
 
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
@@ -96,6 +100,100 @@ def test_a_client_that_dies_is_said(stubs: StubServers) -> None:
     with pytest.raises(GuardStop, match="this node's rollout client has ended"):
         rig.take()
     rig.close()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_kept_connection_that_breaks_is_no_outage(engine: str, stubs: StubServers) -> None:
+    """Closed by the server over a request that it has read: the same is asked again, under another id since SGLang
+    refuses one that it knows, and what the server may have begun is ended. Several such connections at once."""
+    known: set[str] = set()
+    kept: set[object] = set()
+    broken: list[str] = []
+    second = threading.Event()
+
+    async def breaking(asked: Asked) -> None:
+        ids = asked.body.get("request_id") or "".join(asked.body["rid"])
+        assert ids not in known, "an id is used once"
+        known.add(ids)
+        if second.is_set() and asked.writer in kept and len(broken) < 3:
+            broken.append(ids)
+            asked.writer.close()
+        else:
+            kept.add(asked.writer)
+            await good(asked)
+
+    stubs.behaviours["a"] = breaking
+    rig = Rig([(engine, stubs.url("a"))])
+    try:
+        fleet = rig.fleet([0], {})
+        run(fleet, requests(4))
+        second.set()
+        work = run(fleet, requests(4, name="s"))
+        assert broken and work.is_complete and work.retries == 0 and fleet.members[0].outages == 0
+        assert len(rig.take()) == 24 and len(known) == 8 + len(broken)
+        until(lambda: len(stubs.aborted.get("a", ())) == len(broken) * (1 if engine == "vllm" else 3))
+    finally:
+        rig.close()
+
+
+def _one_rank(files: Path, run_dir: Path, **values: object) -> tuple[ServerEngine, list[str]]:
+    """An engine whose server is named in `values`, synced once; and what it says."""
+    said: list[str] = []
+    config = job_config(files, run_dir, rollout__engine="vllm", rollout__sync__verify_every=0, **values)
+    job = prepare_job(config, 1)
+    engine = ServerEngine(config, job.architecture, job.tokenizer, said.append)
+    engine.load_weights(lambda: iter([("lm_head.weight", torch.zeros(2, 2))]))
+    return engine, said
+
+
+def _rollout(engine: ServerEngine, step: int) -> int:
+    asked = [Request(Prompt(i, "", (2, 3), "", ""), c, step) for i in range(4) for c in range(4)]
+    return len(engine.generate(asked, Sampling(LIMIT, 1.0, 0)))
+
+
+def test_a_server_that_comes_back_is_looked_at_again(files: Path, tmp_path: Path, stubs: StubServers) -> None:
+    """Its operator has started it without our path: it is asked the other way. Then with a context that is too short:
+    it is not used, and the run says why it ends."""
+    path = "inference/v1/generate_arrays"
+
+    async def either(asked: Asked) -> None:
+        if not asked.path.endswith("_arrays"):
+            await good(asked)
+        elif f"a/{path}" in stubs.pages:
+            await asked.reply(packed(answer_to(asked.body, asked.version)))
+        else:
+            await asked.reply('{"detail": "Not Found"}', "404 Not Found")
+
+    stubs.behaviours["a"] = either
+    stubs.pages[f"a/{path}"] = '{"form": 1}'
+    engine, said = _one_rank(
+        files, tmp_path, rollout__servers__endpoints=f"[{stubs.url('a')}]", rollout__limits__engine_wait_s=2
+    )
+    try:
+        assert _rollout(engine, 1) == 16
+        del stubs.pages[f"a/{path}"]
+        assert _rollout(engine, 2) == 16 and sum("is out" in line for line in said) == 1
+        stubs.pages["a/v1/models"] = json.dumps({"data": [{"id": "policy", "root": "", "max_model_len": 3}]})
+        stubs.behaviours["a"] = lambda asked: asked.reply("", "500 Internal Server Error")
+        with pytest.raises(GuardStop, match=r"engine_wait_s = 2 s .*a context of 3 tokens"):
+            _rollout(engine, 3)
+        assert sum("answers again and is not used" in line for line in said) == 1
+    finally:
+        engine.close()
+
+
+def test_two_runs_at_one_server(files: Path, tmp_path: Path, stubs: StubServers) -> None:
+    """Both count their weights from 1. Whoever's are there, the other does not train on what they generate."""
+    where = {"rollout__servers__endpoints": f"[{stubs.url('a')}]", "rollout__limits__engine_wait_s": 2}
+    first, said = _one_rank(files, tmp_path / "first", **where)
+    second, _ = _one_rank(files, tmp_path / "second", **where)
+    try:
+        assert _rollout(second, 1) == 16 and not said
+        assert _rollout(first, 1) == 16, "after a sync of its own"
+        assert sum("are not this rollout's" in line for line in said) == 1
+    finally:
+        first.close()
+        second.close()
 
 
 def test_shares_of_a_node(stubs: StubServers) -> None:
@@ -213,7 +311,7 @@ def _generate(config: Config, two_nodes: bool) -> tuple[dict[int, Completion], i
     job = prepare_job(config, dist.get_world_size())
     engine = ServerEngine(config, job.architecture, job.tokenizer)
     try:
-        engine._version = 1
+        engine._sync.run = ""  # as the stubs call their weights
         if engine._connection is not None:
             sync(engine._fleet)
         for step in (1, 2):

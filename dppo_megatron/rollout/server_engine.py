@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -50,8 +51,8 @@ from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.keeper import Keeper
 from dppo_megatron.rollout.servers.launch import ServerProcess
-from dppo_megatron.rollout.servers.member import Member
-from dppo_megatron.rollout.servers.recruit import Recruiter
+from dppo_megatron.rollout.servers.member import Endpoint, Member
+from dppo_megatron.rollout.servers.recruit import Recruiter, inspect
 from dppo_megatron.rollout.servers.router import Router
 from dppo_megatron.rollout.servers.seats import RankDevice, Seats, this_device
 from dppo_megatron.rollout.servers.wire import Expected
@@ -126,7 +127,8 @@ class ServerEngine:
         except BaseException:
             self.close()
             raise
-        self._sync = WeightSync(config.rollout, self._channel, fleet, self._settle_requests, self._spans)
+        run = from_rank_zero(lambda: secrets.token_hex(4))
+        self._sync = WeightSync(config.rollout, self._channel, fleet, self._settle_requests, self._spans, run)
 
     @property
     def receivers(self) -> Sequence[int]:
@@ -275,10 +277,7 @@ class ServerEngine:
         connection.fleet.spans = self._spans
         fleet, listener = connection.fleet, Listener(self._nodes.count)
         owned_by = owners([e.name for e in fleet.endpoints], self._nodes.count, [server.node for server in launched])
-        addresses = [
-            Address(fleet.places[member.name], member.name, member.server.dialect, key)
-            for member, key in zip(fleet.members, connection.keys, strict=True)
-        ] + [self._address_of(router) for router in fleet.routers]
+        addresses = [self._address_of(asked) for asked in fleet.endpoints]
         nodes = set(owned_by) if connection.directory is None else set(range(self._nodes.count))
         self._clients = Clients(listener, addresses, owned_by, sorted(nodes))
         connection.fleet.intake, self._owners = self._clients, nodes
@@ -286,19 +285,29 @@ class ServerEngine:
             connection.fleet.recruit = Recruiter(
                 connection.directory, connection, config, architecture, self._introduce
             ).update
+        fleet.inspect = lambda member: self._inspect(member, config, architecture)
         way = connection.channel, connection.world_sizes, connection.seats
         return connection.description, listener.meeting, way
 
-    def _introduce(self, place: int, member: Member, key: str) -> None:
+    def _inspect(self, member: Member, config: Config, architecture: Architecture) -> None:
+        """On rank 0: a server is back. Raises UserError if it is not one that this run can use."""
+        assert self._connection is not None
+        asked_as = member.server.dialect
+        info = inspect(member.server, self._connection, config, architecture)
+        self._connection.world_sizes[member.name] = info.world_size
+        if member.server.dialect != asked_as:
+            self._introduce(member)
+
+    def _introduce(self, member: Member) -> None:
         """On rank 0: a server has come, perhaps behind a router."""
         assert self._clients is not None
-        self._clients.add(Address(place, member.name, member.server.dialect, key))
-        for router in self._fleet.routers:
-            self._clients.add(self._address_of(router))
+        for asked in (member, *self._fleet.routers):
+            self._clients.add(self._address_of(asked))
 
-    def _address_of(self, router: Router) -> Address:
-        server, place = router.server, self._fleet.places[router.name]
-        return Address(place, router.name, server.dialect, server.api_key, tuple(sorted(server.named)))
+    def _address_of(self, asked: Endpoint) -> Address:
+        workers = sorted(asked.server.named) if isinstance(asked, Router) else ()
+        server, place = asked.server, self._fleet.places[asked.name]
+        return Address(place, asked.name, server.dialect, server.http.api_key, tuple(workers))
 
     def _await_clients(self, say: Callable[[str], None]) -> None:
         assert self._clients is not None
@@ -339,7 +348,7 @@ class ServerEngine:
     def _plan(self, requests: Sequence[Request], sampling: Sampling) -> tuple[Work, list[list[int]]]:
         """The requests in groups, and where each group's completions go. The same on every rank."""
         groups, places = grouped(requests, sampling, self._config.rollout.completions_per_prompt, self._stop_ids)
-        expected = Expected(self._vocab_size, self._sync.version, self._sync.version + 1)
+        expected = Expected(self._vocab_size, self._sync.version, self._sync.version + 1, self._sync.run)
         trains = not any(request.stream for request in requests)
         prompts = []
         if trains and self._grades_in_client and self._connection is not None:

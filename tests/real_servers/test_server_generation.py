@@ -70,7 +70,12 @@ def test_both_forms_of_an_answer_say_the_same(served: Served, tmp_path: Path) ->
         group = GenerateRequest(f"both-{turn}", (2, 5, 7), 4, 11, LONG, {"vllm": 0.7, "sglang": 0.0}[served.name])
         group = msgspec.structs.replace(group, stop_token_ids=(1,))
         found.append(
-            generate(_Asked(member.server.http, dialect), group, Expected(engine._vocab_size, 1, 1), timeout_s=60)
+            generate(
+                _Asked(member.server.http, dialect),
+                group,
+                Expected(engine._vocab_size, 1, 1, engine._sync.run),
+                timeout_s=60,
+            )
         )  # type: ignore[arg-type]
     for one, other in zip(*found, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist() and one.logprobs.tolist() == other.logprobs.tolist()
@@ -91,7 +96,7 @@ def test_the_longest_sequence_fits(served: Served, tmp_path: Path) -> None:
     [member] = engine._fleet.members
     longest, _ = longest_sequence(config)
     group = GenerateRequest("long-0", (3,) * (longest - 8), 16, 1, max_tokens=8, stop_token_ids=(1,))
-    found = generate(member.server, group, Expected(engine._vocab_size, 1, 1), timeout_s=60)
+    found = generate(member.server, group, Expected(engine._vocab_size, 1, 1, engine._sync.run), timeout_s=60)
     assert max(len(one.token_ids) for one in found) == 8
 
 
@@ -227,7 +232,8 @@ def test_a_group_has_one_prefill(served: Served, tmp_path: Path) -> None:
     server.http.exchange = recorded  # type: ignore[method-assign]
     prompt = tuple(np.random.default_rng(5).integers(3, 19, 40).tolist())
     request = GenerateRequest("1-0-0", prompt, 8, 0, max_tokens=4)
-    generate(server, request, Expected(19, 0, 10**6), timeout_s=60)
+    run = server.weights_version(timeout_s=60).rpartition(".")[0]  # of whoever used it before
+    generate(server, request, Expected(19, 0, 10**6, run), timeout_s=60)
     assert [one["meta_info"]["cached_tokens"] for one in json.loads(answers[-1])] == [39] * 8
 
 

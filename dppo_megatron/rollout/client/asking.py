@@ -2,13 +2,12 @@
 
 aiohttp keeps the connections. What is ours is what a trainer must be sure of: a deadline for the whole call, a cap on
 the answer, no redirects, no decompression (a small answer can unpack to gigabytes), and a server that closes an idle
-connection is no failure.
+connection has not failed (`Stale`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -39,8 +38,17 @@ _PATIENCE_S, _SLOW_BYTES = 0.5, 256 << 10
 """A body that brings less in this time is slow."""
 
 
+STALE_TRIES = 3
+"""Of one attempt over kept connections. The first break tells the loop of all others that were closed by then."""
+
+
 class OurFault(Exception):
     """This machine has run out of something: no server is to blame."""
+
+
+class Stale(Unreachable):
+    """A kept connection broke before an answer. Most often it had been closed while idle; but the server may have read
+    the request, so whoever asks again does so under another id: SGLang refuses one that it has."""
 
 
 class _Slot:
@@ -105,7 +113,7 @@ class Asker:
         """The completions of a group, checked.
 
         Raises:
-            Unreachable, Refused, BadAnswer, OurFault.
+            Unreachable (Stale among them), Refused, BadAnswer, OurFault.
         """
         server = self._servers[ask.server]
         answers: list[bytes] = []
@@ -125,10 +133,22 @@ class Asker:
         await asyncio.gather(*(self._end_at(worker, group) for worker in workers))  # none waits for one that hangs
 
     async def _end_at(self, worker: Address, group: GenerateRequest) -> None:
-        with contextlib.suppress(Unreachable, Refused, OurFault, TimeoutError):
-            for call in worker.dialect.abort_calls(group):
+        for call in worker.dialect.abort_calls(group):
+            try:
                 async with asyncio.timeout(_ABORT_S):
-                    await self._post(worker, call, _ERROR_BYTES)
+                    await self._post_again(worker, call)
+            except (Unreachable, Refused, OurFault, TimeoutError):
+                return
+
+    async def _post_again(self, server: Address, call: Call) -> None:
+        """A call that may be made more than once."""
+        for left in reversed(range(STALE_TRIES)):
+            try:
+                await self._post(server, call, _ERROR_BYTES)
+                return
+            except Stale:
+                if not left:
+                    raise
 
     async def close(self) -> None:
         """Cut all connections."""
@@ -146,17 +166,13 @@ class Asker:
                 post.cancel()
 
     async def _post(self, server: Address, call: Call, max_bytes: int) -> bytearray:
-        """The body of a 2xx answer. A kept connection that the server has closed meanwhile is replaced once."""
+        """The body of a 2xx answer."""
         flags = SimpleNamespace(reused=False)
         try:
             return await self._exchange(server, call, max_bytes, flags)
         except (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError) as error:
-            if not flags.reused:
-                raise Unreachable(f"{server.url}{call.path}: {brief(error)}") from None
-        except Exception as error:
-            raise self._told(error, server, call) from None
-        try:
-            return await self._exchange(server, call, max_bytes, SimpleNamespace())
+            kind = Stale if flags.reused else Unreachable
+            raise kind(f"{server.url}{call.path}: {brief(error)}") from None
         except Exception as error:
             raise self._told(error, server, call) from None
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dppo_megatron.rollout.client.frames import framed, receive
 from dppo_megatron.rollout.client.messages import ENCODER, HANDED, Handed, HandedGroup
-from dppo_megatron.rollout.servers.wire import Sampled
+from dppo_megatron.rollout.servers.wire import Sampled, version_number
 
 
 @dataclass
@@ -151,7 +151,7 @@ def take_over(peer: socket.socket) -> Iterator[Arrived]:
 
 def spans_of(sampled: Sampled) -> list[tuple[int, int]]:
     """(weights version, tokens sampled under it), in order."""
-    return [(int(version), end - start) for version, start, end in sampled.weights_versions]
+    return [(version_number(version), end - start) for version, start, end in sampled.weights_versions]
 
 
 def _header_of(group: HeldGroup) -> HandedGroup:

@@ -34,7 +34,7 @@ from typing import Any
 import msgspec
 
 from dppo_megatron.rollout.client import frames
-from dppo_megatron.rollout.client.asking import Asker, OurFault
+from dppo_megatron.rollout.client.asking import STALE_TRIES, Asker, OurFault, Stale
 from dppo_megatron.rollout.client.grading import Detokenizer, GradeLanes, HookFactory
 from dppo_megatron.rollout.client.holding import HeldGroup, Holdings, hand_over, spans_of
 from dppo_megatron.rollout.client.messages import (
@@ -120,8 +120,8 @@ class Client:
         if isinstance(message, Servers):
             self._asker.know(message.servers)
         elif isinstance(message, Ask):
-            ask = _with_own_id(message)
-            self._asks[ask.ticket] = (ask, self._begin(self._answer(ask)))
+            task = self._begin(self._answer(message))
+            self._asks[message.ticket] = (message, task)
         elif isinstance(message, End):
             for ask, _ in [self._asks[ticket] for ticket in message.tickets if ticket in self._asks]:
                 self._begin(self._asker.end(ask.server, ask.group))
@@ -139,7 +139,7 @@ class Client:
 
     async def _answer(self, ask: Ask) -> None:
         try:
-            sampled = await self._asker.ask(ask)
+            sampled = await self._sampled(ask)
         except Refused as error:
             self._fail(Failed(ask.ticket, "refused", str(error), error.status, error.retry_after_s))
         except BadAnswer as error:
@@ -156,6 +156,19 @@ class Client:
             lengths, reasons = [len(one.token_ids) for one in sampled], [one.finish_reason for one in sampled]
             self._send(Landed(ask.ticket, lengths, list(reasons), [span for one in sampled for span in spans_of(one)]))
             self._texts.submit(self._text, ask, sampled)
+
+    async def _sampled(self, ask: Ask) -> list[Sampled]:
+        """Raises as `Asker.ask`."""
+        for left in reversed(range(STALE_TRIES)):
+            named = _with_own_id(ask)
+            self._asks[ask.ticket] = (named, self._asks[ask.ticket][1])
+            try:
+                return await self._asker.ask(named)
+            except Stale:
+                if not left:
+                    raise
+                self._begin(self._asker.end(named.server, named.group))  # it may have been read: nobody waits for it
+        raise AssertionError("the last try returns or raises")
 
     def _text(self, ask: Ask, sampled: Sequence[Sampled]) -> None:
         """In the text thread."""

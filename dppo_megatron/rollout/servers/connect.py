@@ -53,8 +53,6 @@ class Connection:
     description: str
     seats: Seats
     """Under the channel ipc, the rank that hands weights to each worker; else empty."""
-    keys: list[str]
-    """API key of each server, in the fleet's order."""
     directory: Addresses | None = None
     """Who the servers are from now on, where they may come and go."""
 
@@ -118,7 +116,6 @@ def connect(
             servers, rollout, say, None, launched, health_file=HealthFile(Path(config.run_dir)), routers=routers
         ),
         channel=channel,
-        keys=list(addresses.values()),
         seats={url: ranks for url, ranks in found.items() if ranks} if channel == "ipc" else {},
         world_sizes={server.http.url: info.world_size for server, info in zip(servers, infos, strict=True)},
         description=(
@@ -199,7 +196,7 @@ def routed(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> tupl
             raise UserError(f"rollout.servers.endpoints: {url} is a router without workers")
         if named:
             say(f"rollout: {url} is a router of {len(named)} servers: {', '.join(named)}")
-            routers.append(RouterServer(Http(url, key), key, named=frozenset(named)))
+            routers.append(RouterServer(Http(url, key), named=frozenset(named)))
         servers += named or [url]
     if len(set(servers)) < len(servers):
         raise UserError(f"rollout.servers.endpoints names a server twice, by itself or as a router's: {servers}")

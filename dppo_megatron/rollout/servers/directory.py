@@ -164,7 +164,7 @@ def _read(path: Path) -> tuple[int, Entry | None]:
         content = file.read(_LARGEST_BYTES)
     try:
         values = json.loads(content)
-        entry = Entry(str(values["url"]).rstrip("/"), str(values["api_key"]), str(values["engine"]))
+        entry = Entry(str(values["url"]).rstrip("/"), str(values["api_key"]).strip(), str(values["engine"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         return status.st_mtime_ns, None
     return status.st_mtime_ns, entry

@@ -44,6 +44,8 @@ another one's failure has marked their server out do not count."""
 _MOST_ABORTS = 8
 """A weight sync with in_flight=abort ends a request once; who ends it this often does so on its own account."""
 BUSY = (408, 429, 503)
+_NOT_THE_SERVER = (401, 403, 404, 405)
+"""It was started again with another key or without our paths: others may do better."""
 
 
 class NeedsWeights(Exception):
@@ -211,7 +213,7 @@ class Dispatch:
         if event.kind == "refused" and event.status in BUSY:
             self._fleet.rest(member, event.retry_after_s)
             return
-        if event.kind == "refused" and 400 <= event.status < 500:
+        if event.kind == "refused" and 400 <= event.status < 500 and event.status not in _NOT_THE_SERVER:
             raise GuardStop(f"{member.name} refused request {request_id}: {event.text}")
         self._blame(attempt, event.text)
 

@@ -87,6 +87,9 @@ class Fleet:
         self.intake = intake
         self.recruit: Callable[[Fleet], None] | None = None
         """Lets servers in and go; called where a server that is back could be used at once."""
+        self.inspect: Callable[[Member], None] | None = None
+        """Looks at a server that was out and is not of our starting: somebody may have started another one there.
+        Raises UserError for one that does not fit. In the thread of a probe."""
         self.spans = Spans()
         """Gets requests by server, and gradings, while it is on."""
         self._config, self._clock, self._health_file = config, clock, health_file
@@ -154,17 +157,16 @@ class Fleet:
             self.recruit(self)
         timeout_s = min(_ANSWER_S, self._config.limits.probe_timeout_s)
         out = [asked for asked in self.endpoints if asked.state == "out" and asked.may_be_asked]
-        asked = [(member, self._threads.submit(member.server.healthy, timeout_s=timeout_s)) for member in out]
+        asked = [(member, self._threads.submit(self._look_at, member, timeout_s)) for member in out]
         for member, answer in asked:
-            if answer.exception() is None:
-                self._is_back(member)
+            self._has_answered(member, answer.exception())
 
-    def let_in(self, server: Server) -> tuple[int, Member]:
-        """A server that has come, as a member with its number: stale, until the next weight sync. One that has the
+    def let_in(self, server: Server) -> Member:
+        """A server that has come, as a member with a number: stale, until the next weight sync. One that has the
         address of a member takes its place."""
         url = server.http.url
         with self.lock:
-            place = self.places.setdefault(url, len(self.places))
+            self.places.setdefault(url, len(self.places))
             self._probing[url] = _Probe()  # an earlier question was to whoever had the address before
             member = next((known for known in self.members if known.name == url), None)
             if member is None:
@@ -174,7 +176,7 @@ class Fleet:
             else:
                 member.replaced_by(server)
             member.answers()
-        return place, member
+        return member
 
     def let_go(self, member: Member, reason: str) -> None:
         """Its owner has taken it away: no more requests and no more questions."""
@@ -248,19 +250,33 @@ class Fleet:
             probe = self._probing[member.name]
             if probe.answer is not None and probe.answer.done():
                 error, probe.answer = probe.answer.exception(), None
-                if probe.asked != (member.state, member.outages):
-                    pass
-                elif error is None and member.state == "out":
-                    self._is_back(member)
-                elif error is not None and member.state != "out":
-                    self.mark_out(member, f"no answer to its health probe: {error}")
+                if probe.asked == (member.state, member.outages):
+                    self._has_answered(member, error)
             due = now - probe.begun > self._config.limits.probe_every_s
             if probe.answer is None and due and (member.state != "out" or member.may_be_asked):
                 probe.begun, probe.asked = now, (member.state, member.outages)
                 timeout_s = self._config.limits.probe_timeout_s
-                probe.answer = self._threads.submit(member.server.healthy, timeout_s=timeout_s)
+                probe.answer = self._threads.submit(self._look_at, member, timeout_s)
         if self._health_file is not None:
             self._health_file.write(self.endpoints)
+
+    def _look_at(self, asked: Endpoint, timeout_s: float) -> None:
+        """The health probe. Raises Unreachable or Refused, or UserError for a server that is back and another one."""
+        asked.server.healthy(timeout_s=timeout_s)
+        if isinstance(asked, Member) and asked.state == "out" and asked.process is None and self.inspect is not None:
+            self.inspect(asked)
+
+    def _has_answered(self, asked: Endpoint, error: BaseException | None) -> None:
+        """Act on what its health probe came to."""
+        if asked.state != "out":
+            if error is not None:
+                self.mark_out(asked, f"no answer to its health probe: {error}")
+        elif error is None:
+            self._is_back(asked)
+        elif isinstance(error, UserError) and asked.reason != str(error):
+            self.say(f"rollout: {asked.name} answers again and is not used: {error}")
+            with self.lock:
+                asked.reason = str(error)
 
     def _is_back(self, member: Endpoint) -> None:
         with self.lock:

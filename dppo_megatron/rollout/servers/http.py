@@ -79,9 +79,9 @@ class Http:
         self._prefix = parts.path.rstrip("/")
         self._host, self._port, self._tls = parts.hostname, parts.port, parts.scheme == "https"
         self._headers = {"Content-Type": "application/json"}
-        self._key = api_key = clean_key(api_key, f"the request to {self.url}")
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self.api_key = clean_key(api_key, f"the request to {self.url}")
+        if self.api_key:
+            self._headers["Authorization"] = f"Bearer {self.api_key}"
         self._lock = threading.Lock()
         self._idle: list[_Plain | _Secure] = []
         self._busy: set[_Plain | _Secure] = set()
@@ -148,7 +148,7 @@ class Http:
             self._idle.append(connection)
         if not 200 <= response.status < 300:
             said = excerpt(content)  # a proxy may send our headers back
-            said = said.replace(self._key, "***") if self._key else said
+            said = said.replace(self.api_key, "***") if self.api_key else said
             raise Refused(response.status, said, retry_after_s(response.headers.get("Retry-After")))
         return content
 

@@ -5,6 +5,9 @@ name. Who is new is
 asked what it is; if it fits it becomes a member that is stale, so that the sync that follows brings it the newest
 weights and its first request comes after. Who has left is asked nothing more; its requests went elsewhere already.
 One that does not fit, or does not answer yet, is nobody's failure: the run has servers without it.
+
+A server of somebody else's that was out and is back is asked the same (`inspect`): it may have been started again with
+other arguments.
 """
 
 from __future__ import annotations
@@ -25,10 +28,29 @@ from dppo_megatron.rollout.servers.dispatch import BUSY
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
+from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 
 _ASK_S = 10.0
+
+
+def inspect(server: Server, known: Connection, config: Config, architecture: Architecture) -> ServerInfo:
+    """What a server says of itself, which fits this run.
+
+    Raises:
+        Unreachable, Refused: it cannot be asked.
+        UserError: it does not fit.
+    """
+    url = server.http.url
+    try:
+        info = server.describe(timeout_s=_ASK_S)
+    except NOT_THIS_ENGINE as error:
+        raise UserError(f"{url} answers, but not as this engine does: {type(error).__name__} {error}") from None
+    check_server(url, info, config, architecture)
+    if known.channel not in info.channels:
+        raise UserError(f"{url} is not started for weight sync over {known.channel}")
+    return info
 
 
 class Recruiter:
@@ -36,7 +58,7 @@ class Recruiter:
 
     Args:
         known: the connection that was made at start.
-        introduce: tells whoever asks servers of a new one: its number in the fleet, the member, and its key.
+        introduce: tells whoever asks servers of a new one: a member.
     """
 
     def __init__(
@@ -45,11 +67,10 @@ class Recruiter:
         known: Connection,
         config: Config,
         architecture: Architecture,
-        introduce: Callable[[int, Member, str], None],
+        introduce: Callable[[Member], None],
     ) -> None:
         self._directory, self._connection = directory, known
         self._config, self._architecture, self._introduce = config, architecture, introduce
-        self._keys = dict(zip((member.name for member in known.fleet.members), known.keys, strict=True))
         self._refused: set[tuple[str, str]] = set()
         """(address, key) of those that do not fit."""
         self._said: set[tuple[str, str]] = set()
@@ -69,11 +90,11 @@ class Recruiter:
     def _update(self, fleet: Fleet) -> None:
         entries = self._directory.entries()
         for member in fleet.members:
-            if member.name in entries and self._keys.get(member.name) == entries[member.name].api_key:
+            if member.name in entries and member.server.http.api_key == entries[member.name].api_key:
                 fleet.may_return(member)
             else:
                 fleet.let_go(member, "it has left")
-        here = {(member.name, self._keys[member.name]) for member in fleet.members}
+        here = {(member.name, member.server.http.api_key) for member in fleet.members}
         for url, entry in entries.items():
             if (url, entry.api_key) not in here | self._refused:
                 self._try(fleet, entry)
@@ -84,10 +105,7 @@ class Recruiter:
             check_entry(entry, config.rollout)
             server = make_server(config.rollout.engine, entry.url, entry.api_key, self._architecture.vocab_size)
             server.healthy(timeout_s=_ASK_S)
-            info = server.describe(timeout_s=_ASK_S)
-            check_server(entry.url, info, config, self._architecture)
-            if self._connection.channel not in info.channels:
-                raise UserError(f"{entry.url} is not started for weight sync over {self._connection.channel}")
+            info = inspect(server, self._connection, config, self._architecture)
         except Unreachable:
             return  # asked again at the next sync
         except Refused as error:
@@ -95,13 +113,8 @@ class Recruiter:
             return self._not_used(fleet, entry, f"{entry.url} answers with {error}", for_good=for_good)
         except UserError as error:
             return self._not_used(fleet, entry, str(error))
-        except NOT_THIS_ENGINE as error:
-            problem = f"{type(error).__name__} {error}"
-            return self._not_used(fleet, entry, f"{entry.url} answers, but not as this engine does: {problem}")
-        self._keys[entry.url] = entry.api_key
         self._connection.world_sizes[entry.url] = info.world_size
-        place, member = fleet.let_in(server)
-        self._introduce(place, member, entry.api_key)
+        self._introduce(fleet.let_in(server))
         fleet.say(f"rollout: {entry.url} has come; it gets requests after a weight sync")
 
     def _not_used(self, fleet: Fleet, entry: Entry, why: str, *, for_good: bool = True) -> None:

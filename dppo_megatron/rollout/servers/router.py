@@ -31,7 +31,6 @@ class RouterServer:
     """The router's end of HTTP; see `protocol.Generator`."""
 
     http: Http
-    api_key: str = field(default="", repr=False)
     dialect: AnyDialect = field(default_factory=VLLMDialect)
     named: frozenset[str] = frozenset()
     """Addresses of its workers, as it last said."""

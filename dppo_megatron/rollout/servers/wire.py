@@ -74,6 +74,24 @@ class Expected(msgspec.Struct, frozen=True):
     oldest_version: int
     newest_version: int
     """Weights versions that tokens may have: that of the rollout's start, and the next where a sync comes between."""
+    run: str = ""
+    """What this run's names of versions begin with; see `version_name`."""
+
+
+def version_name(run: str, number: int) -> str:
+    """What a server is told that its weights are called. Another run that has the same server, and an earlier one of
+    which a router still knows a worker, count from 1 too: their names differ.
+
+    Example:
+        version_name("3f9a01c2", 7) == "3f9a01c2.7"
+    """
+    return f"{run}.{number}" if run else str(number)
+
+
+def version_number(name: str) -> int:
+    """7 for 3f9a01c2.7; -1 for what is no name of ours."""
+    digits = name.rpartition(".")[2]
+    return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < 19 else -1
 
 
 Ints: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
@@ -146,8 +164,9 @@ def _raise_if_versions_wrong(one: Sampled, expected: Expected) -> None:
     for version, start, end in one.weights_versions:
         if start != at or end < start:
             raise BadAnswer(f"weights versions for tokens [{start}, {end}) where [{at}, ...) belongs")
-        number = int(version) if version.isascii() and version.isdecimal() and len(version) < 19 else -1
-        if str(number) != version or not expected.oldest_version <= number <= expected.newest_version:
+        number = version_number(version)
+        named_so = version == version_name(expected.run, number)
+        if not (named_so and expected.oldest_version <= number <= expected.newest_version):
             raise BadAnswer(f"it generated with weights {version[:80]!r}, which are not this rollout's")
         at = end
     if at != len(one.token_ids):

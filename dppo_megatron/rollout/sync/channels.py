@@ -29,6 +29,7 @@ from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import BucketServer, TensorNote
+from dppo_megatron.rollout.servers.wire import version_number
 
 T = TypeVar("T")
 Tensors = Iterable[tuple[str, Tensor]]
@@ -133,7 +134,7 @@ class DiskChannel:
 
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
         """Write once, then all servers read at the same time. The previous snapshot is deleted."""
-        target = self._directory / f"weights_{version}"
+        target = self._directory / f"weights_{version_number(version)}"  # what a killed run has left is written over
         stream = iter(tensors)
         try:
             write_snapshot(stream, target, self._hf_path, self._bucket_bytes)

@@ -30,6 +30,7 @@ from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory
+from dppo_megatron.rollout.servers.wire import version_name
 from dppo_megatron.rollout.sync.channels import FAILURES, Channel, Tensors, at_once, drain, on_each
 from dppo_megatron.rollout.sync.receipts import Digests, Receipt, differing
 from dppo_megatron.spans import Spans
@@ -46,6 +47,7 @@ class WeightSync:
         fleet: on rank 0; None elsewhere.
         settle_requests: called on rank 0 before the servers are paused: waits for what is to finish first.
         spans: gets the stages, on rank 0.
+        run: what the servers' names of versions begin with (`wire.version_name`).
 
     Example:
         sync = WeightSync(rollout, channel, fleet, settle_requests)
@@ -61,6 +63,7 @@ class WeightSync:
         fleet: Fleet | None,
         settle_requests: Callable[[], None] = lambda: None,
         spans: Spans | None = None,
+        run: str = "",
     ) -> None:
         self._spans = spans or Spans()
         self._reached_s = 0.0
@@ -72,6 +75,7 @@ class WeightSync:
         self._checksums = Receipt("checksums")
         self._proves = False
         """The present sync is proven: the first, every `verify_every`-th, one after a proof that nobody answered."""
+        self.run = run
         self.version = 0
         """Number of the last sync that was begun; the one counter of syncs."""
         self.stage: Stage = "done"
@@ -98,7 +102,7 @@ class WeightSync:
         every = self._rollout.sync.verify_every
         self._proves = every > 0 and ((self.version - 1) % every == 0 or self._checksums.is_overdue)
         if self._all is not None:
-            self._all.expect(str(self.version))
+            self._all.expect(version_name(self.run, self.version))
         self.again()
         return self._proves
 
@@ -209,14 +213,14 @@ class WeightSync:
     def _send(self, tensors: Tensors, members: list[Member]) -> None:
         """On rank 0: leaves those in `members` that took everything."""
         self._reach("sending")
-        members[:] = self._channel.push(tensors, tuple(members), str(self.version))
+        members[:] = self._channel.push(tensors, tuple(members), version_name(self.run, self.version))
         self._reach("handed over")
 
     def _finish(self, took: Sequence[Member], digests: Digests | None) -> None:
         """On rank 0: who took the weights generates, and proves it if a proof is due."""
         self._reach("finishing")
         self._wake(took, "kv_cache")
-        self._open(took, str(self.version))
+        self._open(took, version_name(self.run, self.version))
         if digests is not None and self._fleet.live:
             self._reach("proving")
             self._compare(digests)

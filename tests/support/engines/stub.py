@@ -31,6 +31,8 @@ class Asked:
     writer: asyncio.StreamWriter
     count: int
     """Of its server's requests for completions, this one among them, from 1."""
+    version: str = VERSION
+    """What the server's weights are called."""
 
     async def reply(
         self, content: bytes | str, status: str = "200 OK", headers: str = "", length: int | None = None
@@ -76,6 +78,8 @@ class StubServers:
     """Answers to other questions, by name/path."""
     aborted: dict[str, list[Any]] = field(default_factory=dict)
     """The ids that each server was asked to end."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """What each server was told that its weights are called."""
     port: int = 0
 
     def __enter__(self) -> StubServers:
@@ -121,7 +125,11 @@ class StubServers:
                 )
                 prefill = generates and (body.get("sampling_params") or {}) == {"max_new_tokens": 0, "temperature": 0.0}
                 self.asked[name] = self.asked.get(name, 0) + (generates and not prefill)
-                asked = Asked(f"/{rest}", headers, body, reader, writer, self.asked[name])
+                told = isinstance(body, dict) and (body.get("new_version") or body.get("weight_version"))
+                if told:
+                    self.versions[name] = told
+                version = self.versions.get(name, VERSION)
+                asked = Asked(f"/{rest}", headers, body, reader, writer, self.asked[name], version)
                 if prefill:
                     await asked.reply("{}")
                 elif generates:
@@ -136,7 +144,10 @@ class StubServers:
                 elif rest == "workers":
                     await asked.reply("no such path", "404 Not Found")
                 else:
-                    await asked.reply(json.dumps(_ABOUT_ITSELF.get(rest.partition("?")[0], {})))
+                    about = dict(_ABOUT_ITSELF.get(rest.partition("?")[0], {}))
+                    if "weight_version" in about:
+                        about["weight_version"] = version
+                    await asked.reply(json.dumps(about))
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:
@@ -145,7 +156,7 @@ class StubServers:
 
 async def good(asked: Asked) -> None:
     """The right answer."""
-    await asked.reply(json.dumps(answer_to(asked.body)))
+    await asked.reply(json.dumps(answer_to(asked.body, asked.version)))
 
 
 def completion(seed: int, limit: int) -> tuple[list[int], list[float], str]:
