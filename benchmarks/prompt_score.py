@@ -108,9 +108,20 @@ def second_moments(rewards: FloatArray, lengths: IntArray, surprisal: FloatArray
 
 
 def replay(
-    recorded: Recorded, rate: float, score: str, *, rows: bool, live: bool, seed: int = 0, **settings: Any
+    recorded: Recorded,
+    rate: float,
+    score: str,
+    *,
+    rows: bool,
+    live: bool,
+    seed: int = 0,
+    first: int | None = None,
+    **settings: Any,
 ) -> Result:
-    """The trainer's policy over a trace; not live: it rests all the time and plans what it would skip."""
+    """The trainer's policy over a trace; not live: it rests all the time and plans what it would skip.
+
+    first: the first step that counts; None: after the first epoch.
+    """
     per_step, size = len(recorded.steps[0][0]), recorded.steps[0][1].shape[1]
     epoch = int(np.ceil(recorded.num_prompts / per_step))
     policy = make_prompt_policy(
@@ -127,7 +138,7 @@ def replay(
     found, measured = [], 1.0
     for step, (prompts, rewards, lengths, moment) in enumerate(recorded.steps):
         selection = policy.select(prompts, step=step)
-        if step >= epoch and moment.sum() > 0:
+        if step >= (epoch if first is None else first) and moment.sum() > 0:
             pi, cost = selection.planned, lengths.sum(axis=1)
             realised, kept = float((moment / pi).sum() / moment.sum()), float((pi * cost).sum() / cost.sum())
             found.append((selection.metrics["planned_effect"], realised, 1.0 / kept, 1.0 / (realised * kept)))
