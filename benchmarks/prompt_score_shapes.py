@@ -158,7 +158,8 @@ def _lengths(shape: Shape, level: IntArray, rewards: FloatArray, done: float, rn
     """[N, G] tokens."""
     usual = np.broadcast_to(10.0 + 4.0 * level[:, None], rewards.shape)
     if shape.lengths == "long tail":
-        return np.maximum(1, rng.lognormal(np.log(3 * usual), 1.2)).astype(np.int64)
+        tailed: IntArray = np.maximum(1, rng.lognormal(np.log(3 * usual), 1.2)).astype(np.int64)
+        return tailed
     factor = {"wrong is long": np.where(rewards > 0, 1.0, 8.0), "growing": 1 + 6 * done}.get(shape.lengths, 1.0)
     lengths: IntArray = rng.poisson(factor * usual) + 1
     return lengths
