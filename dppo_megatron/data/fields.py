@@ -210,6 +210,12 @@ def _message(turn: Any, origin: str, name: str) -> dict[str, str]:
     """One chat turn with its content as text."""
     if not isinstance(turn, Mapping) or "role" not in turn or "content" not in turn:
         raise UserError(f"{origin}: '{name}' must be a message with role and content, got {kind(turn)}")
+    for key, value in turn.items():
+        if key not in ("role", "content") and value not in (None, "", [], {}):
+            raise UserError(
+                f"{origin}: '{name}.{key}' is not read, and a chat template may render it: a message here has role and"
+                " content; remove the key, or put its text into the content"[:500]
+            )
     role, content = turn["role"], turn["content"]
     if role not in _ROLES:
         raise UserError(f"{origin}: '{name}.role' is {role!r}; known roles: {', '.join(_ROLES)}"[:500])
