@@ -36,12 +36,12 @@ def other_families_names() -> set[str]:
         for field in dataclasses.fields(CONFIG_MAPPING[model_type])
     }
     handled: list[set[str]] = [
-        {name for key in (*READ, *FIXED, *LEFT) if family in key.families for name in key.names} | names_of(model_type)
+        {name for key in (*READ, *FIXED, *LEFT) if family in key.families for name in key.names}
+        | set(names_of(model_type))
         for family, model_type in MODEL_TYPES.items()
     ]
-    return {
-        name for name in fields - set.intersection(*handled) if not name.startswith("_") and not _TOKENS.fullmatch(name)
-    }
+    everywhere = handled[0].intersection(*handled[1:])
+    return {name for name in fields - everywhere if not name.startswith("_") and not _TOKENS.fullmatch(name)}
 
 
 def main() -> None:
