@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any, TypeAlias
 
 from dppo_megatron.config.data import ResolvedSet
-from dppo_megatron.data.rows import Row
+from dppo_megatron.data.rows import Row, listed
 from dppo_megatron.types import UserError
 
 Messages: TypeAlias = list[dict[str, str]]
@@ -160,7 +160,7 @@ def _required(row: Row, name: str, settings: ResolvedSet) -> Any:
     if value is None:
         raise UserError(f"{row.origin}: '{name}' is null")
     if value is _ABSENT:
-        have = ", ".join(row.values) or "nothing"
+        have = listed(row.values) or "nothing"
         raise UserError(f"{row.origin}: the row lacks the field '{name}'; it has: {have}{_layout_hint(row, settings)}")
     return value
 

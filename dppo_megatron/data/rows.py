@@ -12,7 +12,7 @@ import csv
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,6 +67,12 @@ def table_rows(table: Any, origin: str, first: int) -> Iterator[Row]:
     """The rows of a pyarrow table whose first row is number `first` of its file or set."""
     for number, values in enumerate(_plain_columns(table).to_pylist(), start=first):
         yield Row(f"{origin}[{number}]", values)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names of fields for a message; in a damaged file they may be of any number and length."""
+    text = ", ".join(name if len(name) <= 60 else f"{name[:60]}..." for name in names)
+    return text if len(text) <= 600 else f"{text[:600]}, ..."
 
 
 def import_pyarrow(path: str) -> Any:
@@ -194,7 +200,7 @@ def _csv(path: str) -> Iterator[Row]:
 def _csv_header(cells: list[str], origin: str) -> list[str]:
     names = [cell.strip() for cell in cells]
     if len(set(names)) < len(names) or not all(names):
-        raise UserError(f"{origin}: the header must name every column, each differently; it has: {', '.join(names)}")
+        raise UserError(f"{origin}: the header must name every column, each differently; it has: {listed(names)}")
     return names
 
 
@@ -204,7 +210,7 @@ def _parquet(path: str) -> Iterator[Row]:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if len(set(names)) < len(names):
-                raise UserError(f"{path}: two columns have one name; it has: {', '.join(names)}")
+                raise UserError(f"{path}: two columns have one name; it has: {listed(names)}")
             number = 0
             for batch in file.iter_batches(batch_size=4096):
                 yield from table_rows(pyarrow.Table.from_batches([batch]), path, number)
