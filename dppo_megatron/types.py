@@ -29,7 +29,14 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 
 
 class UserError(Exception):
-    """The user's mistake: what was wrong, where, and what would be right. The command line exits with code 2."""
+    """The user's mistake: what was wrong, where, and what would be right. The command line exits with code 2.
+
+    A message may quote what a damaged file holds, so what a terminal would obey is escaped: `\\x1b` for the character.
+    """
+
+    def __init__(self, message: str) -> None:
+        plain = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in message)
+        super().__init__("".join(plain))
 
 
 class GuardStop(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,25 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert run.solved == {"h": [0.75, 1.0]} and run.labels == {"p": "unbiased"}
 
 
+@pytest.mark.parametrize("damage", ["a step is gone", "half a line", "no summary", "a label of its own", "infinite"])
+def test_a_damaged_record_is_no_run(tmp_path: Path, damage: str) -> None:
+    """A lost line would make a kept run look cheaper than it was."""
+    _recorded(tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    lines.append(lines[-1].replace('"step": 1', '"step": 3' if damage == "a step is gone" else '"step": 2'))
+    if damage == "half a line":
+        lines[1] = lines[1][:90]
+    if damage == "a label of its own":
+        lines[2] = lines[2].replace('"prune/ledger": []', '"prune/ledger": [{"name": "p", "label": "fine"}]')
+    if damage == "infinite":
+        lines[2] = re.sub('"time/step_s": [^,]*', '"time/step_s": 1e999', lines[2])
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    if damage == "no summary":
+        (tmp_path / "summary.json").unlink()
+    with pytest.raises(UserError, match="remove this run's directory, and the same command runs it again"):
+        read_method_run("dppo", 3, tmp_path)
+
+
 @pytest.mark.parametrize("ungraded", [0, 2])
 def test_a_run_without_a_score_at_its_start_or_end_is_no_run(tmp_path: Path, ungraded: int) -> None:
     """null where every grading failed: without its end a run would look cheaper than it was."""
@@ -231,9 +251,9 @@ def _recorded(run_dir: Path) -> None:
     """What a run of two evaluations leaves, as far as a comparison reads it."""
     points = _run("", 0, 0.2, 1.0, points=2).curve
     rows = [
-        {"step": one.step, "eval/h/pass@1": one.accuracy, "eval/problems": {"h": [0.5]}, "time/step_s": one.train_s,
+        {"step": step, "eval/h/pass@1": one.accuracy, "eval/problems": {"h": [0.5]}, "time/step_s": one.train_s,
          "time/step_cpu_s": one.train_cpu_s, "tokens/generated": 1, "tokens/trained": 1, "prune/ledger": []}
-        for one in points
+        for step, one in enumerate(points)
     ]  # fmt: skip
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run_dir / "summary.json").write_text('{"phase_s": {"step": 4.0}}')

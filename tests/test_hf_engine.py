@@ -55,18 +55,27 @@ def _engine(path: Path, grade: Callable[[Sequence[ToGrade]], list[Grade]] | None
     return engine
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_equal_sampling_one_sequence_without_a_cache(tmp_path: Path, family: str) -> None:
+SHAPES: dict[str, dict[str, Any]] = {family: {"family": family} for family in FAMILIES} | {
+    "heads_7_1": {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 10, "num_hidden_layers": 5},
+    "vocabulary_1009": {"vocab_size": 1009, "head_dim": 24},
+    "top_6_of_6": {"family": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 6},
+}
+"""The families, and what is no power of two anywhere."""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_equal_sampling_one_sequence_without_a_cache(tmp_path: Path, shape: str) -> None:
     """Groups that share a prompt's prefill, prompts of other lengths beside them, rows that end early, a cache that
     grows twice: the same tokens and, to float32 rounding, the same log-probabilities."""
-    path = write_model(tmp_path / family, family=family)
+    path = write_model(tmp_path / shape, **SHAPES[shape])
     tokenizer = make_tokenizer()
     engine = _engine(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     rng = np.random.default_rng(0)
     prompts = [Prompt(i, "", tuple(rng.integers(3, 37, n).tolist()), "", "") for i, n in enumerate((2, 7, 7, 1))]
     requests = [Request(prompts[i], index, 1) for i, index in ((1, 0), (0, 0), (1, 1), (2, 0), (1, 2), (3, 0), (0, 5))]
-    sampling = Sampling(MAX_TOKENS, temperature=1.3, seed=4, top_p=0.98, stop_token_ids=(9,))
+    stops = tuple(range(9, SHAPES[shape].get("vocab_size", 37), 37))  # one token in 37
+    sampling = Sampling(MAX_TOKENS, temperature=1.3, seed=4, top_p=0.98, stop_token_ids=stops)
     completions = engine.generate(requests, sampling)
     lengths = [len(completion.token_ids) for completion in completions]
     assert min(lengths) < MAX_TOKENS // 3, "no row ended early: nothing was taken out of the batch"

@@ -7,8 +7,10 @@ to read while it builds and runs a model.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,24 @@ import torch
 from support.tiny import FAMILIES, write_model
 from support.transformers_reading import same_as_transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
-from dppo_megatron.weights.config_keys import FIXED, LEFT, LLAMA, MODEL_TYPES, QWEN2, QWEN3, QWEN3_MOE, READ, table
+from dppo_megatron.weights.config_keys import (
+    FIXED,
+    LEFT,
+    LLAMA,
+    MODEL_TYPES,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    READ,
+    check_keys,
+    table,
+)
+from dppo_megatron.weights.other_families import OTHER_FAMILIES
+from dppo_megatron.weights.transformers_view import names_of
 
 ARCHITECTURE = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "qwen2": QWEN2, "llama3": LLAMA}
 DOC = Path(__file__).parent.parent / "docs" / "actor.md"
@@ -73,6 +89,69 @@ def test_every_key_that_transformers_reads_is_in_the_tables(
     refused = {name for name in seen if name.startswith("_") or hasattr(PreTrainedConfig, name)}
     unlisted = seen - members - refused - _listed(ARCHITECTURE[family])
     assert " ".join(sorted(unlisted)) == ""
+
+
+@functools.cache
+def _fields_of_others() -> dict[str, set[str]]:
+    """Field -> the families, of all causal language models of transformers, whose config class has it."""
+    found: dict[str, set[str]] = {}
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        for field in dataclasses.fields(CONFIG_MAPPING[model_type]):
+            found.setdefault(field.name, set()).add(model_type)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_of_every_family_is_refused_or_harmless(family: str, models: dict[str, Path]) -> None:
+    """Whatever transformers knows for any causal language model: a value that switches something on is refused by its
+    name, unless it is what is computed, or the tables say that it changes no logits."""
+    name = ARCHITECTURE[family]
+    raw = json.loads((models[family] / "config.json").read_text())
+    known = names_of(MODEL_TYPES[name])
+    read = {one for key in READ if name in key.families for one in key.names}
+    left = {one for key in LEFT if name in key.families for one in key.names}
+    fixed = {one: key for key in FIXED if name in key.families for one in key.names}
+    taken = set()
+    for field in _fields_of_others().keys() - read - left - {"layer_types"}:  # refused in REFUSED below
+        for value in (True, 7, 0.7, "x", [1], {"a": 1}):
+            if field in fixed and not isinstance(fixed[field].takes, str) and fixed[field].takes.fits(value):
+                continue
+            try:
+                check_keys(raw | {field: value}, name, Path("config.json"), known)
+            except UserError as error:
+                assert f" {field} = " in str(error)
+                continue
+            taken.add(field)
+    assert {one for one in taken if not re.fullmatch(r".*_token_(ids?|index)", one)} == set()
+
+
+NEIGHBOURS = ("mistral", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3", "cohere", "mixtral")
+NEIGHBOURS += ("qwen2_moe", "qwen3_next", "gpt_oss", "glm4", "deepseek_v3")
+
+
+@pytest.mark.parametrize("model_type", NEIGHBOURS)
+def test_neighbours_are_refused_by_name(model_type: str, tmp_path: Path) -> None:
+    """Their own files, and the same files under the name of a family that is supported."""
+    config = CONFIG_MAPPING[model_type]()
+    own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    raw = config.to_dict() | {"architectures": [own], "model_type": model_type}
+    (tmp_path / "config.json").write_text(json.dumps(raw, default=str))
+    with pytest.raises(UserError, match=f"architecture {own} is not supported"):
+        read_architecture(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": [QWEN3]}, default=str))
+    with pytest.raises(UserError, match="does not fit architectures"):
+        read_architecture(tmp_path)
+
+
+def test_the_list_of_other_families_is_transformers() -> None:
+    """`python tools/write_actor_table.py` writes it."""
+    handled = [_listed(name) | names_of(MODEL_TYPES[name]) for name in ARCHITECTURE.values()]
+    names = {
+        name
+        for name in _fields_of_others().keys() - set.intersection(*handled)
+        if not name.startswith("_") and not re.fullmatch(r".*_token_(ids?|index)", name)
+    }
+    assert names == OTHER_FAMILIES
 
 
 def test_the_docs_hold_the_table() -> None:
@@ -138,6 +217,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "eps_nan": ("qwen3", {"rms_norm_eps": float("nan")}, "rms_norm_eps = NaN"),
     "softcap": ("llama3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
     "granite": ("llama3", {"residual_multiplier": 0.22}, "residual_multiplier = 0.22 is not supported; supported: 1"),
+    "soft_router": ("qwen3_moe", {"moe_router_logit_softcapping": 5.0}, "moe_router_logit_softcapping = 5.0"),
+    "temperature_tuning": (
+        "llama3",
+        {"attn_temperature_tuning": True},
+        "which transformers ignores in a LlamaForCausalLM",
+    ),
+    "sinks": ("qwen3", {"attention_sinks": True}, "attention_sinks = true is not supported"),
+    "mtp": ("qwen3_moe", {"num_mtp_layers": 1}, "num_mtp_layers = 1 is not supported"),
+    "layer_norm": ("qwen2", {"norm_type": "layernorm"}, 'norm_type = "layernorm" is not supported'),
+    "gelu": ("llama3", {"hidden_activation": "gelu_pytorch_tanh"}, 'hidden_activation = "gelu_pytorch_tanh"'),
+    "local_theta": ("qwen3", {"rope_local_base_freq": 1e4}, "rope_local_base_freq = 10000.0"),
+    "vision": ("qwen2", {"vision_config": {"depth": 2}}, "vision_config"),
     "quantized": ("qwen3", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     "per_layer": ("qwen3", {"per_layer_config": {"1": {"intermediate_size": 32}}}, "per_layer_config"),
     "code": ("qwen3", {"auto_map": {"AutoConfig": "evil.Config"}}, "auto_map"),
@@ -247,6 +338,8 @@ ACCEPTED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         (),
     ),
     "hub_keys_qwen2": ("qwen2", {"use_mrope": False, "sliding_window": 4096, "_attn_implementation_autoset": True}, ()),
+    "switched_off": ("qwen3", {"conv_bias": False, "use_sandwich_norm": None, "embedding_dropout": 0.0}, ()),
+    "falcon_3": ("llama3", {"activation": "swiglu"}, ()),
     "hub_keys_llama": ("llama3", {"pretraining_tp": 1, "attention_dropout": 0, "torch_dtype": "bfloat16"}, ("dtype",)),
 }
 

@@ -41,6 +41,12 @@ def _rows(tmp_path: Path, *lines: str) -> Path:
     return path
 
 
+def _pipe(tmp_path: Path) -> Path:
+    """Opening it would wait for a writer without end, on every rank."""
+    os.mkfifo(tmp_path / "rows.jsonl")
+    return tmp_path / "rows.jsonl"
+
+
 GOOD = '{"problem": "1+1=", "answer": "2"}'
 LIST_ANSWER = '{"problem": "1+1=", "answer": ["2"]}'
 NO_ANSWER = '{"problem": "1+1="}'
@@ -68,6 +74,8 @@ CASES = {
     "pruning_method": (lambda f, t: ["pruning.completion.method=dpo"], "did you mean 'dppo'?"),
     "missing_data": (lambda f, t: ["data.train_path=nowhere.jsonl"], "data.train_path = 'nowhere.jsonl': no such file"),
     "missing_model": (lambda f, t: ["model.hf_path=nowhere"], "model.hf_path = 'nowhere': no such directory"),
+    "data_is_a_pipe": (lambda f, t: [f"data.train_path={_pipe(t)}"], "is a device or a pipe, not a file"),
+    "warm_start_is_a_device": (lambda f, t: ["warm_start.examples_path=/dev/zero"], "is a device or a pipe"),
     "empty_dataset": (lambda f, t: [f"data.train_path={_rows(t, '')}"], "rows.jsonl: holds no problems"),
     "row_without_field": (
         lambda f, t: [f"data.train_path={_rows(t, GOOD, NO_ANSWER)}"],

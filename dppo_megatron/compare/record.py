@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 
 from dppo_megatron.compare.statistics import Curve
+from dppo_megatron.config.paths import json_reason
 from dppo_megatron.types import UserError
 
 Cost: TypeAlias = Literal["step", "train_s", "train_cpu_s", "tokens_generated", "tokens_trained"]
@@ -58,39 +59,107 @@ def read_method_run(arm: str, seed: int, run_dir: Path) -> MethodRun:
     """Read metrics.jsonl and summary.json of a finished run.
 
     Raises:
-        UserError: it has no score at its start or its end, because every grading of an evaluation set failed.
+        UserError: a file that is missing or damaged, since a lost line would make the run look cheaper than it was; or
+            no score at its start or its end, because every grading of an evaluation set failed.
     """
-    costs = {"train_s": 0.0, "train_cpu_s": 0.0, "tokens_generated": 0, "tokens_trained": 0}
+    costs = _Costs()
     curve: list[Point] = []
-    first, last = None, None
+    steps: list[int] = []
     labels: dict[str, str] = {}
     solved: list[dict[str, list[float | None]]] = []
-    for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        first, last = row["step"] if first is None else first, row["step"]
-        if row["step"]:
-            _add_step(row, costs, labels)
-        scores = [value for key, value in row.items() if key.startswith("eval/") and key.endswith("/pass@1")]
+    for number, line in enumerate(_read(run_dir / "metrics.jsonl").splitlines(), start=1):
+        row = _decode(line, _Row, f"{run_dir / 'metrics.jsonl'}:{number}")
+        if steps and row.step != steps[-1] + 1:
+            raise UserError(f"{run_dir / 'metrics.jsonl'}:{number}: step {row.step} behind step {steps[-1]}; {_ANEW}")
+        steps.append(row.step)
+        if row.step:
+            step = _decode(line, _Step, f"{run_dir / 'metrics.jsonl'}:{number}")
+            costs.add(step)
+            for entry in step.ledger:
+                labels[entry.name] = max(labels.get(entry.name, "exact"), entry.label, key=_LABELS.index)
+        scores = _scores(line, f"{run_dir / 'metrics.jsonl'}:{number}")
         if scores and None not in scores:  # null: every grading of a set failed
-            curve.append(Point(row["step"], statistics.mean(scores), **costs))  # type: ignore[arg-type]
-            solved.append(row["eval/problems"])
-    if not curve or (curve[0].step, curve[-1].step) != (first, last):
+            curve.append(costs.point(row.step, statistics.mean(score for score in scores if score is not None)))
+            solved.append(row.problems)
+    if not curve or (curve[0].step, curve[-1].step) != (steps[0], steps[-1]):
         raise UserError(
             f"{run_dir}: every grading of an evaluation set failed at the start or the end of the run, so there is no"
             " score to compare by; mend the grader and remove this directory"
         )
-    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    return MethodRun(arm, seed, curve, labels, _mean_of_last(solved), summary["phase_s"])
+    if any({k: len(v) for k, v in one.items()} != {k: len(v) for k, v in solved[0].items()} for one in solved):
+        raise UserError(f"{run_dir / 'metrics.jsonl'}: its evaluations are not of the same problems; {_ANEW}")
+    summary = _decode(_read(run_dir / "summary.json"), _Summary, str(run_dir / "summary.json"))
+    return MethodRun(arm, seed, curve, labels, _mean_of_last(solved), summary.phase_s)
 
 
-def _add_step(row: dict[str, Any], costs: dict[str, Any], labels: dict[str, str]) -> None:
-    costs["train_s"] += row["time/step_s"]
-    costs["train_cpu_s"] += row["time/step_cpu_s"]
-    costs["tokens_generated"] += int(row["tokens/generated"])
-    costs["tokens_trained"] += int(row["tokens/trained"])
-    for entry in row["prune/ledger"]:
-        before = labels.get(entry["name"], "exact")
-        labels[entry["name"]] = max(before, entry["label"], key=_LABELS.index)
+_ANEW = "remove this run's directory, and the same command runs it again"
+_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0)]
+_Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+_R = TypeVar("_R")
+
+
+class _Row(msgspec.Struct):
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    problems: dict[str, list[_Share | None]] = msgspec.field(name="eval/problems", default_factory=dict)
+
+
+class _Entry(msgspec.Struct):
+    name: str
+    label: Literal["exact", "unbiased", "ratio", "biased"]
+
+
+class _Step(msgspec.Struct):
+    seconds: _Amount = msgspec.field(name="time/step_s")
+    cpu_seconds: _Amount = msgspec.field(name="time/step_cpu_s")
+    generated: _Amount = msgspec.field(name="tokens/generated")
+    trained: _Amount = msgspec.field(name="tokens/trained")
+    ledger: list[_Entry] = msgspec.field(name="prune/ledger")
+
+
+class _Summary(msgspec.Struct):
+    phase_s: dict[str, _Amount]
+
+
+@dataclass
+class _Costs:
+    """Of the steps so far."""
+
+    train_s: float = 0.0
+    train_cpu_s: float = 0.0
+    tokens_generated: int = 0
+    tokens_trained: int = 0
+
+    def add(self, step: _Step) -> None:
+        self.train_s += step.seconds
+        self.train_cpu_s += step.cpu_seconds
+        self.tokens_generated += int(step.generated)
+        self.tokens_trained += int(step.trained)
+
+    def point(self, step: int, accuracy: float) -> Point:
+        return Point(step, accuracy, self.train_s, self.train_cpu_s, self.tokens_generated, self.tokens_trained)
+
+
+def _scores(line: bytes, where: str) -> list[float | None]:
+    row = _decode(line, dict[str, Any], where)
+    found = {key: value for key, value in row.items() if key.startswith("eval/") and key.endswith("/pass@1")}
+    try:
+        return list(msgspec.convert(found, dict[str, _Share | None]).values())
+    except msgspec.ValidationError as error:
+        raise UserError(f"{where}: pass@1: {error}; {_ANEW}") from None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; {_ANEW}") from None
+
+
+def _decode(line: bytes, kind: type[_R], where: str) -> _R:
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{where}: damaged: {json_reason(error)}; {_ANEW}") from None
 
 
 def _mean_of_last(evaluations: list[dict[str, list[float | None]]]) -> dict[str, list[float | None]]:

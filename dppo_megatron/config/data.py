@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dppo_megatron.config.paths import check_exists
+from dppo_megatron.config.paths import check_file_or_directory
 from dppo_megatron.config.ranges import COUNT, ranged
 from dppo_megatron.config.templates import PLAIN, TEMPLATES, Template
 from dppo_megatron.types import UserError
@@ -363,7 +363,7 @@ def _check_resolved(one: ResolvedSet) -> None:
 def _check_path(one: ResolvedSet) -> None:
     if one.path.startswith("hub:"):
         return
-    check_exists(one.path_key, one.path)
+    check_file_or_directory(one.path_key, one.path)
     is_file = Path(one.path).is_file()
     for name, value in (("split", one.split), ("subset", one.subset)):
         if is_file and value:

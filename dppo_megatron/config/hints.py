@@ -26,6 +26,7 @@ def unknown_key(where: str, key: str, under: list[str], section: type, root: typ
         section: the class of the section that should have had it.
         root: the class of the whole configuration.
     """
+    key, under = key[:200], [more[:200] for more in under]  # a name in damaged text may have any length
     asked = [f"{key}{more}" for more in under] or [key]
     for name in asked:
         plain = name.lstrip("+~").removeprefix("--").replace("-", "_")

@@ -16,14 +16,21 @@ from dppo_megatron.types import UserError
 
 def check_file(key: str, path: str) -> None:
     """Raise `UserError` unless there is a file that can be opened. `key` names the setting or option."""
-    check_exists(key, path)
-    if not Path(path).is_file():
+    check_file_or_directory(key, path)
+    if Path(path).is_dir():
         raise UserError(f"{key} = '{shown(path)}': is a directory, not a file")
     try:
         with open(path, "rb"):
             pass
     except OSError as error:
         raise UserError(f"{key} = '{shown(path)}': cannot be read: {error.strerror}") from None
+
+
+def check_file_or_directory(key: str, path: str) -> None:
+    """Raise `UserError` unless there is a file or a directory: a pipe can be read only once, and may never end."""
+    check_exists(key, path)
+    if not Path(path).is_file() and not Path(path).is_dir():
+        raise UserError(f"{key} = '{shown(path)}': is a device or a pipe, not a file")
 
 
 def check_directory(key: str, path: str) -> None:
@@ -74,6 +81,12 @@ def shown(path: str | Path) -> str:
     """The path as messages show it: shortened, and without values from the environment."""
     text = escaped(path) if isinstance(path, str) else str(path)
     return text if len(text) <= 200 else f"{text[:100]}...{text[-60:]}"
+
+
+def in_short(value: object, longest: int = 160) -> str:
+    """`value` as Python writes it, on one line of ASCII or printable text, shortened in the middle."""
+    text = repr(value)
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
 
 
 def check_exists(key: str, path: str, what: str = "file") -> None:

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.data import ResolvedSet
 from dppo_megatron.data.fields import check_text, get_field, kind, problem_of
+from dppo_megatron.data.rows import listed
 from dppo_megatron.data.sets import read_set
 from dppo_megatron.data.templates import check_template, render, shared_ids, tokenize
 from dppo_megatron.types import TrainSample, UserError, Watch, unwatched
@@ -50,7 +51,7 @@ def load_examples(
 def _completion(values: dict[str, object], name: str, origin: str) -> str:
     value = get_field(values, name)
     if value is None:
-        raise UserError(f"{origin}: the row lacks the field '{name}'; it has: {', '.join(values) or 'nothing'}")
+        raise UserError(f"{origin}: the row lacks the field '{name}'; it has: {listed(values) or 'nothing'}")
     if not isinstance(value, str):
         raise UserError(f"{origin}: '{name}' is {kind(value)}; a completion is text")
     return check_text(value, origin, name)

@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any, TypeAlias
 
 from dppo_megatron.config.data import ResolvedSet
-from dppo_megatron.data.rows import Row
+from dppo_megatron.data.rows import Row, listed
 from dppo_megatron.types import UserError
 
 Messages: TypeAlias = list[dict[str, str]]
@@ -160,7 +160,7 @@ def _required(row: Row, name: str, settings: ResolvedSet) -> Any:
     if value is None:
         raise UserError(f"{row.origin}: '{name}' is null")
     if value is _ABSENT:
-        have = ", ".join(row.values) or "nothing"
+        have = listed(row.values) or "nothing"
         raise UserError(f"{row.origin}: the row lacks the field '{name}'; it has: {have}{_layout_hint(row, settings)}")
     return value
 
@@ -210,6 +210,12 @@ def _message(turn: Any, origin: str, name: str) -> dict[str, str]:
     """One chat turn with its content as text."""
     if not isinstance(turn, Mapping) or "role" not in turn or "content" not in turn:
         raise UserError(f"{origin}: '{name}' must be a message with role and content, got {kind(turn)}")
+    for key, value in turn.items():
+        if key not in ("role", "content") and value not in (None, "", [], {}):
+            raise UserError(
+                f"{origin}: '{name}.{key}' is not read, and a chat template may render it: a message here has role and"
+                " content; remove the key, or put its text into the content"[:500]
+            )
     role, content = turn["role"], turn["content"]
     if role not in _ROLES:
         raise UserError(f"{origin}: '{name}.role' is {role!r}; known roles: {', '.join(_ROLES)}"[:500])

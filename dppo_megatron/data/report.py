@@ -13,8 +13,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from dppo_megatron.config.paths import in_short
 from dppo_megatron.data.sets import ProblemSet, overlap_notes
-from dppo_megatron.data.templates import in_short
 
 
 def report_lines(

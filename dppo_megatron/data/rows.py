@@ -12,11 +12,13 @@ import csv
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
+
+import numpy as np
 
 from dppo_megatron.config.paths import json_reason
 from dppo_megatron.types import UserError
@@ -67,6 +69,12 @@ def table_rows(table: Any, origin: str, first: int) -> Iterator[Row]:
         yield Row(f"{origin}[{number}]", values)
 
 
+def listed(names: Iterable[str]) -> str:
+    """Names of fields for a message; in a damaged file they may be of any number and length."""
+    text = ", ".join(name if len(name) <= 60 else f"{name[:60]}..." for name in names)
+    return text if len(text) <= 600 else f"{text[:600]}, ..."
+
+
 def import_pyarrow(path: str) -> Any:
     """Import pyarrow, or raise UserError that says what to install."""
     try:
@@ -78,15 +86,57 @@ def import_pyarrow(path: str) -> Any:
 
 
 def _plain_columns(table: Any) -> Any:
-    """float16 and float32 columns as the float64 that is written the same: 0.1 and not 0.10000000149."""
+    """float16 and float32 columns as the float64 that is written the same: 0.1 and not 0.10000000149. Inside lists and
+    objects too: in verl's rows the answer is one level down."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     for index, column in enumerate(table.schema):
-        if pa.types.is_float16(column.type) or pa.types.is_float32(column.type):
-            values = pc.cast(pc.cast(pc.cast(table.column(index), pa.float32()), pa.string()), pa.float64())
+        if pa.types.is_float16(column.type) or (pa.types.is_nested(column.type) and _holds_short_floats(column.type)):
+            rows = [_as_written(value, column.type) for value in table.column(index).to_pylist()]
+            table = table.set_column(index, column.name, pa.array(rows, _widened(column.type)))
+        elif pa.types.is_float32(column.type):
+            values = pc.cast(pc.cast(table.column(index), pa.string()), pa.float64())
             table = table.set_column(index, column.name, values)
     return table
+
+
+def _holds_short_floats(kind: Any) -> bool:
+    import pyarrow as pa
+
+    if kind.num_fields:
+        return any(_holds_short_floats(kind.field(place).type) for place in range(kind.num_fields))
+    return bool(pa.types.is_float16(kind) or pa.types.is_float32(kind))
+
+
+def _as_written(value: Any, kind: Any) -> Any:
+    """A value that pyarrow gave, every short float in it as the float64 with the same shortest text."""
+    import pyarrow as pa
+
+    if value is None:
+        return None
+    if pa.types.is_float16(kind) or pa.types.is_float32(kind):
+        return float(str((np.float16 if pa.types.is_float16(kind) else np.float32)(value)))
+    if pa.types.is_struct(kind):
+        return {name: _as_written(value[name], kind.field(name).type) for name in value}
+    if pa.types.is_map(kind):
+        return [(key, _as_written(item, kind.item_type)) for key, item in value]
+    return [_as_written(item, kind.value_type) for item in value] if kind.num_fields else value
+
+
+def _widened(kind: Any) -> Any:
+    """The type of what `_as_written` returns."""
+    import pyarrow as pa
+
+    if pa.types.is_float16(kind) or pa.types.is_float32(kind):
+        return pa.float64()
+    if pa.types.is_struct(kind):
+        return pa.struct(
+            [kind.field(place).with_type(_widened(kind.field(place).type)) for place in range(kind.num_fields)]
+        )
+    if pa.types.is_map(kind):
+        return pa.map_(kind.key_type, _widened(kind.item_type))
+    return pa.list_(_widened(kind.value_type)) if kind.num_fields else kind
 
 
 def _json_lines(path: str) -> Iterator[Row]:
@@ -150,7 +200,7 @@ def _csv(path: str) -> Iterator[Row]:
 def _csv_header(cells: list[str], origin: str) -> list[str]:
     names = [cell.strip() for cell in cells]
     if len(set(names)) < len(names) or not all(names):
-        raise UserError(f"{origin}: the header must name every column, each differently; it has: {', '.join(names)}")
+        raise UserError(f"{origin}: the header must name every column, each differently; it has: {listed(names)}")
     return names
 
 
@@ -160,7 +210,7 @@ def _parquet(path: str) -> Iterator[Row]:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if len(set(names)) < len(names):
-                raise UserError(f"{path}: two columns have one name; it has: {', '.join(names)}")
+                raise UserError(f"{path}: two columns have one name; it has: {listed(names)}")
             number = 0
             for batch in file.iter_batches(batch_size=4096):
                 yield from table_rows(pyarrow.Table.from_batches([batch]), path, number)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from dppo_megatron.config.data import ResolvedSet
 from dppo_megatron.config.templates import Template
@@ -110,6 +111,7 @@ def generation_config_stops(hf_path: str, tokenizer: PreTrainedTokenizerBase) ->
         stops = raw.get("eos_token_id") if isinstance(raw, dict) else None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
+    _check_generation_config(raw, path)
     listed = stops if isinstance(stops, list) else [] if stops is None else [stops]
     for token in listed:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
@@ -117,6 +119,17 @@ def generation_config_stops(hf_path: str, tokenizer: PreTrainedTokenizerBase) ->
     # ids that the tokenizer lacks (the file may belong to another one) can never be generated
     known = [token for token in dict.fromkeys(listed) if token < len(tokenizer)]
     return [token for token in known if token != tokenizer.eos_token_id]
+
+
+def _check_generation_config(raw: Any, path: Path) -> None:
+    """Refuse what transformers refuses: an engine would fail on it, or whoever loads the trained model."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            GenerationConfig.from_dict(raw)
+    except Exception as error:  # its validators raise their own classes, and TypeErrors from deep inside
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise UserError(f"{path}: transformers refuses it: {reason}") from None
 
 
 def _chat(problem: str | Messages, origin: str, template: Template) -> Messages:
@@ -165,9 +178,3 @@ def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, shared: S
 def shared_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every token id of the tokenizer at its own place."""
     return list(range(max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))))
-
-
-def in_short(text: str, longest: int = 160) -> str:
-    """`text` on one line, shortened in the middle: the template is visible at both ends."""
-    shown: Any = repr(text)
-    return shown if len(shown) <= longest else f"{shown[: longest // 2]} ... {shown[-longest // 2 :]}"

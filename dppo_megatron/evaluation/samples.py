@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.config.paths import json_reason
+from dppo_megatron.config.paths import in_short, json_reason
 from dppo_megatron.evaluation.statistics import EvalScores, Outcome, score
 from dppo_megatron.types import Prompt, UserError
 
@@ -150,7 +150,7 @@ def read_samples(path: Path) -> list[EvalSample]:
         key = sample.set, sample.problem_index, sample.sample
         if key in seen:
             raise UserError(
-                f"'{path}': sample {sample.sample} of problem {sample.problem} of {sample.set} is there twice"
+                f"'{path}': sample {sample.sample} of problem {sample.problem[:60]} of {sample.set[:60]} is there twice"
             )
         seen.add(key)
     return samples
@@ -182,7 +182,7 @@ def _sample(line: str, where: str) -> EvalSample:
     for name, value in values.items():
         kinds = _KINDS[str(known[name].type)]
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise UserError(f"{where}: {name} = {value!r}: expected {known[name].type}")
+            raise UserError(f"{where}: {name} = {in_short(value)}: expected {known[name].type}")
     for name in ("problem_index", "sample", "tokens"):
         if values[name] < 0:
             raise UserError(f"{where}: {name} = {values[name]}: must not be negative")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dppo_megatron.config.paths import in_short
 from dppo_megatron.evaluation.bootstrap import RESAMPLES, Difference, paired_bootstrap
 from dppo_megatron.evaluation.samples import COMPARISON, EvalSample, check_out, read_samples, write_text
 from dppo_megatron.types import FloatArray, UserError
@@ -41,11 +42,9 @@ def compare_evaluations(a: Path, b: Path, *, out: Path | None = None) -> list[st
     ours, theirs = _problems(read_samples(a)), _problems(read_samples(b))
     common = [name for name in ours if name in theirs]
     if not common:
-        raise UserError(
-            f"'{a}' and '{b}' have no set in common: {', '.join(map(repr, ours))} and {', '.join(map(repr, theirs))}"
-        )
+        raise UserError(f"'{a}' and '{b}' have no set in common: {_some(list(ours))} and {_some(list(theirs))}")
     said = [
-        f"left out: {name!r}, which only {who} has"
+        f"left out: {in_short(name)}, which only {who} has"
         for who, mine, other in (("A", ours, theirs), ("B", theirs, ours))
         for name in mine
         if name not in other
@@ -56,7 +55,8 @@ def compare_evaluations(a: Path, b: Path, *, out: Path | None = None) -> list[st
         both = [(ours[name][key].share, theirs[name][key].share) for key in ours[name]]
         kept = [(x, y) for x, y in both if x is not None and y is not None]
         if len(kept) < len(both):
-            said.append(f"{name!r}: {len(both) - len(kept)} problems left out, whose gradings all failed in A or B")
+            lost = len(both) - len(kept)
+            said.append(f"{in_short(name)}: {lost} problems left out, whose gradings all failed in A or B")
         if kept:
             pairs[name] = np.array([x for x, _ in kept]), np.array([y for _, y in kept])
     if not pairs:
@@ -93,13 +93,15 @@ def _check_same(name: str, ours: Mapping[str, _Problem], theirs: Mapping[str, _P
         wrong.append(f"{len(differ)} have another reference answer ({_some(differ)})")
     if wrong:
         raise UserError(
-            f"set {name!r} is not the same problems in both evaluations: {'; '.join(wrong)}. Evaluate both on the same"
-            " file and limit"
+            f"set {in_short(name)} is not the same problems in both evaluations: {'; '.join(wrong)}."
+            " Evaluate both on the same file and limit"
         )
 
 
 def _some(keys: Sequence[str]) -> str:
-    return ", ".join(keys[:5]) + (", ..." if len(keys) > 5 else "")
+    return ", ".join(key if len(key) <= 60 else f"{key[:60]}..." for key in keys[:5]) + (
+        ", ..." if len(keys) > 5 else ""
+    )
 
 
 def _table(rows: Sequence[Difference]) -> list[str]:

@@ -220,12 +220,13 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(_finite(row), allow_nan=False).encode()
+    return json.dumps(finite(row), allow_nan=False).encode()
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """`value` with None for every number in it that JSON has no form for: NaN and the infinities."""
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.observe.samples import SAMPLES, SampleFile, sample_files
+from dppo_megatron.observe.samples import SAMPLES, SampleFile, read_rows, sample_files
 
 _STEPS = 40
 _COLUMNS = (
@@ -35,6 +35,9 @@ class Samples:
     tokens: dict[int, str] = field(default_factory=dict)
     """Token id -> its text; empty if the tokenizer was not found."""
     note: str = ""
+    """Why there are none."""
+    unreadable: set[str] = field(default_factory=set)
+    """Names of files that are left out."""
 
 
 def read_samples(run: Path, model: str, max_bytes: int) -> Samples:
@@ -52,7 +55,7 @@ def read_samples(run: Path, model: str, max_bytes: int) -> Samples:
     budget = max_bytes
     chosen = _spread(_steps_of(files), _STEPS)
     for left, step in zip(range(len(chosen), 0, -1), chosen, strict=True):
-        groups, total = _groups(files, step)
+        groups, total = _groups(files, step, found.unreadable)
         kept: list[dict[str, Any]] = []
         used = 0
         for group in groups:
@@ -80,39 +83,41 @@ def _spread(steps: list[int], count: int) -> list[int]:
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
 
 
-def _groups(files: list[SampleFile], step: int) -> tuple[list[dict[str, Any]], int]:
+def _groups(files: list[SampleFile], step: int, unreadable: set[str]) -> tuple[list[dict[str, Any]], int]:
     """The groups of a step, of all ranks, in order; and how many there are."""
-    import pyarrow.parquet as pq
-
     groups: dict[int, dict[str, Any]] = defaultdict(dict)
     for one in files:
         if not one.first <= step <= one.last:
             continue
         try:
-            file = pq.ParquetFile(one.path)
-            for index in range(file.num_row_groups):
-                statistics = file.metadata.row_group(index).column(0).statistics
-                if statistics is not None and not statistics.min <= step <= statistics.max:
-                    continue
-                for row in file.read_row_group(index, columns=list(_COLUMNS)).to_pylist():
-                    if row["step"] == step:
-                        group = groups[row["group"]]
-                        group.update({name: row[name] for name in _OF_THE_GROUP})
-                        group.setdefault("members", []).append(_member(row))
-        except (OSError, ValueError, KeyError):  # pyarrow's own errors are among these; a running run merges its files
+            rows = read_rows(one.path, _COLUMNS, step)
+        except FileNotFoundError:
+            continue  # a run that goes on has merged it
+        except (OSError, ValueError):
+            unreadable.add(one.path.name)
             continue
+        for row in rows:
+            group = groups[row["group"]]
+            group.update({name: _short(row[name]) for name in _OF_THE_GROUP})
+            group.setdefault("members", []).append(_member(row))
     return [groups[position] for position in sorted(groups)], len(groups)
 
 
 def _member(row: dict[str, Any]) -> dict[str, Any]:
     member = {name: _short(value) for name, value in row.items() if name not in _HIDDEN}
     for name in ("logprobs", "actor_logprobs"):
-        member[name] = None if row[name] is None else [round(value, 3) for value in row[name]]
+        member[name] = None if row[name] is None else [_rounded(value) for value in row[name]]
     return member
 
 
 def _short(value: Any) -> Any:
-    return float(f"{value:.6g}") if isinstance(value, float) and math.isfinite(value) else value
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _rounded(value: float) -> float | None:
+    return round(value, 3) if math.isfinite(value) else None
 
 
 def _size(group: dict[str, Any]) -> int:

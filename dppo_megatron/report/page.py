@@ -29,11 +29,14 @@ def write_page(path: Path, runs: Sequence[RunRecord]) -> None:
         UserError: `path` cannot be written.
     """
     _name_apart(runs)
-    parts = [script_data("report-data", {"runs": [_data(run) for run in runs], "defaults": default_settings()})]
+    parts: list[str] = []
     for number, run in enumerate(runs):
         model = json.loads(run.settings.get("model.hf_path", '""')) or ""
         samples = read_samples(run.path, str(model), SAMPLE_BYTES // len(runs))
+        run.notes += [f"samples/{name} cannot be read and is left out" for name in sorted(samples.unreadable)]
         parts += _sample_data(number, samples)
+    about = {"runs": [_data(run) for run in runs], "defaults": default_settings()}
+    parts.insert(0, script_data("report-data", about))
     write_html(path, ASSETS / "page.html", "dppo-megatron report", parts, [ASSETS / name for name in _SCRIPTS])
 
 

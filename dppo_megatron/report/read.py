@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -22,9 +22,12 @@ import yaml
 from dppo_megatron.config.load import config_values
 from dppo_megatron.config.schema import Config
 from dppo_megatron.observe.lock import FILE as LOCK
+from dppo_megatron.observe.record import finite
 from dppo_megatron.observe.trackers.sink import FAILURES, TRACKERS
 from dppo_megatron.types import UserError
 
+LARGEST = 1e308
+"""Numbers from here on are shown as missing."""
 _HEARTBEAT_S = 60.0
 """A trainer touches its lock every five seconds."""
 
@@ -61,7 +64,7 @@ class _TraceRow(msgspec.Struct):
 
     step: int
     rewards: list[list[float | None]] = []
-    lengths: list[list[int]] = []
+    lengths: list[list[Annotated[int, msgspec.Meta(ge=0, lt=2**53)]]] = []
     inclusion_prob: list[float] = []
 
 
@@ -83,15 +86,44 @@ def read_run(path: Path) -> RunRecord:
     rows.sort(key=lambda row: row["step"])
     run.steps = [row["step"] for row in rows]
     keys = dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, list | dict))
-    run.columns = {key: [_number(row.get(key)) for row in rows] for key in keys if key != "step"}
+    run.columns = {key: [finite_number(row.get(key)) for row in rows] for key in keys if key != "step"}
     run.ledger = _ledger(rows)
     _derive(run)
     _add_trace(run, path / "trace.jsonl")
     run.summary = _json(path / "summary.json", run.notes)
     run.settings = _settings(path / "config.yaml", run.notes)
     for name, missed in _json(path / TRACKERS / FAILURES, run.notes).items():
-        run.notes.append(f"tracker {name} has failed {missed.get('failures')} times, first: {missed.get('first')}")
+        if isinstance(missed, dict):
+            run.notes.append(f"tracker {name} has failed {missed.get('failures')} times, first: {missed.get('first')}")
     return run
+
+
+def finite_number(value: Any) -> float | None:
+    """`value` if it is a number that a float can hold; JSON's integers may have any number of digits."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
+        return None
+    return value
+
+
+def step_of(row: Any) -> int | None:
+    """The step that a line of metrics.jsonl is of; None if it is no step's line."""
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if type(step) is int and 0 <= step < 2**53 else None
+
+
+def ledger_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The bias ledger of a step's line: entries with a name, a label (text or None), a kept fraction and a note."""
+    entries = row.get("prune/ledger")
+    return [
+        {
+            "name": entry["name"],
+            "label": entry["label"] if isinstance(entry.get("label"), str) else None,
+            "kept": finite_number(entry.get("kept_fraction")),
+            "note": entry["note"] if isinstance(entry.get("note"), str) else "",
+        }
+        for entry in (entries if isinstance(entries, list) else [])
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str)
+    ]
 
 
 def default_settings() -> dict[str, str]:
@@ -138,7 +170,7 @@ def _rows(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 damaged += line.endswith(b"\n")  # else it is being written, or was cut off by a kill
                 continue
-            if isinstance(row, dict) and type(row.get("step")) is int:
+            if step_of(row) is not None:
                 yield row
             else:
                 damaged += "format" not in row if isinstance(row, dict) else 1
@@ -149,15 +181,13 @@ def _rows(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
 def _ledger(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for place, row in enumerate(rows):
-        for entry in row.get("prune/ledger") or ():
-            if not isinstance(entry, dict) or "name" not in entry:
-                continue
+        for entry in ledger_of(row):
             one = found.setdefault(
                 entry["name"],
                 {"name": entry["name"], "notes": [], "label": [None] * len(rows), "kept": [None] * len(rows)},
             )
-            one["label"][place], one["kept"][place] = entry.get("label"), _number(entry.get("kept_fraction"))
-            if entry.get("note") and entry["note"] not in one["notes"] and len(one["notes"]) < 3:
+            one["label"][place], one["kept"][place] = entry["label"], entry["kept"]
+            if entry["note"] and entry["note"] not in one["notes"] and len(one["notes"]) < 3:
                 one["notes"].append(entry["note"])
     return list(found.values())
 
@@ -214,7 +244,7 @@ def _json(path: Path, notes: list[str]) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         notes.append(f"{path.name} cannot be read")
         return {}
-    return value if isinstance(value, dict) else {}
+    return finite(value) if isinstance(value, dict) else {}
 
 
 def _settings(path: Path, notes: list[str]) -> dict[str, str]:
@@ -237,9 +267,3 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             flat[f"{prefix}{key}"] = json.dumps(value, default=str)
     return flat
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value

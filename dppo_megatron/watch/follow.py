@@ -7,7 +7,6 @@ that became shorter or was replaced (a resume truncates it) is read again from i
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from dppo_megatron.report.read import RunRecord, run_status
+from dppo_megatron.report.read import RunRecord, finite_number, ledger_of, run_status, step_of
 from dppo_megatron.types import UserError
 
 SHOWN = (
@@ -82,9 +81,10 @@ class Follow:
             row = self._decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             row = None
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
+        step = step_of(row)
+        if step is None:
             self._damaged += 1
-        elif not self.record.steps or row["step"] > self.record.steps[-1]:
+        elif not self.record.steps or step > self.record.steps[-1]:
             self._append(row)
 
     def _append(self, row: Mapping[str, Any]) -> None:
@@ -95,16 +95,16 @@ class Follow:
         values |= {key: value for key, value in row.items() if key.startswith(("time/", "eval/"))}
         if not values["prune/completions_trained"]:
             values |= dict.fromkeys(_OF_THE_TRAINED)
-        generated, truncated = (_number(values[key]) for key in ("prune/completions_generated", "rollout/truncated"))
+        generated = finite_number(values["prune/completions_generated"])
+        truncated = finite_number(values["rollout/truncated"])
         values["rollout/truncated_share"] = truncated / generated if generated and truncated is not None else None
         for key in values.keys() | record.columns.keys():
-            record.columns.setdefault(key, [None] * before).append(_number(values.get(key)))
-        ledger = row.get("prune/ledger")
-        self._append_ledger(ledger if isinstance(ledger, list) else [], before)
+            record.columns.setdefault(key, [None] * before).append(finite_number(values.get(key)))
+        self._append_ledger(ledger_of(row), before)
 
-    def _append_ledger(self, entries: list[Any], before: int) -> None:
+    def _append_ledger(self, entries: list[dict[str, Any]], before: int) -> None:
         known = {one["name"]: one for one in self.record.ledger}
-        now = {one["name"]: one for one in entries if isinstance(one, dict) and isinstance(one.get("name"), str)}
+        now = {one["name"]: one for one in entries}
         for name in now:
             if name not in known:
                 known[name] = {"name": name, "notes": [], "label": [None] * before, "kept": [None] * before}
@@ -112,12 +112,6 @@ class Follow:
         for name, one in known.items():
             entry = now.get(name, {})
             one["label"].append(entry.get("label"))
-            one["kept"].append(_number(entry.get("kept_fraction")))
+            one["kept"].append(entry.get("kept"))
             if entry.get("note") and not one["notes"]:
-                one["notes"].append(str(entry["note"]))
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value
+                one["notes"].append(entry["note"])

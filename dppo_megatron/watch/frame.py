@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dppo_megatron.report.findings import findings
-from dppo_megatron.report.read import RunRecord
+from dppo_megatron.report.read import RunRecord, finite_number
 from dppo_megatron.rollout.servers.health_file import ServerHealth
 from dppo_megatron.watch.latest import Latest, Sampled
 from dppo_megatron.watch.sparkline import BLOCKS, PLAIN, sparkline, widths
@@ -88,7 +88,7 @@ def duration(seconds: float) -> str:
 
 
 def _head(record: RunRecord, latest: Latest, view: View) -> RenderableType:
-    step, total = (record.steps or [0])[-1], int(latest.setting("steps", 0) or 0)
+    step, total = (record.steps or [0])[-1], int(finite_number(latest.setting("steps", 0)) or 0)
     line = Text(f"step {step}" + (f" of {total}" if total else ""))
     if (left := seconds_left(record, total)) is not None and total:
         line.append(f", about {duration(left)} left")

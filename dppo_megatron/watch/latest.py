@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from dppo_megatron.observe.samples import SAMPLES, newest_sample_file
+from dppo_megatron.observe.samples import SAMPLES, newest_sample_file, read_rows
 from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth, read_health
 
 _COLUMNS = ("step", "group", "prompt", "text", "reward", "kept", "why", "tokens", "weight", "extracted")
@@ -70,12 +71,9 @@ def _read_samples(path: Path) -> Sampled | None:
 
     None if the file cannot be read: it may be merged into another one at this moment.
     """
-    import pyarrow.parquet as pq
-
     try:
-        file = pq.ParquetFile(path)
-        rows = file.read_row_group(file.num_row_groups - 1, columns=list(_COLUMNS)).to_pylist()
-    except (OSError, ValueError, KeyError):  # pyarrow's own errors are among these
+        rows = read_rows(path, _COLUMNS)
+    except (OSError, ValueError):
         return None
     if not rows:
         return None
@@ -87,7 +85,7 @@ def _read_samples(path: Path) -> Sampled | None:
 
 
 def _spread(group: list[dict[str, Any]]) -> float:
-    rewards = [row["reward"] for row in group if row["reward"] is not None]
+    rewards = [row["reward"] for row in group if row["reward"] is not None and math.isfinite(row["reward"])]
     return statistics.pvariance(rewards) if rewards else 0.0
 
 

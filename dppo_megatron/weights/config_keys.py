@@ -16,6 +16,7 @@ from typing import Any
 
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.json_files import plain, shown
+from dppo_megatron.weights.other_families import OTHER_FAMILIES
 
 LLAMA, QWEN2, QWEN3, QWEN3_MOE = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 MODEL_TYPES = {QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe", QWEN2: "qwen2", LLAMA: "llama"}
@@ -113,6 +114,7 @@ READ = (
 
 _NO = OneOf((False,))
 _NONE = OneOf((None,))
+_NONE_OR_FALSE = OneOf((None, False))
 _ABSENT_OR_ZERO = OneOf((0, False))
 FIXED = (
     Key(("hidden_act",), OneOf(("silu",)), "the activation"),
@@ -180,6 +182,26 @@ FIXED = (
         _DENSE,
         nullable=True,
     ),
+    Key(
+        ("attention_sink", "attention_sinks", "use_attention_sinks", "use_sinks", "num_sink_tokens"),
+        _ABSENT_OR_ZERO,
+        "no attention sinks",
+        nullable=True,
+    ),
+    Key(
+        ("num_mtp_layers", "num_mtp_modules", "mtp_num_layers", "use_mtp"),
+        _ABSENT_OR_ZERO,
+        "no heads that predict further tokens",
+        nullable=True,
+    ),
+    Key(
+        ("rope_local_base_freq", "local_rope_theta", "global_rope_theta", "rotary_emb_base", "rope_ratio"),
+        _NONE_OR_FALSE,
+        "positions, under names of older code",
+    ),
+    Key(("use_dynamic_ntk", "use_logn_attn", "dual_chunk_attention_config"), _NONE_OR_FALSE, "as above"),
+    Key(("activation", "activation_function", "hidden_activation"), OneOf(("silu", "swiglu")), "", nullable=True),
+    Key(("norm_type", "layernorm_type", "normalization"), OneOf(("rmsnorm", "rms_norm", "RMSNorm")), "", nullable=True),
     Key(("num_nextn_predict_layers", "q_lora_rank", "kv_lora_rank"), _ABSENT_OR_ZERO, "other families", nullable=True),
     Key(("output_router_logits",), _NO, "no auxiliary loss", _MOE),
     Key(("output_hidden_states", "output_attentions"), _NO, "outputs that nobody reads", nullable=True),
@@ -208,7 +230,27 @@ FIXED = (
 LEFT = (
     Key(("initializer_range", "use_cache", "pretraining_tp"), "any", "changes no logits"),
     Key(("router_aux_loss_coef",), "any", "there is no auxiliary loss", _MOE),
-    Key(("sliding_window", "max_window_layers"), "any", "use_sliding_window is false", _ALL - {LLAMA}),
+    Key(("sliding_window",), "any", "use_sliding_window is false", _ALL - {LLAMA}),
+    Key(("max_window_layers",), "any", "there are no windows"),
+    Key(
+        ("router_aux_loss_coef", "norm_topk_prob", "output_router_logits", "decoder_sparse_step"),
+        "any",
+        "a model without experts has no router",
+        _DENSE,
+    ),
+    Key(
+        ("init_std", "initializer_factor", "embed_init_std", "embedding_initializer_range", "init_device", "seed"),
+        "any",
+        "weights before training",
+    ),
+    Key(("rescale_prenorm_residual", "initializer_cutoff_factor"), "any", "as above"),
+    Key(
+        ("classifier_dropout", "classifier_dropout_prob", "classifier_bias", "classifier_activation"),
+        "any",
+        "classification",
+    ),
+    Key(("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"), "any", "classification"),
+    Key(("summary_first_dropout", "summary_last_dropout"), "any", "classification"),
     Key(("bos_token_id", "eos_token_id"), "any", "the tokenizer decides"),
     Key(("pad_token_id",), "a row of the embedding, or null", "padding is never computed"),
     Key(("transformers_version", "_name_or_path", "name_or_path", "_commit_hash"), "any", "where it came from"),
@@ -280,6 +322,15 @@ def check_keys(raw: Mapping[str, Any], family: str, path: Path, known: Collectio
             continue
         if name in known or name.startswith("_"):
             raise UserError(f"{path}: {plain(name)} = {shown(raw[name])} is not supported: leave the key out")
+        if name in OTHER_FAMILIES and raw[name] not in _NOTHING:
+            raise UserError(
+                f"{path}: {name} = {shown(raw[name])} is not supported: a key of other families, which transformers"
+                f" ignores in a {family}. If the model was trained without it, leave the key out"
+            )
+
+
+_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
+"""Values that switch a feature off."""
 
 
 def _check_layer_types(raw: Mapping[str, Any], path: Path) -> None:
@@ -308,6 +359,11 @@ def table() -> str:
             names = ", ".join(f"`{name}`" for name in key.names)
             lines.append(f"| {names} | {_families(key)} | {takes(key)} | {key.why} |")
         lines.append("")
+    lines += [
+        f"Refused unless null, false, 0 or empty: {len(OTHER_FAMILIES)} further keys, of any causal language model that"
+        " transformers has (`weights/other_families.py`).",
+        "",
+    ]
     return "\n".join(lines)
 
 

@@ -167,6 +167,26 @@ def test_numbers_of_parquet(tmp_path: Path) -> None:
         assert [p.answer for p in load(tmp_path / "n.parquet").prompts] == expected
 
 
+def test_numbers_inside_objects_of_parquet(tmp_path: Path) -> None:
+    """verl's answers are one level down: a short float there was read as 0.10000000149011612, which no grader takes
+    for 0.1; and a float16 at the top as the float32 that it is."""
+    for kind in (pa.float16(), pa.float32(), pa.float64()):
+        answers = pa.array([0.1, 7.6], kind)
+        table = pa.table(
+            {
+                "problem": ["a", "b"],
+                "answer": answers,
+                "reward_model": pa.StructArray.from_arrays([answers], ["ground_truth"]),
+                "others": pa.array([[0.1], []], pa.list_(kind)),
+            }
+        )
+        pq.write_table(table, tmp_path / "n.parquet")
+        for own in ({}, {"answer_field": "reward_model.ground_truth"}):
+            prompts = load(tmp_path / "n.parquet", **own).prompts
+            assert [one.answer for one in prompts] == ["0.1", "7.6"], kind
+            assert [one.row["others"] for one in prompts] == [[0.1], []]
+
+
 keys = st.text(alphabet="ab.", min_size=1, max_size=4)
 trees = st.recursive(st.integers(), lambda inner: st.dictionaries(keys, inner, max_size=3), max_leaves=6)
 

@@ -177,6 +177,18 @@ def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
         first_prompt(tmp_path, [*one, {"role": "assistant", "content": "2"}], apply_chat_template=True)
 
 
+def test_a_message_has_nothing_else_to_say(tmp_path: Path) -> None:
+    """A chat template may render a call of a tool or a name; they were dropped without a word."""
+    turn = {"role": "user", "content": "1+1?"}
+    for empty in ({"name": None}, {"tool_calls": []}):
+        assert first_prompt(tmp_path, [turn | empty], apply_chat_template=True) == first_prompt(
+            tmp_path, [turn], apply_chat_template=True
+        )
+    for more in ({"name": "Ada"}, {"tool_calls": [{"function": "f"}]}, {"reasoning_content": "hm"}):
+        with pytest.raises(UserError, match=rf"a.jsonl:1: '\w+\[0\].{next(iter(more))}' is not read"):
+            first_prompt(tmp_path, [turn | more], apply_chat_template=True)
+
+
 def test_a_template_that_cannot_work_is_said(tmp_path: Path) -> None:
     """No chat template, one that never reads a setting, one that refuses the row: a sentence, never a traceback."""
     with pytest.raises(UserError, match=r"tokenizer has none; use a plain one"):

@@ -1,20 +1,24 @@
 """Configurations that are damaged at random, in a file and on the command line: a sentence, or read as YAML reads them.
 
-The oracle is PyYAML's `safe_load` of the same text (`_agrees`), which knows nothing of our schema, and the round trip
-through a file. Every case has a seed of its own: a failure is repeated with `DPPO_FUZZ_SEED=<the number it prints>`.
+The oracles are PyYAML's `safe_load` of the same text (`_agrees`), which knows nothing of our schema, OmegaConf's merge
+of files over files and a command line over all, and the round trip through a file. Every case has a seed of its own: a
+failure is repeated with `DPPO_FUZZ_SEED=<the number it prints>`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
 from common import fuzz_cases
+from omegaconf import OmegaConf
 from support.job import REPOSITORY
 
 from dppo_megatron.config import Config, save_config
@@ -140,6 +144,128 @@ def test_command_line(tmp_path: Path) -> None:
             _agrees_with_line(f"{case}: {key}={text!r}", key, text, config)
         _survives(case, config, tmp_path)
     assert accepted >= fuzz_cases(1000) // 20 or "DPPO_FUZZ_SEED" in os.environ
+
+
+def test_layers(tmp_path: Path) -> None:
+    """Parents, a file and the command line, over one another: OmegaConf's merge of the same layers arrives."""
+    defaults = config_values(Config())
+    referred = {"seed": 0, "run_dir": "", "actor": {"optimizer": {"adam_beta1": 0.9}}}
+    for case in _cases("layers", 120):
+        if not case.startswith("layers"):
+            continue
+        rng = random.Random(case)
+        layers = [_some_settings(rng) for _ in range(rng.randint(1, 4))]
+        names = [f"layer_{number}.yaml" for number in range(len(layers))]
+        for number, (name, layer) in enumerate(zip(names, layers, strict=True)):
+            # a list of parents may bring one file several times over
+            parents: Any = names[number - 1 : number] if rng.random() < 0.5 and number else names[:number]
+            parents = parents[0] if len(parents) == 1 and rng.random() < 0.5 else parents
+            text = yaml.safe_dump(({"defaults": parents} if parents else {}) | layer, allow_unicode=True)
+            (tmp_path / name).write_text(text, encoding="utf-8")
+        line = [(key, value) for key, value in _flat(_some_settings(rng)) if not isinstance(value, dict)]
+        items = [f"{key}={_on_the_line(value)}" for key, value in line]
+        config = read_config(str(tmp_path / names[-1]), items)
+        merged = OmegaConf.create(referred)
+        for layer in _order(tmp_path, names[-1]):
+            merged = OmegaConf.merge(merged, layer)
+        for key, value in line:
+            OmegaConf.update(merged, key, value, merge=False)
+        _arrived(case, OmegaConf.to_container(merged, resolve=True), config_values(config), defaults)
+
+
+def _arrived(case: str, expected: Any, found: Any, default: Any) -> None:
+    """What was said is there, and everything else is as it was."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        assert expected.keys() <= found.keys(), case
+        for key, value in found.items():
+            if key in expected:
+                _arrived(f"{case}: {key}", expected[key], value, default.get(key, {}) if default else {})
+            elif default:  # an entry of a mapping of sets has none
+                assert key in default and value == default[key], f"{case}: {key}"
+    else:
+        assert expected == found and isinstance(expected, bool) == isinstance(found, bool), f"{case}: {found!r}"
+
+
+def _order(directory: Path, name: str) -> list[Any]:
+    """A file's layers, its parents' first: as the docs say it, in three lines."""
+    layer: Any = OmegaConf.load(directory / name)
+    parents = layer.pop("defaults", [])
+    parents = [parents] if isinstance(parents, str) else parents
+    return [*(one for parent in parents for one in _order(directory, parent)), layer]
+
+
+@cache
+def _leaves(schema: type, prefix: str = "") -> list[tuple[str, Any]]:
+    """Dotted key and type of every setting."""
+    found: list[tuple[str, Any]] = []
+    for name, hint in get_type_hints(schema).items():
+        found += _leaves(hint, f"{prefix}{name}.") if is_dataclass(hint) else [(f"{prefix}{name}", hint)]
+    return found
+
+
+def _some_settings(rng: random.Random) -> dict[str, Any]:
+    """A few settings with values of their types, nested as a file has them."""
+    found: dict[str, Any] = {}
+    for key, hint in rng.sample(_leaves(Config), rng.randint(1, 12)):
+        at = found
+        *sections, name = key.split(".")
+        for section in sections:
+            at = at.setdefault(section, {})
+        value = _of_type(rng, hint)
+        if isinstance(value, int | float | str) and key not in REFERRED and rng.random() < 0.2:
+            value = {int: "${seed}", float: "${actor.optimizer.adam_beta1}", str: "${run_dir}/y"}.get(hint, value)
+        at[name] = value
+    return found
+
+
+def _of_type(rng: random.Random, hint: Any) -> Any:
+    if type(None) in get_args(hint):
+        if rng.random() < 0.2:
+            return None
+        [hint] = [arm for arm in get_args(hint) if arm is not type(None)]
+    origin = get_origin(hint)
+    if origin is Literal:
+        return rng.choice(get_args(hint))
+    if origin is list:
+        return [_of_type(rng, get_args(hint)[0]) for _ in range(rng.randint(1, 3))]
+    if origin is dict:
+        inside = get_args(hint)[1]
+        return {rng.choice("abc") + "x": _of_type(rng, inside) for _ in range(rng.randint(1, 2))}
+    if is_dataclass(hint):
+        name, inside = rng.choice(_leaves(hint))
+        return {name: _of_type(rng, inside)}
+    if hint is Any:
+        return rng.choice((1, True, 0.5, "text", [1, "a"]))
+    if hint is bool:
+        return rng.random() < 0.5
+    if hint is int:
+        return rng.choice((0, 1, -3, 7, 2**40))
+    if hint is float:
+        return rng.choice((0.25, 1e-7, 2.0, 3, 1e22))
+    return rng.choice(TEXTS)
+
+
+TEXTS = ("a/b c.jsonl", "x-1", "\u00fc/\u6570", "it's", 'say "so"', "a: b", "#x", "5", "true", " x ", "null")
+TEXTS += ("a=b", "[1", "{", "~x")
+REFERRED = ("seed", "run_dir", "actor.optimizer.adam_beta1")
+"""Keys that others refer to, and that never refer to anything: no circles."""
+
+
+def _on_the_line(value: Any) -> str:
+    """A text stands for itself, unless it would be read as null or lose its quotes; the rest is YAML."""
+    if isinstance(value, str):
+        return value if value != "null" else "'null'"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Dotted key and value of every setting; mappings of names are left whole."""
+    keys = {key for key, _ in _leaves(Config)}
+    found: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        found += [(key, value)] if key in keys else _flat(value, f"{key}.")
+    return found
 
 
 def _damaged_file(rng: random.Random) -> bytes:

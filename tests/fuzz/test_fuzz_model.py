@@ -23,8 +23,17 @@ from safetensors.torch import load_file, save_file
 from support.launch import run_ranks
 from support.tiny import FAMILIES, Parallel, build_actor, hf_logprobs, plan_for, random_samples, write_model
 from support.transformers_reading import same_as_transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
 
+from dppo_megatron.config.data import TrainSetConfig, train_set_configs
+from dppo_megatron.config.schema import Config
+from dppo_megatron.data.templates import check_template, generation_config_stops, render
 from dppo_megatron.data.tiny_model import make_tokenizer
 from dppo_megatron.rollout.hf_names import by_checkpoint_name
 from dppo_megatron.types import UserError
@@ -36,7 +45,8 @@ from dppo_megatron.weights.torch_dist import open_checkpoint
 CASES = fuzz_cases(500)
 COMPUTED = 12
 """Accepted models whose log-probabilities are computed on both sides."""
-INDEX = "model.safetensors.index.json"
+INDEX, GENERATION, CHAT = "model.safetensors.index.json", "generation_config.json", "chat_template.jinja"
+TEMPLATE = "{% for turn in messages %}{{ turn.role + ': ' + turn.content + '\n' }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +54,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     directories = []
     for family in FAMILIES:
         directory = write_model(tmp_path_factory.mktemp(family), family=family, num_hidden_layers=2)
-        make_tokenizer().save_pretrained(directory)
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained(directory)
+        (directory / GENERATION).write_text(json.dumps({"eos_token_id": [1, 2], "temperature": 0.7, "do_sample": True}))
         directories.append(directory)
     return directories
 
@@ -53,6 +66,7 @@ ODD: tuple[Any, ...] = (None, True, False, 0, 1, -1, 2, 3, 4, 7, 16, 48, 1.0, 0.
 ODD += (10**400, float("nan"), float("inf"), "", "x", "1", "silu", "default", "\ud800", "../x", [], [1], [None], {})
 ODD += ({"a": 1}, {"rope_type": "yarn", "factor": 2.0}, ["full_attention"] * 2, ["sliding_attention"] * 2, "float32")
 _OTHERS = ("gemma2", "granite", "mixtral", "phi3", "deepseek_v3", "cohere", "olmo2", "qwen2_moe")
+_OTHERS += ("mistral", "gemma3_text", "smollm3", "glm4", "gpt_oss", "llama4_text", "qwen3_next", "olmo3", "minimax")
 ROPE = ("rope_type", "type", "factor", "rope_theta", "low_freq_factor", "high_freq_factor", "mrope_section")
 ROPE += ("original_max_position_embeddings", "partial_rotary_factor", "attention_factor", "full_attention")
 
@@ -148,6 +162,25 @@ def _mutate_tokenizer(rng: random.Random, model: Path, known: list[str]) -> str:
     return _mutate_json(rng, path, ["auto_map", "eos_token", "tokenizer_class", "added_tokens_decoder", "vocab_file"])
 
 
+def _mutate_generation(rng: random.Random, model: Path, known: list[str]) -> str:
+    path = model / GENERATION
+    if rng.random() < 0.4:
+        value = rng.choice((None, 5, 10**6, -1, True, 1.0, "2", [], [5, 5], [1, 2, 10**6], [None], [[1]], {"a": 1}))
+        path.write_text(json.dumps({"eos_token_id": value}))
+        return f"{GENERATION}: eos_token_id = {value!r}"
+    return _mutate_json(rng, path, ["eos_token_id", "stop_token_ids", "forced_eos_token_id", "suppress_tokens"])
+
+
+def _mutate_template(rng: random.Random, model: Path, known: list[str]) -> str:
+    path = model / CHAT
+    if rng.random() < 0.5 and path.exists():
+        return _damage(rng, path)
+    path.write_text(
+        rng.choice(("", "{% for %}", "{{ 1 / 0 }}", "{{ messages[9].role }}", "x{{ eos_token }}", "{{ a.b }}"))
+    )
+    return f"{CHAT}: {path.read_text()}"
+
+
 def _mutate_index(rng: random.Random, model: Path, known: list[str]) -> str:
     path = model / INDEX
     if not path.exists():
@@ -203,6 +236,8 @@ def _mutate_header(rng: random.Random, model: Path, known: list[str]) -> str:
 MUTATIONS: tuple[Callable[[random.Random, Path, list[str]], str], ...] = (
     *(_mutate_config,) * 6,
     *(_mutate_tokenizer,) * 2,
+    _mutate_generation,
+    _mutate_template,
     _mutate_index,
     _mutate_header,
 )
@@ -233,13 +268,34 @@ def _read(directory: Path, where: str) -> tuple[Architecture | None, WeightReade
     try:
         architecture = read_architecture(directory)
         reader = open_checkpoint(directory, architecture)
-        load_tokenizer(directory, architecture)
+        tokenizer = load_tokenizer(directory, architecture)
+        _compare_generation(directory, tokenizer, where)
     except UserError as error:
         assert str(error).isprintable(), f"{where}: {error!a}"
         return architecture, None
     except Exception as error:
         raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
     return architecture, reader
+
+
+def _compare_generation(directory: Path, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Ends of sequence, and the prompt that the chat template makes, as transformers has them."""
+    stops = generation_config_stops(str(directory), tokenizer)
+    if (directory / GENERATION).exists():
+        theirs = GenerationConfig.from_pretrained(directory).eos_token_id
+        listed = theirs if isinstance(theirs, list) else [] if theirs is None else [theirs]
+        assert stops == [
+            one for one in dict.fromkeys(listed) if one < len(tokenizer) and one != tokenizer.eos_token_id
+        ], where
+    config = Config()
+    config.data.train_sets = {"s": TrainSetConfig(path="x", apply_chat_template=True)}
+    settings = train_set_configs(config)["s"]
+    check_template(settings, tokenizer)
+    [text] = render(["1+1?"], ["row"], settings, tokenizer)
+    turns = [{"role": "user", "content": "1+1?"}]
+    assert text == AutoTokenizer.from_pretrained(directory).apply_chat_template(
+        turns, tokenize=False, add_generation_prompt=True
+    ), where
 
 
 def _compare_weights(directory: Path, reader: WeightReader, where: str) -> None:
