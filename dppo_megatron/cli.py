@@ -6,6 +6,7 @@ Help and mistakes must not wait for torch and Megatron, so each command imports 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import select
 import sys
@@ -28,6 +29,7 @@ from dppo_megatron.commands import (
     watch,
 )
 from dppo_megatron.commands.terminal import say, show_progress
+from dppo_megatron.config.reference import all_settings
 from dppo_megatron.mistakes import explained
 from dppo_megatron.types import GuardStop, UserError, Watch
 
@@ -102,7 +104,22 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
             return arguments
         if isinstance(action, argparse._SubParsersAction):
             return parser.parse_args(argv)  # prints help, the version or the error
-    return parser.parse_intermixed_args(argv)
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; {_meant(unknown, parser)}")
+    return arguments
+
+
+def _meant(unknown: list[str], parser: argparse.ArgumentParser) -> str:
+    """What may stand in place of the first: a setting, an option of a similar name, or else any option."""
+    options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    name, given, value = unknown[0].lstrip("-").partition("=")
+    takes_settings = any(action.dest == "overrides" for action in parser._actions)
+    if takes_settings and name in {one.key for one in all_settings()}:
+        return f"a setting is given without dashes: {name}={value if given else (unknown[1:] or ['...'])[0]}"
+    if unknown[0].startswith("-") and (close := difflib.get_close_matches(f"--{name}", options, 1)):
+        return f"did you mean {close[0]}?"
+    return f"the options here are {', '.join(options)}{', and settings are given as key=value' * takes_settings}"
 
 
 def program() -> argparse.ArgumentParser:

@@ -220,6 +220,13 @@ ORDERS = [
     ["doctor", "seed=-1", "--fp8-gate", CONFIG],
     ["doctor", "--fp8-gate", CONFIG, "seed=-1"],
     ["eval", CONFIG, "steps=3", "seed=-1"],
+    ["plan", CONFIG, "seed=-1", "--gpus", "1"],
+    ["plan", "--gpus", "1", CONFIG, "seed=-1"],
+    ["serve", CONFIG, "seed=-1", "--host", "127.0.0.1"],
+    ["serve", "--host", "127.0.0.1", CONFIG, "seed=-1"],
+    ["train", "--resume", "never", "--", CONFIG, "seed=-1"],
+    ["train", CONFIG, "--", "seed=-1"],
+    ["train", CONFIG, "run_dir=--a b=ü=c", "seed=-1"],
 ]
 
 
@@ -235,7 +242,12 @@ def test_settings_before_and_after_options(arguments: list[str], capsys: pytest.
         ([], "required: COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
         (["train"], "required: CONFIG"),
-        (["train", CONFIG, "--res", "never"], "unrecognized arguments: --res"),
+        (["train", CONFIG, "--res", "never"], "unrecognized arguments: --res never; did you mean --resume?"),
+        (["train", CONFIG, "--steps", "3"], "arguments: --steps 3; a setting is given without dashes: steps=3"),
+        (["train", CONFIG, "--actor.layout.tensor_parallel=2"], "without dashes: actor.layout.tensor_parallel=2"),
+        (["report", "x", "--otu", "y"], "unrecognized arguments: --otu y; did you mean --out?"),
+        (["report", "x", "--zzz"], "--zzz; the options here are --help, "),
+        (["compare", CONFIG, "-n=3"], "-n=3; the options here are --help, --methods, "),
         (["convert"], "required: to-megatron|to-hf"),
         (["compare", CONFIG, "--seeds", "x"], "invalid int value"),
     ],
