@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import select
 import sys
@@ -28,7 +29,7 @@ from dppo_megatron.commands import (
     train,
     watch,
 )
-from dppo_megatron.commands.terminal import say, show_progress
+from dppo_megatron.commands.terminal import drop, say, show_progress
 from dppo_megatron.config.reference import all_settings
 from dppo_megatron.mistakes import explained
 from dppo_megatron.types import GuardStop, UserError, Watch
@@ -46,18 +47,18 @@ def main(argv: list[str] | None = None, watch: Watch = show_progress) -> int:
         watch: shows the progress of what takes long.
     """
     _open_what_is_closed()
-    parser = program()
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could stand here
-        completion.complete(parser)
     argv = sys.argv[1:] if argv is None else argv
-    arguments = parse(parser, argv)
-    arguments.watch, arguments.command = watch, argv[0]
     try:
+        parser = program()
+        if "_ARGCOMPLETE" in os.environ:  # a shell asks what could stand here
+            completion.complete(parser)
+        arguments = parse(parser, argv)
+        arguments.watch, arguments.command = watch, argv[0]
         code: int = arguments.run(arguments)
         sys.stdout.flush()  # so that a broken pipe is raised here and not at exit
         return code
     except UserError as error:
-        say(f"error: {explained(error, arguments.command)}")
+        say(f"error: {explained(error, argv[0])}")
         return 2
     except GuardStop as stop:
         say(f"stopped: {stop}")
@@ -69,6 +70,12 @@ def main(argv: list[str] | None = None, watch: Watch = show_progress) -> int:
         if not _output_has_gone():
             raise
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+            raise
+        drop(sys.stdout)  # files of ours are tried and named where they are written
+        say(f"error: the output cannot be written: {error.strerror}; make room where it goes")
+        return 2
 
 
 def _open_what_is_closed() -> None:
@@ -79,15 +86,12 @@ def _open_what_is_closed() -> None:
 
 
 def _output_has_gone() -> bool:
-    """Whether our own stdout was closed by its reader (`| head`), and not some other pipe.
-
-    If so, redirect stdout to /dev/null: the interpreter would complain when it flushes at exit.
-    """
+    """Whether our own stdout was closed by its reader (`| head`), and not some other pipe. If so, it is dropped."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)  # errors are always reported
     if not output.poll(0):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    drop(sys.stdout)
     return True
 
 

@@ -274,6 +274,26 @@ def test_nobody_reads_the_output() -> None:
     assert (process.returncode, said) == (141, b"")
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_nobody_reads_the_mistake(both: bool) -> None:
+    """The exit code still tells that it was one."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = _start("train", "nowhere.yaml", stderr=writer, stdout=writer if both else subprocess.PIPE)
+    os.close(writer)
+    process.communicate(timeout=300)
+    assert process.returncode == 2
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_no_room_for_the_output() -> None:
+    with open("/dev/full", "wb") as full:
+        process = _start("config", "seed", stdout=full.fileno(), stderr=subprocess.PIPE)
+        _, said = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert said.endswith(b"error: the output cannot be written: No space left on device; make room where it goes\n")
+
+
 def test_interrupted(tmp_path: Path) -> None:
     """Control-C: 130. The trace is a pipe that nobody writes to, so the command waits in its reading."""
     fifo = tmp_path / "trace.jsonl"
