@@ -288,7 +288,7 @@ def test_nobody_reads_the_mistake(both: bool) -> None:
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
 def test_no_room_for_the_output() -> None:
     with open("/dev/full", "wb") as full:
-        process = _start("config", "seed", stdout=full.fileno(), stderr=subprocess.PIPE)
+        process = _start("completion", "bash", stdout=full.fileno(), stderr=subprocess.PIPE)
         _, said = process.communicate(timeout=300)
     assert process.returncode == 2
     assert said.endswith(b"error: the output cannot be written: No space left on device; make room where it goes\n")
@@ -303,3 +303,22 @@ def test_interrupted(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=300)
     assert (process.returncode, said) == (130, b"interrupted\n")
+
+
+_INTERRUPTS = """
+import signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "dppo_megatron.types":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_interrupted_while_it_is_imported(tmp_path: Path) -> None:
+    """The command line itself takes a while to import on a slow disk."""
+    (tmp_path / "sitecustomize.py").write_text(_INTERRUPTS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
+    arguments = [sys.executable, "-m", "dppo_megatron", "config", "seed"]
+    done = subprocess.run(arguments, env=environment, capture_output=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
