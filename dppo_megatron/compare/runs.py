@@ -140,7 +140,12 @@ def in_a_process(run_dir: Path, arguments: list[str], line: Callable[[str], None
     command = [sys.executable, "-m", "dppo_megatron", *arguments]
     with tempfile.TemporaryFile() as errors:  # a pipe that nobody empties would stop the run when it is full
         with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, env=environment_of_ours(), encoding="utf-8", errors="replace"
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment_of_ours(),
+            encoding="utf-8",
+            errors="replace",
         ) as process:
             assert process.stdout is not None
             for printed in process.stdout:

@@ -163,7 +163,7 @@ def _backend(meeting: Meeting, store: PrefixStore) -> Any:
     if "GLOO_SOCKET_IFNAME" in os.environ:  # the user knows the network
         group = dist.ProcessGroupGloo(store, 0, meeting.world_size, meeting.joining)
     else:  # by itself gloo would listen on the address of the host's name, whoever may reach that
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.host)]
         options._timeout = meeting.joining
         group = dist.ProcessGroupGloo(store, 0, meeting.world_size, options)
