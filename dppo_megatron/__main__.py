@@ -1,10 +1,21 @@
-"""`python -m dppo_megatron COMMAND`: the command line where the installed script is not on the path, as in torchrun."""
+"""The program: `dppo-megatron COMMAND`, and `python -m dppo_megatron COMMAND` where the script is not on the path, as
+in torchrun. It imports nothing before it is asked to, so that Control-C meanwhile is said like any other."""
 
 from __future__ import annotations
 
 import sys
 
-from dppo_megatron.cli import main
+
+def main() -> int:
+    """Run a subcommand; returns the exit code."""
+    try:
+        from dppo_megatron.cli import main as command
+
+        return command()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
 
 if __name__ == "__main__":
     sys.exit(main())

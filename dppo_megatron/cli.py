@@ -6,6 +6,8 @@ Help and mistakes must not wait for torch and Megatron, so each command imports 
 from __future__ import annotations
 
 import argparse
+import difflib
+import errno
 import os
 import select
 import sys
@@ -27,7 +29,8 @@ from dppo_megatron.commands import (
     train,
     watch,
 )
-from dppo_megatron.commands.terminal import say, show_progress
+from dppo_megatron.commands.terminal import drop, say, show_progress
+from dppo_megatron.config.reference import all_settings
 from dppo_megatron.mistakes import explained
 from dppo_megatron.types import GuardStop, UserError, Watch
 
@@ -44,18 +47,18 @@ def main(argv: list[str] | None = None, watch: Watch = show_progress) -> int:
         watch: shows the progress of what takes long.
     """
     _open_what_is_closed()
-    parser = program()
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could stand here
-        completion.complete(parser)
     argv = sys.argv[1:] if argv is None else argv
-    arguments = parse(parser, argv)
-    arguments.watch, arguments.command = watch, argv[0]
     try:
+        parser = program()
+        if "_ARGCOMPLETE" in os.environ:  # a shell asks what could stand here
+            completion.complete(parser)
+        arguments = parse(parser, argv)
+        arguments.watch, arguments.command = watch, argv[0]
         code: int = arguments.run(arguments)
         sys.stdout.flush()  # so that a broken pipe is raised here and not at exit
         return code
     except UserError as error:
-        say(f"error: {explained(error, arguments.command)}")
+        say(f"error: {explained(error, argv[0])}")
         return 2
     except GuardStop as stop:
         say(f"stopped: {stop}")
@@ -67,6 +70,12 @@ def main(argv: list[str] | None = None, watch: Watch = show_progress) -> int:
         if not _output_has_gone():
             raise
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+            raise
+        drop(sys.stdout)  # files of ours are tried and named where they are written
+        say(f"error: the output cannot be written: {error.strerror}; make room where it goes")
+        return 2
 
 
 def _open_what_is_closed() -> None:
@@ -77,15 +86,12 @@ def _open_what_is_closed() -> None:
 
 
 def _output_has_gone() -> bool:
-    """Whether our own stdout was closed by its reader (`| head`), and not some other pipe.
-
-    If so, redirect stdout to /dev/null: the interpreter would complain when it flushes at exit.
-    """
+    """Whether our own stdout was closed by its reader (`| head`), and not some other pipe. If so, it is dropped."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)  # errors are always reported
     if not output.poll(0):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    drop(sys.stdout)
     return True
 
 
@@ -102,7 +108,22 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
             return arguments
         if isinstance(action, argparse._SubParsersAction):
             return parser.parse_args(argv)  # prints help, the version or the error
-    return parser.parse_intermixed_args(argv)
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; {_meant(unknown, parser)}")
+    return arguments
+
+
+def _meant(unknown: list[str], parser: argparse.ArgumentParser) -> str:
+    """What may stand in place of the first: a setting, an option of a similar name, or else any option."""
+    options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    name, given, value = unknown[0].lstrip("-").partition("=")
+    takes_settings = any(action.dest == "overrides" for action in parser._actions)
+    if takes_settings and name in {one.key for one in all_settings()}:
+        return f"a setting is given without dashes: {name}={value if given else (unknown[1:] or ['...'])[0]}"
+    if unknown[0].startswith("-") and (close := difflib.get_close_matches(f"--{name}", options, 1)):
+        return f"did you mean {close[0]}?"
+    return f"the options here are {', '.join(options)}{', and settings are given as key=value' * takes_settings}"
 
 
 def program() -> argparse.ArgumentParser:

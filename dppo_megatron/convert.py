@@ -55,7 +55,9 @@ def hf_to_megatron(
         UserError: whatever is wrong with the input, the target or the disk.
     """
     if is_torch_dist(source):
-        raise UserError(f"--hf '{source}' is a distributed checkpoint already; the way back is convert_megatron_to_hf")
+        raise UserError(
+            f"--hf '{source}' is a distributed checkpoint already; the way back is `dppo-megatron convert to-hf`"
+        )
     architecture = read_architecture(source, "--hf")
     for name, size in (("tp", tp), ("pp", pp), ("ep", ep)):
         if size < 1:

@@ -10,16 +10,45 @@ spin in a kernel, on the GPU that a colocated engine generates on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from dppo_megatron.launched import is_on_one_machine
+
 T = TypeVar("T")
 
 _ROUND_TRIPS = 8
 _PEER_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Socket closed")
+
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Names the interface that gloo listens on; without it that is the one of the host's own name, which on a cluster is
+one that other machines reach."""
+
+
+def loopback_interface() -> dict[str, str]:
+    """The variable that keeps gloo on loopback; empty where the user has chosen an interface."""
+    names = {name for _, name in socket.if_nameindex()}
+    found = next((name for name in ("lo", "lo0") if name in names), "")
+    return {GLOO_INTERFACE: found} if found and GLOO_INTERFACE not in os.environ else {}
+
+
+@contextmanager
+def only_where_needed() -> Iterator[None]:
+    """Groups that are made inside listen on loopback alone if the whole job is on this machine."""
+    chosen = loopback_interface() if is_on_one_machine() else {}
+    os.environ.update(chosen)
+    try:
+        yield
+    finally:
+        for name in chosen:
+            del os.environ[name]
 
 
 def from_rank_zero(decide: Callable[[], T]) -> T:

@@ -7,6 +7,7 @@ is said in a sentence before the ranks meet, which would otherwise wait minutes 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from dppo_megatron.types import UserError
 
@@ -32,6 +33,19 @@ def launched_local_rank() -> int:
 def launched_here() -> int:
     """Processes of the job on this machine; 1 without a launcher."""
     return _number("LOCAL_WORLD_SIZE", 1, least=1)
+
+
+def is_on_one_machine() -> bool:
+    """Whether the launcher says that all processes of the job are on this machine, as one process always is."""
+    return launched_world_size() == launched_here()
+
+
+def environment_of_ours() -> dict[str, str]:
+    """For a Python that runs this package: found where it is now, and not shadowed by the working directory, whose
+    `json.py` is none of ours."""
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return dict(os.environ) | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def check_launched() -> None:

@@ -7,8 +7,10 @@ a class that is missing from the list is an error that names it.
 
 from __future__ import annotations
 
+import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -93,6 +95,25 @@ def read_metadata(path: Path) -> Any:
     if type(metadata).__name__ != "Metadata":
         raise UnsafePickleError(f"it holds a {type(metadata).__name__} and not torch's Metadata")
     return metadata
+
+
+@contextmanager
+def tensors_only() -> Iterator[None]:
+    """Inside, every `torch.load` of this process reads tensors and plain containers only, whatever its caller asks for.
+
+    Megatron and torch's planner, which we do not call ourselves, leave it open or ask for everything; and
+    TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD, which scripts for older Megatrons set, opens it for all that do not say.
+    """
+    before = {name: os.environ.pop(name, None) for name in (_FORBID, _ALLOW)}
+    os.environ[_FORBID] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_FORBID]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+_FORBID, _ALLOW = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 class _Unpickler(pickle.Unpickler):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import os
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -17,9 +20,10 @@ from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.algorithms.objectives import supervised
-from dppo_megatron.checkpoint.manifest import read_manifest, write_manifest
+from dppo_megatron.checkpoint.manifest import read_manifest, sums, write_manifest
 from dppo_megatron.checkpoint.shelf import named
 from dppo_megatron.cli import main
+from dppo_megatron.safe_pickle import read_metadata
 from dppo_megatron.types import UserError
 
 pytestmark = pytest.mark.slow
@@ -233,3 +237,76 @@ def test_manifest_lists_every_file(saved: Path) -> None:
     assert (manifest.step, manifest.fingerprint, manifest.world_size) == (2, "abc", 4)
     assert json.loads((saved / "step_000002" / "manifest.json").read_text())["config"] == {"seed": 1}
     assert manifest.versions["torch"] == torch.__version__
+
+
+class _Touches:
+    """A pickle that makes a directory when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._path),)
+
+
+def _as_bytes(directory: Path, touched: Path, **forged: Any) -> None:
+    """A tensor that the actor asks for is described as bytes, which torch's planner unpickles; with `forged` it also
+    has what Megatron compares before that."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+    metadata, payload = read_metadata(directory / ".metadata"), io.BytesIO()
+    key = next(key for key in metadata.state_dict_metadata if key.startswith("decoder.") and key.endswith("weight"))
+    described, size = BytesStorageMetadata(), metadata.state_dict_metadata[key].size
+    described.__dict__.update({"size": size} if forged else {})
+    metadata.state_dict_metadata[key] = described
+    torch.save(_Touches(touched), payload)
+    (directory / "__0_9.distcp").write_bytes(payload.getvalue())
+    metadata.storage_data[MetadataIndex(key)] = _StorageInfo("__0_9.distcp", 0, len(payload.getvalue()))
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _elsewhere(directory: Path, touched: Path) -> None:
+    metadata = read_metadata(directory / ".metadata")
+    index, place = next(iter(metadata.storage_data.items()))
+    metadata.storage_data[index] = dataclasses.replace(place, relative_path="../../x.distcp")
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+PLANTED = {
+    "metadata": (lambda d, touched: (d / ".metadata").write_bytes(pickle.dumps(_Touches(touched))), "it asks for"),
+    "loop": (lambda d, touched: torch.save({"loop": _Touches(touched)}, d / "loop.pt"), "loop.pt' cannot be read"),
+    "common": (lambda d, touched: torch.save({"a": _Touches(touched)}, d / "common.pt"), "would have to run code"),
+    "bytes": (_as_bytes, "is described as bytes"),
+    "forged bytes": (lambda d, touched: _as_bytes(d, touched, forged=True), "is described as bytes"),
+    "elsewhere": (_elsewhere, "is no file inside"),
+}
+
+
+def _refusal(model: Path, directory: Path) -> str:
+    """On a rank."""
+    from dppo_megatron.checkpoint.store import check, load_checkpoint
+
+    assert check(directory) == ""
+    try:
+        load_checkpoint(directory, build_actor(model, Parallel()))
+    except UserError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize("how", PLANTED)
+def test_a_hostile_checkpoint_runs_nothing(
+    model: Path, saved: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest is right, as whoever forges a checkpoint sees to. Also where the user has told torch to unpickle
+    whatever does not forbid it, as older Megatron scripts do."""
+    directory, touched = tmp_path / "step_000002", tmp_path / "touched"
+    shutil.copytree(saved / "step_000002", directory)
+    plant, said = PLANTED[how]
+    plant(directory, touched)
+    _rewrite(directory, files=sums(directory, [p.name for p in directory.iterdir() if p.name != "manifest.json"]))
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    [refusal] = run_ranks(_refusal, 1, model, directory)
+    assert not touched.exists()
+    assert said in refusal and str(directory) in refusal

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from support.job import REPOSITORY, settings, write_job_files
 from dppo_megatron.compare.arms import parse_arms
 from dppo_megatron.compare.page import write_page
 from dppo_megatron.compare.record import MethodRun, Point, read_method_run
-from dppo_megatron.compare.runs import check_end, run_all
+from dppo_megatron.compare.runs import check_end, in_a_process, run_all
 from dppo_megatron.compare.statistics import Curve, accuracy_at, cost_to, median_over_seeds, moving_mean
 from dppo_megatron.compare.table import results, table
 from dppo_megatron.compare.tasks import shared_task, task_settings
@@ -377,3 +379,15 @@ def test_a_task_that_was_made_with_another_seed_than_the_job_s(tmp_path: Path) -
 def test_a_task_that_was_not_made_is_shared(tmp_path: Path) -> None:
     config = load_config(CONFIG, settings(write_job_files(tmp_path / "t"), tmp_path / "run"), writes_run=False)
     assert "has no task.json" in str(shared_task(config))
+
+
+def test_a_run_may_print_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library, or the name of a file; on either stream."""
+    program = "import os\nos.write(1, b'one \\xff\\n')\nos.write(2, b'two \\xff\\n')\n"
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    lines: list[str] = []
+    in_a_process(tmp_path, ["completion", "bash"], lines.append)
+    assert lines[0] == "one \ufffd\n" and "complete" in "".join(lines)
+    with pytest.raises(UserError, match=r"config file 'nowhere\.yaml' does not exist"):
+        in_a_process(tmp_path, ["train", "nowhere.yaml"], lines.append)

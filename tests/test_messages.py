@@ -221,6 +221,13 @@ ORDERS = [
     ["doctor", "seed=-1", "--fp8-gate", CONFIG],
     ["doctor", "--fp8-gate", CONFIG, "seed=-1"],
     ["eval", CONFIG, "steps=3", "seed=-1"],
+    ["plan", CONFIG, "seed=-1", "--gpus", "1"],
+    ["plan", "--gpus", "1", CONFIG, "seed=-1"],
+    ["serve", CONFIG, "seed=-1", "--host", "127.0.0.1"],
+    ["serve", "--host", "127.0.0.1", CONFIG, "seed=-1"],
+    ["train", "--resume", "never", "--", CONFIG, "seed=-1"],
+    ["train", CONFIG, "--", "seed=-1"],
+    ["train", CONFIG, "run_dir=--a b=ü=c", "seed=-1"],
 ]
 
 
@@ -236,7 +243,12 @@ def test_settings_before_and_after_options(arguments: list[str], capsys: pytest.
         ([], "required: COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
         (["train"], "required: CONFIG"),
-        (["train", CONFIG, "--res", "never"], "unrecognized arguments: --res"),
+        (["train", CONFIG, "--res", "never"], "unrecognized arguments: --res never; did you mean --resume?"),
+        (["train", CONFIG, "--steps", "3"], "arguments: --steps 3; a setting is given without dashes: steps=3"),
+        (["train", CONFIG, "--actor.layout.tensor_parallel=2"], "without dashes: actor.layout.tensor_parallel=2"),
+        (["report", "x", "--otu", "y"], "unrecognized arguments: --otu y; did you mean --out?"),
+        (["report", "x", "--zzz"], "--zzz; the options here are --help, "),
+        (["compare", CONFIG, "-n=3"], "-n=3; the options here are --help, --methods, "),
         (["convert"], "required: to-megatron|to-hf"),
         (["compare", CONFIG, "--seeds", "x"], "invalid int value"),
     ],
@@ -263,6 +275,26 @@ def test_nobody_reads_the_output() -> None:
     assert (process.returncode, said) == (141, b"")
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_nobody_reads_the_mistake(both: bool) -> None:
+    """The exit code still tells that it was one."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = _start("train", "nowhere.yaml", stderr=writer, stdout=writer if both else subprocess.PIPE)
+    os.close(writer)
+    process.communicate(timeout=300)
+    assert process.returncode == 2
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_no_room_for_the_output() -> None:
+    with open("/dev/full", "wb") as full:
+        process = _start("completion", "bash", stdout=full.fileno(), stderr=subprocess.PIPE)
+        _, said = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert said.endswith(b"error: the output cannot be written: No space left on device; make room where it goes\n")
+
+
 def test_interrupted(tmp_path: Path) -> None:
     """Control-C: 130. The trace is a pipe that nobody writes to, so the command waits in its reading."""
     fifo = tmp_path / "trace.jsonl"
@@ -272,3 +304,22 @@ def test_interrupted(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=300)
     assert (process.returncode, said) == (130, b"interrupted\n")
+
+
+_INTERRUPTS = """
+import signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "dppo_megatron.types":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_interrupted_while_it_is_imported(tmp_path: Path) -> None:
+    """The command line itself takes a while to import on a slow disk."""
+    (tmp_path / "sitecustomize.py").write_text(_INTERRUPTS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
+    arguments = [sys.executable, "-m", "dppo_megatron", "config", "seed"]
+    done = subprocess.run(arguments, env=environment, capture_output=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")

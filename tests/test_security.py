@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,13 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.engines.rig import Rig, requests, run
+from support.engines.stub import StubServers, good
 from support.job import job_config, write_job_files
 from support.settings import rollout_config
 
 from dppo_megatron.config.load import config_values
 from dppo_megatron.config.rollout import RolloutConfig, check_rollout
+from dppo_megatron.observe.trackers.messages import Begin
+from dppo_megatron.observe.trackers.sink import Trackers
 from dppo_megatron.rollout.servers.connect import configured_key, describe, launch_servers, make_server
 from dppo_megatron.rollout.servers.http import Http, Refused, clean_key
+from dppo_megatron.rollout.servers.launch import LaunchedServer
 from dppo_megatron.rollout.servers.sglang import sglang_command
 from dppo_megatron.rollout.servers.vllm import vllm_command
 from dppo_megatron.rollout.transfer.groups import listening_store
@@ -39,7 +46,8 @@ def echoing_server() -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps({"error": {"message": f"no: {dict(self.headers)}"}}).encode()
+            before = "." * int(self.path.rpartition("-")[2] if "-" in self.path else 0)
+            body = json.dumps({"error": {"message": f"{before}no: {dict(self.headers)}"}}).encode()
             self.send_response(403 if self.path == "/403" else 500)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -85,9 +93,28 @@ def test_no_answer_shows_the_key(echoing_server: str, engine: str) -> None:
     assert KEY not in str(error.value)
 
 
+@pytest.mark.parametrize("key", [KEY, f'{KEY}"quoted', f"{KEY}\\'both"])
+def test_no_answer_shows_half_of_the_key(echoing_server: str, key: str) -> None:
+    """Long answers are cut, wherever the key stands in them."""
+    for dots in range(280, 500, 9):
+        with pytest.raises(Refused) as refused:
+            Http(echoing_server, key).get(f"/dots-{dots}", timeout_s=10)
+        assert KEY[:4] not in str(refused.value)
+
+
+def test_no_log_shows_half_of_a_key(tmp_path: Path) -> None:
+    """The end of a server's log that an error quotes, wherever it is cut."""
+    server = LaunchedServer([], {}, tmp_path / "log", api_key=KEY)
+    for dots in range(1960, 2005):
+        server.log.write_text(f"{KEY}{'.' * dots}\n")
+        assert KEY[-4:] not in server.tail()
+
+
 @pytest.mark.parametrize(
     "values",
     [
+        {"servers.launch": "local", "servers.args": ["--api_key", KEY]},
+        {"servers.launch": "local", "servers.args": [f"--api-k={KEY}"]},
         {"servers.endpoints": [f"http://user:{KEY}@127.0.0.1:8000"]},
         {"servers.endpoints": [f"user:{KEY}@127.0.0.1:8000"]},
         {"servers.endpoints": [f"http://127.0.0.1:8000/?api_key={KEY}"]},
@@ -140,6 +167,13 @@ def test_launched_servers_have_keys_of_their_own(
     else:
         assert command[1].endswith("in_engine/dppo_sglang_server.py") and Path(command[1]).exists()
     assert command[command.index("--host") + 1] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("argument", ["--trust-remote-code", "--trust_remote_code", "--trust-remote-code=true", "--tr"])
+def test_no_setting_runs_a_models_code(argument: str) -> None:
+    """Not in a server either."""
+    with pytest.raises(UserError, match=r"rollout\.servers\.args has --trust-remote-code"):
+        check_rollout(rollout_config({"engine": "vllm", "servers.launch": "local", "servers.args": [argument]}))
 
 
 def _ask(monkeypatch: pytest.MonkeyPatch, scope: dict[str, Any]) -> list[dict[str, Any]]:
@@ -215,3 +249,55 @@ def test_a_broadcast_groups_store_listens_where_it_was_meant_to() -> None:
     other = TCPStore("127.0.0.1", store.port, 2, False, timedelta(seconds=20), wait_for_workers=False)
     other.set("key", "value")
     assert store.get("key") == b"value"
+
+
+_GROUPS = """
+import os, sys
+from dppo_megatron.actor.layout import build_layout, start_process_group
+from dppo_megatron.config.schema import LayoutConfig
+from support.listening import beyond_loopback
+start_process_group()
+build_layout(LayoutConfig(), 0)
+print(beyond_loopback(os.getpid()), "GLOO_SOCKET_IFNAME" in os.environ)
+"""
+_ELSEWHERE = 'mount --bind "$0" /etc/hosts && hostname elsewhere.example && exec "$@"'
+"""In namespaces of its own: a machine whose name stands for its address in the network, as a cluster's nodes do."""
+
+
+def test_one_process_listens_to_nobody_else(tmp_path: Path) -> None:
+    """gloo would listen on the address of the host's name. Where the kernel lets us, that is one of the network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))
+        (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n{probe.getsockname()[0]} elsewhere.example\n")
+    elsewhere = ["unshare", "-r", "-u", "-m", "sh", "-c", _ELSEWHERE, str(tmp_path / "hosts")]
+    with contextlib.suppress(OSError):
+        if subprocess.run([*elsewhere, "true"], capture_output=True).returncode:
+            elsewhere = []
+    unset = ("GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    done = subprocess.run(
+        [*elsewhere, sys.executable, "-c", _GROUPS],
+        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.strip().splitlines()[-1:] == ["{} False"], done.stderr
+
+
+def test_the_working_directory_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a model's directory: neither a rollout client nor a tracker takes its modules from there."""
+    for name in ("aiohttp", "json", "msgspec", "numpy", "tensorboard"):
+        (tmp_path / f"{name}.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'touched')!r})\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))))
+    monkeypatch.chdir(tmp_path)
+    with StubServers({"a": good}) as stubs:
+        rig = Rig([("vllm", stubs.url("a"))])
+        try:
+            run(rig.fleet([0], {}), requests(2))
+        finally:
+            rig.close()
+    trackers = Trackers(["tensorboard"], Begin("0" * 16, "trackers", "p", "n", [], True, {}, None), 300.0, print)
+    trackers.close(finished=True)
+    assert trackers.failures == 0 and list((tmp_path / "trackers" / "tensorboard").iterdir())
+    assert not (tmp_path / "touched").exists()

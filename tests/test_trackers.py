@@ -274,7 +274,23 @@ def _fields(begin: Begin) -> dict[str, Any]:
 def test_scrubbing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "abcdef123")
     monkeypatch.setenv("SHORT_KEY", "a")
+    monkeypatch.setenv("ANOTHER_KEY", "abcdef123456")  # which begins as the other one
     assert scrubbed("bad key abcdef123 at https://me:pw@host/x") == "bad key *** at https://***@host/x"
+    assert scrubbed("bad key abcdef123456") == "bad key ***"
+
+
+@pytest.mark.parametrize("dots", range(460, 500, 3))
+def test_half_of_a_secret_is_not_shown(dots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool's long message is cut, wherever the secret stands in it."""
+
+    class Tells:
+        def begin(self, *_: object) -> None:
+            raise ValueError("." * dots + SECRET)
+
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    answers = io.BytesIO()
+    serve(Sink("x", Tells()), io.BytesIO(ENCODER.encode(_begin(tmp_path)) + b"\n"), answers)  # type: ignore[arg-type]
+    assert b"ValueError: ..." in answers.getvalue() and SECRET[:5].encode() not in answers.getvalue()
 
 
 # -------------------------------------------------------------------------------------------- names and settings

@@ -17,6 +17,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.config.schema import LayoutConfig
+from dppo_megatron.distributed import only_where_needed
 from dppo_megatron.launched import launched_local_rank
 from dppo_megatron.types import GuardStop, UserError
 
@@ -66,11 +67,13 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(_own_device(launched_local_rank(), torch.cuda.device_count()))
     if "RANK" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        with only_where_needed():
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         return
     timeout = min(timedelta(seconds=rendezvous_timeout_s), _PATIENCE)
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        with only_where_needed():
+            dist.init_process_group(backend, timeout=timeout)
         dist.barrier()  # NCCL connects in the first collective, so this belongs to the rendezvous
     except (RuntimeError, ValueError) as error:  # torch raises one or the other, depending on what it waited for
         message = (
@@ -96,15 +99,16 @@ def _own_device(local_rank: int, count: int) -> int:
 
 def build_layout(config: LayoutConfig, seed: int) -> Layout:
     """Create Megatron's process groups on top of the job's and seed its random number generators."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor_parallel,
-        pipeline_model_parallel_size=config.pipeline_parallel,
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
-        context_parallel_size=config.context_parallel,
-        expert_model_parallel_size=config.expert_parallel,
-        expert_tensor_parallel_size=config.expert_tensor_parallel or None,
-        create_gloo_process_groups=False,
-    )
+    with only_where_needed():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_parallel,
+            pipeline_model_parallel_size=config.pipeline_parallel,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+            context_parallel_size=config.context_parallel,
+            expert_model_parallel_size=config.expert_parallel,
+            expert_tensor_parallel_size=config.expert_tensor_parallel or None,
+            create_gloo_process_groups=False,
+        )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     context = ContextShare(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())

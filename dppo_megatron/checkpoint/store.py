@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,8 @@ from megatron.core import __version__ as megatron_version
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from packaging.version import Version
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from dppo_megatron import __version__
 from dppo_megatron.checkpoint import shelf
@@ -28,9 +31,10 @@ from dppo_megatron.checkpoint.manifest import LOOP, Manifest, faults, read_manif
 from dppo_megatron.checkpoint.results import use_own_results
 from dppo_megatron.checkpoint.state import generators, read_state, restore_generators, write_state
 from dppo_megatron.distributed import from_rank_zero
-from dppo_megatron.safe_pickle import UnsafePickleError, read_metadata
+from dppo_megatron.safe_pickle import tensors_only
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.hf_files import check_space, copy_assets, publish
+from dppo_megatron.weights.torch_dist_metadata import read_metadata
 
 COMMON = "common.pt"
 _COMMON_INSIDE_SINCE = Version("0.17")
@@ -255,18 +259,34 @@ def load_checkpoint(directory: Path, actor: Sharded) -> dict[str, Any]:
     Raises:
         UserError: it cannot be read, or reading it would have to run code.
     """
-    try:
-        read_metadata(directory / ".metadata")  # checked first: Megatron unpickles it unrestricted
-    except (OSError, UnsafePickleError) as error:
-        raise UserError(f"'{directory}': its .metadata cannot be read: {error}") from None
+    metadata = read_metadata(directory)  # first: Megatron unpickles it unrestricted
     _check_reader(directory)
-    own = read_state(directory / LOOP)
-    loaded = dist_checkpointing.load({"actor": actor.sharded_state(loading=True)}, str(directory))
+    own, template = read_state(directory / LOOP), {"actor": actor.sharded_state(loading=True)}
+    _check_kinds(template, metadata, directory)
+    try:
+        with tensors_only():
+            loaded = dist_checkpointing.load(template, str(directory))
+    except (pickle.UnpicklingError, CheckpointException) as error:
+        if "weights_only" not in str(error):
+            raise
+        raise UserError(f"'{directory}' cannot be loaded: it holds a pickle that would have to run code") from None
     actor.load_sharded_state(loaded["actor"])
     if len(own["generators"]) == dist.get_world_size():
         restore_generators(own["generators"][dist.get_rank()])
     loop_state: dict[str, Any] = own["loop"]
     return loop_state
+
+
+def _check_kinds(template: dict[str, Any], metadata: Metadata, directory: Path) -> None:
+    """Raise `UserError` where bytes stand for a tensor of `template`: torch would unpickle them."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    for value in nested_values(template):
+        if isinstance(value, (ShardedTensor, ShardedTensorFactory)) and isinstance(
+            metadata.state_dict_metadata.get(value.key), BytesStorageMetadata
+        ):
+            raise UserError(f"'{directory}': the tensor {value.key} is described as bytes, which are not loaded")
 
 
 def _writer_options() -> dict[str, str]:

@@ -6,7 +6,6 @@ Each part is a command of its own in a process of its own, so a quickstart does 
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from dppo_megatron.config import load_config
 from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.config.shipped import shipped
+from dppo_megatron.launched import environment_of_ours
 from dppo_megatron.types import UserError
 
 _DESCRIPTION = """\
@@ -60,7 +60,8 @@ def _run(arguments: argparse.Namespace) -> int:
         _check_is_run(run_dir)
     python = [sys.executable, "-m"]
     with arguments.watch(f"making {task}", 0, ""):
-        code = _call([*python, "dppo_megatron.data.make_quickstart", "--out", str(task), "--seed", str(arguments.seed)])
+        made = [*python, "dppo_megatron.data.make_quickstart", "--out", str(task), "--seed", str(arguments.seed)]
+        code = _call(made, environment_of_ours())
     if code:
         return code
     settings = {
@@ -79,11 +80,13 @@ def _run(arguments: argparse.Namespace) -> int:
     check_world_size(load_config(config, given, writes_run=False), arguments.nproc)
     _remove(run_dir)
     train = ["dppo_megatron", "train", config, *given]
-    environment = dict(os.environ)
+    environment = environment_of_ours()
     if arguments.nproc > 1:
         environment["OMP_NUM_THREADS"] = "1"
         train = ["torch.distributed.run", "--nproc-per-node", str(arguments.nproc), "-m", *train]
-    return _call([*python, *train], environment) or _call([*python, "dppo_megatron", "report", str(run_dir)])
+    return _call([*python, *train], environment) or _call(
+        [*python, "dppo_megatron", "report", str(run_dir)], environment_of_ours()
+    )
 
 
 def _check_is_run(directory: Path) -> None:
@@ -113,6 +116,6 @@ def _remove(run_dir: Path) -> None:
         lock.release()
 
 
-def _call(command: list[str], environment: dict[str, str] | None = None) -> int:
+def _call(command: list[str], environment: dict[str, str]) -> int:
     code = subprocess.run(command, env=environment).returncode
     return code if code >= 0 else 128 - code  # ended by a signal, as a shell says it

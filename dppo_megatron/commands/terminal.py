@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from contextlib import AbstractContextManager, suppress
+from typing import TextIO
 
 from dppo_megatron.launched import check_launched, launched_rank
 from dppo_megatron.types import Advance, UserError, unwatched
@@ -13,8 +14,18 @@ from dppo_megatron.types import Advance, UserError, unwatched
 
 def say(line: str) -> None:
     """Print a line to stderr: on rank 0, or everywhere if the environment does not tell which that is."""
-    if _speaks():
+    if not _speaks():
+        return
+    try:
         print(line, file=sys.stderr, flush=True)
+    except OSError:  # its reader has gone, or its disk is full; the exit code still tells
+        drop(sys.stderr)
+
+
+def drop(stream: TextIO) -> None:
+    """Let `stream` take what is written from now on, and what it still holds, and write none of it: the interpreter
+    would complain when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def show_progress(what: str, total: int, unit: str) -> AbstractContextManager[Advance]:

@@ -31,7 +31,7 @@ from dppo_megatron.config import load_config
 from dppo_megatron.config.data import eval_set_configs, train_set_configs
 from dppo_megatron.config.load import config_values
 from dppo_megatron.config.schema import Config
-from dppo_megatron.launched import launched_world_size
+from dppo_megatron.launched import environment_of_ours, launched_world_size
 from dppo_megatron.types import Advance, GuardStop, UserError, Watch, unwatched
 
 _KEPT = "compare.json"
@@ -138,13 +138,20 @@ def run_all(
 def in_a_process(run_dir: Path, arguments: list[str], line: Callable[[str], None]) -> None:
     """Run `dppo-megatron` with `arguments` in a process of its own; `line` takes what it prints."""
     command = [sys.executable, "-m", "dppo_megatron", *arguments]
-    with tempfile.TemporaryFile("w+") as errors:  # a pipe that nobody empties would stop the run when it is full
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+    with tempfile.TemporaryFile() as errors:  # a pipe that nobody empties would stop the run when it is full
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment_of_ours(),
+            encoding="utf-8",
+            errors="replace",
+        ) as process:
             assert process.stdout is not None
             for printed in process.stdout:
                 line(printed)
         errors.seek(0)
-        said = errors.read()
+        said = errors.read().decode(errors="replace")  # a library, or a path, may hold any bytes
     check_end(run_dir, process.returncode, said)
 
 

@@ -68,7 +68,7 @@ def _split(item: str) -> tuple[list[str], str]:
         if item[position : position + 1] != ".":
             break
         position += 1
-    raise UserError(f"override '{item[:200]}': expected key=value, for example actor.layout.tensor_parallel=2")
+    raise UserError(f"override '{item[:200]}': expected key=value, for example steps=100")
 
 
 def _hint(parts: list[str], root: type, source: str) -> tuple[Any, list[str]]:

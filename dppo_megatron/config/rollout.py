@@ -7,6 +7,7 @@ In sections because most of it concerns servers: an embedded engine reads `sampl
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
@@ -183,11 +184,25 @@ def _check_keys(config: RolloutConfig) -> None:
         raise UserError(
             "rollout.servers.api_key_env is not the name of an environment variable; it must not be the key itself"
         )
-    if any(argument.partition("=")[0] in ("--api-key", "--admin-api-key") for argument in config.servers.args):
+    if _names_option(config.servers.args, "--trust-remote-code"):
+        raise UserError(
+            "rollout.servers.args has --trust-remote-code, which runs the Python files of a model directory; this"
+            " trainer never does: use a model that transformers knows by itself, and leave it out"
+        )
+    if _names_option(config.servers.args, "--api-key", "--admin-api-key"):
         raise UserError(
             "rollout.servers.args holds an API key, which would stand in config.yaml and in the list of processes;"
             f" put it into the environment variable {config.servers.api_key_env} (rollout.servers.api_key_env)"
         )
+
+
+def _names_option(arguments: Sequence[str], *options: str) -> bool:
+    """Whether an argument is one of `options`, as the engines' parsers read them: shortened, or with underscores.
+
+    Example: "--api_key=x" and "--api-k" both mean --api-key.
+    """
+    names = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
+    return any(len(name) > 2 and option.startswith(name) for name in names for option in options)
 
 
 def check_endpoint(url: str, config: RolloutConfig) -> None:

@@ -15,6 +15,7 @@ import pytest
 from support.engines.servers import API_KEY, Reference
 from support.job import QUICK, read_metrics
 from support.launch import run_ranks
+from support.listening import beyond_loopback
 from support.served import LONG, Served, prompts_of, requests_for, train_on_this_rank
 
 from dppo_megatron.config.data import EvalSetConfig
@@ -32,6 +33,14 @@ from dppo_megatron.rollout.servers.protocol import generate
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 
 pytestmark = pytest.mark.slow
+
+
+def test_servers_listen_to_nobody_else(served: Served) -> None:
+    """Neither the server nor any process that it has started takes a connection from another machine."""
+    if served.name == "sglang":
+        pytest.skip("its torch store listens on every address (docs/security.md)")
+    assert [server.process for server in served.servers if server.process is None] == []
+    assert [beyond_loopback(server.process.pid) for server in served.servers if server.process] == [{}, {}]
 
 
 @pytest.mark.parametrize("channel", ["gloo", "disk"])

@@ -25,7 +25,7 @@ import msgspec
 
 from dppo_megatron.observe.trackers.messages import ENCODER, TO_TRACKER, Answer, Begin, End, StepLine
 
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _LEAST_SECRET = 6
 """Shorter values of such variables are no secrets, and replacing them would garble text."""
@@ -110,8 +110,9 @@ class Sink:
 
 def scrubbed(text: str) -> str:
     """`text` without what the environment holds in variables that are named like secrets, and without users in URLs."""
-    for name, value in os.environ.items():
-        if _SECRET_NAME.search(name) and len(value) >= _LEAST_SECRET:
+    secrets = {value.strip() for name, value in os.environ.items() if _SECRET_NAME.search(name)}
+    for value in sorted(secrets, key=len, reverse=True):  # one may be the beginning of another
+        if len(value) >= _LEAST_SECRET:
             text = text.replace(value, "***")
     return _USER_IN_URL.sub("***", text)
 
@@ -135,7 +136,7 @@ def _failure(sink: Sink, message: Begin | StepLine | End) -> str:
         sink.take(message)
     except (Exception, SystemExit) as error:  # a tool that gives up must not take its process with it
         said = " ".join(str(error).split())
-        return scrubbed(f"{type(error).__name__}: {said}"[:500])
+        return scrubbed(f"{type(error).__name__}: {said}")[:500]  # in this order: half a key is one too
     return ""
 
 

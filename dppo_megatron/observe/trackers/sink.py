@@ -184,7 +184,8 @@ def _start(name: str, limit_s: float) -> subprocess.Popen[bytes]:
     root = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
-        [sys.executable, "-m", "dppo_megatron.observe.trackers", name, f"{limit_s:g}"],
+        # -P: a `wandb.py` in the working directory is none of ours
+        [sys.executable, "-P", "-m", "dppo_megatron.observe.trackers", name, f"{limit_s:g}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

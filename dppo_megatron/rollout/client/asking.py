@@ -172,7 +172,7 @@ class Asker:
             return await self._exchange(server, call, max_bytes, flags)
         except (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError) as error:
             kind = Stale if flags.reused else Unreachable
-            raise kind(f"{server.url}{call.path}: {brief(error)}") from None
+            raise kind(f"{server.url}{call.path}: {brief(error, server.api_key)}") from None
         except Exception as error:
             raise self._told(error, server, call) from None
 
@@ -194,8 +194,7 @@ class Asker:
                             raise BadAnswer(f"{server.url}{call.path}: an answer of more than {max_bytes} bytes")
                         break
             if not good:
-                said = excerpt(bytes(content))  # a proxy may send our headers back
-                said = said.replace(key, "***") if key else said
+                said = excerpt(bytes(content), key)  # a proxy may send our headers back
                 raise Refused(response.status, said, retry_after_s(response.headers.get("Retry-After")))
             if response.headers.get("Content-Encoding", "identity") != "identity":
                 raise BadAnswer(f"{server.url}{call.path}: an encoding that was not asked for")
@@ -210,7 +209,7 @@ class Asker:
                 f"the rollout client can open no more connections ({error.strerror}); it keeps to {self._sockets}, for"
                 " its limit on open files (ulimit -n)"
             )
-        return Unreachable(f"{server.url}{call.path}: {brief(error)}")
+        return Unreachable(f"{server.url}{call.path}: {brief(error, server.api_key)}")
 
 
 async def _note_reuse(session: aiohttp.ClientSession, context: Any, parameters: Any) -> None:

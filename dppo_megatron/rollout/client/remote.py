@@ -156,8 +156,8 @@ class NodeClient:
         root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "2"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "dppo_megatron.rollout.client"], stdin=subprocess.PIPE, env=environment
+        self.process = subprocess.Popen(  # -P: a `json.py` in the working directory is none of ours
+            [sys.executable, "-P", "-m", "dppo_megatron.rollout.client"], stdin=subprocess.PIPE, env=environment
         )
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already; rank 0 says so

@@ -142,13 +142,12 @@ class Http:
             self._drop(connection)
             if isinstance(error, OSError) and error.errno in OUR_ERRORS:
                 raise GuardStop(f"the trainer cannot open a connection to {self.url}: {error}") from None
-            raise Unreachable(f"{self.url}{path}: {brief(error)}") from None
+            raise Unreachable(f"{self.url}{path}: {brief(error, self.api_key)}") from None
         with self._lock:
             self._busy.discard(connection)
             self._idle.append(connection)
         if not 200 <= response.status < 300:
-            said = excerpt(content)  # a proxy may send our headers back
-            said = said.replace(self.api_key, "***") if self.api_key else said
+            said = excerpt(content, self.api_key)  # a proxy may send our headers back
             raise Refused(response.status, said, retry_after_s(response.headers.get("Retry-After")))
         return content
 
@@ -254,23 +253,30 @@ def retry_after_s(header: str | None) -> float | None:
     return seconds if 0 <= seconds < math.inf else None
 
 
-def brief(error: BaseException) -> str:
-    """An error in a line: libraries quote what they could not read, which may be a whole answer."""
-    text = " ".join(str(error).split())
+def brief(error: BaseException, key: str = "") -> str:
+    """An error in a line, without `key`: libraries quote what they could not read, which may be a whole answer."""
+    text = " ".join(hidden(str(error), key).split())
     return f"{type(error).__name__}: {text[:200]}"
 
 
-def excerpt(content: bytes) -> str:
-    """The message of an error body: FastAPI's and both engines' forms of it."""
+def excerpt(content: bytes, key: str = "") -> str:
+    """The message of an error body, without `key`: FastAPI's and both engines' forms of it."""
     text = content.decode(errors="replace")
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
-        return text[:500]
-    for key in ("error", "detail", "message"):
-        inner = body.get(key) if isinstance(body, dict) else None
+        return hidden(text, key)[:500]
+    for name in ("error", "detail", "message"):
+        inner = body.get(name) if isinstance(body, dict) else None
         if isinstance(inner, dict):
             inner = inner.get("message", inner)
         if inner:
-            return str(inner)[:500]
-    return text[:500]
+            return hidden(str(inner), key)[:500]
+    return hidden(text, key)[:500]
+
+
+def hidden(text: str, key: str) -> str:
+    """`text` with *** for `key`, also where it is quoted. To be called before text is cut: half a key is one too."""
+    for form in (key, json.dumps(key)[1:-1], repr(key)[1:-1]):
+        text = text.replace(form, "***") if form else text
+    return text

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dppo_megatron.distributed import loopback_interface
+from dppo_megatron.rollout.servers.http import hidden
 from dppo_megatron.types import UserError
 
 _PR_SET_PDEATHSIG = 1
@@ -152,6 +154,8 @@ class LaunchedServer(ServerProcess):
         except OSError as error:
             raise UserError(f"run_dir: '{self.log}', a server's log, cannot be written: {error.strerror}") from None
         inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
+        if self.host == "127.0.0.1":  # its processes and whoever sends it weights are here
+            inherited |= loopback_interface()
         command = [part.replace("{port}", str(self.port)) for part in self.command]
         with log:
             try:
@@ -175,8 +179,7 @@ class LaunchedServer(ServerProcess):
         """See `ServerProcess`; lines that speak of errors first."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line or "error:" in line]
-        tail = "\n".join([*errors[-3:], *lines[-5:]])[-2000:]
-        return tail.replace(self.api_key, "***") if self.api_key else tail
+        return hidden("\n".join([*errors[-3:], *lines[-5:]]), self.api_key)[-2000:]
 
 
 def stop_all(servers: Iterable[ServerProcess]) -> None:
@@ -196,10 +199,12 @@ def stop_all(servers: Iterable[ServerProcess]) -> None:
 _LAUNCHER_VARIABLES = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS"),
+    "PYTHONSAFEPATH",
     *("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
 }
-"""torchrun's: an engine that inherits them takes itself for a rank of the trainer. And what is set for the trainer's
-CUDA alone: one hardware queue would slow an engine down, and vLLM's sleep mode refuses expandable segments."""
+"""torchrun's: an engine that inherits them takes itself for a rank of the trainer. `PYTHONSAFEPATH`: SGLang's script
+would not find the files beside it. And what is set for the trainer's CUDA alone: one hardware queue would slow an
+engine down, and vLLM's sleep mode refuses expandable segments."""
 
 
 def address_toward(host: str) -> str:

@@ -10,6 +10,7 @@ process group and takes torch's broadcast, so the trainer has to as well. A buck
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -159,6 +160,12 @@ def _backend(meeting: Meeting, store: PrefixStore) -> Any:
         # longer than the request's: torch ends this whole process when a broadcast is what times out first
         options._timeout = 2 * meeting.timeout
         return dist.ProcessGroupNCCL(store, 0, meeting.world_size, options)
-    group = dist.ProcessGroupGloo(store, 0, meeting.world_size, meeting.joining)
+    if "GLOO_SOCKET_IFNAME" in os.environ:  # the user knows the network
+        group = dist.ProcessGroupGloo(store, 0, meeting.world_size, meeting.joining)
+    else:  # by itself gloo would listen on the address of the host's name, whoever may reach that
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.host)]
+        options._timeout = meeting.joining
+        group = dist.ProcessGroupGloo(store, 0, meeting.world_size, options)
     group.set_timeout(meeting.timeout)
     return group
