@@ -21,6 +21,7 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.ledger import straggler_row
 from dppo_megatron.pruning import CompletionBatch, StepCost, make_completion_policy
 from dppo_megatron.pruning.designs import count_kept, floor_kept
+from dppo_megatron.pruning.methods import METHODS, with_method
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES, check_methods
 from dppo_megatron.selection import Decision, Rollouts, Selector
 from dppo_megatron.types import GuardStop, UserError
@@ -109,6 +110,109 @@ def test_a_gradient_without_a_norm_spoils_no_reference(norm: float) -> None:
     config.pruning.completion.max_noise_ratio = 2.0
     _, lines = _played(config, [1.0, norm, 1.0, 1.0, 1.0, 1000.0])
     assert not any(lines[:5]) and lines[5]
+
+
+def test_the_bound_waits_for_a_gradient() -> None:
+    """Ten steps whose answers are all wrong give nothing to compare with, and neither do skipped updates: nothing is
+    pruned until four steps had a gradient, and then the bound acts."""
+    config = _config()
+    config.pruning.completion.max_noise_ratio = 2.0
+    norms = [0.0] * 10 + [1.0, np.nan, 1.0, 1.0, 0.0, 1.0] + [1.0] * 4 + [1000.0] * 10
+    decisions, lines = _played(config, norms)
+    assert all(decision.weight[decision.kept].max() == 1.0 for decision in decisions[:16])
+    assert all(decision.weight.max() > 1.0 for decision in decisions[16:20]) and not any(lines[:20])
+    assert all(lines[20:25])
+
+
+def test_steps_without_a_gradient_do_not_blame_the_others() -> None:
+    """Half of the steps have only wrong answers, so that nothing of them is left to chance. They are no measure of an
+    unpruned step's gradient, or every step that has one would be called noisy."""
+    config = _config("none", "dppo")
+    config.pruning.completion.max_noise_ratio = 2.0
+    selector = Selector(config, 64)
+    lines, weights = [], []
+    for step in range(1, 80):
+        flat = step > 4 and step % 2 == 0
+        rows = selector.begin(step).prompt_index
+        rewards = np.zeros((N, G)) if flat else REWARDS[rows]
+        weights.append(selector.finish(Rollouts(rewards, LENGTHS[rows], SURPRISAL[rows]), step).weight.max())
+        lines += _feedback(selector, step, 0.0 if flat else 1.0)
+    assert not lines and max(weights[4:]) > 1.0
+
+
+def test_a_bound_that_is_set_at_a_resume_acts() -> None:
+    """The steps before it were all pruned, so four of the resumed run are left unpruned."""
+    config = _config("none", "dppo")
+    selector = Selector(config, 64)
+    for step in range(1, 10):
+        assert _step(selector, step).weight.max() > 1.0
+        _feedback(selector, step, 1.0)
+    config.pruning.completion.max_noise_ratio = 2.0
+    resumed = Selector(config, 64)
+    resumed.load_state_dict(selector.state_dict())
+    weights, lines = [], []
+    for step in range(10, 20):
+        weights.append(_step(resumed, step).weight.max())
+        lines.append(_feedback(resumed, step, 1.0 if step < 16 else 1000.0))
+    assert weights[:4] == [1.0] * 4 and min(weights[4:6]) > 1.0
+    assert not any(lines[:6]) and lines[6] and lines[7]
+
+
+REFUSED = [
+    (level, method)
+    for level, policies in (("prompt", PROMPT_POLICIES), ("completion", COMPLETION_POLICIES))
+    for method in policies
+    if method not in ("dppo", "dppo_auto")
+]
+
+
+@pytest.mark.parametrize(("level", "method"), REFUSED)
+def test_a_bound_that_cannot_act_is_refused(level: str, method: str) -> None:
+    """By the check before the run and by the selector; comparing methods turns it off where it means nothing."""
+    config = _config()
+    for each in ("prompt", "completion"):
+        getattr(config.pruning, each).max_noise_ratio = 2.0
+    Selector(config, 64)
+    for name in METHODS:
+        Selector(with_method(config, name), 64)
+    getattr(config.pruning, level).method = method
+    message = rf"pruning.{level}.max_noise_ratio = 2: method={method} has no rate that could back off"
+    with pytest.raises(UserError, match=message):
+        Selector(config, 64)
+    with pytest.raises(UserError, match=message):
+        check_methods(config.pruning)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_seconds_are_divided_by_what_their_own_step_had_kept(ahead: int) -> None:
+    """The self-tuned rule's cost ratio, from each step's own seconds and kept share, while the next has begun."""
+    config = _config("dppo_auto", "dppo_auto")
+    config.rollout.async_steps, config.pruning.prompt.warmup_epochs = ahead, 0.0
+    selector, rng = Selector(config, N), np.random.default_rng(4)
+    ratios, shares = {"prompt": 0.0, "completion": 0.0}, set()
+    chosen, heard = selector.begin(1), 0.0
+    for step in range(1, 25):
+        rows = chosen.prompt_index
+        outcomes = Rollouts(rng.integers(0, 2, (len(rows), G)) * 1.0, LENGTHS[rows], SURPRISAL[rows])
+        metrics = selector.finish(outcomes, step).metrics
+        if ahead:
+            chosen = selector.begin(step + 1)
+        rollout, update, other = rng.uniform(0.5, 9, 3).tolist()
+        selector.feedback(StepCost(step, rollout, update, other, grad_norm=1.0))
+        heard = ratios["prompt"]  # a step that begins ahead has not heard of the one before it
+        for level, saved in (("prompt", rollout + update), ("completion", update)):
+            kept = metrics.get(f"prune/{level}_kept_cost", 1.0)
+            ratio = (rollout + update + other - saved) / (saved / kept)
+            ratios[level] = 0.9 * ratios[level] + 0.1 * ratio if ratios[level] else ratio
+            shares.add((level, kept))
+        state = selector.state_dict()
+        assert state["completion"]["control"]["cost_ratio"] == pytest.approx(ratios["completion"])
+        assert state["prompt"]["control"]["cost_ratio"] == pytest.approx(heard if ahead else ratios["prompt"])
+        if not ahead:
+            chosen = selector.begin(step + 1)
+    assert all(sum(level == one for one, _ in shares) > 5 for level in ratios), (
+        "the shares must differ to be told apart"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ bad outcomes
