@@ -18,7 +18,7 @@ from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import check_selection, planned_prompts
 from dppo_megatron.job import prepare_job
-from dppo_megatron.ledger import straggler_row
+from dppo_megatron.ledger import aborted_row, straggler_row
 from dppo_megatron.pruning import CompletionBatch, StepCost, make_completion_policy
 from dppo_megatron.pruning.designs import count_kept, floor_kept
 from dppo_megatron.pruning.methods import METHODS, with_method
@@ -252,6 +252,49 @@ def test_an_absurd_outcome_is_named(column: str, value: float, error: type[Excep
         _finish(**table, score="rms")
 
 
+DEGENERATE = {
+    "every answer wrong": (0.0, 5, 1.0),
+    "every answer right": (1.0, 5, 1.0),
+    "one reward that binary numbers do not have": (0.1, 5, 1.0),
+    "nothing graded": (np.nan, 5, 1.0),
+    "one token each": (None, 1, 1.0),
+    "no surprise": (None, 5, 0.0),
+    "nothing known": (np.nan, 1, 0.0),
+}
+
+
+@pytest.mark.parametrize("outcome", DEGENERATE)
+@pytest.mark.parametrize(("num_prompts", "size"), [(1, 2), (4, 3)])
+def test_degenerate_steps(outcome: str, num_prompts: int, size: int) -> None:
+    """Every method, one prompt of two completions or a few: steps that all say the same, then one with a difference.
+    Weights and figures stay numbers, and a step without any is a step in which nothing is trained."""
+    reward, length, surprise = DEGENERATE[outcome]
+    rng = np.random.default_rng(1)
+    for method in METHODS:
+        config = with_method(_config(), method)
+        config.rollout.prompts_per_step, config.rollout.completions_per_prompt = num_prompts, size
+        config.pruning.prompt.design = config.pruning.completion.design = "poisson"  # now and then nothing is drawn
+        config.pruning.prompt.p_min, config.pruning.prompt.warmup_epochs = 0.01, 0.0
+        config.pruning.prompt.rate = config.pruning.completion.rate = 0.5
+        selector = Selector(config, 2 * num_prompts)
+        for step in range(1, 8):
+            chosen = selector.begin(step)
+            drawn = rng.integers(0, 2, (4 * num_prompts * 10, size)).astype(np.float64)
+            rewards = drawn if reward is None or step == 7 else np.full_like(drawn, reward)
+            count = len(chosen.prompt_index)
+            while (more := selector.refill(rewards[:count], step)) is not None:
+                count += len(more.prompt_index)
+            shape = (count, size)
+            decision = selector.finish(
+                Rollouts(rewards[:count], np.full(shape, length), np.full(shape, surprise)), step
+            )
+            assert np.isfinite(decision.weight).all() and np.isfinite(decision.advantages).all(), method
+            figures = {name: value for name, value in decision.metrics.items() if name != "reward/mean"}
+            assert np.isfinite(list(figures.values())).all(), method
+            assert not decision.kept[decision.weight == 0].any()
+            selector.feedback(StepCost(step, 1.0, 1.0, 0.1, grad_norm=0.0))
+
+
 @given(st.integers(0, 10**6), st.sampled_from([-300, -30, -8, 0, 8, 14]), st.sampled_from(["rms", "mean_abs"]))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_rewards_of_any_scale_are_selected_by(seed: int, exponent: int, score: str) -> None:
@@ -284,6 +327,16 @@ def test_the_straggler_row_does_not_wait_for_a_straggler(cut: float) -> None:
     assert (row.name, row.label, row.kept_fraction) == ("rollout/stragglers", "biased", pytest.approx(1 - cut / 50))
     assert not straggler_row(rollout_config({"engine": "vllm", "limits.straggler_share": 1.0}), cut, 50)
     assert not straggler_row(rollout_config({"limits.straggler_share": 0.9}), cut, 50)
+
+
+def test_sampling_again_what_was_interrupted_is_labelled() -> None:
+    """Long completions are interrupted more often; those that wait or go on are not chosen by their length."""
+    servers = {"engine": "vllm", "async_steps": 1}
+    [row] = aborted_row(rollout_config({**servers, "sync.in_flight": "abort"}))
+    assert (row.name, row.label) == ("rollout/aborted", "biased")
+    assert not aborted_row(rollout_config({**servers, "sync.in_flight": "finish"}))
+    assert not aborted_row(rollout_config({**servers, "sync.in_flight": "continue"}))
+    assert not aborted_row(rollout_config({"engine": "vllm", "sync.in_flight": "abort"}))
 
 
 # ------------------------------------------------------------------------------------------- counts and plans
