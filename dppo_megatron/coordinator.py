@@ -19,7 +19,7 @@ from dppo_megatron.build import token_capacity
 from dppo_megatron.cost import cost_model
 from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.job import Job
-from dppo_megatron.ledger import overlong_row, straggler_row
+from dppo_megatron.ledger import aborted_row, overlong_row, straggler_row
 from dppo_megatron.outcomes import Outcomes
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import Packable, plan_microbatches
@@ -91,7 +91,8 @@ class Coordinator:
         record.metrics |= grading_metrics(outcomes.grades, list(config.reward.functions))
         record.metrics["rollout/completion_tokens_mean"] = float(rollouts.lengths.mean()) if count else math.nan
         record.metrics["rollout/truncated"] = float(outcomes.truncated.sum())
-        record.ledger = (*decision.ledger, *straggler_row(config.rollout, cut, count), *overlong_row(self._job))
+        on_servers = *straggler_row(config.rollout, cut, count), *aborted_row(config.rollout)
+        record.ledger = (*decision.ledger, *on_servers, *overlong_row(self._job))
         record.trace = trace_row(step.number, decision, rollouts)
         with record.timers.phase("pack"):
             updates = range(config.objective.updates_per_step)

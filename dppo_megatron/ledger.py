@@ -25,3 +25,11 @@ def straggler_row(config: RolloutConfig, cut: float, total: int) -> tuple[Ledger
         return ()
     note = f"{cut:.0f} completions were cut off by rollout.limits.straggler_share and count as truncated"
     return (LedgerRow("rollout/stragglers", 1.0 - cut / max(total, 1), "biased", note),)
+
+
+def aborted_row(config: RolloutConfig) -> tuple[LedgerRow, ...]:
+    """The row of `sync.in_flight=abort`, in every step that a weight sync may have met while it was generated."""
+    if config.engine == "hf" or not config.async_steps or config.sync.in_flight != "abort":
+        return ()
+    note = "completions that a weight sync interrupts are sampled again, so those that end early are more likely"
+    return (LedgerRow("rollout/aborted", 1.0, "biased", note),)

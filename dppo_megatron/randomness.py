@@ -72,9 +72,8 @@ def uniforms(seed: int, purpose: str, ids: IntArray, *counters: int) -> FloatArr
     ids = np.asarray(ids)
     if ids.ndim not in (1, 2) or (ids.ndim == 2 and ids.shape[1] != 2):
         raise ValueError(f"ids has shape {ids.shape}; expected [n] or [n, 2]")
-    pairs = ids.reshape(len(ids), -1).astype(np.uint64)
-    first = pairs[:, 0]
-    second = pairs[:, 1] if pairs.shape[1] == 2 else np.zeros_like(first)
+    columns = ids.astype(np.uint64)
+    first, second = (columns, np.zeros_like(columns)) if ids.ndim == 1 else (columns[:, 0], columns[:, 1])
     key = _key(seed, purpose, counters, 8)
     words = philox4x32((first & _LOW32, first >> _SHIFT32, second & _LOW32, second >> _SHIFT32), key)
     high, low = words[0] >> np.uint64(5), words[1] >> np.uint64(6)

@@ -18,9 +18,10 @@ from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import check_selection, planned_prompts
 from dppo_megatron.job import prepare_job
-from dppo_megatron.ledger import straggler_row
+from dppo_megatron.ledger import aborted_row, straggler_row
 from dppo_megatron.pruning import CompletionBatch, StepCost, make_completion_policy
 from dppo_megatron.pruning.designs import count_kept, floor_kept
+from dppo_megatron.pruning.methods import METHODS, with_method
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES, check_methods
 from dppo_megatron.selection import Decision, Rollouts, Selector
 from dppo_megatron.types import GuardStop, UserError
@@ -111,6 +112,109 @@ def test_a_gradient_without_a_norm_spoils_no_reference(norm: float) -> None:
     assert not any(lines[:5]) and lines[5]
 
 
+def test_the_bound_waits_for_a_gradient() -> None:
+    """Ten steps whose answers are all wrong give nothing to compare with, and neither do skipped updates: nothing is
+    pruned until four steps had a gradient, and then the bound acts."""
+    config = _config()
+    config.pruning.completion.max_noise_ratio = 2.0
+    norms = [0.0] * 10 + [1.0, np.nan, 1.0, 1.0, 0.0, 1.0] + [1.0] * 4 + [1000.0] * 10
+    decisions, lines = _played(config, norms)
+    assert all(decision.weight[decision.kept].max() == 1.0 for decision in decisions[:16])
+    assert all(decision.weight.max() > 1.0 for decision in decisions[16:20]) and not any(lines[:20])
+    assert all(lines[20:25])
+
+
+def test_steps_without_a_gradient_do_not_blame_the_others() -> None:
+    """Half of the steps have only wrong answers, so that nothing of them is left to chance. They are no measure of an
+    unpruned step's gradient, or every step that has one would be called noisy."""
+    config = _config("none", "dppo")
+    config.pruning.completion.max_noise_ratio = 2.0
+    selector = Selector(config, 64)
+    lines, weights = [], []
+    for step in range(1, 80):
+        flat = step > 4 and step % 2 == 0
+        rows = selector.begin(step).prompt_index
+        rewards = np.zeros((N, G)) if flat else REWARDS[rows]
+        weights.append(selector.finish(Rollouts(rewards, LENGTHS[rows], SURPRISAL[rows]), step).weight.max())
+        lines += _feedback(selector, step, 0.0 if flat else 1.0)
+    assert not lines and max(weights[4:]) > 1.0
+
+
+def test_a_bound_that_is_set_at_a_resume_acts() -> None:
+    """The steps before it were all pruned, so four of the resumed run are left unpruned."""
+    config = _config("none", "dppo")
+    selector = Selector(config, 64)
+    for step in range(1, 10):
+        assert _step(selector, step).weight.max() > 1.0
+        _feedback(selector, step, 1.0)
+    config.pruning.completion.max_noise_ratio = 2.0
+    resumed = Selector(config, 64)
+    resumed.load_state_dict(selector.state_dict())
+    weights, lines = [], []
+    for step in range(10, 20):
+        weights.append(_step(resumed, step).weight.max())
+        lines.append(_feedback(resumed, step, 1.0 if step < 16 else 1000.0))
+    assert weights[:4] == [1.0] * 4 and min(weights[4:6]) > 1.0
+    assert not any(lines[:6]) and lines[6] and lines[7]
+
+
+REFUSED = [
+    (level, method)
+    for level, policies in (("prompt", PROMPT_POLICIES), ("completion", COMPLETION_POLICIES))
+    for method in policies
+    if method not in ("dppo", "dppo_auto")
+]
+
+
+@pytest.mark.parametrize(("level", "method"), REFUSED)
+def test_a_bound_that_cannot_act_is_refused(level: str, method: str) -> None:
+    """By the check before the run and by the selector; comparing methods turns it off where it means nothing."""
+    config = _config()
+    for each in ("prompt", "completion"):
+        getattr(config.pruning, each).max_noise_ratio = 2.0
+    Selector(config, 64)
+    for name in METHODS:
+        Selector(with_method(config, name), 64)
+    getattr(config.pruning, level).method = method
+    message = rf"pruning.{level}.max_noise_ratio = 2: method={method} has no rate that could back off"
+    with pytest.raises(UserError, match=message):
+        Selector(config, 64)
+    with pytest.raises(UserError, match=message):
+        check_methods(config.pruning)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_seconds_are_divided_by_what_their_own_step_had_kept(ahead: int) -> None:
+    """The self-tuned rule's cost ratio, from each step's own seconds and kept share, while the next has begun."""
+    config = _config("dppo_auto", "dppo_auto")
+    config.rollout.async_steps, config.pruning.prompt.warmup_epochs = ahead, 0.0
+    selector, rng = Selector(config, N), np.random.default_rng(4)
+    ratios, shares = {"prompt": 0.0, "completion": 0.0}, set()
+    chosen, heard = selector.begin(1), 0.0
+    for step in range(1, 25):
+        rows = chosen.prompt_index
+        outcomes = Rollouts(rng.integers(0, 2, (len(rows), G)) * 1.0, LENGTHS[rows], SURPRISAL[rows])
+        metrics = selector.finish(outcomes, step).metrics
+        if ahead:
+            chosen = selector.begin(step + 1)
+        rollout, update, other = rng.uniform(0.5, 9, 3).tolist()
+        selector.feedback(StepCost(step, rollout, update, other, grad_norm=1.0))
+        heard = ratios["prompt"]  # a step that begins ahead has not heard of the one before it
+        for level, saved in (("prompt", rollout + update), ("completion", update)):
+            kept = metrics.get(f"prune/{level}_kept_cost", 1.0)
+            ratio = (rollout + update + other - saved) / (saved / kept)
+            ratios[level] = 0.9 * ratios[level] + 0.1 * ratio if ratios[level] else ratio
+            shares.add((level, kept))
+        state = selector.state_dict()
+        assert state["completion"]["control"]["cost_ratio"] == pytest.approx(ratios["completion"])
+        assert state["prompt"]["control"]["cost_ratio"] == pytest.approx(heard if ahead else ratios["prompt"])
+        if not ahead:
+            chosen = selector.begin(step + 1)
+    assert all(sum(level == one for one, _ in shares) > 5 for level in ratios), (
+        "the shares must differ to be told apart"
+    )
+
+
 # ------------------------------------------------------------------------------------------------ bad outcomes
 
 
@@ -148,6 +252,49 @@ def test_an_absurd_outcome_is_named(column: str, value: float, error: type[Excep
         _finish(**table, score="rms")
 
 
+DEGENERATE = {
+    "every answer wrong": (0.0, 5, 1.0),
+    "every answer right": (1.0, 5, 1.0),
+    "one reward that binary numbers do not have": (0.1, 5, 1.0),
+    "nothing graded": (np.nan, 5, 1.0),
+    "one token each": (None, 1, 1.0),
+    "no surprise": (None, 5, 0.0),
+    "nothing known": (np.nan, 1, 0.0),
+}
+
+
+@pytest.mark.parametrize("outcome", DEGENERATE)
+@pytest.mark.parametrize(("num_prompts", "size"), [(1, 2), (4, 3)])
+def test_degenerate_steps(outcome: str, num_prompts: int, size: int) -> None:
+    """Every method, one prompt of two completions or a few: steps that all say the same, then one with a difference.
+    Weights and figures stay numbers, and a step without any is a step in which nothing is trained."""
+    reward, length, surprise = DEGENERATE[outcome]
+    rng = np.random.default_rng(1)
+    for method in METHODS:
+        config = with_method(_config(), method)
+        config.rollout.prompts_per_step, config.rollout.completions_per_prompt = num_prompts, size
+        config.pruning.prompt.design = config.pruning.completion.design = "poisson"  # now and then nothing is drawn
+        config.pruning.prompt.p_min, config.pruning.prompt.warmup_epochs = 0.01, 0.0
+        config.pruning.prompt.rate = config.pruning.completion.rate = 0.5
+        selector = Selector(config, 2 * num_prompts)
+        for step in range(1, 8):
+            chosen = selector.begin(step)
+            drawn = rng.integers(0, 2, (4 * num_prompts * 10, size)).astype(np.float64)
+            rewards = drawn if reward is None or step == 7 else np.full_like(drawn, reward)
+            count = len(chosen.prompt_index)
+            while (more := selector.refill(rewards[:count], step)) is not None:
+                count += len(more.prompt_index)
+            shape = (count, size)
+            decision = selector.finish(
+                Rollouts(rewards[:count], np.full(shape, length), np.full(shape, surprise)), step
+            )
+            assert np.isfinite(decision.weight).all() and np.isfinite(decision.advantages).all(), method
+            figures = {name: value for name, value in decision.metrics.items() if name != "reward/mean"}
+            assert np.isfinite(list(figures.values())).all(), method
+            assert not decision.kept[decision.weight == 0].any()
+            selector.feedback(StepCost(step, 1.0, 1.0, 0.1, grad_norm=0.0))
+
+
 @given(st.integers(0, 10**6), st.sampled_from([-300, -30, -8, 0, 8, 14]), st.sampled_from(["rms", "mean_abs"]))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_rewards_of_any_scale_are_selected_by(seed: int, exponent: int, score: str) -> None:
@@ -180,6 +327,16 @@ def test_the_straggler_row_does_not_wait_for_a_straggler(cut: float) -> None:
     assert (row.name, row.label, row.kept_fraction) == ("rollout/stragglers", "biased", pytest.approx(1 - cut / 50))
     assert not straggler_row(rollout_config({"engine": "vllm", "limits.straggler_share": 1.0}), cut, 50)
     assert not straggler_row(rollout_config({"limits.straggler_share": 0.9}), cut, 50)
+
+
+def test_sampling_again_what_was_interrupted_is_labelled() -> None:
+    """Long completions are interrupted more often; those that wait or go on are not chosen by their length."""
+    servers = {"engine": "vllm", "async_steps": 1}
+    [row] = aborted_row(rollout_config({**servers, "sync.in_flight": "abort"}))
+    assert (row.name, row.label) == ("rollout/aborted", "biased")
+    assert not aborted_row(rollout_config({**servers, "sync.in_flight": "finish"}))
+    assert not aborted_row(rollout_config({**servers, "sync.in_flight": "continue"}))
+    assert not aborted_row(rollout_config({"engine": "vllm", "sync.in_flight": "abort"}))
 
 
 # ------------------------------------------------------------------------------------------- counts and plans

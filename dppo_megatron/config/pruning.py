@@ -100,8 +100,8 @@ class PromptPruningConfig:
     measured it; 0 for none. The rate backs off to hold it."""
     max_noise_ratio: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of the measured gradient noise (squared gradient norm) relative to an unpruned step; 0 for none. The rate
-    backs off while the loop reports more. To have unpruned steps to compare with, the first 4 steps of the run are
-    then left unpruned at both levels."""
+    backs off while the loop reports more. To have unpruned steps to compare with, the first 4 steps that have a
+    gradient are then left unpruned at both levels. Refused with a method that has no rate to back off."""
     auto_rule: str = "cost"
     """cost (keep probability = root of variance share over cost share) or design_effect (the highest rate
     inside max_design_effect)."""
@@ -153,7 +153,7 @@ class CompletionPruningConfig:
     while most groups have gradient and on a twentieth later (docs/pruning.md)."""
     max_noise_ratio: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of the measured gradient noise relative to an unpruned step; 0 for none. As at prompt level, with 4
-    unpruned steps at the start."""
+    unpruned steps at the start; refused with a method that has no rate to back off."""
     fill_slack: bool = True
     """Keep more than the rate asks for where a step's last round of micro-batches has room: less variance for no
     extra micro-batch, at the cost of the added tokens' time."""

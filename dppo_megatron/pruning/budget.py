@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dppo_megatron.pruning.interface import StepCost, check_state
 
 NOISE_REFERENCE_STEPS = 4
-"""Steps at the start that stay unpruned while a `max_noise_ratio` is set, or there would be nothing to compare with."""
+"""So many unpruned steps with a gradient must a `max_noise_ratio` have to compare with before anything is pruned."""
 _FALL, _RISE, _SMALLEST = 0.7, 0.02, 0.01
 _COST_DECAY = _NOISE_DECAY = 0.9
 
@@ -25,23 +25,43 @@ class NoiseReference:
 
     mean: float = 0.0
     """Running mean over unpruned steps; 0 before the first."""
+    steps: list[int] = field(default_factory=list)
+    """The first `NOISE_REFERENCE_STEPS` of those steps, as they count from 1."""
 
-    def ratio(self, squared_norm: float, *, pruned: bool) -> float | None:
+    def ratio(self, squared_norm: float, step: int, *, pruned: bool) -> float | None:
         """Of a finished step to an unpruned one; None before there was one. An unpruned step has 1 by definition.
 
         That 1 is what lets a rate return that had fallen to nothing: every step is then unpruned, and a ratio that is
-        never told could never rise above it.
+        never told could never rise above it. A step without any gradient (all answers wrong) says nothing: nothing in
+        it was left to chance, and a mean that counted it would blame the gradient of the others on pruning.
 
         Example: unpruned steps of 1.0 and 2.0 make a mean of 1.1; a pruned step of 3.3 then has a ratio of 3.
         """
-        if math.isnan(squared_norm):
+        if math.isnan(squared_norm) or squared_norm == 0:
             return None
         if not math.isfinite(squared_norm):
             return math.inf if pruned and self.mean else None
         if pruned:
             return squared_norm / self.mean if self.mean else None
         self.mean = _NOISE_DECAY * self.mean + (1 - _NOISE_DECAY) * squared_norm if self.mean else squared_norm
+        if len(self.steps) < NOISE_REFERENCE_STEPS:
+            self.steps.append(step)
         return 1.0
+
+    def is_wanting(self, before: int) -> bool:
+        """Whether the steps before `before` (from 1) were too few to compare with."""
+        return sum(step < before for step in self.steps) < NOISE_REFERENCE_STEPS
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers."""
+        return {"mean": self.mean, "steps": list(self.steps)}
+
+    def load_state_dict(self, state: Mapping[str, Any] | float) -> None:
+        """Restore; of a checkpoint from before steps were counted, the mean alone."""
+        if isinstance(state, Mapping):
+            self.mean, self.steps = float(state["mean"]), [int(step) for step in state["steps"]]
+        else:
+            self.mean, self.steps = float(state), [0] * NOISE_REFERENCE_STEPS if state else []
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dppo_megatron.config.pruning import CompletionPruningConfig
+from dppo_megatron.config.pruning import CompletionPruningConfig, exact_rate
 from dppo_megatron.pruning.designs import Draw, draw
 from dppo_megatron.pruning.interface import (
     CompletionBatch,
@@ -39,7 +39,6 @@ class CompletionPolicyBase:
         zero_advantage_slope: coefficient of a KL (or entropy) term in the loss; above 0, completions without advantage
             still carry gradient and keep a positive probability.
         group_size: completions of a whole group, G; 0: not known.
-        rest_steps: steps at the start without pruning even if `warmup_steps` is smaller; see `budget.NoiseReference`.
     """
 
     methods: ClassVar[tuple[str, ...]] = ("none",)
@@ -57,15 +56,14 @@ class CompletionPolicyBase:
         total_steps: int,
         zero_advantage_slope: float = 0.0,
         group_size: int = 0,
-        rest_steps: int = 0,
     ) -> None:
         self.config = config
         self.rate = self.rate_of(config)
         self.seed = seed
         self.zero_advantage_slope = zero_advantage_slope
         self.group_size = group_size
-        self.warmup_steps = max(config.warmup_steps, rest_steps)
-        self.last_active_step = math.ceil(config.anneal_fraction * total_steps - 1e-9) - 1
+        self.warmup_steps = config.warmup_steps
+        self.last_active_step = math.ceil(exact_rate(config.anneal_fraction) * total_steps) - 1
 
     @classmethod
     def rate_of(cls, config: CompletionPruningConfig) -> float:
@@ -103,6 +101,7 @@ class CompletionPolicyBase:
         step: int,
         minibatch: int = 0,
         capacity: StepCapacity | None = None,
+        rest: str = "",
     ) -> Selection:
         """See `CompletionPolicy.prune`.
 
@@ -110,8 +109,10 @@ class CompletionPolicyBase:
             ValueError: arrays of different lengths, NaN advantages, denominators that are not positive.
         """
         check_batch(batch)
-        if step < self.warmup_steps or step > self.last_active_step:
-            return keep_all(len(batch), self.name, "annealed" if step > self.last_active_step else "warm-up")
+        if not rest and not self.warmup_steps <= step <= self.last_active_step:
+            rest = "annealed" if step > self.last_active_step else "warm-up"
+        if rest:
+            return keep_all(len(batch), self.name, rest)
         if len(batch) == 0:  # which prompts were drawn decides that, so the label must be that of any other batch
             return keep_all(0, self.name, "empty batch", self._label_of_nothing(batch, (step, minibatch)))
         order = np.lexsort((batch.completion_index, batch.group, batch.prompt_index))

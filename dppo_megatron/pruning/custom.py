@@ -83,6 +83,8 @@ class CustomCompletionPolicy(CompletionPolicyBase):
 
     methods: ClassVar[tuple[str, ...]] = ()
     reads: ClassVar[tuple[str, ...]] = (*_READS, "warmup_steps")
+    _kind: str = ""
+    """Of the answers so far; no part of the state, since it decides nothing."""
 
     def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
         """Which completions [n] to train on, sorted by prompt and completion. Steps count from 0.
@@ -104,7 +106,7 @@ class CustomCompletionPolicy(CompletionPolicyBase):
         live = batch.prompt_weight > 0
         if self.zero_advantage_slope == 0:
             live = live & (batch.advantages != 0)
-        choice = _checked(self.choose(batch, step=step, minibatch=minibatch), len(batch), config.method)
+        choice = self._chosen(batch, step, minibatch)
         score = np.abs(batch.advantages)
         if isinstance(choice, Draw):
             _check_support(choice, live, config.method)
@@ -118,8 +120,19 @@ class CustomCompletionPolicy(CompletionPolicyBase):
         return _with_figures(selection, score)
 
     def _label_of_nothing(self, batch: CompletionBatch, counters: tuple[int, int]) -> Label:
-        step, minibatch = counters
-        return self._label_of(_checked(self.choose(batch, step=step, minibatch=minibatch), 0, self.config.method))
+        return self._label_of(self._chosen(batch, *counters))
+
+    def _chosen(self, batch: CompletionBatch, step: int, minibatch: int) -> Choice:
+        """The answer of `choose`, always of one kind: which prompts were drawn must not decide the label."""
+        choice = _checked(self.choose(batch, step=step, minibatch=minibatch), len(batch), self.config.method)
+        kind = "a Draw" if isinstance(choice, Draw) else "a pick" if choice.dtype == np.bool_ else "probabilities"
+        if self._kind and kind != self._kind:
+            raise UserError(
+                f"{self.config.method}.choose returned {kind} and, earlier in this run, {self._kind}: the label would"
+                " depend on what was drawn; return the same kind always, for an empty batch too"
+            )
+        self._kind = kind
+        return choice
 
     def _label_of(self, choice: Choice) -> Label:
         """By the kind of the answer and the settings: the probabilities depend on which prompts were drawn."""

@@ -143,7 +143,7 @@ def systematic(inclusion_prob: FloatArray, *, order: IntArray, start: float) -> 
     rest = order[(ordered > 0.0) & (ordered < 1.0)]
     total, cumulated = 0.0, np.cumsum(pi[rest])
     if len(rest):
-        total = float(cumulated[-1])
+        total = float(pi[rest].sum())  # in pairs: a million probabilities cumulated one by one are 5e-7 off
         if _is_whole(total):
             total = float(round(total))
             cumulated = np.minimum(cumulated, total)

@@ -155,10 +155,11 @@ class PromptPolicy(Protocol):
         """The rewards decide how many prompts are rolled out and which groups go on: `keep_groups` is a selection."""
         ...
 
-    def select(self, prompt_index: IntArray, *, step: int, minibatch: int = 0) -> Selection:
+    def select(self, prompt_index: IntArray, *, step: int, minibatch: int = 0, rest: str = "") -> Selection:
         """Decide about the nominal prompts [n] of one optimizer mini-batch. Same arguments and history, same answer.
 
-        Steps count from 0. Changes no state: a step that is given up after it leaves nothing behind.
+        Steps count from 0. Changes no state: a step that is given up after it leaves nothing behind. `rest` says why
+        nothing is to be skipped; empty where nothing speaks against it.
         """
         ...
 
@@ -231,10 +232,12 @@ class CompletionPolicy(Protocol):
         step: int,
         minibatch: int = 0,
         capacity: StepCapacity | None = None,
+        rest: str = "",
     ) -> Selection:
         """Decide about one mini-batch, once: a draw reused after an update is biased. Changes no state.
 
         Steps count from 0. With a capacity, the methods that read `fill_slack` keep more where micro-batches have room.
+        `rest` is that of `PromptPolicy.select`.
         """
         ...
 

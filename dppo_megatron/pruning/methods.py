@@ -7,7 +7,12 @@ from typing import Protocol, TypeVar
 
 from dppo_megatron.config.plugins import is_plugin, load_function
 from dppo_megatron.config.pruning import PruningConfig
-from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES, completion_policy_class
+from dppo_megatron.pruning.policies import (
+    COMPLETION_POLICIES,
+    PROMPT_POLICIES,
+    completion_policy_class,
+    prompt_policy_class,
+)
 from dppo_megatron.pruning.prompt_base import PromptPolicyBase
 from dppo_megatron.types import UserError
 
@@ -59,18 +64,28 @@ def levels(name: str) -> tuple[str, str]:
 def method_overrides(name: str) -> list[str]:
     """The settings that make a job use this method."""
     prompt, completion = levels(name)
-    allocates = "allocation" in completion_policy_class(completion).reads
     return [
         f"pruning.prompt.method={prompt}",
         f"pruning.completion.method={completion}",
-        *([] if allocates else ["pruning.completion.allocation=false"]),  # meant for the methods that know it
+        *(f"pruning.{level}.{key}={str(off).lower()}" for level, key, off in _not_for(prompt, completion)),
     ]
 
 
 def with_method(config: C, name: str) -> C:
     """A copy of `config` that uses this method."""
     changed = copy.deepcopy(config)
-    changed.pruning.prompt.method, changed.pruning.completion.method = levels(name)
-    if "allocation" not in completion_policy_class(changed.pruning.completion.method).reads:
-        changed.pruning.completion.allocation = False
+    prompt, completion = levels(name)
+    changed.pruning.prompt.method, changed.pruning.completion.method = prompt, completion
+    for level, key, off in _not_for(prompt, completion):
+        setattr(getattr(changed.pruning, level), key, off)
     return changed
+
+
+def _not_for(prompt: str, completion: str) -> list[tuple[str, str, float]]:
+    """(level, setting, value that turns it off) of what is meant for other methods and refused with these."""
+    levels_read = (
+        ("prompt", prompt_policy_class(prompt).reads),
+        ("completion", completion_policy_class(completion).reads),
+    )
+    off = [("completion", "allocation", False)] if "allocation" not in levels_read[1][1] else []
+    return [*off, *((level, "max_noise_ratio", 0) for level, reads in levels_read if "max_noise_ratio" not in reads)]

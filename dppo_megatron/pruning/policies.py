@@ -16,7 +16,6 @@ from dppo_megatron.config.pruning import (
     check_prompt,
 )
 from dppo_megatron.pruning import completion_baselines as baselines
-from dppo_megatron.pruning.budget import NOISE_REFERENCE_STEPS
 from dppo_megatron.pruning.completion_base import CompletionPolicyBase
 from dppo_megatron.pruning.completion_dppo import AutoCompletionPolicy, DppoCompletionPolicy
 from dppo_megatron.pruning.custom import check_custom
@@ -96,6 +95,15 @@ def check_methods(config: PruningConfig, *, group_size: int = 0, minibatch_size:
             f"pruning.completion.allocation = true: method={config.completion.method} has no rate that more prompts"
             " could fill; set it to false"
         )
+    for key, section, reads in (
+        ("pruning.prompt", config.prompt, prompt.reads),
+        ("pruning.completion", config.completion, completion.reads),
+    ):
+        if section.max_noise_ratio > 0 and "max_noise_ratio" not in reads:
+            raise UserError(
+                f"{key}.max_noise_ratio = {section.max_noise_ratio:g}: method={section.method} has no rate that could"
+                " back off, so it would bound nothing; set it to 0, or use method=dppo or dppo_auto"
+            )
     if is_plugin(config.prompt.method):  # a trial, because its __init__ may be wrong too
         make_prompt_policy(
             config.prompt, num_prompts=1, completions_per_prompt=1, prompts_per_step=1, total_steps=1, seed=0
@@ -108,17 +116,10 @@ def check_methods(config: PruningConfig, *, group_size: int = 0, minibatch_size:
     ]
 
 
-def reference_steps(config: PruningConfig) -> int:
-    """Steps at the start that neither level prunes, so that `max_noise_ratio` has something to compare with.
-
-    0 where no method reads a bound. Both levels rest: the norm of one estimate has the noise of both.
-    """
-    reads = (
-        config.prompt.max_noise_ratio > 0 and "max_noise_ratio" in prompt_policy_class(config.prompt.method).reads,
-        config.completion.max_noise_ratio > 0
-        and "max_noise_ratio" in completion_policy_class(config.completion.method).reads,
-    )
-    return NOISE_REFERENCE_STEPS if any(reads) else 0
+def bounds_noise(config: PruningConfig) -> bool:
+    """Whether either level has a `max_noise_ratio`. Both then rest while there is nothing to compare with: the norm of
+    one estimate has the noise of both."""
+    return config.prompt.max_noise_ratio > 0 or config.completion.max_noise_ratio > 0
 
 
 def make_prompt_policy(
@@ -129,7 +130,6 @@ def make_prompt_policy(
     prompts_per_step: int,
     total_steps: int,
     seed: int,
-    rest_steps: int = 0,
     features: PromptFeatures | None = None,
 ) -> PromptPolicy:
     """The policy of `pruning.prompt.method`.
@@ -141,7 +141,6 @@ def make_prompt_policy(
         prompts_per_step: nominal prompts of a step; with num_prompts it says how many steps an epoch has.
         total_steps: length of the run, for annealing.
         seed: the run's seed.
-        rest_steps: steps at the start that are not pruned whatever `warmup_epochs` says.
         features: what is known of each prompt before it is tried; None: nothing.
 
     Raises:
@@ -164,7 +163,6 @@ def make_prompt_policy(
         prompts_per_step=prompts_per_step,
         total_steps=total_steps,
         seed=seed,
-        rest_steps=rest_steps,
         features=features,
     )
 
@@ -176,7 +174,6 @@ def make_completion_policy(
     total_steps: int,
     zero_advantage_slope: float = 0.0,
     group_size: int = 0,
-    rest_steps: int = 0,
 ) -> CompletionPolicy:
     """The policy of `pruning.completion.method`.
 
@@ -188,7 +185,6 @@ def make_completion_policy(
             wrong.
         group_size: completions of a whole group, for the methods that keep a count of each; 0: not known, and a rate
             that keeps none of a group is found out when it comes.
-        rest_steps: steps at the start that are not pruned whatever `warmup_steps` says.
 
     Raises:
         UserError: a setting is out of range; the message names its key.
@@ -204,7 +200,6 @@ def make_completion_policy(
         total_steps=total_steps,
         zero_advantage_slope=zero_advantage_slope,
         group_size=group_size,
-        rest_steps=rest_steps,
     )
 
 

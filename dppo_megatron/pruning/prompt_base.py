@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import numpy as np
 
-from dppo_megatron.config.pruning import PromptPruningConfig
+from dppo_megatron.config.pruning import PromptPruningConfig, exact_rate
 from dppo_megatron.pruning.designs import draw
 from dppo_megatron.pruning.history import PromptHistory, check_ids, check_visits
 from dppo_megatron.pruning.interface import (
@@ -54,8 +55,6 @@ class PromptPolicyBase:
         prompts_per_step: nominal prompts of a step, N.
         total_steps: length of the run, for annealing.
         seed: the run's seed.
-        rest_steps: steps at the start without pruning even if `warmup_epochs` is shorter: those whose gradient noise
-            `max_noise_ratio` compares with.
         features: what is known of each prompt before it is tried; None: nothing.
     """
 
@@ -73,7 +72,6 @@ class PromptPolicyBase:
         prompts_per_step: int,
         total_steps: int,
         seed: int,
-        rest_steps: int = 0,
         features: PromptFeatures | None = None,
     ) -> None:
         self.config = config
@@ -82,8 +80,8 @@ class PromptPolicyBase:
         self.prompts_per_step = prompts_per_step
         self.seed = seed
         steps_per_epoch = num_prompts / prompts_per_step
-        self.warmup_steps = max(math.ceil(config.warmup_epochs * steps_per_epoch - 1e-9), rest_steps)
-        self.last_active_step = math.ceil(config.anneal_fraction * total_steps - 1e-9) - 1
+        self.warmup_steps = math.ceil(exact_rate(config.warmup_epochs) * Fraction(num_prompts, prompts_per_step))
+        self.last_active_step = math.ceil(exact_rate(config.anneal_fraction) * total_steps) - 1
         self.history = PromptHistory(
             num_prompts, prior=config.prior, discount=config.discount, steps_per_epoch=steps_per_epoch
         )
@@ -112,10 +110,10 @@ class PromptPolicyBase:
         """False: every nominal prompt is offered once, and every group goes on."""
         return False
 
-    def select(self, prompt_index: IntArray, *, step: int, minibatch: int = 0) -> Selection:
+    def select(self, prompt_index: IntArray, *, step: int, minibatch: int = 0, rest: str = "") -> Selection:
         """See `PromptPolicy.select`; pi = 1 for all during warm-up and after annealing."""
         ids = check_ids(prompt_index, len(self.history))
-        resting = self._resting(step)
+        resting = rest or self._resting(step)
         order = np.argsort(ids, kind="stable")
         if len(ids) == 0:
             return keep_all(0, self.name, resting)

@@ -51,6 +51,9 @@ def _widest(ascending: FloatArray, wanted: int) -> tuple[BoolArray, FloatArray]:
     zero = np.zeros((num_groups, 1))
     # Centred first: variances as differences of large sums would lose their digits.
     centred = ascending - ascending.mean(axis=1, keepdims=True)
+    # In units of the largest, so that what counts as equal below does not depend on the scale of the rewards.
+    largest = np.abs(centred).max(axis=1, keepdims=True, initial=0.0)
+    centred = centred / np.where(largest > 0, largest, 1.0)
     sums = np.concatenate([zero, np.cumsum(centred, axis=1)], axis=1)
     squares = np.concatenate([zero, np.cumsum(np.square(centred), axis=1)], axis=1)
     low = np.arange(wanted + 1)

@@ -35,10 +35,12 @@ from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCo
 from dppo_megatron.pruning.merging import is_reweighted, merge, with_refills
 from dppo_megatron.pruning.monitors import step_metrics
 from dppo_megatron.pruning.outcomes import check_outcomes
-from dppo_megatron.pruning.policies import check_methods, reference_steps
+from dppo_megatron.pruning.policies import bounds_noise, check_methods
 from dppo_megatron.selection.arrays import Chosen, Decision, Rollouts, completion_batch, join, part
 from dppo_megatron.selection.coefficients import Coefficients
 from dppo_megatron.types import FloatArray, IntArray, UserError
+
+_NO_REFERENCE = "max_noise_ratio has too few unpruned steps to compare with"
 
 
 @dataclass
@@ -48,6 +50,8 @@ class _Step:
     number: int
     position: int
     """Of the order, before its first prompt."""
+    rest: str = ""
+    """Why nothing is pruned in it, where that is not for the policies to say."""
     rounds: int = 0
     offered: list[IntArray] = field(default_factory=list)
     selections: list[Selection] = field(default_factory=list)
@@ -127,14 +131,12 @@ class Selector:
         group = config.rollout.completions_per_prompt
         per_minibatch = self.prompts_per_step // self._updates * group
         check_methods(config.pruning, group_size=group, minibatch_size=per_minibatch)
-        rest_steps = reference_steps(config.pruning)
         self._completion_policy = make_completion_policy(
             config.pruning.completion,
             seed=config.seed,
             total_steps=config.steps,
             zero_advantage_slope=zero_advantage_slope(config.objective),
             group_size=group,
-            rest_steps=rest_steps,
         )
         self._coefficients = Coefficients(config, self.prompts_per_step)
         if num_prompts < self.prompts_per_step:
@@ -146,13 +148,12 @@ class Selector:
             prompts_per_step=self.prompts_per_step,
             total_steps=config.steps,
             seed=config.seed,
-            rest_steps=rest_steps,
             features=features,
         )
         sizes = {"": num_prompts} if set_sizes is None else set_sizes
         self._order = order or make_order(sizes, train_set_weights(config), config.seed, self.prompts_per_step)
         self._position = 0
-        self._noise = NoiseReference()
+        self._bounds_noise, self._noise = bounds_noise(config.pruning), NoiseReference()
         self._delay = min(config.rollout.async_steps, 1)
         """Steps that a prompt policy's feedback comes late: a step that begins ahead cannot know what the one before it
         cost, and one that does not, because a checkpoint is due, must choose the same."""
@@ -175,7 +176,8 @@ class Selector:
         self._learn()
         while self._costs and self._costs[0].step < step - self._delay:
             self._said += self._prompt_policy.feedback(self._costs.pop(0))
-        self._open.append(_Step(step, self._position))
+        wanting = self._bounds_noise and self._noise.is_wanting(step - self._delay)
+        self._open.append(_Step(step, self._position, _NO_REFERENCE if wanting else ""))
         return self._choose(self.prompts_per_step, self._open[-1], self._updates)
 
     def refill(self, rewards: FloatArray, step: int) -> Chosen | None:
@@ -208,7 +210,7 @@ class Selector:
         nominal = self.prompts_per_step * size
         batch = completion_batch(prompts, rollouts, advantages, denominator, groups, trainable, nominal)
         rows = np.flatnonzero(trainable)
-        completions = self._prune_minibatches(batch, minibatch[rows // size], zero_based)
+        completions = self._prune_minibatches(batch, minibatch[rows // size], of)
         kept = np.zeros(rollouts.rewards.size, dtype=np.bool_)
         weight = np.zeros(rollouts.rewards.size)
         kept[rows] = completions.kept
@@ -245,7 +247,8 @@ class Selector:
         """What the step cost and how noisy its gradient was; lines for the log if a rate moved.
 
         Called once each step, also where an update was skipped: its gradient norm is then NaN, and only the seconds are
-        learned. The noise ratio is the squared gradient norm over its running mean on steps where every weight was 1.
+        learned. The noise ratio is the squared gradient norm over its running mean on steps where every weight was 1;
+        a step without a gradient has none.
         """
         of = self._of(cost.step)
         if of is not self._open[0] or (of.outcome is None and of.before is None):
@@ -253,7 +256,7 @@ class Selector:
         if of.before is None:  # else the next step, which has begun, has made it learn
             self._learn()
         self._open.pop(0)
-        ratio = self._noise.ratio(cost.grad_norm * cost.grad_norm, pruned=of.reweighted)
+        ratio = self._noise.ratio(cost.grad_norm * cost.grad_norm, cost.step, pruned=of.reweighted)
         of_prompts, of_completions = (replace(cost, noise_ratio=ratio, kept_cost=kept) for kept in of.kept_costs)
         self._costs.append(of_prompts)
         if not self._delay:
@@ -274,7 +277,7 @@ class Selector:
         self._prompt_policy.load_state_dict(state["prompt"])
         self._completion_policy.load_state_dict(state["completion"])
         self._position = state["position"]
-        self._noise = NoiseReference(state["unpruned_noise"])
+        self._noise.load_state_dict(state["unpruned_noise"])
         self._coefficients.mean_length = state["mean_length"]
         self._costs = [StepCost(**cost) for cost in state["costs"]]
         self._open, self._said = [], []
@@ -286,7 +289,7 @@ class Selector:
             "prompt": self._prompt_policy.state_dict(undo=before.visits if before else None),
             "completion": self._completion_policy.state_dict(),
             "position": self._position if given_up is None else given_up.position,
-            "unpruned_noise": self._noise.mean,
+            "unpruned_noise": self._noise.state_dict(),
             "mean_length": before.mean_length if before else self._coefficients.mean_length,
             "costs": [asdict(cost) for cost in (before.costs if before else self._costs)],
         }
@@ -330,7 +333,8 @@ class Selector:
         of.rounds += 1
         chosen = []
         for index, mine in enumerate(np.array_split(nominal, parts)):
-            selection = self._prompt_policy.select(mine, step=of.number - 1, minibatch=len(of.selections))
+            place = len(of.selections)
+            selection = self._prompt_policy.select(mine, step=of.number - 1, minibatch=place, rest=of.rest)
             kept = selection.kept
             minibatch = np.full(int(kept.sum()), index, dtype=np.int64)
             columns = selection.inclusion_prob[kept], selection.weight[kept], minibatch, selection.planned[kept]
@@ -359,12 +363,16 @@ class Selector:
         skips = np.array([False] if self._prompt_policy.resamples else by_draw)
         return self._coefficients.denominator(lengths, minibatch, groups, skips)
 
-    def _prune_minibatches(self, batch: CompletionBatch, minibatch: IntArray, step: int) -> Selection:
+    def _prune_minibatches(self, batch: CompletionBatch, minibatch: IntArray, of: _Step) -> Selection:
         """The completion policy on each mini-batch [n], put together in the order of `batch`."""
         rows = [np.flatnonzero(minibatch == index) for index in range(self._updates)]
         parts = [
             self._completion_policy.prune(
-                part(batch, mine, self._updates), step=step, minibatch=index, capacity=self._capacity
+                part(batch, mine, self._updates),
+                step=of.number - 1,
+                minibatch=index,
+                capacity=self._capacity,
+                rest=of.rest,
             )
             for index, mine in enumerate(rows)
         ]

@@ -1,4 +1,4 @@
-"""Random configurations of a step, their full-batch coefficients by definition, and expectations over every draw.
+"""A step of a random configuration, its full-batch coefficients by definition, and expectations over every draw.
 
 Kept apart from the tests because three of them use it. Nothing here reads a label. The coefficients are computed one
 completion at a time from the formulas of docs/objectives.md, for the configuration without pruning; the expectation is
@@ -11,26 +11,27 @@ a sum over all draws of the design, found by steering the uniform numbers that t
 from __future__ import annotations
 
 import itertools
+import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from label_configs import check_sections, make_config, make_features, make_outcomes
 
 from dppo_megatron import randomness
-from dppo_megatron.config.objective import KLConfig, ObjectiveConfig, OverlongConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.slack import TokenCapacity
 from dppo_megatron.pruning import StepCost, completion_base, prompt_base, prompt_resampling
-from dppo_megatron.pruning.interface import PromptFeatures
-from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES
 from dppo_megatron.selection import Decision, Rollouts, Selector
 from dppo_megatron.types import UserError
 
-LIMIT = 12
+SEED = int(os.environ.get("DPPO_LABEL_SEED", "20261122"))
 ALMOST_ONE = 1.0 - 2.0**-53
 
 
@@ -55,123 +56,39 @@ class Case:
         return self.selector.finish(_rows_of(table, rows), self.step)
 
 
-# ------------------------------------------------------------------------------------------ the generator
-
-
-def make_config(rng: np.random.Generator) -> Config:
-    """Any settings that look reasonable one by one; together they may be refused."""
-
-    def one(*values: Any) -> Any:
-        return values[rng.integers(len(values))]
-
-    config = Config(steps=int(one(8, 400, 400)), seed=int(rng.integers(2**31)))
-    pruning = config.pruning
-    weighted = ("none", "dppo", "dppo", "dppo_auto", "infobatch", "greso_ht")  # half of the cases can be unbiased
-    pruning.prompt.method = one(*(weighted if rng.random() < 0.7 else PROMPT_POLICIES))
-    pruning.completion.method = one(*(weighted if rng.random() < 0.7 else COMPLETION_POLICIES))
-    for level in (pruning.prompt, pruning.completion):
-        level.rate = one(0.0, 0.25, 0.3, 0.5, 0.5, 0.6, 0.7, 0.9, float(rng.uniform(0, 0.95)))
-        level.p_min = float(one(0.02, 0.05, 1 - level.rate, rng.uniform(0.01, 1 - level.rate)))
-        level.design, level.estimator = (
-            one("systematic", "systematic", "poisson"),
-            one("ht", "ht", "ht", "c_form", "hajek"),
-        )
-        capped = rng.random() < 0.3
-        level.max_weight = float(one(1, 1.3, 2, 3, 5, 20, 1 / level.p_min, 100)) if capped else 0.0
-        level.anneal_fraction = float(one(*[1] * 8, 0.5, 0.0))
-        level.cost_aware = one(False, False, True)
-        level.max_design_effect = float(one(0, 0, 0, 0, 1.1, 1.6))
-        level.max_noise_ratio = float(one(*[0] * 7, 1.5))
-        level.auto_rule = one("cost", "design_effect")
-    pruning.prompt.score = one("fit", "fit", "beta", "mean_abs", "rms")
-    pruning.prompt.warmup_epochs = float(one(0, 0, 0, 0, 0.5, 1))
-    pruning.prompt.fixed_cost_ratio = float(one(0, 0.01, 0.1, 1))
-    pruning.prompt.revisit_epochs = float(one(0, 1.5))
-    pruning.prompt.refill.enabled = one(True, True, False)
-    pruning.prompt.refill.max_rounds = int(one(1, 3))
-    pruning.prompt.greso.smallest_refill_prompts = 1
-    pruning.completion.score = one("free_norm", "abs_advantage")
-    pruning.completion.warmup_steps = int(one(*[0] * 7, 2))
-    pruning.completion.rollout_cost_ratio = float(one(0, 0.01, 0.1, 1))
-    pruning.completion.kl_slope = float(one(0, 1, 1))
-    pruning.completion.fill_slack = one(True, False)
-    pruning.completion.allocation = one(False, True)
-    loss = one("clip", "clip", "gspo", "cispo", "divergence_tv")
-    config.objective = ObjectiveConfig(
-        loss=loss,
-        clip_low=float(one(0.0, 0.2, 0.5)),
-        clip_high=float(one(0.0, 0.28, 5.0)),
-        dual_clip=float(one(0, 10)) if loss == "clip" else 0.0,
-        advantage=one("group_std", "group_mean", "rloo", "reinforce_baseline"),
-        advantage_eps=one(0.0, 1e-6, 0.1),
-        normalization=one("sequence_mean", "token_mean", "constant"),
-        kl=KLConfig(coef=one(0.0, 0.0, 0.04), estimator=one("k1", "k2", "k3", "k3_unbiased")),
-        entropy_coef=one(0.0, 0.0, 0.01),
-        overlong=OverlongConfig(buffer_tokens=int(one(0, 0, 6)), filter=bool(rng.random() < 0.08)),
-        updates_per_step=int(one(1, 1, 2, 3)),
-    )
-    # Small enough that every pattern of independent coins can be tried.
-    coins = pruning.completion.design == "poisson" or pruning.prompt.design == "poisson"
-    shape = one((2, 2), (2, 3), (3, 2)) if coins else one((2, 2), (3, 2), (4, 2), (4, 3), (6, 2), (3, 4), (2, 8))
-    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = shape
-    config.rollout.sampling.max_completion_tokens = LIMIT
-    return config
-
-
-def make_outcomes(rng: np.random.Generator, num_prompts: int, size: int, *, binary: bool) -> Rollouts:
-    """Ties, groups that are all right or all wrong, failed gradings, graded rewards, and what cannot be told apart."""
-    shape = (num_prompts, size)
-    kind = rng.integers(0, 4)
-    rewards = (rng.random(shape) < rng.choice([0.0, 0.3, 0.5, 1.0], (num_prompts, 1))).astype(np.float64)
-    if kind == 1:
-        rewards = rng.choice([0.0, 0.1, 1.0], shape)
-    elif kind == 2:
-        rewards = rng.random(shape)
-    elif kind == 3 and not binary:
-        rewards = rng.normal(0, 10.0 ** rng.integers(-3, 4), shape)
-    rewards = np.where(rng.random(shape) < rng.choice([0.0, 0.2]), np.nan, rewards)
-    if rng.random() < 0.2:
-        rewards[rng.integers(num_prompts)] = np.nan
-    lengths = rng.integers(1, LIMIT + 1, shape)
-    truncated = (lengths == LIMIT) & (rng.random(shape) < 0.8) if rng.random() < 0.5 else None
-    surprisal = rng.uniform(0.01, 1, shape) * np.sqrt(lengths)
-    surprisal[rng.random(shape) < rng.choice([0.0, 0.1])] = 0.0
-    tokens = rng.integers(1, 5, num_prompts) if rng.random() < 0.5 else None
-    return Rollouts(rewards, lengths, surprisal, tokens, truncated)
-
-
-def make_features(rng: np.random.Generator, num_prompts: int) -> PromptFeatures | None:
-    """Rows that say something about prompts, in half of the cases."""
-    if rng.random() < 0.5:
-        return None
-    level = rng.choice([0.0, 1.0, 2.0, np.nan], num_prompts)
-    return PromptFeatures(rng.integers(1, 9, num_prompts), level, rng.integers(0, 2, num_prompts), ("", "a"))
-
-
-def make_case(index: int) -> Case:
-    """The case of this number: refused settings are drawn anew, then up to six steps are played."""
-    rng = np.random.default_rng((20261122, index))
+def accepted(index: int) -> tuple[np.random.Generator, Selector, Config, int]:
+    """The configuration of this number, its selector and its number of problems: refused settings are drawn anew."""
+    rng = np.random.default_rng((SEED, index))
     while True:
         config = make_config(rng)
-        binary = config.pruning.prompt.method.startswith("dppo") and config.pruning.prompt.score == "beta"
         num_prompts = config.rollout.prompts_per_step * int(rng.choice([1, 1, 2])) + int(rng.integers(0, 3))
         num_prompts *= 4 if config.pruning.completion.allocation else 1
         room = TokenCapacity(PackingLayout(data_parallel=int(rng.integers(1, 3))), 40) if rng.random() < 0.5 else None
         try:
+            check_sections(config)
             selector = Selector(config, num_prompts, capacity=room, features=make_features(rng, num_prompts))
         except UserError:
             continue
-        if selector.prompts_per_step > 8:
-            continue
-        break
+        if selector.prompts_per_step <= 8:
+            return rng, selector, config, num_prompts
+
+
+def make_case(index: int) -> Case:
+    """The case of this number: up to six steps of its configuration are played."""
+    rng, selector, config, num_prompts = accepted(index)
+    binary = config.pruning.prompt.method.startswith("dppo") and config.pruning.prompt.score == "beta"
     size = config.rollout.completions_per_prompt
     case = Case(config, selector, 1, selector.state_dict(), make_outcomes(rng, num_prompts, size, binary=binary))
     for step in range(1, int(rng.integers(2, 8))):
         case.outcomes = make_outcomes(rng, num_prompts, size, binary=binary)
         case.run()
-        norm = float(rng.uniform(0.5, 2.0))
+        if config.rollout.async_steps and rng.random() < 0.5:  # else a checkpoint was due
+            selector.begin(step + 1)
+        norm = float(rng.choice([0.0, np.nan, 1.0, 1.0, rng.uniform(0.5, 2.0)]))
         selector.feedback(StepCost(step, 2.0, float(rng.uniform(0.1, 5)), 0.5, grad_norm=norm))
         case.step, case.state = step + 1, selector.state_dict()
+    if "monitor" in case.state["prompt"] and rng.random() < 0.1:
+        case.state["prompt"]["monitor"]["believed"] = False  # what 48 groups of a bad score come to
     case.outcomes = make_outcomes(rng, num_prompts, size, binary=binary)
     return case
 
@@ -184,12 +101,19 @@ def _rows_of(table: Rollouts, rows: np.ndarray) -> Rollouts:
 # ---------------------------------------------------------------------- coefficients of the full batch
 
 
+def planned_prompts(config: Config) -> int:
+    """Nominal prompts of a step: with allocation so many more that what is kept of them fills the update."""
+    pruning, nominal = config.pruning.completion, config.rollout.prompts_per_step
+    rate = Fraction(1, 2) if pruning.rate is None else Fraction(str(pruning.rate))
+    return math.floor(nominal / (1 - rate)) if pruning.allocation else nominal
+
+
 def full_coefficients(case: Case, nominal: np.ndarray) -> tuple[dict[tuple[int, int], float], dict[Any, float]]:
     """A / D and 1 / D of every completion of the nominal prompts, without any pruning, by definition."""
     objective, table = case.config.objective, case.outcomes
     size, updates = table.rewards.shape[1], objective.updates_per_step
     limit = case.config.rollout.sampling.max_completion_tokens
-    share = len(nominal) // updates
+    share = planned_prompts(case.config) // updates
     centred: dict[tuple[int, int], float] = {}
     for q in nominal.tolist():
         rewards = {}
@@ -265,6 +189,7 @@ class Dice:
     def uniforms(self, seed: int, purpose: str, ids: np.ndarray, *counters: int) -> np.ndarray:
         """In the place of `randomness.uniforms`."""
         place = (purpose.split()[0], counters[-1])
+        self._now = place
         if purpose.endswith("coin") and place in self.coins:
             return self.coins[place](ids)
         return randomness.uniforms(seed, purpose, ids, *counters)
@@ -325,8 +250,11 @@ def every_draw(case: Case, dice: Dice, place: Place) -> Iterator[tuple[float, De
     for pattern in itertools.product((False, True), repeat=len(chance)):
         keep = np.ones(len(pi), dtype=bool)
         keep[chance] = pattern
-        coins = np.where(keep == greso, ALMOST_ONE, 0.0)
+        # as near to the edge as there is a number: a coin that is compared with another probability comes out wrong
+        edge = 1.0 - pi if greso else pi
+        coins = np.where(keep == greso, edge, np.nextafter(edge, 0.0))
         coins[pi == 1.0] = 0.5  # a certain row is kept whatever its coin
+        coins[pi == 0.0] = 0.5
         dice.coins[place] = lambda ids, coins=coins: coins
         yield float(np.prod(np.where(pattern, pi[chance], 1 - pi[chance]))), case.run()
     dice.coins.pop(place, None)
@@ -338,6 +266,8 @@ class Expected:
 
     coefficient: dict[tuple[int, int], float]
     inverse: dict[tuple[int, int], float]
+    frequency: dict[tuple[int, int], float]
+    """P(kept) over the product of the probabilities that the decisions tell: 1 where those are true."""
     labels: set[tuple[tuple[str, str], ...]]
     """Every ledger that came up, as (name, label) pairs."""
     decisions: list[Decision]
@@ -347,7 +277,7 @@ class Expected:
 
 def expectation(case: Case) -> Expected:
     """E[W A / D] and E[W / D], mini-batch by mini-batch: their draws are independent of each other."""
-    found = Expected({}, {}, set(), [], 0.0)
+    found = Expected({}, {}, {}, set(), [], 0.0)
     updates = case.config.objective.updates_per_step
     for minibatch in range(updates):
         dice = Dice()
@@ -357,19 +287,25 @@ def expectation(case: Case) -> Expected:
                     found.labels.add(tuple((row.name, row.label) for row in decision.ledger))
                     found.decisions.append(decision)
                     found.total += outer * inner
-                    size = case.outcomes.rewards.shape[1]
-                    share = case.selector.prompts_per_step // updates
+                    share = planned_prompts(case.config) // updates
                     mine = set(decision.offered[minibatch * share : (minibatch + 1) * share].tolist())
-                    mine = mine if not _resampled(case) else set(range(len(case.outcomes.rewards)))
-                    for totals, values in zip(
-                        (found.coefficient, found.inverse), drawn_coefficients(decision), strict=True
-                    ):
+                    mine = mine if not is_resampled(case) else set(range(len(case.outcomes.rewards)))
+                    drawn = *drawn_coefficients(decision), _inverse_probabilities(decision)
+                    for totals, values in zip((found.coefficient, found.inverse, found.frequency), drawn, strict=True):
                         for key, value in values.items():
                             if key[0] in mine:
                                 totals[key] = totals.get(key, 0.0) + outer * inner * value
-                    assert size == case.config.rollout.completions_per_prompt
     return found
 
 
-def _resampled(case: Case) -> bool:
+def _inverse_probabilities(decision: Decision) -> dict[tuple[int, int], float]:
+    size = max(len(decision.kept) // max(len(decision.prompts.prompt_index), 1), 1)
+    rows = np.flatnonzero(decision.kept)
+    both = decision.prompts.inclusion_prob[rows // size] * decision.completion_prob[rows]
+    keys = zip(decision.prompts.prompt_index[rows // size].tolist(), (rows % size).tolist(), strict=True)
+    return dict(zip(keys, (1.0 / both).tolist(), strict=True))
+
+
+def is_resampled(case: Case) -> bool:
+    """Rewards decide which groups go on; such a method is never compared with the full batch."""
     return case.config.pruning.prompt.method in ("greso", "dynamic_sampling")

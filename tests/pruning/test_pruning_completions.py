@@ -243,6 +243,17 @@ def test_per_group_counts_and_scales(method, size, expected):
     assert len(biased_rows(selection.ledger)) == 1
 
 
+@pytest.mark.parametrize("exponent", [-150, -20, 8, 150])
+def test_max_variance_does_not_depend_on_the_scale_of_rewards(exponent):
+    batch = make_batch(size=8, pass_rate=0.5)
+    batch = dataclasses.replace(batch, rewards=np.random.default_rng(2).choice([0.0, 0.25, 0.5, 2.0], len(batch)))
+    one = make("max_variance", rate=0.5).prune(batch, step=0)
+    scaled = dataclasses.replace(batch, rewards=batch.rewards * 2.0**exponent)
+    other = make("max_variance", rate=0.5).prune(scaled, step=0)
+    np.testing.assert_array_equal(one.kept, other.kept)
+    np.testing.assert_array_equal(one.inclusion_prob, other.inclusion_prob)
+
+
 def test_max_variance_takes_as_many_right_as_wrong_answers_where_it_can():
     batch = make_batch(size=8, pass_rate=0.5)
     kept = make("max_variance", rate=0.5).prune(batch, step=0).kept.reshape(-1, 8)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from label_cases import Case, make_outcomes
+from label_cases import Case
+from label_configs import make_outcomes
 from support import policies
 from support.job import job_config, read_metrics, settings, write_warm_job_files
 from support.launch import run_ranks
@@ -96,6 +98,21 @@ def test_a_design_of_ones_own_is_unbiased_on_average() -> None:
         assert drawn.ledger[0].label == "unbiased"
         total += drawn.weight
     np.testing.assert_allclose(total / 4000, 1.0, atol=5 * 0.0104)
+
+
+def test_completions_are_always_chosen_in_one_kind() -> None:
+    """Else a draw of other prompts would have another label: here a pick where the batch is small."""
+    config = _config("none", OWN + "Moody")
+    config.objective.overlong.filter = True
+    selector, rng = Selector(config, 4), np.random.default_rng(0)
+    rollouts = replace(make_outcomes(rng, 4, 3, binary=True), truncated=np.zeros((4, 3), dtype=np.bool_))
+    selector.begin(1)
+    selector.finish(rollouts, 1)
+    selector.feedback(StepCost(1, 1.0, 1.0, 0.0))
+    selector.begin(2)
+    few = np.arange(12).reshape(4, 3) > 2
+    with pytest.raises(UserError, match=r"Moody\.choose returned a pick and, earlier in this run, probabilities"):
+        selector.finish(replace(rollouts, truncated=few), 2)
 
 
 def test_a_completion_with_an_advantage_keeps_a_floor() -> None:

@@ -256,11 +256,21 @@ def test_uniform_numbers_belong_to_their_id():
     assert ((counts - 500) ** 2 / 500).sum() < 30  # chi-squared with 9 degrees: P < 5e-4, and the draw is fixed
 
 
+@pytest.mark.parametrize("count", [65536, 1 << 20])
+def test_a_large_draw_has_its_size(count):
+    """Rounding does not make a fixed size a random one."""
+    rng = np.random.default_rng(0)
+    pi = WaterFiller(rng.lognormal(0, 2, count), 0.05).solve(float(count // 3))
+    drawn = systematic(pi, order=rng.permutation(count), start=0.3)
+    assert drawn.fixed_size and drawn.kept.sum() == drawn.least_kept == count // 3
+
+
 def test_pairs_of_ids_are_distinct_streams():
     pairs = np.stack(np.meshgrid(np.arange(50), np.arange(50)), axis=-1).reshape(-1, 2)
     assert len(np.unique(uniforms(0, "x", pairs))) == 2500
     with pytest.raises(ValueError, match="expected"):
         uniforms(0, "x", np.zeros((2, 3), dtype=np.int64))
+    assert uniforms(0, "x", pairs[:0]).shape == uniforms(0, "x", pairs[:0, 0]).shape == (0,)
 
 
 def test_generators_are_keyed_by_all_counters():

@@ -6,17 +6,32 @@ Each case is a random configuration somewhere in a run (`label_cases`). All draw
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
-from collections import Counter
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from label_cases import Case, drawn_coefficients, expectation, full_coefficients, make_case, make_outcomes
+from label_cases import (
+    Case,
+    Expected,
+    accepted,
+    drawn_coefficients,
+    expectation,
+    full_coefficients,
+    is_resampled,
+    make_case,
+    planned_prompts,
+)
+from label_configs import OWN_COMPLETIONS, OWN_PROMPTS, check_sections, make_outcomes
 
 from dppo_megatron.config.objective import KLConfig, ObjectiveConfig, OverlongConfig
 from dppo_megatron.config.schema import Config
@@ -24,9 +39,10 @@ from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.pruning import StepCost
 from dppo_megatron.pruning.designs import poisson, systematic
 from dppo_megatron.pruning.labels import largest_weight
-from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES
+from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES, check_methods
 from dppo_megatron.pruning.weights import ESTIMATOR_WEIGHTS
 from dppo_megatron.selection import Decision, Rollouts, Selector
+from dppo_megatron.types import UserError
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 COUNT = int(os.environ.get("DPPO_LABEL_CONFIGS", os.environ.get("DPPO_FUZZ", "500")))
@@ -46,36 +62,174 @@ def check(case: Case) -> str:
         other = make_outcomes(rng, *case.outcomes.rewards.shape, binary=True)
         found = tuple((row.name, row.label) for row in case.run(other).ledger)
         assert found == ledger, f"the label depends on the outcome: {found} and {ledger}"
+    nominal = check_plan(case, expected)
     label = max((name for _, name in ledger), key=ORDER.index)
+    if label != "biased":
+        for key, frequency in expected.frequency.items():
+            assert frequency == pytest.approx(1.0, rel=3e-6), f"{key}: its probability is not that of the draws"
+    if not is_resampled(case):
+        check_weights(case, expected, dict(ledger))
     if label in ("exact", "unbiased"):
-        nominal = expected.decisions[0].offered[: case.selector.prompts_per_step]
-        coefficient, inverse = full_coefficients(case, nominal)
-        carries_zero = case.config.objective.kl.coef + case.config.objective.entropy_coef > 0
-        scale = max(abs(value) for value in [*coefficient.values(), max(inverse.values())])
-        compared = [(coefficient, expected.coefficient, 0)] + ([(inverse, expected.inverse, 1)] if carries_zero else [])
-        for full, mean, which in compared:
-            for key in full.keys() | mean.keys():
-                assert mean.get(key, 0.0) == pytest.approx(full.get(key, 0.0), rel=3e-6, abs=1e-6 * scale), key
-            if label == "exact":
-                for decision in expected.decisions:
-                    drawn = drawn_coefficients(decision)[which]
-                    for key in full:
-                        assert drawn.get(key, 0.0) == pytest.approx(full[key], rel=1e-9, abs=1e-12 * scale), key
+        check_expectation(case, expected, nominal, exact=label == "exact")
     return label
+
+
+def check_plan(case: Case, expected: Expected) -> np.ndarray:
+    """The nominal prompts: as many as planned, each once, the same in every draw; mini-batches are by their places."""
+    count = planned_prompts(case.config)
+    nominal = expected.decisions[0].offered[:count]
+    assert len(set(nominal.tolist())) == count and 0 <= nominal.min() <= nominal.max() < len(case.outcomes.rewards)
+    share = count // case.config.objective.updates_per_step
+    place = {q: position // share for position, q in enumerate(nominal.tolist())}
+    for decision in expected.decisions:
+        assert (decision.offered[:count] == nominal).all()
+        if not is_resampled(case):
+            minibatch = [place[q] for q in decision.prompts.prompt_index.tolist()]
+            size = case.config.rollout.completions_per_prompt
+            assert decision.minibatch.tolist() == np.repeat(minibatch, size).tolist()
+    return nominal
+
+
+def check_weights(case: Case, expected: Expected, labels: dict[str, str]) -> None:
+    """Where a level is not labelled biased, its weights are those of its estimator in every draw: no cap acts."""
+    pruning, updates = case.config.pruning, case.config.objective.updates_per_step
+    share, size = planned_prompts(case.config) // updates, case.config.rollout.completions_per_prompt
+    known = {
+        q: pi
+        for decision in expected.decisions
+        for q, pi in zip(decision.prompts.prompt_index.tolist(), decision.prompts.inclusion_prob, strict=True)
+    }
+    for decision in expected.decisions:
+        prompts = decision.prompts
+        each = np.repeat(prompts.weight, size)
+        for minibatch in range(updates):
+            if labels[f"prompt/{pruning.prompt.method}"] != "biased":
+                rows = prompts.minibatch == minibatch
+                nominal = decision.offered[minibatch * share : (minibatch + 1) * share].tolist()
+                pi = np.array([known.get(q, 0.0) for q in nominal])
+                kept = np.isin(nominal, prompts.prompt_index[rows])
+                weight = dict(zip(prompts.prompt_index[rows].tolist(), prompts.weight[rows].tolist(), strict=True))
+                wanted = _estimator(pruning.prompt.estimator, pi, kept)
+                assert [weight.get(q, 0.0) for q in nominal] == pytest.approx(wanted.tolist(), rel=1e-9)
+            if labels[f"completion/{pruning.completion.method}"] != "biased":
+                rows = (decision.minibatch == minibatch) & ~np.isnan(decision.completion_prob)
+                pi, kept = decision.completion_prob[rows], decision.kept[rows]
+                wanted = _estimator(pruning.completion.estimator, pi, kept) * each[rows]
+                assert decision.weight[rows].tolist() == pytest.approx(wanted.tolist(), rel=1e-6)
+
+
+def _estimator(name: str, pi: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Weights [n] by the definitions of docs/pruning.md, 0 where nothing was kept."""
+    inverse = np.array([1 / p if k else 0.0 for p, k in zip(pi.tolist(), kept.tolist(), strict=True)])
+    if not kept.any() or name == "ht":
+        return inverse
+    return inverse * (pi.sum() / kept.sum() if name == "c_form" else (pi > 0).sum() / inverse.sum())
+
+
+def check_expectation(case: Case, expected: Expected, nominal: np.ndarray, *, exact: bool) -> None:
+    """The mean over the draws, and where nothing is left to chance every draw, is the full batch."""
+    coefficient, inverse = full_coefficients(case, nominal)
+    objective = case.config.objective
+    carries_zero = objective.kl.coef + objective.entropy_coef + objective.zero_advantage_slope > 0
+    scale = max(abs(value) for value in [*coefficient.values(), max(inverse.values())])
+    compared = [(coefficient, expected.coefficient, 0)] + ([(inverse, expected.inverse, 1)] if carries_zero else [])
+    for full, mean, which in compared:
+        for key in full.keys() | mean.keys():
+            assert mean.get(key, 0.0) == pytest.approx(full.get(key, 0.0), rel=3e-6, abs=1e-6 * scale), key
+        for decision in expected.decisions if exact else []:
+            drawn = drawn_coefficients(decision)[which]
+            for key in full:
+                assert drawn.get(key, 0.0) == pytest.approx(full[key], rel=1e-9, abs=1e-12 * scale), key
 
 
 def check_all(indices: range) -> Counter[str]:
     """Labels of the cases; the first that fails is named, so that it can be run alone."""
     labels: Counter[str] = Counter()
     for index in indices:
-        case = make_case(index)
+        case = None
         try:
+            case = make_case(index)
             labels[check(case)] += 1
-        except AssertionError as error:
-            raise AssertionError(f"case {index}, step {case.step}: {error}\n{case.config.pruning}\n"
-                                 f"{case.config.objective}\n{case.config.rollout.prompts_per_step} x"
-                                 f" {case.config.rollout.completions_per_prompt}") from error  # fmt: skip
+        except Exception as error:
+            config = accepted(index)[2]
+            raise AssertionError(
+                f"case {index}, step {case.step if case else 0}: {error}\n{config.pruning}\n{config.objective}\n"
+                f"{config.rollout.prompts_per_step} x {config.rollout.completions_per_prompt}"
+            ) from error
     return labels
+
+
+# ------------------------------------------------------------------------------ what the generator must come up with
+
+
+def _settings(section: Any, prefix: str) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Dotted key, type, field and value of every setting in a section and those in it."""
+    hints = get_type_hints(type(section))
+    for item in dataclasses.fields(section):
+        value = getattr(section, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from _settings(value, f"{prefix}.{item.name}")
+        else:
+            yield f"{prefix}.{item.name}", hints[item.name], item, value
+
+
+def _all_settings(config: Config) -> list[tuple[str, Any, Any, Any]]:
+    return [*_settings(config.pruning, "pruning"), *_settings(config.objective, "objective")]
+
+
+def _admitted(key: str, kind: Any) -> set[Any]:
+    """Every value that the schema admits for a setting; of a number that is None, if it may be that."""
+    if get_origin(kind) is Literal:
+        return set(get_args(kind))
+    if kind is bool:
+        return {False, True}
+    if key == "objective.function":
+        return {"", "label_configs:a_loss"}
+    own = {"pruning.prompt.method": OWN_PROMPTS, "pruning.completion.method": OWN_COMPLETIONS}.get(key, ())
+    if kind is str:
+        return _choices_of_text(key) | set(own)
+    return {None} if type(None) in get_args(kind) else set()
+
+
+def _choices_of_text(key: str) -> set[str]:
+    """What a text may be, from the message that refuses nonsense."""
+    config = Config()
+    *path, name = key.split(".")
+    setattr(reduce(getattr, path, config), name, "nonsense")
+    with pytest.raises(UserError, match=re.escape(key)) as refusal:
+        check_sections(config)
+        check_methods(config.pruning)
+    known = re.search(r"known: (.+?)(, or module:Class|$)", str(refusal.value))
+    assert known, f"{key}: {refusal.value}"
+    return set(known[1].split(", "))
+
+
+def test_every_setting_is_generated() -> None:
+    """Every choice that the schema admits, both values of every switch, two or more of every number, and every choice
+    together with every method that reads it."""
+    values: dict[str, set[Any]] = defaultdict(set)
+    pairs: set[tuple[str, str, Any]] = set()
+    for index in range(500):
+        config = accepted(index)[2]
+        for key, _, _, value in _all_settings(config):
+            values[key].add(value)
+            if key.startswith("pruning."):
+                pairs.add((getattr(config.pruning, key.split(".")[1]).method, key, value))
+        for name in ("prompts_per_step", "completions_per_prompt", "async_steps"):
+            values[name].add(getattr(config.rollout, name))
+    policies = {"pruning.prompt": PROMPT_POLICIES, "pruning.completion": COMPLETION_POLICIES}
+    missing: list[Any] = []
+    for key, kind, item, default in _all_settings(Config()):
+        admitted = _admitted(key, kind)
+        missing += [(key, value) for value in admitted - values[key]]
+        if isinstance(default, int | float) and len(values[key]) < 2:
+            missing.append((key, f"another value than {values[key]}"))
+        of_level = policies.get(key.rpartition(".")[0], {}).items()
+        readers = [name for name, policy in of_level if item.name in policy.reads]
+        missing += [(name, key, value) for name in readers for value in admitted if (name, key, value) not in pairs]
+    assert not missing
+    assert values["async_steps"] == {0, 1}
+    assert {1, 2, 3} <= values["prompts_per_step"] and {2, 3, 8} <= values["completions_per_prompt"]
 
 
 @pytest.mark.slow

@@ -265,6 +265,16 @@ def test_a_weight_cap_that_binds_is_labelled_and_one_that_cannot_is_not():
     assert loose.ledger[0].label == "unbiased"
 
 
+@pytest.mark.parametrize("estimator", ["hajek", "c_form"])
+def test_a_cap_is_judged_by_the_largest_weight_that_can_occur(estimator):
+    """1/pi ends at 1/p_min; a ratio's weights do not, where few of the independent coins fall well."""
+    common = {"rate": 0.5, "p_min": 0.2, "design": "poisson", "estimator": estimator}
+    labels = [
+        play(make("dppo", max_weight=cap, **common), 0, 20)[-1].ledger[0].label for cap in (0.0, 5.0, PER_STEP * 5.0)
+    ]
+    assert labels == ["ratio", "biased", "ratio"]
+
+
 def test_the_design_effect_bound_backs_off():
     free, bound = (play(make("dppo", rate=0.6, max_design_effect=d), 0, 40)[-1] for d in (0.0, 1.15))
     assert free.metrics["design_effect"] > 1.15 >= bound.metrics["design_effect"]

@@ -23,7 +23,8 @@ def make(prompt: str = "none", completion: str = "none", *, ahead: int = 0) -> S
     config.objective.normalization = "token_mean"
     config.pruning.prompt.method, config.pruning.completion.method = prompt, completion
     config.pruning.prompt.warmup_epochs = 0.0
-    config.pruning.prompt.max_noise_ratio = config.pruning.completion.max_noise_ratio = 1.5
+    for level, policies in ((config.pruning.prompt, PROMPT_POLICIES), (config.pruning.completion, COMPLETION_POLICIES)):
+        level.max_noise_ratio = 1.5 if "max_noise_ratio" in policies[level.method].reads else 0.0
     return Selector(config, NUM_PROMPTS)
 
 
