@@ -143,6 +143,16 @@ def test_the_factor_is_what_was_built_in() -> None:
     assert dppo.at_budget["0.50"] == pytest.approx(curve.accuracy[-1])
 
 
+def test_ends_that_differ_as_seeds_do_are_within_noise() -> None:
+    """An arm ends 30 points above on one seed and 10 below on the other: problems alone would call that a difference."""
+    arms = parse_arms("grpo,dppo", _config(), 1.0)
+    runs = [_run("grpo", seed, 0.2, 1.0, end=0.6) for seed in (0, 1)]
+    runs += [_run("dppo", 0, 0.2, 1.0, end=0.9), _run("dppo", 1, 0.2, 1.0, end=0.5)]
+    found = judge(runs, arms).arms[1].end_difference
+    assert found is not None and found.difference == pytest.approx(0.1)
+    assert found.within_noise and found.problems == 200
+
+
 def test_the_baseline_is_the_best_of_the_grpos() -> None:
     """The arm with the best end sets the gain, the soonest one there the seconds; a worse end cannot lower the bar."""
     arms = parse_arms("grpo@64,grpo,grpo@16,dppo", _config(), 1.0)

@@ -54,7 +54,8 @@ def legend(verdict: Verdict) -> list[str]:
     seeds = verdict.arms[0].seeds
     missing = f"{left_out} of {seeds} seeds are in no factor: base gained nothing there, or never reached its level."
     return [
-        "end: pass@1, mean of the last two evaluations. end - base: over the same problems, with its 95 % interval.",
+        "end: pass@1, mean of the last two evaluations. end - base: over the same problems, with its 95 % interval over"
+        " seeds and problems.",
         "to 90 %, 95 %: base's own seconds to that share of its gain, over the method's; medians over seeds (95 %"
         " interval of the median over resampled seeds), curves smoothed over three evaluations.",
         *([missing] if left_out else []),
