@@ -144,7 +144,7 @@ def test_the_factor_is_what_was_built_in() -> None:
 
 
 def test_ends_that_differ_as_seeds_do_are_within_noise() -> None:
-    """An arm ends 30 points above on one seed and 10 below on the other: problems alone would call that a difference."""
+    """An arm ends 30 points above on one seed and 10 below on the other: problems alone would call it a difference."""
     arms = parse_arms("grpo,dppo", _config(), 1.0)
     runs = [_run("grpo", seed, 0.2, 1.0, end=0.6) for seed in (0, 1)]
     runs += [_run("dppo", 0, 0.2, 1.0, end=0.9), _run("dppo", 1, 0.2, 1.0, end=0.5)]
