@@ -148,7 +148,7 @@ def _trl_settings(job: dict[str, Any], output_dir: Path) -> dict[str, Any]:
         "epsilon": job["clip_low"],
         "epsilon_high": job["clip_high"],
         "beta": 0.0,
-        "lr_scheduler_type": "constant_with_warmup",
+        **_schedule(job),
         "warmup_steps": job["lr_warmup_steps"],
         "max_steps": TRIAL_STEPS if job["trial"] else job["steps"],
         "gradient_checkpointing": False,
@@ -159,6 +159,16 @@ def _trl_settings(job: dict[str, Any], output_dir: Path) -> dict[str, Any]:
         "save_strategy": "no",
         "disable_tqdm": True,
     }
+
+
+def _schedule(job: dict[str, Any]) -> dict[str, Any]:
+    """Our constant and linear schedules under transformers' names; its own "linear" ends at 0."""
+    if job["lr_schedule"] == "constant":
+        return {"lr_scheduler_type": "constant_with_warmup"}
+    if job["lr_schedule"] == "linear":
+        ends = {"lr_end": job["min_learning_rate"], "power": 1.0}
+        return {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": ends}
+    raise SystemExit(f"actor.optimizer.lr_schedule={job['lr_schedule']}: only constant and linear are known here")
 
 
 def end_to_end(args: argparse.Namespace) -> int:
@@ -201,7 +211,8 @@ def _job(run_dir: Path, home: Path, threads: int) -> dict[str, Any]:
 
     config = load_config(str(run_dir / "config.yaml"), [], writes_run=False)
     optimizer, rollout = config.actor.optimizer, config.rollout
-    names = ("learning_rate", "lr_warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm")
+    names = ("learning_rate", "min_learning_rate", "lr_schedule", "lr_warmup_steps", "weight_decay", "adam_beta1")
+    names += ("adam_beta2", "max_grad_norm")
     return {name: getattr(optimizer, name) for name in names} | {
         "model": config.model.hf_path,
         "train": config.data.train_path,
