@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,18 @@ def test_the_page_and_the_results_hold_every_figure(tmp_path: Path) -> None:
     write_page(tmp_path / "report.html", "<b>title", table(verdict), values)
     page = (tmp_path / "report.html").read_text()
     assert "default-src 'none'" in page and "<b>title" not in page and "{{" not in page.split("<script>")[0]
+
+
+def test_the_page_declares_every_name_once(tmp_path: Path) -> None:
+    """Its scripts share one scope with those of the report, and a name that is taken would leave an empty page."""
+    verdict = judge([_run("grpo", 0, 0.2, 1.0)], parse_arms("grpo", _config(), 1.0))
+    values = results(verdict, [_run("grpo", 0, 0.2, 1.0)], [])
+    write_page(tmp_path / "report.html", "title", "text", values)
+    own = (tmp_path / "report.html").read_text().split("<script>")[-1]
+    names = re.findall(r"(?m)^(?:async )?(?:const|let|function) (\w+)", own)
+    names += [name for inside in re.findall(r"(?m)^const \{(.+?)\} =", own) for name in re.findall(r"\w+", inside)]
+    assert {"report", "smoothed", "chartCard", "verdict", "curves"} <= set(names)
+    assert sorted(names) == sorted(set(names))
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -37,15 +37,15 @@ function ends() {
   return section("ends", "Final accuracy", "pass@1 over the last two evaluations.", grid(chartCard({ title: `Final accuracy minus ${verdict.baseline}'s`, note: "Points, over the same problems, with the 95 % interval of a paired bootstrap over seeds and problems. A difference whose interval contains 0 is within noise.", traces, layout: { ...plain(""), yaxis: { zeroline: true }, hovermode: "closest" } })));
 }
 
-/** Centred mean over three evaluations, at the ends over two: statistics.moving_mean, by which the times are read off. */
-const smoothed = (values) => values.map((_, i) => { const near = values.slice(Math.max(0, i - 1), i + 2); return near.reduce((sum, value) => sum + value, 0) / near.length; });
+/** Centred mean over three evaluations, at the ends over two: statistics.py has the same, by which the times are read off. */
+const movingMean = (values) => values.map((_, i) => { const near = values.slice(Math.max(0, i - 1), i + 2); return near.reduce((sum, value) => sum + value, 0) / near.length; });
 
 /** Of each method the mean over seeds of the smoothed curves with its standard error, and the seeds as evaluated, faint. */
 function curves(cost) {
   return arms.flatMap((one, place) => {
     const of = arm_runs(one.arm), length = Math.min(...of.map((run) => run.curve.length)), at = [...Array(length).keys()];
     const column = (pick) => at.map((i) => of.map((run) => pick(run.curve[i])));
-    const smooth = of.map((run) => smoothed(run.curve.map((point) => 100 * point.accuracy)));
+    const smooth = of.map((run) => movingMean(run.curve.map((point) => 100 * point.accuracy)));
     const accuracies = at.map((i) => smooth.map((values) => values[i]));
     const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
     const error = (values) => values.length < 2 ? 0 : Math.sqrt(values.reduce((sum, value) => sum + (value - mean(values)) ** 2, 0) / (values.length - 1) / values.length);
