@@ -27,7 +27,7 @@ def table(verdict: Verdict) -> str:
     lines = [
         *headline(verdict),
         "",
-        f"{'method':<{width}}{'seeds':>6} {'end':>7} {'end - base':>24} {'RL s':>7} {'CPU s':>7}"
+        f"{'method':<{width}}{'seeds':>6} {'end':>7} {'end - base':>28} {'RL s':>7} {'CPU s':>7}"
         + "".join(f" {f'to {level}: s':>20} {f'to {level}: CPU s':>20}" for level in levels)
         + "".join(f" {name:>7}" for name in budgets),
     ]
@@ -78,7 +78,7 @@ def difference_text(one: ArmVerdict) -> str:
 
 def _row(one: ArmVerdict, width: int) -> str:
     cells = [
-        f"{one.arm:<{width}}{one.seeds:>6} {100 * one.end:>6.1f}% {difference_text(one):>24}"
+        f"{one.arm:<{width}}{one.seeds:>6} {100 * one.end:>6.1f}% {difference_text(one):>28}"
         f" {one.costs['train_s']:>7.1f} {one.costs['train_cpu_s']:>7.1f}"
     ]
     for share in SHARES:
