@@ -20,11 +20,31 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parent.parent
 TRIAL_STEPS = 3
+SAME_ON_BOTH_SIDES = {
+    "objective.loss": "clip",
+    "objective.advantage": "group_std",
+    "objective.normalization": "sequence_mean",
+    "objective.kl.coef": 0.0,
+    "objective.entropy_coef": 0.0,
+    "objective.dual_clip": 0.0,
+    "objective.updates_per_step": 1,
+    "objective.overlong.filter": False,
+    "objective.overlong.buffer_tokens": 0,
+    "rollout.sampling.top_p": 1.0,
+    "rollout.sampling.top_k": 0,
+    "actor.optimizer.adam_eps": 1e-8,
+    "reward.function": "final_answer",
+    "data.prompt_template": "{problem}",
+    "data.system_prompt": None,
+    "model.dtype": "float32",
+}
+"""What TRL's side is told by its own defaults, or by `_trl_settings`, whatever the comparison had."""
 
 
 def run_worker(job_path: Path) -> None:
@@ -210,6 +230,9 @@ def _job(run_dir: Path, home: Path, threads: int) -> dict[str, Any]:
     from dppo_megatron.config import load_config
 
     config = load_config(str(run_dir / "config.yaml"), [], writes_run=False)
+    for name, known in SAME_ON_BOTH_SIDES.items():
+        if (value := attrgetter(name)(config)) != known:
+            raise SystemExit(f"{run_dir}: {name}={value}, which TRL's side does not do here; it would be another job")
     optimizer, rollout = config.actor.optimizer, config.rollout
     names = ("learning_rate", "min_learning_rate", "lr_schedule", "lr_warmup_steps", "weight_decay", "adam_beta1")
     names += ("adam_beta2", "max_grad_norm")
