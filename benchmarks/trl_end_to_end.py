@@ -234,8 +234,8 @@ def _job(run_dir: Path, home: Path, threads: int) -> dict[str, Any]:
         if (value := attrgetter(name)(config)) != known:
             raise SystemExit(f"{run_dir}: {name}={value}, which TRL's side does not do here; it would be another job")
     optimizer, rollout = config.actor.optimizer, config.rollout
-    names = ("learning_rate", "min_learning_rate", "lr_schedule", "lr_warmup_steps", "weight_decay", "adam_beta1")
-    names += ("adam_beta2", "max_grad_norm")
+    rates = ("learning_rate", "min_learning_rate", "lr_schedule", "lr_warmup_steps")
+    names = (*rates, "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm")
     return {name: getattr(optimizer, name) for name in names} | {
         "model": config.model.hf_path,
         "train": config.data.train_path,
