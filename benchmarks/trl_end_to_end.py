@@ -20,11 +20,31 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parent.parent
 TRIAL_STEPS = 3
+SAME_ON_BOTH_SIDES = {
+    "objective.loss": "clip",
+    "objective.advantage": "group_std",
+    "objective.normalization": "sequence_mean",
+    "objective.kl.coef": 0.0,
+    "objective.entropy_coef": 0.0,
+    "objective.dual_clip": 0.0,
+    "objective.updates_per_step": 1,
+    "objective.overlong.filter": False,
+    "objective.overlong.buffer_tokens": 0,
+    "rollout.sampling.top_p": 1.0,
+    "rollout.sampling.top_k": 0,
+    "actor.optimizer.adam_eps": 1e-8,
+    "reward.function": "final_answer",
+    "data.prompt_template": "{problem}",
+    "data.system_prompt": None,
+    "model.dtype": "float32",
+}
+"""What TRL's side is told by its own defaults, or by `_trl_settings`, whatever the comparison had."""
 
 
 def run_worker(job_path: Path) -> None:
@@ -148,7 +168,7 @@ def _trl_settings(job: dict[str, Any], output_dir: Path) -> dict[str, Any]:
         "epsilon": job["clip_low"],
         "epsilon_high": job["clip_high"],
         "beta": 0.0,
-        "lr_scheduler_type": "constant_with_warmup",
+        **_schedule(job),
         "warmup_steps": job["lr_warmup_steps"],
         "max_steps": TRIAL_STEPS if job["trial"] else job["steps"],
         "gradient_checkpointing": False,
@@ -159,6 +179,16 @@ def _trl_settings(job: dict[str, Any], output_dir: Path) -> dict[str, Any]:
         "save_strategy": "no",
         "disable_tqdm": True,
     }
+
+
+def _schedule(job: dict[str, Any]) -> dict[str, Any]:
+    """Our constant and linear schedules under transformers' names; its own "linear" ends at 0."""
+    if job["lr_schedule"] == "constant":
+        return {"lr_scheduler_type": "constant_with_warmup"}
+    if job["lr_schedule"] == "linear":
+        ends = {"lr_end": job["min_learning_rate"], "power": 1.0}
+        return {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": ends}
+    raise SystemExit(f"actor.optimizer.lr_schedule={job['lr_schedule']}: only constant and linear are known here")
 
 
 def end_to_end(args: argparse.Namespace) -> int:
@@ -200,8 +230,12 @@ def _job(run_dir: Path, home: Path, threads: int) -> dict[str, Any]:
     from dppo_megatron.config import load_config
 
     config = load_config(str(run_dir / "config.yaml"), [], writes_run=False)
+    for name, known in SAME_ON_BOTH_SIDES.items():
+        if (value := attrgetter(name)(config)) != known:
+            raise SystemExit(f"{run_dir}: {name}={value}, which TRL's side does not do here; it would be another job")
     optimizer, rollout = config.actor.optimizer, config.rollout
-    names = ("learning_rate", "lr_warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm")
+    rates = ("learning_rate", "min_learning_rate", "lr_schedule", "lr_warmup_steps")
+    names = (*rates, "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm")
     return {name: getattr(optimizer, name) for name in names} | {
         "model": config.model.hf_path,
         "train": config.data.train_path,

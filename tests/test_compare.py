@@ -146,6 +146,16 @@ def test_the_factor_is_what_was_built_in() -> None:
     assert dppo.at_budget["0.50"] == pytest.approx(curve.accuracy[-1])
 
 
+def test_ends_that_differ_as_seeds_do_are_within_noise() -> None:
+    """An arm ends 30 points above on one seed and 10 below on the other: problems alone would call it a difference."""
+    arms = parse_arms("grpo,dppo", _config(), 1.0)
+    runs = [_run("grpo", seed, 0.2, 1.0, end=0.6) for seed in (0, 1)]
+    runs += [_run("dppo", 0, 0.2, 1.0, end=0.9), _run("dppo", 1, 0.2, 1.0, end=0.5)]
+    found = judge(runs, arms).arms[1].end_difference
+    assert found is not None and found.difference == pytest.approx(0.1)
+    assert found.within_noise and found.problems == 200
+
+
 def test_the_baseline_is_the_best_of_the_grpos() -> None:
     """The arm with the best end sets the gain, the soonest one there the seconds; a worse end cannot lower the bar."""
     arms = parse_arms("grpo@64,grpo,grpo@16,dppo", _config(), 1.0)
@@ -195,6 +205,18 @@ def test_the_page_and_the_results_hold_every_figure(tmp_path: Path) -> None:
     write_page(tmp_path / "report.html", "<b>title", table(verdict), values)
     page = (tmp_path / "report.html").read_text()
     assert "default-src 'none'" in page and "<b>title" not in page and "{{" not in page.split("<script>")[0]
+
+
+def test_the_page_declares_every_name_once(tmp_path: Path) -> None:
+    """Its scripts share one scope with those of the report, and a name that is taken would leave an empty page."""
+    verdict = judge([_run("grpo", 0, 0.2, 1.0)], parse_arms("grpo", _config(), 1.0))
+    values = results(verdict, [_run("grpo", 0, 0.2, 1.0)], [])
+    write_page(tmp_path / "report.html", "title", "text", values)
+    own = (tmp_path / "report.html").read_text().split("<script>")[-1]
+    names = re.findall(r"(?m)^(?:async )?(?:const|let|function) (\w+)", own)
+    names += [name for inside in re.findall(r"(?m)^const \{(.+?)\} =", own) for name in re.findall(r"\w+", inside)]
+    assert {"report", "smoothed", "chartCard", "verdict", "curves"} <= set(names)
+    assert sorted(names) == sorted(set(names))
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dppo_megatron.evaluation.bootstrap import paired_bootstrap
+from dppo_megatron.evaluation.bootstrap import bootstrap_over_seeds, paired_bootstrap
 from dppo_megatron.evaluation.levels import by_level, level_lines
 from dppo_megatron.evaluation.samples import EvalSample
 from dppo_megatron.evaluation.statistics import Outcome, ballot, budgets, maj_at_k, mean, pass_at_k, score
@@ -193,3 +193,32 @@ def test_levels_are_means_over_their_problems() -> None:
         "rating": {"20240101": (1.0, 2), "20240102": (1.0, 2)},
     }
     assert level_lines(found)[:1] == ["math by level: 2 0.0 % ± 0.0 (6), 10 100.0 % ± 0.0 (3)"]
+
+
+def test_the_interval_over_seeds_has_the_noise_of_problems_and_of_runs() -> None:
+    """Against the variance in closed form, of a mean of S seeds of P problems each that are all drawn with putting
+    back: between the seeds' means over S, plus within them over S P. Problems alone see half of the
+    width."""
+    rng = np.random.default_rng(4)
+    moved = rng.normal(0.0, 0.2, 12)  # what a run's own noise does to its end
+    pairs = [(np.zeros(90), rng.choice([-0.5, 0.0, 0.5], 90) + by) for by in moved]
+    row = bootstrap_over_seeds(pairs)
+    assert bootstrap_over_seeds(pairs) == row
+    ends = [b.mean() for _, b in pairs]
+    within = np.mean([np.var(b) / 90 for _, b in pairs]) / 12
+    assert (row.difference, row.problems) == (pytest.approx(np.mean(ends)), 12 * 90)
+    assert row.low is not None and row.high is not None
+    assert row.high - row.low == pytest.approx(2 * 1.96 * math.sqrt(np.var(ends) / 12 + within), rel=0.05)
+    [alone] = paired_bootstrap({"all": tuple(np.concatenate(part) for part in zip(*pairs, strict=True))})
+    assert alone.low is not None and alone.high is not None
+    assert alone.high - alone.low < 0.6 * (row.high - row.low)
+
+
+def test_the_interval_over_one_seed_is_that_over_problems() -> None:
+    rng = np.random.default_rng(5)
+    a, b = rng.random((2, 200))
+    [problems] = paired_bootstrap({"all": (a, b)})
+    seed = bootstrap_over_seeds([(a, b)])
+    assert seed.low is not None and problems.low is not None
+    assert seed.low == pytest.approx(problems.low, abs=0.005) and seed.difference == pytest.approx(b.mean() - a.mean())
+    assert bootstrap_over_seeds([(a[:1], b[:1])]).low is None, "one problem says nothing"

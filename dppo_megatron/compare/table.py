@@ -27,7 +27,7 @@ def table(verdict: Verdict) -> str:
     lines = [
         *headline(verdict),
         "",
-        f"{'method':<{width}}{'seeds':>6} {'end':>7} {'end - base':>24} {'RL s':>7} {'CPU s':>7}"
+        f"{'method':<{width}}{'seeds':>6} {'end':>7} {'end - base':>28} {'RL s':>7} {'CPU s':>7}"
         + "".join(f" {f'to {level}: s':>20} {f'to {level}: CPU s':>20}" for level in levels)
         + "".join(f" {name:>7}" for name in budgets),
     ]
@@ -54,7 +54,8 @@ def legend(verdict: Verdict) -> list[str]:
     seeds = verdict.arms[0].seeds
     missing = f"{left_out} of {seeds} seeds are in no factor: base gained nothing there, or never reached its level."
     return [
-        "end: pass@1, mean of the last two evaluations. end - base: over the same problems, with its 95 % interval.",
+        "end: pass@1, mean of the last two evaluations. end - base: over the same problems, with its 95 % interval over"
+        " seeds and problems.",
         "to 90 %, 95 %: base's own seconds to that share of its gain, over the method's; medians over seeds (95 %"
         " interval of the median over resampled seeds), curves smoothed over three evaluations.",
         *([missing] if left_out else []),
@@ -77,7 +78,7 @@ def difference_text(one: ArmVerdict) -> str:
 
 def _row(one: ArmVerdict, width: int) -> str:
     cells = [
-        f"{one.arm:<{width}}{one.seeds:>6} {100 * one.end:>6.1f}% {difference_text(one):>24}"
+        f"{one.arm:<{width}}{one.seeds:>6} {100 * one.end:>6.1f}% {difference_text(one):>28}"
         f" {one.costs['train_s']:>7.1f} {one.costs['train_cpu_s']:>7.1f}"
     ]
     for share in SHARES:

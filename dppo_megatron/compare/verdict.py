@@ -7,7 +7,8 @@ The rules, chosen so that a sceptic would choose them:
 - A factor is the baseline's own cost to a level over the arm's cost to the same level, on curves smoothed alike. It is
   given for 90 and 95 % of the gain, by the clock and in CPU seconds; the latter hardly feel what else the machine does.
 - A level is a seed's own: its start plus a share of the gain that the best baseline made on that seed.
-- Ends are compared problem by problem. What the interval cannot tell from 0 is within noise.
+- Ends are compared problem by problem. Seeds are resampled as well as problems, since a run has noise of its own; what
+  the interval cannot tell from 0 is within noise.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from dppo_megatron.compare.arms import BASELINE, Arm
 from dppo_megatron.compare.record import Cost, MethodRun
 from dppo_megatron.compare.statistics import Interval, accuracy_at, cost_to, median_over_seeds
-from dppo_megatron.evaluation.bootstrap import Difference, paired_bootstrap
+from dppo_megatron.evaluation.bootstrap import Difference, bootstrap_over_seeds
 
 SHARES = (0.9, 0.95)
 """Of the baseline's gain: the levels."""
@@ -49,7 +50,8 @@ class ArmVerdict:
     at_budget_cpu: dict[str, float]
     """The same of its CPU seconds."""
     end_difference: Difference | None
-    """End minus the baseline's, over the same problems of all seeds; None for the baseline itself."""
+    """End minus the baseline's, over the same problems of all seeds, with an interval over seeds and problems; None for
+    the baseline itself."""
     end_difference_by_seed: list[float]
     """Smoothed end minus the baseline's."""
     phase_s: dict[str, float]
@@ -179,13 +181,16 @@ def _at_budgets(runs: dict[int, MethodRun], base: dict[int, MethodRun], clock: C
 
 
 def _ends_compared(runs: dict[int, MethodRun], base: dict[int, MethodRun]) -> Difference | None:
-    """Over the problems of all seeds: a problem is resampled with its outcome under both."""
-    pairs = []
+    """Over the seeds and the problems of each: a problem is resampled with its outcome under both."""
+    by_seed = []
     for seed, run in runs.items():
-        for name, ours in run.solved.items():
-            both = zip(base[seed].solved.get(name, []), ours, strict=False)
-            pairs += [(a, b) for a, b in both if a is not None and b is not None]
-    if not pairs:
-        return None
-    a, b = np.array(pairs, dtype=np.float64).T
-    return paired_bootstrap({"all": (a, b)})[0]
+        both = [
+            pair
+            for name, ours in run.solved.items()
+            for pair in zip(base[seed].solved.get(name, []), ours, strict=False)
+        ]
+        known = [(a, b) for a, b in both if a is not None and b is not None]
+        if known:
+            a, b = np.array(known, dtype=np.float64).T
+            by_seed.append((a, b))
+    return bootstrap_over_seeds(by_seed) if by_seed else None

@@ -34,25 +34,30 @@ function ends() {
     return [{ x: known.map(({ name }) => name), y: known.map(({ at }) => 100 * at.difference), mode: "markers", marker: { size: 9, color: known.map(({ place }) => colour(place)) }, showlegend: false, hovertemplate: "%{y:+.1f} points",
       error_y: { type: "data", symmetric: false, array: known.map(({ at }) => 100 * (at.high - at.difference)), arrayminus: known.map(({ at }) => 100 * (at.difference - at.low)), thickness: 1.4, width: 5 } }];
   };
-  return section("ends", "Final accuracy", "pass@1 over the last two evaluations.", grid(chartCard({ title: `Final accuracy minus ${verdict.baseline}'s`, note: "Points, over the same problems, with the 95 % interval of a paired bootstrap. A difference whose interval contains 0 is within noise.", traces, layout: { ...plain(""), yaxis: { zeroline: true }, hovermode: "closest" } })));
+  return section("ends", "Final accuracy", "pass@1 over the last two evaluations.", grid(chartCard({ title: `Final accuracy minus ${verdict.baseline}'s`, note: "Points, over the same problems, with the 95 % interval of a paired bootstrap over seeds and problems. A difference whose interval contains 0 is within noise.", traces, layout: { ...plain(""), yaxis: { zeroline: true }, hovermode: "closest" } })));
 }
 
-/** Of each method the mean over seeds with its standard error, and the seeds, faint. */
+/** Centred mean over three evaluations, at the ends over two: statistics.py has the same, by which the times are read off. */
+const movingMean = (values) => values.map((_, i) => { const near = values.slice(Math.max(0, i - 1), i + 2); return near.reduce((sum, value) => sum + value, 0) / near.length; });
+
+/** Of each method the mean over seeds of the smoothed curves with its standard error, and the seeds as evaluated, faint. */
 function curves(cost) {
   return arms.flatMap((one, place) => {
     const of = arm_runs(one.arm), length = Math.min(...of.map((run) => run.curve.length)), at = [...Array(length).keys()];
     const column = (pick) => at.map((i) => of.map((run) => pick(run.curve[i])));
+    const smooth = of.map((run) => movingMean(run.curve.map((point) => 100 * point.accuracy)));
+    const accuracies = at.map((i) => smooth.map((values) => values[i]));
     const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
     const error = (values) => values.length < 2 ? 0 : Math.sqrt(values.reduce((sum, value) => sum + (value - mean(values)) ** 2, 0) / (values.length - 1) / values.length);
     const seeds = of.map((run) => ({ x: run.curve.map((point) => point[cost]), y: run.curve.map((point) => 100 * point.accuracy), mode: "lines", line: { width: 1, color: rgba(place, .25) }, hoverinfo: "skip", showlegend: false }));
-    return [...(of.length > 1 ? seeds : []), { x: column((point) => point[cost]).map(mean), y: column((point) => 100 * point.accuracy).map(mean), name: one.arm, mode: "lines+markers", line: { width: 2, color: colour(place) }, marker: { size: 4 },
-      error_y: { type: "data", array: column((point) => 100 * point.accuracy).map(error), thickness: 1, width: 2 }, hovertemplate: "%{y:.1f} %" }];
+    return [...seeds, { x: column((point) => point[cost]).map(mean), y: accuracies.map(mean), name: one.arm, mode: "lines+markers", line: { width: 2, color: colour(place) }, marker: { size: 4 },
+      error_y: { type: "data", array: accuracies.map(error), thickness: 1, width: 2 }, hovertemplate: "%{y:.1f} %" }];
   });
 }
 
 function learning() {
   const axes = [["step", "step"], ["train_cpu_s", "CPU seconds of RL"], ["train_s", "seconds of RL"], ["tokens_generated", "tokens generated"], ["tokens_trained", "tokens trained"]];
-  return section("curves", "Curves", "Not smoothed. Thick: mean over seeds with its standard error; thin: seeds. Evaluations are not counted in any cost.", grid(...axes.map(([cost, label]) =>
+  return section("curves", "Curves", "Thick: smoothed over three evaluations, as the times are read off, mean over seeds with its standard error; thin: each seed as it was evaluated. Evaluations are not counted in any cost.", grid(...axes.map(([cost, label]) =>
     chartCard({ title: `Accuracy against ${label}`, traces: () => curves(cost), layout: { ...plain(label, { rangemode: "tozero" }), yaxis: { ticksuffix: " %" }, hovermode: "closest" }, height: 300 }))));
 }
 
