@@ -144,6 +144,8 @@ def _check_actor(config: Config, architecture: Architecture, world_size: int, ma
     machine.check_experts(layout.expert_parallel, layout.expert_tensor_parallel or layout.tensor_parallel)
     if architecture.experts is not None:
         machine.check_mixture()
+    machine.check_optimizer(config.actor.optimizer)
+    machine.check_logprob_kernel(config.actor.logprob_kernel)
     if config.actor.recompute == "selective":
         machine.check_recompute(config.actor.recompute_modules)
 

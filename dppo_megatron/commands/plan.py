@@ -141,12 +141,15 @@ def _site(arguments: argparse.Namespace) -> Site:
 def _load_job(config: Config, site: Site, watch: Watch) -> list[str]:
     """Do what a run does before it starts; lines that say what was found, the first prompt at the end."""
     with watch("loading libraries", 0, ""):
+        from dppo_megatron.commands.actor_settings import check_actor_settings
         from dppo_megatron.job import prepare_job
         from dppo_megatron.platform.capabilities import Machine, this_machine
     machine, note = this_machine(), []
-    if machine.cuda_capability is None:
+    runs_here = machine.cuda_capability is not None
+    if not runs_here:
         machine = Machine((9, 0), "")
         note = ["no CUDA device here: an H100 with Transformer Engine is assumed"]
+    check_actor_settings(config, site.gpus, watch, machine, runs_here=runs_here, writes=False)
     job = prepare_job(config, site.gpus, watch=watch, machine=machine)
     try:
         first = next(iter(job.train_sets.values())).first_prompt

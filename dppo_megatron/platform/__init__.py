@@ -35,8 +35,11 @@ def stats() -> Stats:
     return finder.stats if finder else Stats()
 
 
-def enable() -> None:
+def enable(*, keep: bool = True) -> None:
     """Let `megatron.core`, when it is imported, run on the CPU. Calling it again does nothing.
+
+    Args:
+        keep: leave the rewritten code on disk for later processes.
 
     Raises RuntimeError where CUDA is available, and when `megatron.core` has been imported already.
     """
@@ -53,11 +56,12 @@ def enable() -> None:
             f"{hook.PACKAGE} was imported before dppo_megatron.platform.enable(), so its CUDA expressions can no "
             "longer be rewritten. Call enable() or prepare() before anything, another library included, imports it."
         )
-    sys.meta_path.insert(0, hook.Finder(lambda: CodeCache(default_root(), rewrite.rules_version())))
+    sys.meta_path.insert(0, hook.Finder(lambda: CodeCache(default_root() if keep else None, rewrite.rules_version())))
 
 
-def prepare(device: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceType:
-    """Make `import megatron.core` safe on this machine and return the type of the device it will use.
+def prepare(device: Literal["auto", "cpu", "cuda"] = "auto", *, keep: bool = True) -> DeviceType:
+    """Make `import megatron.core` safe on this machine and return the type of the device it will use; `keep` as for
+    `enable`.
 
     With CUDA this changes nothing. Without, it calls `enable`, unless CUDA was asked for by name: then a job that lost
     its GPUs stops here rather than crawl on the CPU.
@@ -67,5 +71,5 @@ def prepare(device: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceType:
         raise RuntimeError("device 'cuda' was asked for, but torch.cuda.is_available() is False on this machine")
     if device != "cpu" and has_cuda:
         return "cuda"
-    enable()
+    enable(keep=keep)
     return "cpu"
