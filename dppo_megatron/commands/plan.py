@@ -17,7 +17,7 @@ from dppo_megatron.config.paths import check_writable
 from dppo_megatron.config.schema import Config
 from dppo_megatron.launched import launched_world_size
 from dppo_megatron.planning.site import CHIPS, GIB, Site
-from dppo_megatron.pruning.methods import parse_methods
+from dppo_megatron.pruning.methods import METHODS, parse_methods
 from dppo_megatron.types import UserError, Watch
 
 _DESCRIPTION = """\
@@ -30,9 +30,9 @@ what each pruning method would save. Exit code 2 if it cannot fit. Reads only CO
 
 Formulas, sources and checks: docs/plan.md.
 """
-_METHODS = "grpo,dppo,dppo_auto"
+_GPUS = 8
 _NUMBERS = {
-    "gpus": ("[1, 1000000]", "GPUs of the trainer (default: those of torchrun, else 8)"),
+    "gpus": ("[1, 1000000]", f"GPUs of the trainer (default: those of torchrun, else {_GPUS})"),
     "gpus_per_node": ("[1, 1024]", "GPUs of a node (default: 8)"),
     "gpu_memory": ("(0, 100000]", "GiB of a GPU that programs see (default: 79.1, an H100 of 80 GB)"),
     "host_memory": ("(0, 1000000]", "GiB of a node's memory (default: 1900)"),
@@ -62,7 +62,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         kind = int if name in _COUNTS else float
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=what)
     parser.add_argument("--gpu", choices=sorted(CHIPS), default="h100", help="kind of GPU (default: h100)")
-    parser.add_argument("--methods", default=_METHODS, metavar="A,B,...", help=f"pruning (default: {_METHODS})")
+    parser.add_argument(
+        "--methods", default=",".join(METHODS), metavar="A,B,...", help="pruning methods (default: all)"
+    )
     parser.add_argument("--trace", metavar="FILE", help="trace.jsonl of a run, whose outcomes are replayed")
     parser.add_argument("--json", metavar="FILE", help="also write every figure here")
     parser.add_argument("--dry-run", action="store_true", help="load and check all that a run loads before it starts")
@@ -116,7 +118,7 @@ def _run(arguments: argparse.Namespace) -> int:
         trace=read_trace(arguments.trace, watch) if arguments.trace else None,
         watch=watch,
     )
-    print("\n".join([*lines(plan, arguments.config), *loaded]))
+    print("\n".join([*_assumed(arguments), *lines(plan, arguments.config), *loaded]))
     if arguments.json is not None:
         Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
         Path(arguments.json).write_text(json.dumps(plan.as_json(), indent=2) + "\n", encoding="utf-8")
@@ -126,10 +128,16 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _assumed(arguments: argparse.Namespace) -> list[str]:
+    if arguments.gpus or launched_world_size() > 1:
+        return []
+    return [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
+
+
 def _site(arguments: argparse.Namespace) -> Site:
     chip, launched = CHIPS[arguments.gpu], launched_world_size()
     return Site(
-        gpus=arguments.gpus or (launched if launched > 1 else 8),
+        gpus=arguments.gpus or (launched if launched > 1 else _GPUS),
         gpus_per_node=arguments.gpus_per_node or 8,
         gpu_memory=arguments.gpu_memory * GIB if arguments.gpu_memory else chip.memory_bytes,
         peak_flops=chip.peak_flops,

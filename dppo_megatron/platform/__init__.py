@@ -36,10 +36,10 @@ def stats() -> Stats:
 
 
 def enable(*, keep: bool = True) -> None:
-    """Let `megatron.core`, when it is imported, run on the CPU. Calling it again does nothing.
+    """Let `megatron.core`, when it is imported, run on the CPU. Calling it again changes nothing but `keep`.
 
     Args:
-        keep: leave the rewritten code on disk for later processes.
+        keep: leave the rewritten code on disk for later processes; once False, it stays so.
 
     Raises RuntimeError where CUDA is available, and when `megatron.core` has been imported already.
     """
@@ -49,7 +49,9 @@ def enable(*, keep: bool = True) -> None:
             f"available ({torch.cuda.device_count()} device(s) here). Use the GPU: call prepare() instead. "
             "To use the CPU all the same, hide the GPUs before Python starts: CUDA_VISIBLE_DEVICES= python ..."
         )
-    if is_enabled():
+    if (finder := hook.installed()) is not None:
+        if not keep:
+            finder.keep_nothing()
         return
     if hook.PACKAGE in sys.modules:
         raise RuntimeError(
