@@ -94,10 +94,8 @@ def prepare_job(
     Raises:
         UserError: anything that would fail later.
     """
-    unread = _check_pruning(config) if trains else []
     architecture = read_architecture(config.model.hf_path)
-    if trains:
-        _check_actor(config, architecture, world_size, machine or this_machine())
+    unread = check_settings(config, architecture, world_size, machine or this_machine()) if trains else []
     _check_positions(config, architecture)
     with watch(f"opening {config.model.hf_path}", 0, ""):
         checkpoint = open_checkpoint(config.model.hf_path, architecture)
@@ -133,6 +131,21 @@ def prepare_job(
         policy_loss=policy_loss,
         notes=[*unread, *notes],
     )
+
+
+def check_settings(config: Config, architecture: Architecture, world_size: int, machine: Machine) -> list[str]:
+    """What can be refused knowing config.json alone, data and tokenizer not; a plan checks it too.
+
+    Returns:
+        Lines for the log.
+
+    Raises:
+        UserError: pruning, layout, layers or lengths that cannot be.
+    """
+    unread = _check_pruning(config)
+    _check_actor(config, architecture, world_size, machine)
+    _check_positions(config, architecture)
+    return unread
 
 
 def _check_actor(config: Config, architecture: Architecture, world_size: int, machine: Machine) -> None:

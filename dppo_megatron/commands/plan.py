@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dppo_megatron.commands.parser import Commands, add_command, add_config, check_number
 from dppo_megatron.config.checks import Purpose
@@ -19,6 +20,9 @@ from dppo_megatron.launched import launched_world_size
 from dppo_megatron.planning.site import CHIPS, GIB, Site
 from dppo_megatron.pruning.methods import METHODS, parse_methods
 from dppo_megatron.types import UserError, Watch
+
+if TYPE_CHECKING:  # it imports torch
+    from dppo_megatron.platform.capabilities import Machine
 
 _DESCRIPTION = """\
 Say what a job needs before anything is started: memory of a GPU and of its host in every phase, seconds of a step, and
@@ -99,14 +103,20 @@ def _run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides, purpose=purpose, writes_run=arguments.dry_run)
     site = _site(arguments)
     watch: Watch = arguments.watch
-    loaded = _load_job(config, site, watch) if arguments.dry_run else []
+    loaded = _load_job(config, site, arguments.gpu, watch) if arguments.dry_run else []
     with watch("loading libraries", 0, ""):
+        from dppo_megatron.commands.actor_settings import check_actor_settings
+        from dppo_megatron.job import check_settings
         from dppo_megatron.planning.plan import make_plan
         from dppo_megatron.planning.text import lines
         from dppo_megatron.planning.timing import speeds_for
         from dppo_megatron.trace import read_trace
         from dppo_megatron.weights.architecture import read_architecture
     architecture = read_architecture(config.model.hf_path)
+    if not loaded:
+        machine = _assumed_machine(arguments.gpu)
+        check_actor_settings(config, site.gpus, watch, machine, runs_here=False, writes=False)
+        check_settings(config, architecture, site.gpus, machine)
     plan = make_plan(
         config,
         architecture,
@@ -146,17 +156,23 @@ def _site(arguments: argparse.Namespace) -> Site:
     )
 
 
-def _load_job(config: Config, site: Site, watch: Watch) -> list[str]:
+def _assumed_machine(gpu: str) -> Machine:
+    from dppo_megatron.platform.capabilities import Machine
+
+    return Machine(CHIPS[gpu].capability, "")
+
+
+def _load_job(config: Config, site: Site, gpu: str, watch: Watch) -> list[str]:
     """Do what a run does before it starts; lines that say what was found, the first prompt at the end."""
     with watch("loading libraries", 0, ""):
         from dppo_megatron.commands.actor_settings import check_actor_settings
         from dppo_megatron.job import prepare_job
-        from dppo_megatron.platform.capabilities import Machine, this_machine
+        from dppo_megatron.platform.capabilities import this_machine
     machine, note = this_machine(), []
     runs_here = machine.cuda_capability is not None
     if not runs_here:
-        machine = Machine((9, 0), "")
-        note = ["no CUDA device here: an H100 with Transformer Engine is assumed"]
+        machine = _assumed_machine(gpu)
+        note = [f"no CUDA device here: a machine of {gpu.upper()}s with Transformer Engine is assumed"]
     check_actor_settings(config, site.gpus, watch, machine, runs_here=runs_here, writes=False)
     job = prepare_job(config, site.gpus, watch=watch, machine=machine)
     try:
