@@ -94,10 +94,8 @@ def prepare_job(
     Raises:
         UserError: anything that would fail later.
     """
-    unread = _check_pruning(config) if trains else []
     architecture = read_architecture(config.model.hf_path)
-    if trains:
-        _check_actor(config, architecture, world_size, machine or this_machine())
+    unread = check_settings(config, architecture, world_size, machine or this_machine()) if trains else []
     _check_positions(config, architecture)
     with watch(f"opening {config.model.hf_path}", 0, ""):
         checkpoint = open_checkpoint(config.model.hf_path, architecture)
@@ -135,6 +133,21 @@ def prepare_job(
     )
 
 
+def check_settings(config: Config, architecture: Architecture, world_size: int, machine: Machine) -> list[str]:
+    """What can be refused knowing config.json alone, data and tokenizer not; a plan checks it too.
+
+    Returns:
+        Lines for the log.
+
+    Raises:
+        UserError: pruning, layout, layers or lengths that cannot be.
+    """
+    unread = _check_pruning(config)
+    _check_actor(config, architecture, world_size, machine)
+    _check_positions(config, architecture)
+    return unread
+
+
 def _check_actor(config: Config, architecture: Architecture, world_size: int, machine: Machine) -> None:
     check_world_size(config, world_size)
     architecture.check_layout(config.actor.layout)
@@ -144,6 +157,8 @@ def _check_actor(config: Config, architecture: Architecture, world_size: int, ma
     machine.check_experts(layout.expert_parallel, layout.expert_tensor_parallel or layout.tensor_parallel)
     if architecture.experts is not None:
         machine.check_mixture()
+    machine.check_optimizer(config.actor.optimizer)
+    machine.check_logprob_kernel(config.actor.logprob_kernel)
     if config.actor.recompute == "selective":
         machine.check_recompute(config.actor.recompute_modules)
 

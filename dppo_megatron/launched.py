@@ -15,6 +15,15 @@ _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torch needs so that ranks meet."""
 
 
+def set_cuda_variables() -> None:
+    """What Megatron needs of the environment, before anything asks CUDA for a device: CUDA reads it then.
+
+    Megatron overlaps tensor-parallel communication in the order of launches, which one queue keeps. Whoever has set it
+    knows better.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 def launched_world_size() -> int:
     """Processes of this job; 1 without a launcher. Raises UserError, as all of these."""
     return _number("WORLD_SIZE", 1, least=1)
@@ -55,12 +64,27 @@ def check_launched() -> None:
     for name, mine, of, count in (("RANK", rank, "WORLD_SIZE", size), ("LOCAL_RANK", local, "LOCAL_WORLD_SIZE", here)):
         if mine >= count:
             raise _mistake(f"{name}={mine}, but {of}={count}: ranks count from 0")
+    for name, mine, of, count in (("LOCAL_WORLD_SIZE", here, "WORLD_SIZE", size), ("LOCAL_RANK", local, "RANK", rank)):
+        if mine > count and of in os.environ:
+            raise _mistake(f"{name}={mine}, but {of}={count}: one machine has no more than all of them")
     if "RANK" not in os.environ and size == 1:
+        _check_srun()
         return
-    if missing := [name for name in _MEETING if not os.environ.get(name)]:
-        raise _mistake(f"{' and '.join(missing)} not set, but others of {', '.join(_MEETING)} are")
+    needed = (*_MEETING, "LOCAL_RANK") if size > 1 else _MEETING  # or every rank would take the first GPU
+    if missing := [name for name in needed if not os.environ.get(name)]:
+        raise _mistake(f"{' and '.join(missing)} not set, but others of {', '.join(needed)} are")
     if _number("MASTER_PORT", 0, least=1) >= 1 << 16:
         raise _mistake(f"MASTER_PORT={os.environ['MASTER_PORT']} is no port: 1 to 65535")
+
+
+def _check_srun() -> None:
+    """Raise UserError where srun has started several of these, each of which would be a job of its own."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")  # of a job step: a batch shell has none
+    if tasks.isdecimal() and int(tasks) > 1:
+        raise UserError(
+            f"the environment: srun has started {tasks} tasks (SLURM_STEP_NUM_TASKS), but RANK is not set: each would"
+            " train alone. Let srun start one torchrun on each node (examples/slurm)"
+        )
 
 
 def _number(name: str, default: int, least: int) -> int:

@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.transformer.transformer_config import TransformerConfig
 from support.job import REPOSITORY, job_config, write_job_files
 from support.launch import run_ranks
-from support.tiny import Parallel, plan_for, random_samples, write_model
+from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dppo_megatron.actor.actor import Actor
+from dppo_megatron.actor.batch import build_microbatch
 from dppo_megatron.actor.layout import build_layout
 from dppo_megatron.actor.loss import LossHook
+from dppo_megatron.actor.rotary import Rotary
 from dppo_megatron.algorithms.objectives import make_objective, supervised
 from dppo_megatron.build import what_to_offload
 from dppo_megatron.config.schema import ActorConfig, ObjectiveConfig, OptimizerConfig
@@ -28,6 +31,41 @@ from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
 
 TWO = Parallel(dp=2, distributed_optimizer=True)
+
+
+def _gathering_late(path: Path, late: bool) -> list[torch.Tensor]:
+    """Weights, log-probabilities, a checkpoint's weights and host copies, each read right after an update."""
+    settings: dict[str, Any] = {"overlap_grad_reduce": True, "ddp": {"bucket_size": 20_000}}
+    actor = build_actor(path, TWO, overlap_param_gather=late, **settings)
+    samples, found = random_samples(24, 37), []
+    plan = plan_for(samples, TWO)
+
+    def update() -> None:
+        actor.update(samples, plan, supervised())
+        assert actor._is_stale == late
+
+    update()
+    found += [tensor.clone() for _, tensor in actor.weights()]
+    update()
+    found += [torch.from_numpy(values) for _, values in sorted(actor.own_logprobs(samples, plan).values.items())]
+    update()
+    found += [value.data.clone() for value in nested_values(actor.sharded_state()["model"])]
+    update()
+    actor.offload(weights=True)
+    found += [actor._memory.host_view(parameter).clone() for parameter in actor._parameters()]
+    update()
+    actor.freeze_reference()
+    return found + [kept.clone() for kept in actor._reference or ()]
+
+
+def test_weights_that_are_gathered_late_are_never_read_stale(model: Path) -> None:
+    """With overlap_param_gather an update leaves each rank with the others' old weights. Whoever reads them before the
+    next forward pass gets what there is without it, to the bit: server, checkpoint, host, reference policy."""
+    for one, other in zip(
+        run_ranks(_gathering_late, 2, model, False), run_ranks(_gathering_late, 2, model, True), strict=True
+    ):
+        assert len(one) == len(other) > 100
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def _train(path: Path, settings: dict[str, Any]) -> dict[str, torch.Tensor] | str:
@@ -58,6 +96,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SAME: list[dict[str, Any]] = [
     {"overlap_grad_reduce": True, "ddp": {"bucket_size": 20_000}},
     {"ddp": {"average_in_collective": True}},
+    {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp": {"bucket_size": 20_000}},
     {"recompute": "selective"},
     {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]},
 ]
@@ -91,7 +130,6 @@ def test_it_trains_the_same_model(model: Path, plain: dict[str, torch.Tensor], s
         ({"optimizer": OptimizerConfig(cpu_offload=0.5)}, "and cpu_offload: Transformer Engine (transformer-engine"),
         ({"megatron": {"hidden_size": 8}}, "actor.megatron.hidden_size: is decided by the model's config.json"),
         ({"megatron": {"apply_rope_fusion": True}}, "rotary embedding is this program's own"),
-        ({"ddp": {"overlap_param_gather": True}}, "weights are read between two forward passes"),
         ({"ddp": {"use_distributed_optimizer": False}}, "is decided by"),
     ],
     ids=str,
@@ -148,6 +186,7 @@ COLOCATED = {
             "actor.fp8_param = true is not offered: Megatron would build its float32 parameters from the random",
         ),
         (COLOCATED | {"actor__optimizer__main_parameters": "float16", "actor__offload": "none"}, ""),
+        ({"actor__overlap_param_gather": "true"}, "overlap_param_gather = true needs actor.overlap_grad_reduce"),
         (COLOCATED | {"actor__offload": "optimizer"}, ""),
     ],
     ids=str,
@@ -218,3 +257,24 @@ def _waits(path: Path) -> list[str]:
 def test_no_host_waits_for_the_device_in_a_schedule(model: Path) -> None:
     """Forward and backward over several packs, loss included: nothing asks the device for a value."""
     assert run_ranks(_waits, 1, model)[0] == []
+
+
+def test_a_pack_travels_without_waiting() -> None:
+    """Every copy to the device is asynchronous: tokens, offsets, positions, rotary frequencies. Seen on torch's `meta`
+    device, which takes copies as any other and has no memory."""
+    [microbatch] = plan_for(random_samples(4, 37)).microbatches[0]
+    copies: list[bool] = []
+
+    class Copies(TorchDispatchMode):
+        """Notes whether each copy to another device waits."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket.__name__ == "_to_copy" and str((kwargs or {}).get("device")) == "meta":
+                copies.append(bool(kwargs.get("non_blocking")))
+            return func(*args, **(kwargs or {}))
+
+    with Copies():
+        pack = build_microbatch(random_samples(4, 37), microbatch, device=torch.device("meta"))
+        rotation = pack.packed.rotation(Rotary(16, 10000.0), torch.bfloat16)
+    assert pack.packed.cu_seqlens_q.device == rotation.cos.device == torch.device("meta")
+    assert len(copies) >= 8 and all(copies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -76,6 +77,50 @@ def test_layers_and_recipes_by_machine(
         with pytest.raises(UserError) as raised:
             machine.choose_layer_spec(wanted, fp8)
         assert outcome in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "fuses", "said"),
+    [
+        ((9, 0), True, True, "added inside the product (Apex's fused_weight_gradient_mlp_cuda)"),
+        ((9, 0), False, False, "added after the product (Apex's fused_weight_gradient_mlp_cuda is not installed)"),
+        (None, True, False, "added after the product (there is no CUDA device)"),
+    ],
+)
+def test_fused_weight_gradients_are_used_where_they_can_be(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int] | None,
+    installed: bool,
+    fuses: bool,
+    said: str,
+) -> None:
+    """Megatron takes them from Apex's extension, and refuses the setting without it."""
+    if installed:
+        (tmp_path / "fused_weight_gradient_mlp_cuda.py").write_text("", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    machine = Machine(capability, "")
+    assert (machine.fuses_weight_gradients, machine.weight_gradients()) == (fuses, said)
+
+
+def test_what_cuda_reads_is_set_before_it_is_asked(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA reads CUDA_DEVICE_MAX_CONNECTIONS when a process first asks for a device, which checks do early."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    seen: list[str | None] = []
+
+    def is_available() -> bool:
+        """No device; notes the variable."""
+        seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    wrong = settings(files, tmp_path / "run", data__train_path=tmp_path / "no.jsonl", actor__fp8="blockwise")
+    assert main(["train", CONFIG, *wrong, "model.dtype=bfloat16"]) == 2
+    assert main(["train", CONFIG, *settings(files, tmp_path / "run"), "actor.logprob_kernel=triton"]) == 2
+    assert seen and set(seen) == {"1"}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from support.job import REPOSITORY, settings, write_job_files
 
 from dppo_megatron.cli import main
+from dppo_megatron.launched import check_launched
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 
@@ -168,7 +169,7 @@ def test_world_size_and_no_megatron(files: Path, tmp_path: Path) -> None:
         "    print('rank', rank, file=sys.stderr)\n"
         "    print(main(sys.argv[1:]), [m for m in sys.modules if m.startswith('megatron')])\n"
     )
-    done = _command("-c", probe, "train", CONFIG, *overrides, **LAUNCHED | {"WORLD_SIZE": "3"})
+    done = _command("-c", probe, "train", CONFIG, *overrides, **LAUNCHED | {"WORLD_SIZE": "3", "LOCAL_RANK": "0"})
     assert (done.returncode, done.stdout) == (0, "2 []\n2 []\n")
     first, _, second = done.stderr.partition("rank 1\n")
     assert "needs a multiple of 2 processes, but the world size is 3; launch with torchrun" in first
@@ -184,6 +185,9 @@ def test_world_size_and_no_megatron(files: Path, tmp_path: Path) -> None:
         ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' is not a whole number of at least 0"),
         ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1, but LOCAL_WORLD_SIZE=1"),
         ({"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE='' is not a whole number of at least 1"),
+        ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2, but WORLD_SIZE=1"),
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK=1, but RANK=0"),
+        ({"WORLD_SIZE": "2"}, "LOCAL_RANK not set, but others of RANK"),
         ({"MASTER_PORT": "port"}, "MASTER_PORT='port' is not a whole number"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is no port: 1 to 65535"),
         ({"MASTER_PORT": "\u0663"}, "is not a whole number"),  # a digit to Python, to nobody else
@@ -206,6 +210,18 @@ def test_a_launchers_environment_that_is_none(
     message = capsys.readouterr().err
     assert expected in message and "torchrun sets these" in message
     assert message.startswith("error: ") and message.count("\n") == 1
+
+
+def test_tasks_that_srun_starts_without_torchrun(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would be a job of its own in one run directory. A batch shell's own variables say nothing of the kind."""
+    for name, value in {"SLURM_NTASKS": "8", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", CONFIG, *settings(files, tmp_path / "run")]) == 2
+    assert "srun has started 8 tasks (SLURM_STEP_NUM_TASKS), but RANK is not set" in capsys.readouterr().err
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    check_launched()
 
 
 def test_missing_config_and_used_run_dir(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -30,10 +30,9 @@ from dppo_megatron.actor.batch import Microbatch, Samples, build_microbatch
 from dppo_megatron.actor.layout import Layout
 from dppo_megatron.actor.logprobs import LogprobStore, choose_softmax
 from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
-from dppo_megatron.actor.model import build_model, transformer_config
+from dppo_megatron.actor.model import build_model, ddp_config, transformer_config
 from dppo_megatron.actor.offload import Offload, Part, pageable
 from dppo_megatron.actor.optimizer import build_optimizer, build_schedule
-from dppo_megatron.actor.overrides import build
 from dppo_megatron.actor.timing import ScheduleTimers
 from dppo_megatron.algorithms.objectives import Objective
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
@@ -79,29 +78,23 @@ class Actor:
         megatron_config.finalize_model_grads_func = finalize_model_grads
         self._chunks = [chunk.to(layout.device) for chunk in build_model(architecture, megatron_config, spec)]
         load_hf_weights(self._chunks, architecture, get_weight)
-        ddp_config = build(
-            "actor.ddp",
-            DistributedDataParallelConfig,
-            {
-                "use_distributed_optimizer": config.optimizer.distributed and dtype != torch.float64,
-                "grad_reduce_in_fp32": dtype == torch.bfloat16,
-                "fp8_param_gather": config.fp8_param,
-                "overlap_grad_reduce": config.overlap_grad_reduce,
-            },
-            config.ddp,
-        )
+        of_ddp = ddp_config(config, dtype)
         self._model = [
             DistributedDataParallel(
                 megatron_config,
-                ddp_config,
+                of_ddp,
                 chunk,
                 disable_bucketing=index > 0,  # as in Megatron's own training loop
             )
             for index, chunk in enumerate(self._chunks)
         ]
-        if ddp_config.overlap_grad_reduce:  # gradients are sent in the last micro-batch's backward pass, not in each
+        if of_ddp.overlap_grad_reduce:  # gradients are sent in the last micro-batch's backward pass, not in each
             syncs = [model.no_sync for model in self._model]
             megatron_config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+        self._gathers_late = of_ddp.use_distributed_optimizer and of_ddp.overlap_param_gather
+        self._is_stale = False
+        """Whether weights that other ranks have updated are still to be fetched: overlap_param_gather leaves that to
+        the next forward pass."""
         self._stream = WeightStream(self._chunks, architecture)
         self._optimizer: Any = None
         self._schedule: Any = None
@@ -110,6 +103,7 @@ class Actor:
 
     def start_phase(self, optimizer: OptimizerConfig, total_steps: int) -> None:
         """Begin a training phase with a fresh optimizer and schedule; the weights stay."""
+        self._gather_weights()
         self._memory.come_back(self._optimizer)
         self._memory.forget_optimizer()
         self._optimizer = build_optimizer(optimizer, self._model, self._dtype)
@@ -119,6 +113,7 @@ class Actor:
         """Leave the device to servers that share it: gradients are freed, the optimizer's state goes to the host, and
         with `weights` the weights too (after they were synced). What a later call needs comes back with it: `update`
         brings all, `own_logprobs` and `weights` the weights; a checkpoint is written from the host."""
+        self._gather_weights()
         self._memory.leave(self._optimizer, weights=weights)
 
     @property
@@ -216,7 +211,7 @@ class Actor:
             store.add(microbatch, values)
             return torch.zeros((), device=hidden.device), {}
 
-        self._memory.come_back(self._optimizer, weights_only=True)
+        self._bring_weights()
         for model in self._model:
             model.eval()
         with torch.no_grad():
@@ -241,14 +236,14 @@ class Actor:
 
     def freeze_reference(self) -> None:
         """Keep a copy of the current weights, on the host, as the reference policy of a KL term."""
-        self._memory.come_back(self._optimizer, weights_only=True)
+        self._bring_weights()
         self._reference = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
         """Swap the reference policy's weights in for the length of the block. Call `freeze_reference` before."""
         assert self._reference is not None, "freeze_reference has not been called"
-        self._memory.come_back(self._optimizer, weights_only=True)
+        self._bring_weights()
         self._swap_with_reference()
         try:
             yield
@@ -260,7 +255,7 @@ class Actor:
     ) -> Iterator[tuple[str, Tensor]]:
         """All parameters as full tensors under their Hugging Face names, on the ranks in `to` (None: all); the other
         ranks iterate too and are given nothing. Collective; see `WeightStream.tensors`."""
-        self._memory.come_back(self._optimizer, weights_only=True)
+        self._bring_weights()
         return self._stream.tensors(to, bucket_bytes)
 
     def num_weight_buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> int:
@@ -269,6 +264,7 @@ class Actor:
 
     def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
         """Megatron's sharded state dict of model, optimizer and schedule, for saving or as a template to load into."""
+        self._gather_weights()
         if loading:
             self._memory.come_back(self._optimizer)
         metadata = {
@@ -340,6 +336,18 @@ class Actor:
         if parameters:
             clip_grad_by_total_norm_fp32(parameters, self._optimizer.config.clip_grad, grad_norm)
         self._optimizer.step_with_ready_grads()
+        self._is_stale = self._gathers_late
+
+    def _bring_weights(self) -> None:
+        """The weights, as the last update left them, on the device. Collective."""
+        self._gather_weights()
+        self._memory.come_back(self._optimizer, weights_only=True)
+
+    def _gather_weights(self) -> None:
+        if self._is_stale:
+            for model in self._model:
+                model.start_param_sync(force_sync=True)
+            self._is_stale = False
 
     def _everywhere(self, mine: bool) -> bool:
         """Whether `mine` is true on all ranks. Collective."""

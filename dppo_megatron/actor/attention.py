@@ -26,6 +26,7 @@ from torch import Tensor
 
 from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.actor.rotary import Rotary, Rotating, Rotation
+from dppo_megatron.actor.transfer import to_device
 from dppo_megatron.actor.varlen import find_kernel
 from dppo_megatron.types import PackedMicrobatch
 
@@ -68,7 +69,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
         meet one set of offsets instead of two.
         """
         slots = plan.cu_seqlens_padded
-        offsets = torch.tensor(slots, dtype=torch.int32, device=device)
+        offsets = to_device(torch.tensor(slots, dtype=torch.int32), device)
         longest = max(end - start for start, end in pairwise(slots))
         return cls(
             qkv_format="thd",
@@ -85,7 +86,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     def position_ids(self) -> Tensor:
         """[T / CP] int64: position in its sequence of each token that this rank holds."""
         whole = torch.cat([torch.arange(end - start) for start, end in pairwise(self.slots)])
-        return whole[self.context.indices(self.slots)].to(self.device)
+        return to_device(whole[self.context.indices(self.slots)], self.device)
 
     def rotation(self, rotary: Rotary, dtype: torch.dtype) -> Rotation:
         """The rotary angles of this rank's tokens; made at the first layer and kept for the others."""
@@ -98,7 +99,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     def whole_pack_index(self) -> Tensor:
         """[T] where each token of the pack lies among the ranks' shares, concatenated."""
         shares = [replace(self.context, rank=rank).indices(self.slots) for rank in range(self.context.size)]
-        return torch.argsort(torch.cat(shares)).to(self.device)
+        return to_device(torch.argsort(torch.cat(shares)), self.device)
 
     @cached_property
     def attending(self) -> Attending:
@@ -115,13 +116,13 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
             rows += len(real)
             buckets.append(
                 LengthBucket(
-                    bucket.query_index.to(self.device),
-                    bucket.key_index.to(self.device),
+                    to_device(bucket.query_index, self.device),
+                    to_device(bucket.key_index, self.device),
                     bucket.batch,
-                    None if bucket.mask is None else bucket.mask.to(self.device),
+                    None if bucket.mask is None else to_device(bucket.mask, self.device),
                 )
             )
-        return Attending(tuple(buckets), row_of_token.to(self.device))
+        return Attending(tuple(buckets), to_device(row_of_token, self.device))
 
 
 def _bucket(members: Sequence[tuple[int, int]], context: ContextShare) -> tuple[LengthBucket, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dppo_megatron.actor.attention import PackedSequences
 from dppo_megatron.actor.context import ContextShare
+from dppo_megatron.actor.transfer import to_device
 from dppo_megatron.types import PackedMicrobatch, TrainSample
 
 
@@ -131,8 +132,3 @@ class _HostBatch:
     def send(self) -> tuple[Tensor, Tensor]:
         """Both on the device. From pinned memory, which torch keeps until the copy is done, nobody waits for it."""
         return tuple(tensor.to(self._device, non_blocking=True) for tensor in (self.integers, self.floats))  # type: ignore[return-value]
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A small tensor of the host there, without waiting for what the device still does."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

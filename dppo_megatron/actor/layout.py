@@ -18,7 +18,7 @@ from megatron.core import parallel_state, tensor_parallel
 from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.config.schema import LayoutConfig
 from dppo_megatron.distributed import only_where_needed
-from dppo_megatron.launched import launched_local_rank
+from dppo_megatron.launched import launched_local_rank, set_cuda_variables
 from dppo_megatron.types import GuardStop, UserError
 
 
@@ -62,9 +62,7 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
     # gloo beside NCCL: plans, scalars and tokens travel on the host, and nobody waits in a kernel (distributed.py)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
-        # Megatron overlaps tensor-parallel communication in the order of launches, which one queue keeps. CUDA reads it
-        # at the first use of the device; whoever has set it knows better
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        set_cuda_variables()
         torch.cuda.set_device(_own_device(launched_local_rank(), torch.cuda.device_count()))
     if "RANK" not in os.environ:
         with only_where_needed():

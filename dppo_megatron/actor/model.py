@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -26,25 +27,87 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dppo_megatron.actor.attention import PackedAttention, RMSNorm
+from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.actor.layout import Layout
-from dppo_megatron.actor.overrides import build
+from dppo_megatron.actor.overrides import build, overridden
 from dppo_megatron.actor.precision import fp8_settings
 from dppo_megatron.actor.rotary import Rotary, Rotating
 from dppo_megatron.config.schema import ActorConfig
-from dppo_megatron.platform.capabilities import LayerSpec
+from dppo_megatron.platform.capabilities import LayerSpec, this_machine
 from dppo_megatron.weights.architecture import Architecture
 
 
 def transformer_config(
     architecture: Architecture, layout: Layout, dtype: torch.dtype, config: ActorConfig, spec: LayerSpec
 ) -> TransformerConfig:
-    """Megatron's configuration for this architecture and layout.
+    """Megatron's configuration for this architecture and layout."""
+    ours = _settings(architecture, layout, dtype, config, spec)
+    made: TransformerConfig = build("actor.megatron", TransformerConfig, ours, config.megatron)
+    return made
+
+
+def ddp_config(config: ActorConfig, dtype: torch.dtype) -> DistributedDataParallelConfig:
+    """Megatron's settings of data parallelism."""
+    made: DistributedDataParallelConfig = build(
+        "actor.ddp", DistributedDataParallelConfig, _ddp_settings(config, dtype), config.ddp
+    )
+    return made
+
+
+def check_settings(
+    config: ActorConfig,
+    architecture: Architecture,
+    dtype: torch.dtype,
+    world_size: int,
+    spec: LayerSpec,
+    *,
+    runs_here: bool,
+) -> None:
+    """Raise `UserError` for what cannot be in `actor.megatron` and `actor.ddp`. Needs no process group.
+
+    Args:
+        runs_here: the job will run on this machine. Else only the fields' names are checked: what Megatron itself
+            refuses depends on the packages that are installed.
+    """
+    sizes = config.layout
+    layout = Layout(
+        rank=0,
+        world_size=world_size,
+        tensor_parallel=sizes.tensor_parallel,
+        pipeline_parallel=sizes.pipeline_parallel,
+        data_parallel=1,
+        data_parallel_rank=0,
+        context=ContextShare(0, sizes.context_parallel),
+        sequence_parallel=sizes.sequence_parallel and sizes.tensor_parallel > 1,
+        is_last_stage=False,
+        reports=False,
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+    )
+    check = build if runs_here else overridden
+    check("actor.megatron", TransformerConfig, _settings(architecture, layout, dtype, config, spec), config.megatron)
+    check("actor.ddp", DistributedDataParallelConfig, _ddp_settings(config, dtype), config.ddp)
+
+
+def _ddp_settings(config: ActorConfig, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "use_distributed_optimizer": config.optimizer.distributed and dtype != torch.float64,
+        "grad_reduce_in_fp32": dtype == torch.bfloat16,
+        "fp8_param_gather": config.fp8_param,
+        "overlap_grad_reduce": config.overlap_grad_reduce,
+        "overlap_param_gather": config.overlap_param_gather,
+    }
+
+
+def _settings(
+    architecture: Architecture, layout: Layout, dtype: torch.dtype, config: ActorConfig, spec: LayerSpec
+) -> dict[str, Any]:
+    """Our values of Megatron's fields.
 
     The fusions that are off need CUDA extensions of Apex or Transformer Engine. They stay off with Transformer Engine
     too: fused rotary and activation kernels differ from the rollout engine's by enough to show as ratio spikes.
     """
     chunks = config.layout.virtual_pipeline
-    ours: dict[str, Any] = dict(
+    settings: dict[str, Any] = dict(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_size,
@@ -72,7 +135,7 @@ def transformer_config(
         batch_p2p_comm=False,
         use_cpu_initialization=layout.device.type == "cpu",
         attention_softmax_in_fp32=True,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=this_machine().fuses_weight_gradients,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
@@ -82,8 +145,7 @@ def transformer_config(
         **_experts(architecture, config, spec),
         **fp8_settings(config),
     )
-    config_of: TransformerConfig = build("actor.megatron", TransformerConfig, ours, config.megatron)
-    return config_of
+    return settings
 
 
 def _recomputation(config: ActorConfig) -> dict[str, Any]:

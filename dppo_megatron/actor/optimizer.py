@@ -15,7 +15,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from dppo_megatron.actor.torch_adam import repair, use_fused_kernels
 from dppo_megatron.config.schema import OptimizerConfig
 from dppo_megatron.platform.capabilities import this_machine
-from dppo_megatron.types import UserError
 
 
 def build_optimizer(
@@ -64,8 +63,7 @@ def _savings(config: OptimizerConfig) -> dict[str, Any]:
         settings["overlap_cpu_optimizer_d2h_h2d"] = True
     if not settings:
         return settings
-    if lacks := this_machine().lacks_transformer_engine:
-        raise UserError(f"actor.optimizer.moments and main_parameters below float32, and cpu_offload: {lacks}")
+    this_machine().check_optimizer(config)
     # offloading takes this path of Megatron's too, as its own command line demands
     return settings | {"use_precision_aware_optimizer": True}
 

@@ -25,11 +25,11 @@ FREE = frozenset(
         "persist_layer_norm",
         "grad_reduce_in_fp32",
         "overlap_grad_reduce",
+        "overlap_param_gather",
     }
 )
 """Fields that this program gives a value and that may be given another one."""
 _REFUSED = {
-    "overlap_param_gather": "weights are read between two forward passes, before the gather would have ended",
     "use_megatron_fsdp": "checkpoints and the weight stream know the distributed optimizer only",
     "use_custom_fsdp": "checkpoints and the weight stream know the distributed optimizer only",
     "data_parallel_sharding_strategy": "it belongs to Megatron's FSDP, which is not offered",

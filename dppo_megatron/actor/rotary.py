@@ -16,6 +16,8 @@ import torch
 from megatron.core.models.common.embeddings import RotaryEmbedding
 from torch import Tensor
 
+from dppo_megatron.actor.transfer import to_device
+
 
 class Rotation(NamedTuple):
     """Cosines and sines of the angles of a pack's tokens: [T / CP, 1, D / 2] each, in the activations' dtype."""
@@ -43,7 +45,7 @@ class Rotary:
             rope_scaling_factor=self.llama3_factor,
             use_cpu_initialization=True,
         )
-        angles = torch.outer(position_ids.float(), embedding.inv_freq.to(position_ids.device))[:, None]
+        angles = torch.outer(position_ids.float(), to_device(embedding.inv_freq, position_ids.device))[:, None]
         return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
 
 

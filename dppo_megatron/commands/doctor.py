@@ -6,7 +6,7 @@ import argparse
 
 from dppo_megatron.commands.parser import Commands, add_command, add_settings, read_config
 from dppo_megatron.commands.terminal import quiet_libraries
-from dppo_megatron.launched import check_launched, launched_rank, launched_world_size
+from dppo_megatron.launched import check_launched, launched_rank, launched_world_size, set_cuda_variables
 from dppo_megatron.types import UserError, Watch
 
 _DOCTOR = """\
@@ -39,6 +39,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         print("\n".join(f"{what:<20}{finding}" for what, finding in found))
         return 0
     check_launched()
+    set_cuda_variables()
     config = read_config(arguments.fp8_gate, arguments.overrides, writes_run=False)
     watch: Watch = arguments.watch
     with watch("loading libraries", 0, ""):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dppo_megatron.commands.parser import Commands, add_command, add_config, check_number
 from dppo_megatron.config.checks import Purpose
@@ -17,8 +18,11 @@ from dppo_megatron.config.paths import check_writable
 from dppo_megatron.config.schema import Config
 from dppo_megatron.launched import launched_world_size
 from dppo_megatron.planning.site import CHIPS, GIB, Site
-from dppo_megatron.pruning.methods import parse_methods
+from dppo_megatron.pruning.methods import METHODS, parse_methods
 from dppo_megatron.types import UserError, Watch
+
+if TYPE_CHECKING:  # it imports torch
+    from dppo_megatron.platform.capabilities import Machine
 
 _DESCRIPTION = """\
 Say what a job needs before anything is started: memory of a GPU and of its host in every phase, seconds of a step, and
@@ -30,9 +34,9 @@ what each pruning method would save. Exit code 2 if it cannot fit. Reads only CO
 
 Formulas, sources and checks: docs/plan.md.
 """
-_METHODS = "grpo,dppo,dppo_auto"
+_GPUS = 8
 _NUMBERS = {
-    "gpus": ("[1, 1000000]", "GPUs of the trainer (default: those of torchrun, else 8)"),
+    "gpus": ("[1, 1000000]", f"GPUs of the trainer (default: those of torchrun, else {_GPUS})"),
     "gpus_per_node": ("[1, 1024]", "GPUs of a node (default: 8)"),
     "gpu_memory": ("(0, 100000]", "GiB of a GPU that programs see (default: 79.1, an H100 of 80 GB)"),
     "host_memory": ("(0, 1000000]", "GiB of a node's memory (default: 1900)"),
@@ -62,7 +66,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         kind = int if name in _COUNTS else float
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=what)
     parser.add_argument("--gpu", choices=sorted(CHIPS), default="h100", help="kind of GPU (default: h100)")
-    parser.add_argument("--methods", default=_METHODS, metavar="A,B,...", help=f"pruning (default: {_METHODS})")
+    parser.add_argument(
+        "--methods", default=",".join(METHODS), metavar="A,B,...", help="pruning methods (default: all)"
+    )
     parser.add_argument("--trace", metavar="FILE", help="trace.jsonl of a run, whose outcomes are replayed")
     parser.add_argument("--json", metavar="FILE", help="also write every figure here")
     parser.add_argument("--dry-run", action="store_true", help="load and check all that a run loads before it starts")
@@ -97,14 +103,20 @@ def _run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides, purpose=purpose, writes_run=arguments.dry_run)
     site = _site(arguments)
     watch: Watch = arguments.watch
-    loaded = _load_job(config, site, watch) if arguments.dry_run else []
+    loaded = _load_job(config, site, arguments.gpu, watch) if arguments.dry_run else []
     with watch("loading libraries", 0, ""):
+        from dppo_megatron.commands.actor_settings import check_actor_settings
+        from dppo_megatron.job import check_settings
         from dppo_megatron.planning.plan import make_plan
         from dppo_megatron.planning.text import lines
         from dppo_megatron.planning.timing import speeds_for
         from dppo_megatron.trace import read_trace
         from dppo_megatron.weights.architecture import read_architecture
     architecture = read_architecture(config.model.hf_path)
+    if not loaded:
+        machine = _assumed_machine(arguments.gpu)
+        check_actor_settings(config, site.gpus, watch, machine, runs_here=False, writes=False)
+        check_settings(config, architecture, site.gpus, machine)
     plan = make_plan(
         config,
         architecture,
@@ -116,7 +128,7 @@ def _run(arguments: argparse.Namespace) -> int:
         trace=read_trace(arguments.trace, watch) if arguments.trace else None,
         watch=watch,
     )
-    print("\n".join([*lines(plan, arguments.config), *loaded]))
+    print("\n".join([*_assumed(arguments), *lines(plan, arguments.config), *loaded]))
     if arguments.json is not None:
         Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
         Path(arguments.json).write_text(json.dumps(plan.as_json(), indent=2) + "\n", encoding="utf-8")
@@ -126,10 +138,16 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _assumed(arguments: argparse.Namespace) -> list[str]:
+    if arguments.gpus or launched_world_size() > 1:
+        return []
+    return [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
+
+
 def _site(arguments: argparse.Namespace) -> Site:
     chip, launched = CHIPS[arguments.gpu], launched_world_size()
     return Site(
-        gpus=arguments.gpus or (launched if launched > 1 else 8),
+        gpus=arguments.gpus or (launched if launched > 1 else _GPUS),
         gpus_per_node=arguments.gpus_per_node or 8,
         gpu_memory=arguments.gpu_memory * GIB if arguments.gpu_memory else chip.memory_bytes,
         peak_flops=chip.peak_flops,
@@ -138,15 +156,24 @@ def _site(arguments: argparse.Namespace) -> Site:
     )
 
 
-def _load_job(config: Config, site: Site, watch: Watch) -> list[str]:
+def _assumed_machine(gpu: str) -> Machine:
+    from dppo_megatron.platform.capabilities import Machine
+
+    return Machine(CHIPS[gpu].capability, "")
+
+
+def _load_job(config: Config, site: Site, gpu: str, watch: Watch) -> list[str]:
     """Do what a run does before it starts; lines that say what was found, the first prompt at the end."""
     with watch("loading libraries", 0, ""):
+        from dppo_megatron.commands.actor_settings import check_actor_settings
         from dppo_megatron.job import prepare_job
-        from dppo_megatron.platform.capabilities import Machine, this_machine
+        from dppo_megatron.platform.capabilities import this_machine
     machine, note = this_machine(), []
-    if machine.cuda_capability is None:
-        machine = Machine((9, 0), "")
-        note = ["no CUDA device here: an H100 with Transformer Engine is assumed"]
+    runs_here = machine.cuda_capability is not None
+    if not runs_here:
+        machine = _assumed_machine(gpu)
+        note = [f"no CUDA device here: a machine of {gpu.upper()}s with Transformer Engine is assumed"]
+    check_actor_settings(config, site.gpus, watch, machine, runs_here=runs_here, writes=False)
     job = prepare_job(config, site.gpus, watch=watch, machine=machine)
     try:
         first = next(iter(job.train_sets.values())).first_prompt

@@ -7,7 +7,7 @@ import argparse
 from dppo_megatron.commands.parser import Commands, add_command, add_config, read_config
 from dppo_megatron.commands.plan import add_dry_run, dry_run
 from dppo_megatron.commands.terminal import quiet_libraries, say
-from dppo_megatron.launched import check_launched, launched_world_size
+from dppo_megatron.launched import check_launched, launched_world_size, set_cuda_variables
 from dppo_megatron.types import UserError
 
 _TRAIN = """\
@@ -44,10 +44,15 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.gpus is not None:
         raise UserError("--gpus belongs to --dry-run; a run has as many GPUs as torchrun starts processes")
     check_launched()
+    set_cuda_variables()
     config = read_config(arguments.config, [*arguments.overrides, *resume])
     with arguments.watch("loading libraries", 0, ""):
+        from dppo_megatron.commands.actor_settings import check_actor_settings
         from dppo_megatron.job import prepare_job
-    job = prepare_job(config, launched_world_size(), watch=arguments.watch)
+        from dppo_megatron.platform.capabilities import this_machine
+    size, watch = launched_world_size(), arguments.watch
+    check_actor_settings(config, size, watch, this_machine(), runs_here=True, writes=True)
+    job = prepare_job(config, size, watch=watch)
     with arguments.watch("loading Megatron", 0, ""):
         from dppo_megatron.run import Run, Stopped
         from dppo_megatron.train import train

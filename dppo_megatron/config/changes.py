@@ -26,6 +26,7 @@ FREE = (
     "actor.logprob_kernel",
     "actor.offload",
     "actor.overlap_grad_reduce",
+    "actor.overlap_param_gather",
     "actor.recompute",
     "checkpoint",
     "data.eval_paths",

@@ -126,6 +126,11 @@ def _check_actor(config: Config) -> None:
         raise UserError(
             f"actor.layout.virtual_pipeline = {actor.layout.virtual_pipeline} needs pipeline_parallel above 1"
         )
+    if actor.overlap_param_gather and not (actor.overlap_grad_reduce and actor.optimizer.distributed):
+        raise UserError(
+            "actor.overlap_param_gather = true needs actor.overlap_grad_reduce = true, which makes the buckets that are"
+            " gathered, and actor.optimizer.distributed = true"
+        )
     if actor.offload not in ("auto", "none") and not config.rollout.servers.colocate:
         raise UserError(
             f"actor.offload = {actor.offload} has no effect while rollout.servers.colocate = false: nobody else uses"

@@ -128,6 +128,10 @@ class ActorConfig:
     overlap_grad_reduce: bool = False
     """Send gradients between data-parallel ranks while the last micro-batch's backward pass still runs, in buckets of
     actor.ddp.bucket_size elements."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters from data-parallel ranks, layer by layer, while the next update's forward pass runs;
+    the last update of a step is gathered before anyone reads its weights. Worth something with
+    objective.updates_per_step above 1. Needs overlap_grad_reduce and the distributed optimizer."""
     layer_spec: Literal["auto", "te", "local"] = "auto"
     """Layers of the model: `te` is Transformer Engine's (CUDA), `local` Megatron's own with this project's packed
     attention. `auto` takes te where it is installed and a CUDA device is there."""
@@ -142,11 +146,11 @@ class ActorConfig:
     fp8_bf16_layers: int = ranged(0, "[0, 10000]")
     """This many first and as many last layers stay in bfloat16 (not with fp8=delayed)."""
     megatron: dict[str, Any] = field(default_factory=dict)
-    """Fields of Megatron's TransformerConfig by their own names, such as {tp_comm_overlap: true, moe_permute_fusion:
+    """Fields of Megatron's TransformerConfig by their own names, such as {moe_router_fusion: true, moe_permute_fusion:
     true}, checked against the installed version. What other settings decide is refused."""
     ddp: dict[str, Any] = field(default_factory=dict)
     """Fields of Megatron's DistributedDataParallelConfig, such as {overlap_grad_reduce: true, bucket_size: 40000000,
-    grad_reduce_in_fp32: false}."""
+    grad_reduce_in_fp32: false}, checked likewise."""
     fp8_param: bool = False
     """Keep parameters in FP8 too. Refused until a GPU test covers loading, a step and streaming (docs/actor.md)."""
 

@@ -38,7 +38,7 @@ class Pass:
     """Bytes of an activation: 2 in bfloat16, 4 in float32."""
     kernels: Kernels
     padding: float = 1.0
-    """On a CPU: slots over tokens in the batches that attention gathers."""
+    """Slots over tokens in the batches that attention gathers."""
     imbalance: float = EXPERT_IMBALANCE
     fused_swiglu: bool = False
     """actor.megatron: {bias_activation_fusion: true} keeps the output of fc1 only."""
@@ -52,6 +52,12 @@ class Pass:
     def sharded(self) -> float:
         """Tokens of this rank where sequence parallelism splits them."""
         return self.local / (self.degrees.tensor if self.degrees.sequence_parallel else 1)
+
+    @property
+    def gathers(self) -> bool:
+        """Attention gathers sequences into batches: on a CPU, and without Transformer Engine under context parallelism
+        (`actor/attention.py`)."""
+        return self.kernels == "cpu" or (self.kernels == "local" and self.degrees.context > 1)
 
     @property
     def hidden_bytes(self) -> float:
@@ -116,10 +122,7 @@ def _kept_instead(one: Pass, module: str) -> Saved:
     if module == "core_attn":  # before they are rotated; values, and keys that have no norm, are views of qkv's output
         queries, keys = _elements(one)
         own = (queries + keys) if one.architecture.qk_norm else _copied(one, queries, keys)
-        return {
-            "inputs of attention": own * one.bytes_each,
-            "output of qkv": (queries + 2 * keys) * one.bytes_each,
-        }
+        return {"inputs of attention": own * one.bytes_each, "output of qkv": _qkv(one) * one.bytes_each}
     if module == "layernorm" and one.kernels != "te":
         return {"inputs of the norms": 2 * one.hidden_bytes}
     return {}
@@ -132,9 +135,25 @@ def _elements(one: Pass) -> tuple[float, float]:
     return one.local * heads * a.head_dim, one.local * groups * a.head_dim
 
 
+def _qkv(one: Pass) -> float:
+    """Elements of the output of qkv that attention takes its queries, keys and values from.
+
+    With fewer key-value heads than tensor-parallel ranks, Megatron gathers all of it on every rank.
+    """
+    a, (queries, keys) = one.architecture, _elements(one)
+    if a.num_kv_heads < one.degrees.tensor:
+        return one.local * (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+    return queries + 2 * keys
+
+
 def _copied(one: Pass, queries: float, keys: float) -> float:
-    """Elements of the queries that are no view of qkv's output: with one group of heads they lie in it together."""
-    return queries if keys > one.local * one.architecture.head_dim else 0.0
+    """Elements of the queries that are no view of qkv's output.
+
+    Megatron lays it out by groups: queries, keys, values of one, then of the next. So the queries lie in it together
+    where there is one group, and evenly spaced where each group has one head (as many key-value heads as heads).
+    """
+    together = keys <= one.local * one.architecture.head_dim or queries == keys
+    return 0.0 if together else queries
 
 
 def _norm(one: Pass, name: str) -> Saved:
@@ -149,9 +168,9 @@ def _attention(one: Pass) -> Saved:
     queries, keys = _elements(one)
     copied = _copied(one, queries, keys)
     saved: Saved = {"normalizer of attention": one.local * heads * 4 * one.padding}
-    on_cpu = one.kernels == "cpu"
-    if not on_cpu or (a.qk_norm and each == 4):  # a view of it is kept: the values, or the keys before their norm
-        saved["output of qkv"] = (queries + 2 * keys) * each
+    on_cpu, gathers = one.kernels == "cpu", one.gathers
+    if not gathers or (a.qk_norm and each == 4):  # a view of it is kept: the values, or the keys before their norm
+        saved["output of qkv"] = _qkv(one) * each
     if a.qk_norm:
         saved["inverse roots of heads"] = one.local * (heads + groups) * 4
         if on_cpu:  # float32 copies before and after the division; in float32 that of the keys is the view above
@@ -161,8 +180,8 @@ def _attention(one: Pass) -> Saved:
             saved["queries before their norm"] = copied * each
             if one.kernels == "te":
                 saved["keys before their norm"] = keys * each
-    if on_cpu:
-        saved["gathered queries, keys, values"] = (queries + 2 * keys) * each * one.padding
+    if gathers:  # keys and values of all context-parallel ranks
+        saved["gathered queries, keys, values"] = (queries + 2 * keys * one.degrees.context) * each * one.padding
         saved["gathered output"] = queries * each * one.padding
     else:
         saved["rotated queries and keys"] = (queries + keys) * each

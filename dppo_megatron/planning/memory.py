@@ -40,6 +40,7 @@ from dppo_megatron.weights.architecture import Architecture
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HOST = "optimizer on the host"
+PHASES = ("generate", "sync", "log-probs", "forward", "backward", "step", "checkpoint")
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "engine", "other")
 
 
@@ -66,13 +67,22 @@ class MemoryPlan:
     phases: tuple[Phase, ...]
     """On a GPU of the trainer."""
     host: tuple[Phase, ...]
-    """On a node."""
+    """On a node, in the same order."""
     engine: EnginePlan
 
     @property
     def largest(self) -> Phase:
         """The phase that decides whether the job fits."""
         return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def on_host(self) -> tuple[Phase, ...]:
+        """Phases of a node that need more than the one before: the others need the same again."""
+        return tuple(
+            phase
+            for before, phase in zip((None, *self.host), self.host, strict=False)
+            if before is None or phase.total > before.total
+        )
 
 
 def plan_memory(config: Config, architecture: Architecture, site: Site, mean_tokens: float) -> MemoryPlan:
@@ -81,6 +91,7 @@ def plan_memory(config: Config, architecture: Architecture, site: Site, mean_tok
     engine = plan_engine(config, architecture, site, longest_sequence(config)[0])
     stages = [_Stage(config, architecture, degrees, engine, stage, mean_tokens) for stage in range(degrees.pipeline)]
     worst = [max(same, key=lambda phase: phase.total) for same in zip(*(one.phases() for one in stages), strict=True)]
+    assert tuple(phase.name for phase in worst) == PHASES
     host = _host(config, site, engine, max(stages, key=lambda one: sum(one.state.values()) + one.on_host))
     return MemoryPlan(tuple(worst), host, engine)
 
@@ -243,4 +254,4 @@ def _host(config: Config, site: Site, engine: EnginePlan, stage: _Stage) -> tupl
     if "weights" in away:
         always["weights on the host"] = ranks * state["weights"]
     written = {"copies for the checkpoint": ranks * (state["weights"] + state["optimizer"] + stage.on_host)}
-    return Phase("generate", always), Phase("checkpoint", always | written)
+    return tuple(Phase(name, always | (written if name == "checkpoint" else {})) for name in PHASES)

@@ -40,9 +40,9 @@ class Plan:
 
     @property
     def problems(self) -> list[str]:
-        """Why it cannot fit; empty if it does."""
+        """Why it cannot fit, the largest phase first; empty if it does."""
         site, engine, found = self.site, self.memory.engine, []
-        for phase in self.memory.phases:
+        for phase in sorted(self.memory.phases, key=lambda phase: -phase.total):
             if phase.total > site.gpu_memory:
                 found.append(
                     f"{phase.name} needs {phase.total / GIB:.1f} GiB of a GPU's {site.gpu_memory / GIB:.1f}"
@@ -53,7 +53,7 @@ class Plan:
                 f"the servers have {engine.cache / GIB:.1f} GiB for keys and values, less than the"
                 f" {engine.cache_per_token * engine.longest / GIB:.1f} of one sequence of {engine.longest} tokens"
             )
-        for phase in self.memory.host:
+        for phase in self.memory.on_host:
             if phase.total > site.host_memory:
                 found.append(
                     f"{phase.name} needs {phase.total / GIB:.0f} GiB of a node's {site.host_memory / GIB:.0f}"

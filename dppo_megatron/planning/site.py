@@ -32,13 +32,15 @@ class Chip:
     """What programs see; less than the name says."""
     peak_flops: float
     """Dense bfloat16, NVIDIA's data sheets."""
+    capability: tuple[int, int]
+    """CUDA's name for what it can do."""
 
 
 CHIPS = {
-    "h100": Chip(79.1 * GIB, 989e12),  # out-of-memory messages of torch: "a total capacity of 79.10 GiB"
-    "h200": Chip(139.8 * GIB, 989e12),
-    "a100": Chip(79.1 * GIB, 312e12),
-    "b200": Chip(178.0 * GIB, 2250e12),
+    "h100": Chip(79.1 * GIB, 989e12, (9, 0)),  # out-of-memory messages of torch: "a total capacity of 79.10 GiB"
+    "h200": Chip(139.8 * GIB, 989e12, (9, 0)),
+    "a100": Chip(79.1 * GIB, 312e12, (8, 0)),
+    "b200": Chip(178.0 * GIB, 2250e12, (10, 0)),
 }
 
 

@@ -32,12 +32,12 @@ def lines(plan: Plan, name: str) -> list[str]:
 
 def _gpu(plan: Plan) -> Iterator[str]:
     yield ""
-    yield f"{'GiB of a GPU':<14}" + "".join(f"{part:>12}" for part in PARTS) + f"{'total':>9}"
-    for phase in plan.memory.phases:
+    yield f"{'GiB of a GPU':<14}" + "".join(f"{part:>12}" for part in PARTS) + f"{'total':>9}{'a node':>9}"
+    for phase, node in zip(plan.memory.phases, plan.memory.host, strict=True):
         over = "  <- does not fit" if phase.total > plan.site.gpu_memory else ""
         stage = f"  (stage {phase.stage})" if any(p.stage for p in plan.memory.phases) else ""
         cells = "".join(f"{_gib(phase, part):>12}" for part in PARTS)
-        yield f"{phase.name:<14}{cells}{phase.total / GIB:>9.1f}{stage}{over}"
+        yield f"{phase.name:<14}{cells}{phase.total / GIB:>9.1f}{node.total / GIB:>9.0f}{stage}{over}"
     largest = plan.memory.largest
     yield f"largest: {largest.name}, {largest.total / GIB:.1f} GiB, most of it {most(largest)}"
     for one in plan.advice[:_ADVICE]:
@@ -64,7 +64,7 @@ def _engine(plan: Plan) -> Iterator[str]:
 
 
 def _host(plan: Plan) -> Iterator[str]:
-    for phase in plan.memory.host:
+    for phase in plan.memory.on_host:
         parts = ", ".join(f"{name} {size / GIB:.0f}" for name, size in phase.parts.items())
         whole = f"{phase.total / GIB:.0f} of {plan.site.host_memory / GIB:.0f}"
         yield f"GiB of a node's memory, {phase.name}: {whole} ({parts})"
@@ -92,7 +92,7 @@ def _savings(plan: Plan) -> Iterator[str]:
     for one in plan.predictions:
         alike = like_for_like(one, base)
         between = "" if alike is None else f", {alike[0]:.2f}-{alike[1]:.2f}x to the same result"
-        yield f"  {one.method:<12} {one.label:<9} {one.step_s:>7.0f} s a step, {base.step_s / one.step_s:.2f}x{between}"
+        yield f"  {one.method:<17} {one.label:<9} {one.step_s:>7.0f} s a step, {base.step_s / one.step_s:.2f}x{between}"
 
 
 def _assumed(plan: Plan) -> Iterator[str]:

@@ -35,8 +35,11 @@ def stats() -> Stats:
     return finder.stats if finder else Stats()
 
 
-def enable() -> None:
-    """Let `megatron.core`, when it is imported, run on the CPU. Calling it again does nothing.
+def enable(*, keep: bool = True) -> None:
+    """Let `megatron.core`, when it is imported, run on the CPU. Calling it again changes nothing but `keep`.
+
+    Args:
+        keep: leave the rewritten code on disk for later processes; once False, it stays so.
 
     Raises RuntimeError where CUDA is available, and when `megatron.core` has been imported already.
     """
@@ -46,18 +49,21 @@ def enable() -> None:
             f"available ({torch.cuda.device_count()} device(s) here). Use the GPU: call prepare() instead. "
             "To use the CPU all the same, hide the GPUs before Python starts: CUDA_VISIBLE_DEVICES= python ..."
         )
-    if is_enabled():
+    if (finder := hook.installed()) is not None:
+        if not keep:
+            finder.keep_nothing()
         return
     if hook.PACKAGE in sys.modules:
         raise RuntimeError(
             f"{hook.PACKAGE} was imported before dppo_megatron.platform.enable(), so its CUDA expressions can no "
             "longer be rewritten. Call enable() or prepare() before anything, another library included, imports it."
         )
-    sys.meta_path.insert(0, hook.Finder(lambda: CodeCache(default_root(), rewrite.rules_version())))
+    sys.meta_path.insert(0, hook.Finder(lambda: CodeCache(default_root() if keep else None, rewrite.rules_version())))
 
 
-def prepare(device: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceType:
-    """Make `import megatron.core` safe on this machine and return the type of the device it will use.
+def prepare(device: Literal["auto", "cpu", "cuda"] = "auto", *, keep: bool = True) -> DeviceType:
+    """Make `import megatron.core` safe on this machine and return the type of the device it will use; `keep` as for
+    `enable`.
 
     With CUDA this changes nothing. Without, it calls `enable`, unless CUDA was asked for by name: then a job that lost
     its GPUs stops here rather than crawl on the CPU.
@@ -67,5 +73,5 @@ def prepare(device: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceType:
         raise RuntimeError("device 'cuda' was asked for, but torch.cuda.is_available() is False on this machine")
     if device != "cpu" and has_cuda:
         return "cuda"
-    enable()
+    enable(keep=keep)
     return "cpu"

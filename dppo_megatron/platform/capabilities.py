@@ -17,6 +17,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from dppo_megatron.config.schema import OptimizerConfig
 from dppo_megatron.types import UserError
 
 LayerSpec: TypeAlias = Literal["te", "local"]
@@ -25,6 +26,8 @@ TRANSFORMER_ENGINE_RANGE = ">=2.9,<2.12"
 """What megatron-core 0.16.1 names; the extra `te` in pyproject.toml says the same."""
 _LEAST_CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 """Compute capability from which Transformer Engine has the recipe: Ada and Hopper, Hopper, Blackwell."""
+
+_FUSED_WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,20 @@ class Machine:
         if needing and self.lacks_transformer_engine:
             raise UserError(f"actor.recompute_modules = {', '.join(needing)}: {self.lacks_transformer_engine}")
 
+    def check_optimizer(self, optimizer: OptimizerConfig) -> None:
+        """Raise `UserError` for savings of memory that only Transformer Engine's Adam knows."""
+        saves = optimizer.cpu_offload or (optimizer.moments, optimizer.main_parameters) != ("float32", "float32")
+        if saves and self.lacks_transformer_engine:
+            raise UserError(
+                "actor.optimizer.moments and main_parameters below float32, and cpu_offload:"
+                f" {self.lacks_transformer_engine}"
+            )
+
+    def check_logprob_kernel(self, wanted: str) -> None:
+        """Raise `UserError` for kernels of `actor.logprob_kernel` that need another device."""
+        if wanted == "triton" and self.cuda_capability is None:
+            raise UserError("actor.logprob_kernel = triton: there is no CUDA device; use auto or torch")
+
     def adam(self) -> str:
         """Which Adam Megatron takes here, in its order of choice, and on CUDA what is missed."""
         if not self.lacks_transformer_engine:
@@ -86,13 +103,19 @@ class Machine:
         missed = "" if self.cuda_capability is None else " (neither Transformer Engine nor Apex is installed)"
         return f"torch's fused AdamW{missed}"
 
+    @property
+    def fuses_weight_gradients(self) -> bool:
+        """Whether matrix products can add weight gradients to the main gradients. Transformer Engine's layers could
+        alone, but Megatron refuses the setting for its own output layer without Apex's extension."""
+        return self.cuda_capability is not None and importlib.util.find_spec(_FUSED_WEIGHT_GRADIENTS) is not None
+
     def weight_gradients(self) -> str:
-        """Whether weight gradients could be added to the main gradients inside the matrix product."""
+        """Whether weight gradients are added to the main gradients inside the matrix product, and what is missed."""
         if self.cuda_capability is None:
             return "added after the product (there is no CUDA device)"
-        if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
-            return "added after the product (Apex's fused_weight_gradient_mlp_cuda is not installed)"
-        return "added after the product; actor.megatron={gradient_accumulation_fusion: true} does it inside (not tried)"
+        if not self.fuses_weight_gradients:
+            return f"added after the product (Apex's {_FUSED_WEIGHT_GRADIENTS} is not installed)"
+        return f"added inside the product (Apex's {_FUSED_WEIGHT_GRADIENTS})"
 
     def _lacks(self) -> str:
         if self.cuda_capability is None:

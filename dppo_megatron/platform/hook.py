@@ -71,6 +71,10 @@ class Finder(importlib.abc.MetaPathFinder):
         # made with the first module, so that a program that imports no Megatron leaves no directory behind
         self._cache = functools.cache(make_cache)
 
+    def keep_nothing(self) -> None:
+        """From now on neither read nor write rewritten code on disk."""
+        self._cache = functools.cache(lambda: CodeCache(None, None))
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from support.launch import run_ranks
 from support.live_bytes import LiveBytes
+from support.random_shapes import Drawn, draw
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.actor.attention import PackedSequences
-from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.actor.logprobs import Projection, TorchSoftmax, chunked_logprobs
 from dppo_megatron.config.schema import ActorConfig
 from dppo_megatron.planning.activations import Pass, head_bytes, layer_kept
@@ -108,13 +108,19 @@ def _saved_by_a_layer(path: Path, parallel: Parallel, recompute: str, modules: l
     """(tokens, bytes saved by autograd in one layer, slots over tokens in attention's batches)."""
     if "layernorm" in modules:
         _stand_in_for_transformer_engine()
+    return _measure_layer(path, parallel, recompute, modules)[:3]
+
+
+def _measure_layer(path: Path, parallel: Parallel, recompute: str, modules: list[str]) -> tuple[int, int, float, float]:
+    """The same, and how many tokens this rank's experts got over the mean of the expert-parallel ranks."""
     actor = build_actor(path, parallel, recompute=recompute, recompute_modules=modules)
     samples = random_samples(6, 37)
     microbatch = plan_for(samples, parallel).microbatches[0][0]
-    packed = PackedSequences.of(microbatch, ContextShare(0, 1), torch.device("cpu"))
+    context = actor.layout.context
+    packed = PackedSequences.of(microbatch, context, torch.device("cpu"))
     block = actor._chunks[0].decoder
     tokens = microbatch.cu_seqlens_padded[-1]
-    rows = tokens // (parallel.tp if parallel.sequence_parallel else 1)
+    rows = tokens // context.size // (parallel.tp if parallel.sequence_parallel else 1)
     hidden = torch.randn(rows, 1, actor._architecture.hidden_size, dtype=parallel.dtype, requires_grad=True)
     ours = {p.untyped_storage()._cdata for p in block.parameters()}
     saved: dict[int, torch.Tensor] = {}
@@ -126,6 +132,9 @@ def _saved_by_a_layer(path: Path, parallel: Parallel, recompute: str, modules: l
         return tensor
 
     block.train()
+    routed = []
+    if actor._architecture.experts:
+        block.layers[0].mlp.experts.register_forward_pre_hook(lambda _, inputs: routed.append(inputs[0].size(0)))
     packed.rotation(block.layers[0].self_attention.core_attention._rotary, parallel.dtype)  # once a pack, not a layer
     angles = {angle.untyped_storage()._cdata for angles in packed._rotations.values() for angle in angles}
     ours |= angles
@@ -134,10 +143,14 @@ def _saved_by_a_layer(path: Path, parallel: Parallel, recompute: str, modules: l
             block._checkpointed_forward(hidden, None, None, None, None, None, packed, False)
         else:
             block.layers[0](hidden_states=hidden, attention_mask=None, packed_seq_params=packed)
-    indices = sum(t.untyped_storage().nbytes() for t in saved.values() if t.dtype == torch.int64 and t.ndim == 1)
-    total = sum(t.untyped_storage().nbytes() for t in saved.values()) - indices
-    padded = sum(len(bucket.query_index) for bucket in packed.attending.buckets)
-    return tokens, total // (len(block.layers) if recompute == "full" else 1), padded / tokens
+    masks = {tuple(bucket.mask.shape) for bucket in packed.attending.buckets if bucket.mask is not None}
+    kept = [t for t in saved.values() if not (t.dtype == torch.int64 and t.ndim == 1) and tuple(t.shape) not in masks]
+    total = sum(t.untyped_storage().nbytes() for t in kept)
+    padded = sum(len(bucket.query_index) for bucket in packed.attending.buckets) * context.size
+    imbalance = 1.0
+    if parallel.ep > 1 and (experts := actor._architecture.experts) is not None:
+        imbalance = routed[0] / (rows * experts.per_token * (parallel.etp or parallel.tp))
+    return tokens, total // (len(block.layers) if recompute == "full" else 1), padded / tokens, imbalance
 
 
 ALL, BF16 = ("none", ["core_attn"]), Parallel(dtype=torch.bfloat16)
@@ -178,6 +191,43 @@ def test_activations_of_a_layer(
         one = Pass(architecture, degrees, tokens, each, "cpu", padding)
         planned = layer_kept(one, ActorConfig(recompute=recompute, recompute_modules=modules))
         assert sum(planned.values()) == pytest.approx(measured, rel=0.05), planned
+
+
+def _of_many(drawn: list[Drawn], paths: list[Path]) -> list[tuple[dict[str, int], tuple[int, int, float, float]]]:
+    """Training state, and what a layer keeps, of one after another."""
+    found = []
+    for one, path in zip(drawn, paths, strict=True):
+        if "layernorm" in one.modules:
+            _stand_in_for_transformer_engine()
+        layer = (
+            (0, 0, 1.0, 1.0) if one.parallel.pp > 1 else _measure_layer(path, one.parallel, one.recompute, one.modules)
+        )
+        found.append((_state(path, one.parallel), layer))
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "count"), [(1, 16), (2, 12), (4, 6)])
+def test_random_shapes_and_layouts(tmp_path: Path, world_size: int, count: int) -> None:
+    """Parameters exactly, and state and a layer's activations within 5 %, whatever the model and the layout: dense and
+    mixtures, any number of key-value heads (fewer than ranks, as many as heads), tied embeddings, TP, PP, CP, EP,
+    recomputation, both types, both optimizers. Not part of the plan: what is quadratic in a sequence (masks of context
+    parallelism on a CPU)."""
+    drawn = draw(2, count, world_size, stages=True)
+    paths = [write_model(tmp_path / str(n), family=one.family, **one.sizes) for n, one in enumerate(drawn)]
+    for rank, of_rank in enumerate(run_ranks(_of_many, world_size, drawn, paths)):
+        for one, path, (state, layer) in zip(drawn, paths, of_rank, strict=True):
+            architecture, degrees = read_architecture(path), Degrees.of(one.parallel.layout, world_size)
+            share = share_of(architecture, degrees, rank // (world_size // degrees.pipeline))
+            assert share.count() == state["count"], one
+            planned = state_bytes(share, degrees, one.actor, str(one.parallel.dtype).removeprefix("torch."))
+            for part in ("weights", "gradients", "optimizer"):
+                assert planned[part] == pytest.approx(state[part], rel=0.05), (part, one)
+            if degrees.pipeline > 1:
+                continue
+            tokens, measured, padding, imbalance = layer
+            each = torch.empty((), dtype=one.parallel.dtype).element_size()
+            kept = layer_kept(Pass(architecture, degrees, tokens, each, "cpu", padding, imbalance), one.actor)
+            assert sum(kept.values()) == pytest.approx(measured, rel=0.05), (one, kept)
 
 
 # ------------------------------------------------------------------------------------------------ the output layer

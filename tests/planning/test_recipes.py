@@ -110,7 +110,8 @@ def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.Captur
     plan = json.loads((tmp_path / "new" / "plan.json").read_text(encoding="utf-8"))
     assert plan["fits"] and f"largest: {plan['largest']}" in out
     assert list(plan["phases"]) == ["generate", "sync", "log-probs", "forward", "backward", "step", "checkpoint"]
-    for phase in plan["phases"].values():
+    assert list(plan["host"]) == list(plan["phases"])
+    for phase in (*plan["phases"].values(), *plan["host"].values()):
         assert phase["total"] == pytest.approx(sum(v for k, v in phase.items() if k not in ("total", "stage")))
     methods = plan["methods"]
     assert methods["dppo"]["step_s"] < methods["grpo"]["step_s"]
@@ -120,10 +121,13 @@ def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--gpu-memory", "40"], "forward needs"),
+        (["--gpu-memory", "40"], "backward needs"),
         (["--gpu-memory", "40"], "What helps: actor.optimizer.cpu_offload=1"),
         (["--host-memory", "300"], "generate needs 523 GiB of a node's 300 (most of it optimizer on the host)"),
         (["packing.max_tokens_per_microbatch=100"], "must fit"),
+        (["actor.fp8=mxfp8"], "actor.fp8 = mxfp8: it needs a chip of sm_100 or newer; this one is sm_90"),
+        (["actor.megatron={hidden_size: 8}"], "actor.megatron.hidden_size: is decided by"),
+        (["rollout.sampling.max_completion_tokens=100000", "packing.max_tokens_per_microbatch=200000"], "positions of"),
         (["--gpus", "6"], "needs a multiple of 8 processes"),
         (["actor.layout.tensor_parallel=3"], "needs a multiple of 3 processes"),
         (["--mfu", "40"], "--mfu 40.0: must be in (0, 1]"),
@@ -195,7 +199,7 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
         "PYTHONPATH": str(REPOSITORY),
         "PYTHONDONTWRITEBYTECODE": "1",  # Python's own cache, which any command fills
     }
-    settings = job_settings(files, tmp_path / "cwd" / "run")
+    settings = [*job_settings(files, tmp_path / "cwd" / "run"), "actor.ddp={bucket_size: 40000000}"]  # asks Megatron
     before = _everything(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", _BOTH, str(REPOSITORY / "configs" / "quickstart.yaml"), *settings],
@@ -214,11 +218,17 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_dry_run_refuses_what_train_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same checks: a data file that is not there, and a grader that cannot be loaded."""
+    """The same checks: a data file that is not there, a grader that cannot be loaded, fields that Megatron lacks."""
     files = write_job_files(tmp_path)
     config, settings = str(REPOSITORY / "configs" / "quickstart.yaml"), job_settings(files, tmp_path / "run")
     capsys.readouterr()  # what writing the model has said
-    for wrong in (f"data.train_path={tmp_path / 'no.jsonl'}", "reward.function=no.such:grader"):
+    for wrong in (
+        f"data.train_path={tmp_path / 'no.jsonl'}",
+        "reward.function=no.such:grader",
+        "actor.megatron={moe_permute_fusio: true}",
+        "actor.ddp={bucket: 1}",
+        "actor.ddp={fp8_param_gather: true}",
+    ):
         said = []
         for option in ([], ["--dry-run", "--gpus", "1"]):
             assert main(["train", config, *settings, wrong, *option]) == 2
