@@ -67,6 +67,11 @@ def main(argv: list[str] | None = None, watch: Watch = show_progress) -> int:
         if not _output_has_gone():
             raise
         return 141
+    except OSError as error:
+        if not _output_is_full():
+            raise
+        say(f"error: stdout cannot be written: {error.strerror}; some of the output is lost, what was done is done")
+        return 2
 
 
 def _open_what_is_closed() -> None:
@@ -79,14 +84,28 @@ def _open_what_is_closed() -> None:
 def _output_has_gone() -> bool:
     """Whether our own stdout was closed by its reader (`| head`), and not some other pipe.
 
-    If so, redirect stdout to /dev/null: the interpreter would complain when it flushes at exit.
+    If so, stdout goes to /dev/null: the interpreter would complain when it flushes at exit.
     """
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)  # errors are always reported
     if not output.poll(0):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _discard_output()
     return True
+
+
+def _output_is_full() -> bool:
+    """Whether our own stdout takes no more (a log file on a full disk), and not some other file."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard_output()
+        return True
+    return False
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:

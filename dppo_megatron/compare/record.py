@@ -58,8 +58,19 @@ def read_method_run(arm: str, seed: int, run_dir: Path) -> MethodRun:
     """Read metrics.jsonl and summary.json of a finished run.
 
     Raises:
-        UserError: it has no score at its start or its end, because every grading of an evaluation set failed.
+        UserError: it has no score at its start or its end, because every grading of an evaluation set failed; or its
+            files are damaged.
     """
+    try:
+        return _read(arm, seed, run_dir)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{run_dir}: its record cannot be read ({type(error).__name__}: {error}); remove this directory, and the"
+            " same command runs it again"
+        ) from None
+
+
+def _read(arm: str, seed: int, run_dir: Path) -> MethodRun:
     costs = {"train_s": 0.0, "train_cpu_s": 0.0, "tokens_generated": 0, "tokens_trained": 0}
     curve: list[Point] = []
     first, last = None, None

@@ -117,14 +117,17 @@ def rewind(path: Path, last_step: int, sums: Mapping[int, int] | None = None) ->
     return said, {step: zlib.crc32(line) for step, line in lines.steps.items()}
 
 
-def move_to_old(path: Path) -> Path | None:
-    """Move a whole record to `old/` when a run begins again; returns its new path, None if there was none.
+def move_to_old(path: Path, old: Path | None = None) -> Path | None:
+    """Move what is no longer part of the record to `old`; returns its new path, None if there was none.
+
+    Args:
+        old: the directory; None: `old/` beside `path`.
 
     Example: metrics.jsonl becomes old/metrics.0001.jsonl, the next one old/metrics.0002.jsonl.
     """
     if not path.exists() or (path.is_file() and not path.stat().st_size):
         return None
-    old, number = path.parent / OLD, 1
+    old, number = old or path.parent / OLD, 1
     old.mkdir(exist_ok=True)
     while (target := old / f"{path.stem}.{number:04d}{path.suffix}").exists():
         number += 1
@@ -188,11 +191,22 @@ def _whole_lines(line: bytes) -> list[tuple[bytes, int | str | None]]:
     found: list[tuple[bytes, int | str | None]] = []
     for start, end in zip(starts, [*starts[1:], len(line)], strict=True):
         part = line[start:end].strip(_BLANK)  # a newline turned into a blank is valid JSON, but not part of the line
-        # after a whole object there may be the byte that was its newline
-        found.append((part, step) if (step := _read(part)) is not None else (part[:-1], _read(part[:-1])))
-        if found[-1][1] is None:
-            found[-1] = (part, None)
+        at = _end_of_object(part)
+        if at and (step := _read(part[:at])) is not None:
+            found.append((part[:at], step))
+            part = part[at:]
+            if len(part) <= 1:  # the byte that was its newline
+                continue
+        found.append((part, None))
     return found
+
+
+def _end_of_object(part: bytes) -> int:
+    """Where the JSON value at the start of `part` ends, whatever comes after it; 0 if there is none."""
+    try:
+        return json.JSONDecoder().raw_decode(part.decode("latin-1"))[1]  # one character a byte
+    except (ValueError, RecursionError):
+        return 0
 
 
 def _occurrences(line: bytes, mark: bytes) -> list[int]:
@@ -207,6 +221,8 @@ def _append(path: Path, lines: list[bytes]) -> None:
     path.parent.mkdir(exist_ok=True)
     with open(path, "ab") as file:
         file.write(b"".join(line + b"\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())  # before they disappear from the record
 
 
 def _replace(path: Path, data: bytes) -> None:
