@@ -23,7 +23,6 @@ from test_resume import LAYOUTS, SHORT, assert_same_run
 from support.job import write_job_files
 from support.killing import PHASES, Kill, run_killed, run_whole
 
-
 ALL: dict[str, tuple[int, dict[str, Any]]] = LAYOUTS | {"dp2": (2, {})}
 
 
