@@ -70,7 +70,6 @@ class Saver:
             self._store.abandon()
             return f"failed: {error}"
         except Killed:
-            self.reopen()
             return "killed"
         return "saved"
 
@@ -91,6 +90,8 @@ def _save_in_trouble(model: Path, root: Path, kind: Kind, victim: int, asynchron
         here = dist.get_rank() == victim
         with trouble(root, kind, at) if here else contextlib.nullcontext() as disk:
             what = saver.save(3)
+        if what == "killed":
+            saver.reopen()
         seen: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(seen, (what.partition(":")[0], disk.struck if here else ""))
         story = f"{kind} at {at} of rank {victim}: {seen}: {what}"
@@ -103,7 +104,7 @@ def _save_in_trouble(model: Path, root: Path, kind: Kind, victim: int, asynchron
             assert left == {"latest", "step_000001", "step_000002"}, f"{story}: left {left}"
         assert saver.save(4) == "saved" and saver.newest() == "step_000004", f"{story}: and the next one"
         assert saver.names() == {"latest", newest, "step_000004"}, f"{story}: left {saver.names()} after the next one"
-        if kind != "full" and not seen[victim][1]:
+        if kind != "full" and what == "saved" and not seen[victim][1]:  # what a forked writer was struck by is its own
             return outcomes
         outcomes[seen[0][0]] += 1
     return outcomes
