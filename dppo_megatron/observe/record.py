@@ -34,7 +34,8 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, sums: Mapping[int, int] | None = None) -> None:
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
+        self._path = path
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - open for the life of the run
         self._waiting: list[bytes] = []
         self.sums = dict(sums or {})
         """CRC-32 of every line that has a step, written or waiting."""
@@ -44,16 +45,21 @@ class JsonLines:
         """Lines that could not be written so far."""
         return len(self._waiting)
 
-    def write(self, row: dict[str, Any]) -> None:
-        """Append one object. On OSError the line is kept and written before the next one."""
+    def write(self, row: dict[str, Any]) -> bool:
+        """Append one object; see `flush`. On OSError the line is kept and written before the next one."""
         line = _line(row)
         if "step" in row:
             self.sums[row["step"]] = zlib.crc32(line)
         self._waiting.append(line + b"\n")
-        self.flush()
+        return self.flush()
 
-    def flush(self) -> None:
-        """Write the waiting lines. A line that was written only in part is removed again before OSError is raised."""
+    def flush(self) -> bool:
+        """Write the waiting lines. A line that was written only in part is removed again before OSError is raised.
+
+        Returns:
+            Whether somebody had deleted or replaced the file meanwhile; all of its lines are there again.
+        """
+        restored = self._restore()
         while self._waiting:
             rest = memoryview(self._waiting[0])
             end = os.fstat(self._file.fileno()).st_size
@@ -64,11 +70,28 @@ class JsonLines:
                 self._file.truncate(end)
                 raise
             del self._waiting[0]
+        return restored
 
-    def sync(self) -> None:
+    def _restore(self) -> bool:
+        """Write the record anew, from the file that is open, if that has lost its name; what has the name is moved."""
+        try:
+            if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
+                return False
+        except FileNotFoundError:
+            pass
+        self._file.seek(0)
+        lines = self._file.read()
+        move_to_old(self._path)
+        _replace(self._path, lines)
+        self._file.close()
+        self._file = open(self._path, "a+b", buffering=0)  # noqa: SIM115
+        return True
+
+    def sync(self) -> bool:
         """Flush everything to the disk. Raises OSError if that fails."""
-        self.flush()
+        restored = self.flush()
         os.fsync(self._file.fileno())
+        return restored
 
     def close(self) -> None:
         """Close the file."""

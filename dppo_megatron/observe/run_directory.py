@@ -102,7 +102,7 @@ class RunDirectory:
     def write(self, name: str, row: dict[str, Any]) -> None:
         """Append a line to a log. If the disk is full the line waits, with one warning."""
         try:
-            self._lines[name].write(row)
+            self._tell(name, self._lines[name].write(row))
         except OSError as error:
             if name not in self._troubled:
                 self._troubled.add(name)
@@ -132,11 +132,19 @@ class RunDirectory:
         """
         for name, lines in self._lines.items():
             try:
-                lines.sync()
+                self._tell(name, lines.sync())
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(self._path / name)) from None
             self._troubled.discard(name)
         return {name: dict(lines.sums) for name, lines in self._lines.items()}
+
+    def _tell(self, name: str, restored: bool) -> None:
+        if restored:
+            path = self._path / name
+            self._say(
+                f"warning: {path} was deleted or replaced while this run writes it; it is whole again, and what"
+                f" had its place, if anything, is in {self._path / OLD}"
+            )
 
     def check(self) -> None:
         """Raise UserError if another trainer has taken the directory over."""
@@ -161,7 +169,7 @@ class RunDirectory:
         """Close the logs and release the lock."""
         for name, lines in self._lines.items():
             try:
-                lines.flush()
+                self._tell(name, lines.flush())
             except OSError as error:
                 self._say(f"warning: {self._path / name} ends {lines.num_waiting} lines early ({error.strerror})")
             lines.close()
