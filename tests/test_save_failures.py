@@ -61,6 +61,12 @@ class Saver:
 
     def save(self, step: int) -> str:
         """As `Run` does it; what became of it."""
+        try:
+            return self._save(step)
+        except Killed:
+            return "killed"
+
+    def _save(self, step: int) -> str:
         from dppo_megatron.checkpoint.store import describe
 
         try:
@@ -69,8 +75,6 @@ class Saver:
         except FAILURES as error:
             self._store.abandon()
             return f"failed: {error}"
-        except Killed:
-            return "killed"
         return "saved"
 
     def newest(self) -> str:
