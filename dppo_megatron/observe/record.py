@@ -154,6 +154,10 @@ def move_to_old(path: Path, old: Path | None = None) -> Path | None:
     old.mkdir(exist_ok=True)
     while (target := old / f"{path.stem}.{number:04d}{path.suffix}").exists():
         number += 1
+    if path.is_symlink():  # a relative link would lead nowhere from there
+        target.symlink_to(os.path.realpath(path))
+        path.unlink()
+        return target
     return path.rename(target)
 
 
