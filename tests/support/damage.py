@@ -210,7 +210,7 @@ def _link_all(run_dir: Path, rng: random.Random) -> str:
 
 
 def _link_file(run_dir: Path, rng: random.Random) -> str:
-    """A file of a checkpoint is a link: to itself elsewhere, to that of another checkpoint, to nothing, to itself."""
+    """A file of a checkpoint is a link: to itself elsewhere, to a copy of another one's, to nothing, to itself."""
     if (path := _any_checkpoint(run_dir, rng)) is None or not (files := list(path.iterdir())):
         return "no file to link"
     file, kind = rng.choice(sorted(files)), rng.randrange(4)
@@ -219,7 +219,9 @@ def _link_file(run_dir: Path, rng: random.Random) -> str:
         return "no file to link"
     elsewhere = run_dir / f"file_{rng.randrange(10**9)}"
     file.rename(elsewhere)
-    targets = [elsewhere, (other or path).absolute() / file.name, Path("/nonexistent"), Path(file.name)]
+    if kind == 1 and ((other or path) / file.name).is_file():
+        shutil.copy((other or path) / file.name, elsewhere)
+    targets = [elsewhere, elsewhere, Path("/nonexistent"), Path(file.name)]
     file.symlink_to(targets[kind])
     return f"link {file} to {targets[kind]}"
 
