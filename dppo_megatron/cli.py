@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import errno
 import os
 import select
 import sys
@@ -71,10 +70,9 @@ def main(argv: list[str] | None = None, watch: Watch = show_progress) -> int:
             raise
         return 141
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+        if not _output_is_full():
             raise
-        drop(sys.stdout)  # files of ours are tried and named where they are written
-        say(f"error: the output cannot be written: {error.strerror}; make room where it goes")
+        say(f"error: stdout cannot be written: {error.strerror}; some of the output is lost, what was done is done")
         return 2
 
 
@@ -93,6 +91,16 @@ def _output_has_gone() -> bool:
         return False
     drop(sys.stdout)
     return True
+
+
+def _output_is_full() -> bool:
+    """Whether our own stdout takes no more (a log file on a full disk), and not some other file."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        drop(sys.stdout)
+        return True
+    return False
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:

@@ -170,6 +170,11 @@ def _rewrite(directory: Path, **changes: Any) -> None:
     write_manifest(directory, dataclasses.replace(manifest, **changes))
 
 
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 SPOIL = {
     "byte": (lambda d: _flip(next(d.glob("__3_*.distcp"))), "has another checksum"),
     "metadata": (lambda d: _flip(d / ".metadata"), ".metadata has another checksum"),
@@ -185,6 +190,9 @@ SPOIL = {
         lambda d: _rewrite(d, files=read_manifest(d).files | {"../../x": (1, "")}),  # type: ignore[union-attr]
         "which is not a file of this directory",
     ),
+    "manifest_pipe": (lambda d: _pipe(d / "manifest.json"), "its manifest.json is not a file"),
+    "pipe": (lambda d: _pipe(d / "loop.pt"), "loop.pt has 0 bytes instead of"),
+    "link_to_itself": (lambda d: (d / "loop.pt").unlink() or (d / "loop.pt").symlink_to("loop.pt"), "symbolic links"),
     "half_deleted": (lambda d: (d / "manifest.json").unlink(), "it holds no manifest.json"),
 }
 
