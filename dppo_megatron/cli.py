@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import select
 import sys
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None, watch: Watch = show_progress) -> int:
             raise
         return 141
     except OSError as error:
-        if not _output_is_full():
+        if not _output_is_full(error):
             raise
         say(f"error: stdout cannot be written: {error.strerror}; some of the output is lost, what was done is done")
         return 2
@@ -93,14 +94,19 @@ def _output_has_gone() -> bool:
     return True
 
 
-def _output_is_full() -> bool:
-    """Whether our own stdout takes no more (a log file on a full disk), and not some other file."""
+def _output_is_full(error: OSError) -> bool:
+    """Whether it was our own stdout that takes no more (a log on a full disk). If so, it is dropped.
+
+    Files of ours are named in their errors; stdout has no name, and what it still holds fails once more.
+    """
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None
     try:
         sys.stdout.flush()
     except OSError:
+        is_full = True
+    if is_full:
         drop(sys.stdout)
-        return True
-    return False
+    return is_full
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:

@@ -285,7 +285,7 @@ def test_a_run_whose_record_was_damaged_is_one_sentence(tmp_path: Path, name: st
     (tmp_path / "summary.json").write_text('{"phase_s": {}}')
     assert read_method_run("dppo", 3, tmp_path).curve
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(UserError, match=r"its record cannot be read .* remove this directory") as refused:
+    with pytest.raises(UserError, match=r"remove this run's directory") as refused:
         read_method_run("dppo", 3, tmp_path)
     assert "\n" not in str(refused.value)
 
