@@ -40,7 +40,7 @@ def loopback_interface() -> dict[str, str]:
 
 
 @contextmanager
-def only_where_needed() -> Iterator[None]:
+def on_loopback_if_one_machine() -> Iterator[None]:
     """Groups that are made inside listen on loopback alone if the whole job is on this machine."""
     chosen = loopback_interface() if is_on_one_machine() else {}
     os.environ.update(chosen)

@@ -17,7 +17,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.config.schema import LayoutConfig
-from dppo_megatron.distributed import only_where_needed
+from dppo_megatron.distributed import on_loopback_if_one_machine
 from dppo_megatron.launched import launched_local_rank, set_cuda_variables
 from dppo_megatron.types import GuardStop, UserError
 
@@ -65,12 +65,12 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
         set_cuda_variables()
         torch.cuda.set_device(_own_device(launched_local_rank(), torch.cuda.device_count()))
     if "RANK" not in os.environ:
-        with only_where_needed():
+        with on_loopback_if_one_machine():
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         return
     timeout = min(timedelta(seconds=rendezvous_timeout_s), _PATIENCE)
     try:
-        with only_where_needed():
+        with on_loopback_if_one_machine():
             dist.init_process_group(backend, timeout=timeout)
         dist.barrier()  # NCCL connects in the first collective, so this belongs to the rendezvous
     except (RuntimeError, ValueError) as error:  # torch raises one or the other, depending on what it waited for
@@ -97,7 +97,7 @@ def _own_device(local_rank: int, count: int) -> int:
 
 def build_layout(config: LayoutConfig, seed: int) -> Layout:
     """Create Megatron's process groups on top of the job's and seed its random number generators."""
-    with only_where_needed():
+    with on_loopback_if_one_machine():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_parallel,
             pipeline_model_parallel_size=config.pipeline_parallel,

@@ -70,7 +70,8 @@ class SyncConfig:
     with the engine's workers, ipc memory of the trainer that servers it has launched map (CUDA IPC on GPUs). `auto`
     takes ipc where servers are colocated or launched on a CPU, then nccl on GPUs or gloo, else disk; it is printed."""
     dir: str = ""
-    """Directory for channel=disk; it must be the same path for the servers. Empty: run_dir/sync."""
+    """Directory for channel=disk, in which each run has one of its own; it must be the same path for the servers.
+    Empty: run_dir/sync."""
     bucket_mb: int = ranged(256, "[1, 1000000]")
     """Weights are gathered and sent in pieces of about this size, in MiB; no rank holds the whole model for it."""
     verify_every: int = ranged(10, COUNT)

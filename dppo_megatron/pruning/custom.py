@@ -125,6 +125,8 @@ class CustomCompletionPolicy(CompletionPolicyBase):
     def _chosen(self, batch: CompletionBatch, step: int, minibatch: int) -> Choice:
         """The answer of `choose`, always of one kind: which prompts were drawn must not decide the label."""
         choice = _checked(self.choose(batch, step=step, minibatch=minibatch), len(batch), self.config.method)
+        if not len(batch) and not isinstance(choice, Draw) and self._kind == "a pick":
+            choice = choice.astype(np.bool_)  # numpy's array of nothing is of floats
         kind = "a Draw" if isinstance(choice, Draw) else "a pick" if choice.dtype == np.bool_ else "probabilities"
         if self._kind and kind != self._kind:
             raise UserError(

@@ -17,6 +17,7 @@ import pickle
 import secrets
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -332,7 +333,10 @@ class ServerEngine:
         rollout, fleet = self._config.rollout, self._connection.fleet if self._connection is not None else None
         bucket_bytes, timeout_s = rollout.sync.bucket_mb << 20, rollout.limits.sync_timeout_s
         if name == "disk":
-            directory = Path(rollout.sync.dir or Path(self._config.run_dir) / "sync")
+            run_dir = Path(self._config.run_dir)
+            # two runs may share a directory, and a run that is started again writes over what it left there
+            own = f"{run_dir.name}_{zlib.crc32(str(run_dir.absolute()).encode()):08x}"
+            directory = Path(rollout.sync.dir) / own if rollout.sync.dir else run_dir / "sync"
             return DiskChannel(fleet, directory, self._config.model.hf_path, bucket_bytes, timeout_s)
         if name == "ipc":
             return SharedMemoryChannel(fleet, seats, OFFERS[rollout.engine], bucket_bytes, timeout_s)

@@ -115,6 +115,20 @@ def test_completions_are_always_chosen_in_one_kind() -> None:
         selector.finish(replace(rollouts, truncated=few), 2)
 
 
+def test_a_pick_of_nothing_is_a_pick() -> None:
+    """All of a step's completions were cut off: the run goes on, and the label stays."""
+    config = _config("none", OWN + "OneByOne")
+    config.objective.overlong.filter = True
+    selector, rng = Selector(config, 4), np.random.default_rng(0)
+    labels = []
+    for step, truncated in ((1, False), (2, True), (3, False)):
+        rollouts = replace(make_outcomes(rng, 4, 3, binary=True), truncated=np.full((4, 3), truncated))
+        selector.begin(step)
+        labels.append([(row.name, row.label) for row in selector.finish(rollouts, step).ledger])
+        selector.feedback(StepCost(step, 1.0, 1.0, 0.0))
+    assert labels[0] == labels[1] == labels[2]
+
+
 def test_a_completion_with_an_advantage_keeps_a_floor() -> None:
     """Whatever `choose` says, nothing with gradient has less than p_min, and nothing without any has a chance."""
     config = _config("none", OWN + "Longer")

@@ -82,6 +82,13 @@ class Moody(CustomCompletionPolicy):
         return np.full(len(batch), 0.5) if len(batch) > 4 else np.ones(len(batch), dtype=np.bool_)
 
 
+class OneByOne(CustomCompletionPolicy):
+    """A pick, made of a list: of nothing, numpy makes an array of floats."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        return np.array([advantage > 0 for advantage in batch.advantages.tolist()])
+
+
 class Nothing(CustomPromptPolicy):
     """Lacks `choose`."""
 

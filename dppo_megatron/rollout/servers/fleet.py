@@ -273,10 +273,11 @@ class Fleet:
                 self.mark_out(asked, f"no answer to its health probe: {error}")
         elif error is None:
             self._is_back(asked)
-        elif isinstance(error, UserError) and asked.reason != str(error):
-            self.say(f"rollout: {asked.name} answers again and is not used: {error}")
+        elif isinstance(error, UserError):
+            if asked.reason != str(error):
+                self.say(f"rollout: {asked.name} answers again and is not used: {error}")
             with self.lock:
-                asked.reason = str(error)
+                asked.misfits(str(error))
 
     def _is_back(self, member: Endpoint) -> None:
         with self.lock:

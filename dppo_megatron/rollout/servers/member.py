@@ -34,6 +34,7 @@ _FREE_FAILURES = 3
 """Failures in a row after which a server is asked at once whether it is back: a killed one that was started again, or
 one that hung through a sync, needs no punishment."""
 _LONGEST_BACKOFF_S = 30.0
+_MISFIT_S = 5.0
 
 
 class OwnedLock:
@@ -132,6 +133,11 @@ class Endpoint:
             wait_s = min(_LONGEST_BACKOFF_S, 2.0 ** (self.failures - _FREE_FAILURES - 1))
             self._asked_again_at = self._clock() + (wait_s if self.failures > _FREE_FAILURES else 0.0)
         return was_in
+
+    def misfits(self, reason: str) -> None:
+        """It answers, and is not a server that this run can use. Asked again after a while: its owner may mend it."""
+        self._owned()
+        self.reason, self._asked_again_at = reason, self._clock() + _MISFIT_S
 
     def answers(self) -> None:
         """It answers, which says nothing of its weights. One that has left may answer an earlier question."""

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from dppo_megatron.distributed import only_where_needed
+from dppo_megatron.distributed import on_loopback_if_one_machine
 from dppo_megatron.rollout.servers import sglang, vllm
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.member import Member
@@ -54,7 +54,7 @@ class SharedMemoryChannel:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._group: Any = None
         if len(self.receivers) > 1:
-            with only_where_needed():
+            with on_loopback_if_one_machine():
                 self._group = dist.new_group(list(self.receivers), backend="gloo")
         self._buffers: list[SharedBuffer | None] = [None, None]
 
