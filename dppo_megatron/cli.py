@@ -71,10 +71,9 @@ def main(argv: list[str] | None = None, watch: Watch = show_progress) -> int:
             raise
         return 141
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+        if not _output_is_full(error):
             raise
-        drop(sys.stdout)  # files of ours are tried and named where they are written
-        say(f"error: the output cannot be written: {error.strerror}; make room where it goes")
+        say(f"error: stdout cannot be written: {error.strerror}; some of the output is lost, what was done is done")
         return 2
 
 
@@ -93,6 +92,21 @@ def _output_has_gone() -> bool:
         return False
     drop(sys.stdout)
     return True
+
+
+def _output_is_full(error: OSError) -> bool:
+    """Whether it was our own stdout that takes no more (a log on a full disk). If so, it is dropped.
+
+    Files of ours are named in their errors; stdout has no name, and what it still holds fails once more.
+    """
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None
+    try:
+        sys.stdout.flush()
+    except OSError:
+        is_full = True
+    if is_full:
+        drop(sys.stdout)
+    return is_full
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:

@@ -33,8 +33,8 @@ from dppo_megatron.job import Job
 from dppo_megatron.launched import launched_here, launched_rank
 from dppo_megatron.loop import Loop
 from dppo_megatron.observe.lock import FILE as LOCK
-from dppo_megatron.observe.progress import Progress, RunProgress
-from dppo_megatron.observe.run_directory import RunDirectory
+from dppo_megatron.observe.progress import Progress, RunProgress, print_line
+from dppo_megatron.observe.run_directory import SUMMARY, RunDirectory, said_as_mistake
 from dppo_megatron.observe.samples import SAMPLES, RecordedGroup, SampleWriter
 from dppo_megatron.observe.signals import StopRequests
 from dppo_megatron.observe.summary import Summary
@@ -81,23 +81,9 @@ class Run:
                 self._watchdog.start()
                 undo.callback(self._watchdog.stop)
             undo.callback(self._take_back_files)
-            self._run = from_rank_zero(self._open_directory)
-            changes = from_rank_zero(lambda: changes_since(job.config, self._directory / "config.yaml"))
-            self._store = CheckpointStore(
-                self._directory / "checkpoints",
-                run=self._run,
-                assets=Path(job.config.model.hf_path),
-                keep=job.config.checkpoint.keep,
-                async_save=job.config.checkpoint.async_save,
-                say=self.progress.say,
-            )
-            now, allowed = job.data_fingerprint, job.config.checkpoint.may_change
-            with self._watch("verifying the newest checkpoint", 0, ""):
-                self._origin = find_origin(
-                    job.config, self._store, lambda saved, where: check_data(saved, now, allowed, where)
-                )
+            with said_as_mistake(self._directory):
+                changes = self._take_up(job)
             self.resumes = self._origin is not None
-            from_rank_zero(lambda: self._open_record(job))
             self._samples = SampleWriter(
                 self._directory / SAMPLES,
                 dist.get_rank(),
@@ -205,12 +191,18 @@ class Run:
         self._begun = True
 
     def record(self, step: Step, scores: Sequence[EvalScores] = ()) -> None:
-        """A finished step's lines in metrics.jsonl and trace.jsonl, and on the terminal."""
+        """A finished step's lines in metrics.jsonl and trace.jsonl, and on the terminal. Collective.
+
+        Raises:
+            UserError: another trainer has taken the run directory over.
+        """
+        from_rank_zero(lambda: self._files.check() if self._files else None)
         record = step.record
         self._recorder.write(step.number)
         self._samples.write(step.number, step.samples)
         self.summary.eval_after = {one.name: one.avg.value for one in scores} or self.summary.eval_after
         if self._files:
+            self._files.begin_step()
             self.summary.add(record.metrics)
             self._files.write("trace.jsonl", record.trace | {"seconds": trace_seconds(record.metrics)})
             self.say(self._new_warnings(record.ledger))
@@ -270,9 +262,7 @@ class Run:
 
         Raises:
             Stopped: the run ends here.
-            UserError: another trainer has taken the run directory over.
         """
-        from_rank_zero(lambda: self._files.check() if self._files else None)
         self._finalize(blocking=False)
         self._check_guard(step)
         self._stop_if_asked(step)
@@ -291,15 +281,15 @@ class Run:
         if self._writes:
             self.progress.close()
             left = sorted(name for name in os.listdir(self._directory) if name != LOCK)  # removed when the run closes
-            print(f"\n{self.summary.table()}\n\n{self._directory}/: {', '.join(left)}")
-            print(f"see it: dppo-megatron report {self._directory}")
+            print_line(f"\n{self.summary.table()}\n\n{self._directory}/: {', '.join(left)}")
+            print_line(f"see it: dppo-megatron report {self._directory}")
 
     def _write_end(self) -> None:
         """Flush the record and write summary.json. On rank 0."""
         try:
             if self._files:
                 self._files.sync()
-            self.summary.write(self._directory / "summary.json")
+            self.summary.write(self._directory / SUMMARY)
         except OSError as error:
             raise GuardStop(f"all steps are done, but '{error.filename}' cannot be written: {error.strerror}") from None
 
@@ -314,6 +304,26 @@ class Run:
         if step >= self._last_step:  # no further training: this is also the final score
             self.summary.eval_after |= {one.name: one.avg.value for one in scores}
         self.say(f"step {step:>4}, first evaluation of a new set: {one.line()}" for one in scores)
+
+    def _take_up(self, job: Job) -> list[str]:
+        """Lock the run directory, find the checkpoint to resume from, open the record; returns changed settings."""
+        self._run = from_rank_zero(self._open_directory)
+        changes = from_rank_zero(lambda: changes_since(job.config, self._directory / "config.yaml"))
+        self._store = CheckpointStore(
+            self._directory / "checkpoints",
+            run=self._run,
+            assets=Path(job.config.model.hf_path),
+            keep=job.config.checkpoint.keep,
+            async_save=job.config.checkpoint.async_save,
+            say=self.progress.say,
+        )
+        now, allowed = job.data_fingerprint, job.config.checkpoint.may_change
+        with self._watch("verifying the newest checkpoint", 0, ""):
+            self._origin = find_origin(
+                job.config, self._store, lambda saved, where: check_data(saved, now, allowed, where)
+            )
+        from_rank_zero(lambda: self._open_record(job))
+        return changes
 
     def _open_directory(self) -> str:
         """On rank 0: lock the run directory; returns the run's id."""
@@ -352,6 +362,7 @@ class Run:
 
     def _save(self, step: int) -> bool:
         """Save a checkpoint; returns whether it could be written. Collective."""
+        self._finalize(blocking=True)  # what was wrong with the last one must not cost this one too
         self.summary.wall_s = time.perf_counter() - self._started
         self._samples.flush()
         try:

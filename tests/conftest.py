@@ -100,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: LONGEST.index(name) if (name := _name(item.nodeid)) in LONGEST else len(LONGEST))
     import torch
 
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or "DPPO_GPU_TESTS_ANYWHERE" in os.environ:  # test_gpu_ready.py
         return
     for item in items:
         if item.get_closest_marker("gpu"):

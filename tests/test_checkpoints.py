@@ -146,6 +146,35 @@ def test_old_ones_go_after_the_new_one_is_complete(model: Path, tmp_path: Path, 
     assert (root / "latest").resolve().name == "step_000003"
 
 
+def _device_calls(model: Path, root: Path) -> tuple[set[str], set[str]]:
+    """On one rank: the calls of the device that an asynchronous save makes, in this process and in the writer's."""
+    from dppo_megatron.checkpoint.store import describe
+    from dppo_megatron.platform.accelerator import Accelerator
+
+    here, asked, found = os.getpid(), root.parent / "asked", Accelerator.__getattribute__
+
+    def note(self: Accelerator, name: str) -> Any:
+        with asked.open("a") as file:  # one line a call, from either process
+            file.write(f"{os.getpid() == here} {name}\n")
+        return found(self, name)
+
+    actor, store = build_actor(model, Parallel(distributed_optimizer=True)), _store(root, model, async_save=True)
+    actor.update(random_samples(6, 37), plan_for(random_samples(6, 37)), supervised())
+    Accelerator.__getattribute__ = note  # type: ignore[method-assign]
+    store.save(actor, LOOP_STATE, describe(1, {"seed": 1}, "abc", run=RUN))
+    store.finalize(blocking=True)
+    calls = [line.split() for line in asked.read_text().splitlines()]
+    return {name for own, name in calls if own == "True"}, {name for own, name in calls if own == "False"}
+
+
+def test_the_forked_writer_touches_no_device(model: Path, tmp_path: Path) -> None:
+    """CUDA cannot be used in a fork of a process that has used it. Here every call that Megatron makes of it goes to
+    the stand-in of a CPU, which tells them apart: the trainer waits for its copies before it forks, the writer asks
+    for nothing."""
+    [(trainers, writers)] = run_ranks(_device_calls, 1, model, tmp_path / "checkpoints")
+    assert "synchronize" in trainers and not writers
+
+
 def _newest_good(model: Path, root: Path) -> tuple[str, list[str]]:
     found = _store(root, model).look()
     return (found.newest.name if found.newest else ""), [f"{path.name}: {why}" for path, why in found.passed_over]
@@ -170,6 +199,11 @@ def _rewrite(directory: Path, **changes: Any) -> None:
     write_manifest(directory, dataclasses.replace(manifest, **changes))
 
 
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 SPOIL = {
     "byte": (lambda d: _flip(next(d.glob("__3_*.distcp"))), "has another checksum"),
     "metadata": (lambda d: _flip(d / ".metadata"), ".metadata has another checksum"),
@@ -185,6 +219,9 @@ SPOIL = {
         lambda d: _rewrite(d, files=read_manifest(d).files | {"../../x": (1, "")}),  # type: ignore[union-attr]
         "which is not a file of this directory",
     ),
+    "manifest_pipe": (lambda d: _pipe(d / "manifest.json"), "its manifest.json is not a file"),
+    "pipe": (lambda d: _pipe(d / "loop.pt"), "loop.pt has 0 bytes instead of"),
+    "link_to_itself": (lambda d: (d / "loop.pt").unlink() or (d / "loop.pt").symlink_to("loop.pt"), "symbolic links"),
     "half_deleted": (lambda d: (d / "manifest.json").unlink(), "it holds no manifest.json"),
 }
 

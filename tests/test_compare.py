@@ -276,6 +276,28 @@ def test_a_run_without_a_score_at_its_start_or_end_is_no_run(tmp_path: Path, ung
         read_method_run("dppo", 3, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("metrics.jsonl", b'{"step": 0}\n{"step": 1, "time\n'),
+        ("metrics.jsonl", b"5\n"),
+        ("metrics.jsonl", b"[" * 100_000),
+        ("metrics.jsonl", b"\xff\xfe"),
+        ("summary.json", b"{}"),
+        ("summary.json", b"[]"),
+    ],
+)
+def test_a_run_whose_record_was_damaged_is_one_sentence(tmp_path: Path, name: str, data: bytes) -> None:
+    row = {"step": 0, "eval/h/pass@1": 0.5, "eval/problems": {"h": [0.5]}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "summary.json").write_text('{"phase_s": {}}')
+    assert read_method_run("dppo", 3, tmp_path).curve
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=r"remove this run's directory") as refused:
+        read_method_run("dppo", 3, tmp_path)
+    assert "\n" not in str(refused.value)
+
+
 # ------------------------------------------------------------------------------------------------ what is kept
 
 

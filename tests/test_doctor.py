@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -248,6 +249,28 @@ def test_a_core_wheel_without_its_extension_is_said(tmp_path: Path, monkeypatch:
         for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
             del sys.modules[name]
     assert said.endswith("cannot be imported: ImportError: libtransformer_engine.so: no such file")
+
+
+def test_a_transformer_engine_that_cannot_run_is_hidden_from_megatron(tmp_path: Path) -> None:
+    """What its real core wheel does without the extension for torch, in a process of its own: Megatron's own import of
+    it catches ImportError only."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "pytorch.py").write_text("raise FileNotFoundError('Could not find shared object file')\n")
+    script = """if True:
+        import sys
+        from dppo_megatron.platform import capabilities, prepare
+        said = capabilities._transformer_engine_problem(on_cuda=True)
+        assert said.endswith("FileNotFoundError: Could not find shared object file"), said
+        prepare()
+        from dppo_megatron.cli import main
+        sys.exit(main(["doctor"]))
+    """
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "torch's fused AdamW" in done.stdout
 
 
 def test_gate_refuses_a_grown_sequence() -> None:

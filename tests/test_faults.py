@@ -274,6 +274,47 @@ def test_a_full_disk_costs_one_checkpoint(
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
 
 
+def _train_into_a_full_log(files: Path, run_dir: Path) -> int:
+    """On a rank: its stdout is a file on a full disk."""
+    sys.stdout = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+    return _command_line(files, run_dir, SHORT)
+
+
+def test_a_full_log_does_not_end_the_run(files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """All steps are done; that its log is not whole is said at the end, where it still can be."""
+    assert run_ranks(_train_into_a_full_log, 1, files, tmp_path / "run") == [2]
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
+    assert (tmp_path / "run" / "summary.json").is_file() and (tmp_path / "run" / "hf").is_dir()
+    assert "error: stdout cannot be written: No space left on device" in capfd.readouterr().err
+
+
+def _train_and_lose_the_lock(files: Path, run_dir: Path) -> int:
+    """On a rank: in its second step, somebody else takes the directory over."""
+    from dppo_megatron.loop import Loop
+
+    plain, calls = Loop.generate, itertools.count(1)
+
+    def generate(self: Loop, *arguments: Any) -> Any:
+        if next(calls) == 2:
+            (run_dir / "lock.json").unlink()
+            (run_dir / "lock.json").write_text("{}")
+        return plain(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "generate", generate)
+        return _command_line(files, run_dir, SHORT)
+
+
+def test_a_trainer_that_was_taken_over_from_writes_nothing_more(
+    files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_ranks(_train_and_lose_the_lock, 1, files, tmp_path / "run") == [2]
+    assert "lock.json was replaced while this trainer ran" in capfd.readouterr().err
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1]
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert names == {"latest", "step_000001"} and (tmp_path / "run" / "lock.json").read_text() == "{}"
+
+
 def test_lines_are_whole_and_json(tmp_path: Path) -> None:
     """NaN becomes null, a line that does not fit is taken back, and rewinding drops what came later or is torn."""
     path = tmp_path / "metrics.jsonl"
@@ -341,6 +382,19 @@ def test_a_rank_that_dies_is_named(files: Path, tmp_path: Path, capfd: pytest.Ca
         run_ranks(_stop_one, 2, tmp_path / "run", files, signal.SIGKILL)
     said = capfd.readouterr()
     assert "rank 1 (host " in said.out + said.err
+
+
+def test_a_rank_that_dies_while_it_saves_is_no_full_disk(
+    files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The other one fails in the save's collectives: it says who has died, and nothing of a write that failed."""
+    kill = Kill("saving", 2, rank=1)
+    with pytest.raises(RankError, match="rank 1 of 2 died without a message"):
+        run_ranks(train_or_die, 2, files, tmp_path / "run", 2, SHORT | {"guard__watchdog_s": 6}, kill)
+    said = capfd.readouterr()
+    assert "no checkpoint could be written" not in said.out + said.err
+    assert "rank 1 (host " in said.out + said.err
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")} == {"step_000001"}
 
 
 def test_the_watchdog_is_silent_about_the_living(monkeypatch: pytest.MonkeyPatch) -> None:

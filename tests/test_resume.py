@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import threading
@@ -20,9 +21,10 @@ from support.killing import Kill, run_killed, run_whole, train_or_die
 from support.launch import run_ranks
 
 from dppo_megatron.cli import main
-from dppo_megatron.config.changes import check_changes, config_values, fingerprint
+from dppo_megatron.config.changes import FREE, check_changes, config_values, fingerprint
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning.prompt_score import FittedScore
+from dppo_megatron.report.read import run_status
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
@@ -141,9 +143,12 @@ def test_a_finished_run_stays_as_it_is(
     before = (run_dir / "metrics.jsonl").read_bytes()
     run_whole(files, run_dir, 1, SHORT)
     assert (run_dir / "metrics.jsonl").read_bytes() == before
+    assert run_status(run_dir) == "finished"
+    assert run_killed(files, run_dir, 1, SHORT | {"steps": 5}, Kill("generate", 2))
+    assert "changed since the run began: steps: 3 -> 5" in capfd.readouterr().out
+    assert run_status(run_dir) != "finished" and json.loads((run_dir / "old/summary.0001.json").read_text())
     run_whole(files, run_dir, 1, SHORT | {"steps": 4})
-    assert "changed since the run began: steps: 3 -> 4" in capfd.readouterr().out
-    assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3, 4] and run_status(run_dir) == "finished"
 
 
 def test_a_spoilt_checkpoint_is_passed_over_aloud(
@@ -204,6 +209,12 @@ def test_signals_save_and_leave(files: Path, tmp_path: Path) -> None:
         assert names == {"latest", f"step_{last:06d}"}
     run_whole(files, tmp_path / "run", 1, extra | {"steps": steps[-1] + 1})
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [*steps, steps[-1] + 1]
+
+
+def test_the_docs_list_what_may_change() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    listed = text.partition("may differ and are only reported:")[2].partition("Others can be permitted")[0]
+    assert set(re.findall(r"`([a-z_0-9.]+)`", listed)) == set(FREE)
 
 
 def test_changed_settings(files: Path, tmp_path: Path) -> None:

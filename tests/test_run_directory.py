@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from support.launch import run_ranks
+from support.processes import in_child, kill
 from support.tiny import Parallel, build_actor, write_model
 
 from dppo_megatron.actor.layout import start_process_group
@@ -34,29 +35,6 @@ from dppo_megatron.types import GuardStop, UserError
 # ---------------------------------------------------------------------------------------------------------- the lock
 
 
-def _in_child(hold: Callable[[], object]) -> int:
-    """A process that calls `hold` and then waits to be killed; returns its id once `hold` has returned."""
-    ready, done = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            kept = hold()
-            os.write(done, b"x")
-            signal.pause()
-            del kept
-        finally:
-            os._exit(1)
-    os.close(done)
-    assert os.read(ready, 1) == b"x", "it did not get the lock"
-    os.close(ready)
-    return child
-
-
-def _kill(child: int) -> None:
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-
-
 def _no_locks(*_: object) -> None:
     raise OSError(errno.ENOLCK, "No locks available")
 
@@ -68,12 +46,12 @@ def test_a_second_trainer_is_told_who_has_the_directory(
     """While it lives; killed with SIGKILL, it is taken over from, by name. A child of its own does not matter."""
     if not kernel_locks:
         monkeypatch.setattr(fcntl, "lockf", _no_locks)
-    child = _in_child(lambda: RunLock(tmp_path))
+    child = in_child(lambda: RunLock(tmp_path))
     try:
         with pytest.raises(UserError, match=rf"being written by another trainer: host .*, process {child}, since"):
             RunLock(tmp_path)
     finally:
-        _kill(child)
+        kill(child)
     lock = RunLock(tmp_path, stale_s=0.1)
     assert f"process {child}" in lock.took_over
     lock.release()
@@ -104,6 +82,9 @@ def test_a_trainer_of_another_host_is_known_by_its_heartbeat(tmp_path: Path, mon
         beating.kill()
         beating.wait()
     RunLock(tmp_path, stale_s=0.3).release()  # it has stopped
+    path.write_text(json.dumps(holder))
+    os.utime(path, (time.time() + 1e6,) * 2)  # by a clock that was wrong: its age is less than nothing, for days
+    RunLock(tmp_path, stale_s=0.3).release()
 
 
 @pytest.mark.parametrize("content", [b"", b"5", b"[" * 100_000, b"\xff", b"{}", b'{"host": 3, "pid": [1]}'])
@@ -111,6 +92,71 @@ def test_a_garbled_lock_stops_nobody(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "lock.json").write_bytes(content)
     os.utime(tmp_path / "lock.json", (1, 1))
     RunLock(tmp_path).release()
+
+
+def test_a_process_id_that_was_given_away_is_not_the_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without kernel locks: this host, this boot and a process that lives, but one that has started at another time."""
+    monkeypatch.setattr(fcntl, "lockf", _no_locks)
+    child = in_child(lambda: RunLock(tmp_path))
+    try:
+        holder = json.loads((tmp_path / "lock.json").read_text())
+        assert holder["pid"] == child
+    finally:
+        kill(child)
+    for pid, start in ((os.getpid(), holder["process_start"]), (1, "5"), (-1, "5"), ([], None)):
+        (tmp_path / "lock.json").write_text(json.dumps(holder | {"pid": pid, "process_start": start}))
+        os.utime(tmp_path / "lock.json", (1, 1))
+        lock = RunLock(tmp_path)
+        assert f"process {pid}" in lock.took_over
+        lock.release()
+
+
+def test_a_requeued_job_is_told_of_its_own_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm requeues a job while the node of its first attempt, which cannot be reached, still trains."""
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    child = in_child(lambda: RunLock(tmp_path))
+    try:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        with pytest.raises(UserError, match=rf"process {child}, Slurm job 77 \(attempt 0\)"):
+            RunLock(tmp_path)
+    finally:
+        kill(child)
+    lock = RunLock(tmp_path)
+    assert "attempt 0" in lock.took_over and json.loads((tmp_path / "lock.json").read_text())["slurm_attempt"] == "1"
+    lock.release()
+
+
+def _as_nobody(path: Path) -> str:
+    """On a rank: what a user is told who may not open the lock."""
+    if os.getuid() == 0:
+        os.setresuid(65534, 65534, 0)
+    try:
+        RunDirectory(path, print)
+    except UserError as error:
+        return str(error)
+    finally:
+        if os.getresuid()[2] == 0:  # root again, to report
+            os.setresuid(0, 0, 0)
+    return "opened"
+
+
+@pytest.mark.parametrize("closed", ["lock.json", "run.json", "checkpoints", "."])
+def test_what_a_user_may_not_read_or_write_is_one_sentence(closed: str) -> None:
+    """Somebody else's, or with the permissions taken away. Not in tmp_path, which others may not enter."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        path = Path(folder)
+        os.chmod(path, 0o777)
+        (path / "run.json").write_text('{"format": "dppo_megatron run 1", "run": "x"}')
+        (path / "checkpoints").mkdir(mode=0o777)
+        (path / "lock.json").write_text("")
+        for one in (path / "run.json", path / "checkpoints", path / "lock.json"):
+            os.chmod(one, 0o777)
+        assert run_ranks(_as_nobody, 1, path) == ["opened"]
+        (path / "lock.json").write_text("")
+        os.chmod(path / closed, 0o000)
+        (said,) = run_ranks(_as_nobody, 1, path)
+        os.chmod(path / closed, 0o755)
+    assert said.startswith(f"run_dir = '{path}' cannot be written: Permission denied") and "\n" not in said
 
 
 def test_a_trainer_whose_lock_was_removed_stops(tmp_path: Path) -> None:
@@ -129,6 +175,13 @@ def test_a_trainer_whose_lock_was_removed_stops(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------- the directory
 
 
+def _begun(path: Path, pipe: str) -> None:
+    """A run's directory with a pipe in the place of a file, on which reading would wait for ever."""
+    RunDirectory(path, print).close()
+    (path / pipe).unlink(missing_ok=True)
+    os.mkfifo(path / pipe)
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -137,6 +190,12 @@ def test_a_trainer_whose_lock_was_removed_stops(tmp_path: Path) -> None:
         (lambda d: (d / "run").mkdir() or (d / "run/checkpoints").write_text("a file"), "File exists"),
         (lambda d: (d / "run").symlink_to("/proc/nowhere"), "File exists"),
         (lambda d: (d / "run/metrics.jsonl/x").mkdir(parents=True), "run.json does not say which run that is"),
+        (lambda d: _begun(d / "run", "metrics.jsonl"), r"not a file \(.*metrics.jsonl\)"),
+        (lambda d: _begun(d / "run", "trace.jsonl"), r"not a file \(.*trace.jsonl\)"),
+        (lambda d: _begun(d / "run", "run.json"), "which run that is: it is not a file"),
+        (lambda d: _begun(d / "run", "lock.json"), "cannot be written"),
+        (lambda d: (d / "run").mkdir() or (d / "run/lock.json").symlink_to("lock.json"), "symbolic links"),
+        (lambda d: (d / "run").mkdir() or (d / "run/lock.json").symlink_to("/nonexistent/x"), "No such file"),
     ],
 )
 def test_a_directory_that_cannot_be_written_is_one_sentence(
@@ -171,7 +230,12 @@ def test_a_run_that_begins_again_keeps_its_old_records(tmp_path: Path) -> None:
         files.open_record(Config(), {"format": "x"}, None, {})
         files.write("metrics.jsonl", {"step": 0, "attempt": number})
         files.close()
-        assert sum("is now" in line for line in said) == (0 if number == 1 else 2)
+        assert sum("is now" in line for line in said) == (0 if number == 1 else 7)
+        for name in ("samples", "timeline", "profile", "hf"):
+            (tmp_path / name).mkdir()
+        (tmp_path / "summary.json").write_text(str(number))
+    assert {path.name for path in (tmp_path / "old").iterdir()} >= {"hf.0001", "samples.0002", "timeline.0002"}
+    assert (tmp_path / "old" / "summary.0002.json").read_text() == "2"
     kept = [json.loads((tmp_path / "old" / f"metrics.000{n}.jsonl").read_text())["attempt"] for n in (1, 2)]
     assert kept == [1, 2] and json.loads((tmp_path / "metrics.jsonl").read_text())["attempt"] == 3
 
@@ -210,6 +274,30 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
     assert "metrics.jsonl cannot be written (File too large)" in first and second.endswith("no line is lost")
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
     assert rewind(tmp_path / "metrics.jsonl", 3, seen["sums"])[0] == []
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced", "a directory"])
+def test_a_record_that_is_taken_away_while_it_is_written_comes_back(tmp_path: Path, how: str) -> None:
+    """By somebody who tidies up, or whose editor saves a copy under the same name."""
+    said: list[str] = []
+    files = RunDirectory(tmp_path, said.append)
+    files.open_record(Config(), {"format": "x"}, None, {})
+    path = tmp_path / "metrics.jsonl"
+    for step in range(4):
+        files.write("metrics.jsonl", {"step": step})
+        if step == 1:
+            data = path.read_bytes()
+            path.unlink()
+            if how == "replaced":
+                path.write_bytes(data.replace(b"1", b"7"))
+            elif how == "a directory":
+                path.mkdir()
+    sums = files.sync()["metrics.jsonl"]
+    path.unlink()
+    files.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]
+    assert rewind(path, 3, sums)[0] == [] and sum("is whole again" in line for line in said) == 2
+    assert (tmp_path / "old" / "metrics.0001.jsonl").exists() == (how != "deleted")
 
 
 def test_a_line_with_another_digit_is_noticed(tmp_path: Path) -> None:

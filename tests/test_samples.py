@@ -144,7 +144,7 @@ def test_rewound_to_a_step(last: int, back_to: int, tmp_path: Path) -> None:
     path = tmp_path
     _write(path, range(1, last + 1))
     assert len(sample_files(path / "samples")) < 64 + last // 64
-    rewind_samples(path / "samples", back_to)
+    assert rewind_samples(path / "samples", back_to, path / "old") == []
     left = [pd.read_parquet(one.path) for one in sample_files(path / "samples")]
     assert [step for frame in left for step in frame.step.unique()] == list(range(1, min(last, back_to) + 1))
 
@@ -156,11 +156,29 @@ def test_a_merge_that_was_cut_short(tmp_path: Path) -> None:
     _write(tmp_path, range(64, 65))
     for path, data in list(parts.items())[20:]:
         path.write_bytes(data)
-    (tmp_path / "samples" / ".half.incomplete").write_bytes(b"x")
+    (tmp_path / "samples" / ".steps_000065-000065.rank0000.parquet.incomplete").write_bytes(b"x")
     assert [(one.first, one.last) for one in sample_files(tmp_path / "samples")] == [(1, 64)]
-    rewind_samples(tmp_path / "samples", 64)
+    rewind_samples(tmp_path / "samples", 64, tmp_path / "old")
     assert len(list((tmp_path / "samples").iterdir())) == 1
     assert pd.read_parquet(tmp_path / "samples").step.nunique() == 64
+
+
+def test_what_cannot_be_read_is_moved_and_what_is_not_ours_stays(tmp_path: Path) -> None:
+    """A damaged file of steps that stay and of steps that go; one among those that are merged; somebody's notes."""
+    folder, old = tmp_path / "samples", tmp_path / "old"
+    _write(tmp_path, range(1, 65))
+    (merged,) = sample_files(folder)
+    merged.path.write_bytes(merged.path.read_bytes()[:-9])
+    (folder / "notes.txt").write_text("mine")
+    (said,) = rewind_samples(folder, 40, old)
+    assert "cannot be read" in said and [path.name for path in folder.iterdir()] == ["notes.txt"]
+    assert [path.suffix for path in old.iterdir()] == [".parquet"]
+    _write(tmp_path, range(41, 104))
+    sample_files(folder)[3].path.write_bytes(b"PAR1 no more")
+    _write(tmp_path, range(104, 105))
+    assert [(one.first, one.last) for one in sample_files(folder)] == [(41, 104)]
+    assert sorted(pd.read_parquet(sample_files(folder)[0].path).step.unique()) == [*range(41, 44), *range(45, 105)]
+    assert len(list(old.iterdir())) == 2 and (folder / "notes.txt").read_text() == "mine"
 
 
 def test_the_oldest_go_where_the_bound_is_reached(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_message_and_exit_code(
 ) -> None:
     """One line on stderr that says what, where and what would be right; nothing written."""
     make_overrides, expected = CASES[case]
-    for name, value in (LAUNCHED | {"WORLD_SIZE": WORLD_SIZE.get(case, "1")}).items():
+    for name, value in (LAUNCHED | {"LOCAL_RANK": "0", "WORLD_SIZE": WORLD_SIZE.get(case, "1")}).items():
         monkeypatch.setenv(name, value)
     run_dir = tmp_path / "run"
     code = main(["train", CONFIG, *settings(files, run_dir), *make_overrides(files, tmp_path)])

@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from support.launch import run_ranks
 from support.settings import rollout_config
 
@@ -155,6 +156,36 @@ def test_a_group_can_be_abandoned_twice(as_torch_does: bool) -> None:
     group = Broadcast(meeting, as_torch_does=as_torch_does)
     group.abandon()
     group.abandon()
+
+
+class _Nccl:
+    """A group whose abort does not return before it is let: NCCL's waits for kernels on the device."""
+
+    def __init__(self, let: threading.Event) -> None:
+        self.aborted, self._let = threading.Semaphore(0), let
+
+    def name(self) -> str:
+        return "nccl"
+
+    def abort(self) -> None:
+        self.aborted.release()
+        assert self._let.wait(60)
+
+
+def test_a_broken_group_of_nccl_is_aborted_once_and_not_waited_for() -> None:
+    """Dropping it alone would wait for the dead receiver, until torch's watchdog ends the trainer. The class is torch's
+    CUDA build's; that it has this call is read from the annotations that every torch brings."""
+    annotations = (Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi").read_text()
+    assert "def abort(self) -> None" in annotations.partition("class ProcessGroupNCCL")[2].partition("\nclass ")[0]
+    let = threading.Event()
+    backend, group = _Nccl(let), Broadcast.__new__(Broadcast)
+    group._store, group._backend = dist.HashStore(), backend  # type: ignore[attr-defined]
+    group.abandon()
+    assert group._store.check(["given up"]), "the receivers' kernels are told"
+    group.abandon()
+    assert backend.aborted.acquire(timeout=60)
+    let.set()
+    assert not backend.aborted.acquire(blocking=False)
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def as_it_was(run: Path, step: int, to: Path) -> Path:
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     (to / "metrics.jsonl").write_text("".join(lines[: step + 1]), encoding="utf-8")
     shutil.copytree(run / SAMPLES, to / SAMPLES)
-    rewind_samples(to / SAMPLES, step)
+    rewind_samples(to / SAMPLES, step, to / "old")
     (to / LOCK).write_text("{}", encoding="utf-8")
     utime(to / LOCK, (time.time(), time.time()))
     return to

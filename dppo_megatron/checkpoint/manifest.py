@@ -59,8 +59,11 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 def read_manifest(directory: Path) -> Manifest | str:
     """The manifest of a checkpoint, or what is wrong with it; the files listed in it are not checked."""
+    path = directory / FILE
     try:
-        raw = json.loads((directory / FILE).read_text(encoding="utf-8"))
+        if path.exists() and not path.is_file():  # on a pipe, reading would block
+            return f"its {FILE} is not a file"
+        raw = json.loads(path.read_text(encoding="utf-8"))
         form, own_sum = raw.pop("format"), raw.pop("sha256", None)
         if form in _EARLIER:
             return f"an earlier version of this program wrote it ('{form}')"
@@ -107,6 +110,8 @@ def _fault(path: Path, size: int, checksum: str) -> str:
     try:
         if path.stat().st_size != size:
             return f"{path.name} has {path.stat().st_size} bytes instead of {size}"
+        if not path.is_file():
+            return f"{path.name} is not a file"
         return "" if _sha256(path) == checksum else f"{path.name} has another checksum than when it was written"
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"

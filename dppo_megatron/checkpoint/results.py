@@ -1,4 +1,4 @@
-"""Replaces the queue through which Megatron's checkpoint writer returns its results.
+"""Replaces the queues through which Megatron's checkpoint writer returns its results.
 
 Megatron uses a queue of `multiprocessing.Manager`: one more process of about 100 MB for every rank, and a directory
 /tmp/pymp-* that stays behind when the rank is killed. A pipe would deadlock: the trainer reads only after the writer
@@ -13,8 +13,6 @@ import pickle
 import queue
 import tempfile
 from typing import Any
-
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 _LENGTH_BYTES = 8
 
@@ -43,8 +41,3 @@ class Results:
         payload = os.pread(self._file.fileno(), length, _LENGTH_BYTES)
         os.ftruncate(self._file.fileno(), 0)
         return pickle.loads(payload)
-
-
-def use_own_results() -> None:
-    """A fresh queue for Megatron's next save: an abandoned writer may still put its result into the last one."""
-    filesystem_async._results_queue = Results()

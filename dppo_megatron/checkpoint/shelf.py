@@ -54,6 +54,10 @@ def put_aside(path: Path) -> Path:
     target, number = shelf / path.name, 1
     while target.exists() or target.is_symlink():
         target, number = shelf / f"{path.name}.{number}", number + 1
+    if path.is_symlink() and path.exists():  # a relative link would lead nowhere from there
+        target.symlink_to(path.resolve())
+        path.unlink()
+        return target
     return path.rename(target)
 
 

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from dppo_megatron import __version__
 from dppo_megatron.checkpoint import shelf
 from dppo_megatron.checkpoint.manifest import LOOP, Manifest, faults, read_manifest, step_name, sums, write_manifest
-from dppo_megatron.checkpoint.results import use_own_results
 from dppo_megatron.checkpoint.state import generators, read_state, restore_generators, write_state
+from dppo_megatron.checkpoint.writers import in_step, use_own_writers
 from dppo_megatron.distributed import from_rank_zero
 from dppo_megatron.safe_pickle import tensors_only
 from dppo_megatron.types import UserError
@@ -115,12 +115,14 @@ class CheckpointStore:
         dist.all_gather_object(all_generators, generators())
         aside = from_rank_zero(lambda: self._begin(manifest.step, num_bytes))
         self._pending = _Pending(aside, manifest)
-        use_own_results()
+        use_own_writers()
         options = _writer_options()
-        request = dist_checkpointing.save({"actor": state}, str(aside), async_sharded_save=self._async, **options)
+        with in_step():
+            request = dist_checkpointing.save({"actor": state}, str(aside), async_sharded_save=self._async, **options)
         from_rank_zero(lambda: self._write_own(aside, {"loop": loop_state, "generators": all_generators}))
         if self._async:
-            self._queue.schedule_async_request(request)
+            with in_step():
+                self._queue.schedule_async_request(request)
         else:
             self._publish()
         self._saved_step = manifest.step
@@ -132,7 +134,8 @@ class CheckpointStore:
         """
         if self._pending is not None and self._async:
             try:
-                self._queue.maybe_finalize_async_calls(blocking=blocking)
+                with in_step():
+                    self._queue.maybe_finalize_async_calls(blocking=blocking)
             except BaseException:
                 self._pending = None
                 raise
@@ -143,6 +146,7 @@ class CheckpointStore:
     def abandon(self) -> None:
         """Forget a checkpoint that could not be written. Not collective."""
         pending, self._pending, self._saved_step = self._pending, None, None
+        self._queue = AsyncCallsQueue()
         if dist.get_rank() == 0:
             with contextlib.suppress(OSError):
                 shelf.sweep(self._root)
@@ -178,6 +182,7 @@ class CheckpointStore:
 
     def _begin(self, step: int, num_bytes: int) -> Path:
         self._root.mkdir(parents=True, exist_ok=True)
+        shelf.sweep(self._root)  # what a full disk has left takes the room that this one needs
         check_space(self._root, num_bytes + (1 << 20))
         # a new name each time: writers that outlive a killed run must not write into the resumed run's checkpoint
         aside = self._root / f"{step_name(step)}.incomplete.{os.urandom(4).hex()}"

@@ -220,5 +220,5 @@ def _identity(config_path: str, settings: list[str], start: str) -> str:
 def _finished_as(run_dir: Path) -> str | None:
     try:
         return (run_dir / _KEPT).read_text(encoding="utf-8")
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None

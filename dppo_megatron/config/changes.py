@@ -96,6 +96,8 @@ def check_changes(config: Config, before: dict[str, Any], where: str) -> list[st
 
 def saved_values(path: Path) -> dict[str, Any]:
     """The settings in a run's config.yaml."""
+    if not path.is_file():  # on a pipe, reading would block
+        raise UserError(f"{path}: is not a file, so the run cannot be resumed")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

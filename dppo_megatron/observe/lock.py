@@ -132,8 +132,8 @@ class RunLock:
             if started and started == holder.get("process_start"):
                 return True
         first = os.fstat(self._descriptor).st_mtime_ns
-        said = False
-        while (self._clock_ns() - first) / 1e9 < self._stale_s:
+        said, deadline = False, time.monotonic() + self._stale_s  # a file with a time in the future never grows old
+        while (self._clock_ns() - first) / 1e9 < self._stale_s and time.monotonic() < deadline:
             if not said:
                 self._say(f"{self._path}: waiting up to {self._stale_s:g} s for a sign of life of {_name(holder)}")
                 said = True

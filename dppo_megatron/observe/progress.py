@@ -193,7 +193,7 @@ class RunProgress:
         if self._bar is not None:
             self._bar.write(text)
         else:
-            print(text, flush=True)
+            print_line(text)
 
     def watch(self, what: str, total: int, unit: str) -> Progress:
         """The progress of a part of the run, below the bar of its steps; see `types.Watch`."""
@@ -225,6 +225,16 @@ class RunProgress:
         """End the bar, leaving it on the screen."""
         if self._bar is not None:
             self._bar.close()
+
+
+def print_line(text: str) -> None:
+    """Print to stdout. A log file on a full disk loses lines and does not end the run; a reader that has gone does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass
 
 
 def duration(seconds: float) -> str:

@@ -34,7 +34,8 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, sums: Mapping[int, int] | None = None) -> None:
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
+        self._path = path
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - open for the life of the run
         self._waiting: list[bytes] = []
         self.sums = dict(sums or {})
         """CRC-32 of every line that has a step, written or waiting."""
@@ -44,16 +45,21 @@ class JsonLines:
         """Lines that could not be written so far."""
         return len(self._waiting)
 
-    def write(self, row: dict[str, Any]) -> None:
-        """Append one object. On OSError the line is kept and written before the next one."""
+    def write(self, row: dict[str, Any]) -> bool:
+        """Append one object; see `flush`. On OSError the line is kept and written before the next one."""
         line = _line(row)
         if "step" in row:
             self.sums[row["step"]] = zlib.crc32(line)
         self._waiting.append(line + b"\n")
-        self.flush()
+        return self.flush()
 
-    def flush(self) -> None:
-        """Write the waiting lines. A line that was written only in part is removed again before OSError is raised."""
+    def flush(self) -> bool:
+        """Write the waiting lines. A line that was written only in part is removed again before OSError is raised.
+
+        Returns:
+            Whether somebody had deleted or replaced the file meanwhile; all of its lines are there again.
+        """
+        restored = self._restore()
         while self._waiting:
             rest = memoryview(self._waiting[0])
             end = os.fstat(self._file.fileno()).st_size
@@ -64,11 +70,28 @@ class JsonLines:
                 self._file.truncate(end)
                 raise
             del self._waiting[0]
+        return restored
 
-    def sync(self) -> None:
+    def _restore(self) -> bool:
+        """Write the record anew, from the file that is open, if that has lost its name; what has the name is moved."""
+        try:
+            if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
+                return False
+        except FileNotFoundError:
+            pass
+        self._file.seek(0)
+        lines = self._file.read()
+        move_to_old(self._path)
+        _replace(self._path, lines)
+        self._file.close()
+        self._file = open(self._path, "a+b", buffering=0)  # noqa: SIM115
+        return True
+
+    def sync(self) -> bool:
         """Flush everything to the disk. Raises OSError if that fails."""
-        self.flush()
+        restored = self.flush()
         os.fsync(self._file.fileno())
+        return restored
 
     def close(self) -> None:
         """Close the file."""
@@ -117,17 +140,24 @@ def rewind(path: Path, last_step: int, sums: Mapping[int, int] | None = None) ->
     return said, {step: zlib.crc32(line) for step, line in lines.steps.items()}
 
 
-def move_to_old(path: Path) -> Path | None:
-    """Move a whole record to `old/` when a run begins again; returns its new path, None if there was none.
+def move_to_old(path: Path, old: Path | None = None) -> Path | None:
+    """Move what is no longer part of the record to `old`; returns its new path, None if there was none.
+
+    Args:
+        old: the directory; None: `old/` beside `path`.
 
     Example: metrics.jsonl becomes old/metrics.0001.jsonl, the next one old/metrics.0002.jsonl.
     """
     if not path.exists() or (path.is_file() and not path.stat().st_size):
         return None
-    old, number = path.parent / OLD, 1
+    old, number = old or path.parent / OLD, 1
     old.mkdir(exist_ok=True)
     while (target := old / f"{path.stem}.{number:04d}{path.suffix}").exists():
         number += 1
+    if path.is_symlink():  # a relative link would lead nowhere from there
+        target.symlink_to(os.path.realpath(path))
+        path.unlink()
+        return target
     return path.rename(target)
 
 
@@ -188,11 +218,22 @@ def _whole_lines(line: bytes) -> list[tuple[bytes, int | str | None]]:
     found: list[tuple[bytes, int | str | None]] = []
     for start, end in zip(starts, [*starts[1:], len(line)], strict=True):
         part = line[start:end].strip(_BLANK)  # a newline turned into a blank is valid JSON, but not part of the line
-        # after a whole object there may be the byte that was its newline
-        found.append((part, step) if (step := _read(part)) is not None else (part[:-1], _read(part[:-1])))
-        if found[-1][1] is None:
-            found[-1] = (part, None)
+        at = _end_of_object(part)
+        if at and (step := _read(part[:at])) is not None:
+            found.append((part[:at], step))
+            part = part[at:]
+            if len(part) <= 1:  # the byte that was its newline
+                continue
+        found.append((part, None))
     return found
+
+
+def _end_of_object(part: bytes) -> int:
+    """Where the JSON value at the start of `part` ends, whatever comes after it; 0 if there is none."""
+    try:
+        return json.JSONDecoder().raw_decode(part.decode("latin-1"))[1]  # one character a byte
+    except (ValueError, RecursionError):
+        return 0
 
 
 def _occurrences(line: bytes, mark: bytes) -> list[int]:
@@ -207,6 +248,8 @@ def _append(path: Path, lines: list[bytes]) -> None:
     path.parent.mkdir(exist_ok=True)
     with open(path, "ab") as file:
         file.write(b"".join(line + b"\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())  # before they disappear from the record
 
 
 def _replace(path: Path, data: bytes) -> None:

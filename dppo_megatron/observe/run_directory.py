@@ -19,13 +19,18 @@ from typing import Any
 
 from dppo_megatron.config import save_config
 from dppo_megatron.config.schema import Config
+from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.lock import RunLock
-from dppo_megatron.observe.record import JsonLines, move_to_old, put_first, rewind
+from dppo_megatron.observe.record import OLD, JsonLines, move_to_old, put_first, rewind
 from dppo_megatron.observe.samples import SAMPLES, rewind_samples
+from dppo_megatron.observe.timeline import PROFILE, TIMELINE
 from dppo_megatron.types import UserError
 
 IDENTITY = "run.json"
 RECORDS = ("metrics.jsonl", "trace.jsonl")
+SUMMARY = "summary.json"
+_PRODUCTS = (SAMPLES, TIMELINE, PROFILE, SUMMARY, "hf")
+"""What else a run has written that begins again: it would be mixed with the new, or replaced."""
 _FORMAT = "dppo_megatron run 1"
 
 Sums = dict[str, dict[int, int]]
@@ -47,13 +52,15 @@ class RunDirectory:
         self._path, self._say = path, say
         self._lines: dict[str, JsonLines] = {}
         self._troubled: set[str] = set()
-        with _said_as_mistake(path):
-            self._held_nothing = not path.is_dir() or not any(path.iterdir())
+        with said_as_mistake(path):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(path, say)
             try:
+                # only now: while this waited for the lock, another trainer may have begun a run here
+                self._held_nothing = all(held.name == LOCK for held in path.iterdir())
                 self.run = read_identity(path) or _begin_identity(path)
                 """The run's id."""
+                _check_records(path)
                 _check_checkpoints(path / "checkpoints")
             except BaseException:
                 self._lock.release()
@@ -69,7 +76,7 @@ class RunDirectory:
             resumed_step: the step of the run's own checkpoint that it resumes from; None for a new run.
             sums: the logs' checksums stored in that checkpoint.
         """
-        with _said_as_mistake(self._path):
+        with said_as_mistake(self._path):
             aside = self._path / "config.yaml.new"
             save_config(config, aside)
             aside.replace(self._path / "config.yaml")
@@ -85,14 +92,17 @@ class RunDirectory:
                     put_first(path, header)
                 self._lines[name] = JsonLines(path, kept)
             if resumed_step is not None:
-                rewind_samples(self._path / SAMPLES, resumed_step)
-            elif where := move_to_old(self._path / SAMPLES):
-                self._say(f"warning: {self._path / SAMPLES} is of a run without a checkpoint; it is now {where}")
+                for line in rewind_samples(self._path / SAMPLES, resumed_step, self._path / OLD):
+                    self._say(line)
+                return
+            for name in _PRODUCTS:
+                if where := move_to_old(self._path / name):
+                    self._say(f"warning: {self._path / name} is of a run without a checkpoint; it is now {where}")
 
     def write(self, name: str, row: dict[str, Any]) -> None:
         """Append a line to a log. If the disk is full the line waits, with one warning."""
         try:
-            self._lines[name].write(row)
+            self._tell(name, self._lines[name].write(row))
         except OSError as error:
             if name not in self._troubled:
                 self._troubled.add(name)
@@ -105,6 +115,12 @@ class RunDirectory:
             self._troubled.remove(name)
             self._say(f"{self._path / name} is written again; no line is lost")
 
+    def begin_step(self) -> None:
+        """A further step makes the totals of an earlier end untrue: summary.json, by which others see that a run is
+        finished, is moved to `old/`."""
+        with suppress(OSError):
+            move_to_old(self._path / SUMMARY)
+
     def sync(self) -> Sums:
         """Flush the logs to the disk: after a power cut no checkpoint may exist whose step is not in the logs.
 
@@ -116,11 +132,19 @@ class RunDirectory:
         """
         for name, lines in self._lines.items():
             try:
-                lines.sync()
+                self._tell(name, lines.sync())
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(self._path / name)) from None
             self._troubled.discard(name)
         return {name: dict(lines.sums) for name, lines in self._lines.items()}
+
+    def _tell(self, name: str, restored: bool) -> None:
+        if restored:
+            path = self._path / name
+            self._say(
+                f"warning: {path} was deleted or replaced while this run writes it; it is whole again, and what"
+                f" had its place, if anything, is in {self._path / OLD}"
+            )
 
     def check(self) -> None:
         """Raise UserError if another trainer has taken the directory over."""
@@ -145,7 +169,7 @@ class RunDirectory:
         """Close the logs and release the lock."""
         for name, lines in self._lines.items():
             try:
-                lines.flush()
+                self._tell(name, lines.flush())
             except OSError as error:
                 self._say(f"warning: {self._path / name} ends {lines.num_waiting} lines early ({error.strerror})")
             lines.close()
@@ -154,7 +178,8 @@ class RunDirectory:
 
 
 @contextmanager
-def _said_as_mistake(path: Path) -> Iterator[None]:
+def said_as_mistake(path: Path) -> Iterator[None]:
+    """An OSError inside the block becomes a UserError about the run directory `path`."""
     try:
         yield
     except OSError as error:
@@ -171,7 +196,9 @@ def read_identity(path: Path) -> str:
     held = [name for name in RECORDS if (path / name).exists()]
     held += [f"checkpoints/{found.name}" for found in sorted((path / "checkpoints").glob("step_[0-9]*"))[:1]]
     reason = "it is missing"
-    if own.exists():
+    if own.exists() and not own.is_file():
+        reason = "it is not a file"
+    elif own.exists():
         try:
             raw = json.loads(own.read_text(encoding="utf-8"))
             if raw["format"] == _FORMAT and isinstance(raw["run"], str) and raw["run"]:
@@ -197,6 +224,13 @@ def _begin_identity(path: Path) -> str:
         os.fsync(file.fileno())
     aside.replace(path / IDENTITY)
     return run
+
+
+def _check_records(path: Path) -> None:
+    """Raise OSError now for a directory or a pipe in the place of a log, on which reading would block."""
+    for name in RECORDS:
+        if (path / name).exists() and not (path / name).is_file():
+            raise OSError(errno.EINVAL, "not a file", str(path / name))
 
 
 def _check_checkpoints(root: Path) -> None:

@@ -26,11 +26,13 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.config.observe import SamplesConfig
+from dppo_megatron.observe.record import OLD, move_to_old
 from dppo_megatron.types import BoolArray, Completion, FloatArray, Group, IntArray
 
 SAMPLES = "samples"
 """Name of the directory inside the run directory."""
 _NAME = re.compile(r"steps_(\d+)-(\d+)\.rank(\d+)\.parquet")
+_INCOMPLETE = re.compile(r"\.steps_\d+-\d+\.rank\d+\.parquet\.incomplete")
 _MERGE = 64
 """Steps in a merged file."""
 _QUEUE = 4
@@ -140,9 +142,13 @@ class SampleWriter:
         singles = [one for one in files if one.first == one.last]
         if len(singles) >= _MERGE:
             merged = self._directory / _name(singles[0].first, singles[-1].last, self._rank)
-            _store([_read(one.path) for one in singles], merged)
+            read = [_read_or_move(one.path, self._directory.parent / OLD) for one in singles]
+            for wrong in filter(None, (wrong for _, wrong in read)):
+                self._say(wrong)
+            if tables := [table for table, _ in read if table is not None]:
+                _store(tables, merged)
             for one in singles:
-                one.path.unlink()
+                one.path.unlink(missing_ok=True)
             files = self._own()
         sizes = [one.path.stat().st_size for one in files]
         while len(files) > 1 and sum(sizes) > self._max_bytes:
@@ -254,21 +260,33 @@ def _check_table(table: Any, columns: Sequence[str]) -> None:
             raise ValueError(f"{name} holds negative numbers")
 
 
-def rewind_samples(directory: Path, last_step: int) -> None:
-    """Delete the samples of steps after `last_step`, as is done with the logs of a run that resumes there."""
+def rewind_samples(directory: Path, last_step: int, old: Path) -> list[str]:
+    """Delete the samples of steps after `last_step`, which are done again. Files that others have put here stay.
+
+    Args:
+        old: where a file goes that cannot be read and holds steps of both kinds.
+
+    Returns:
+        A line for the log for each of those.
+    """
     if not directory.is_dir():
-        return
-    keep = sample_files(directory)
+        return []
+    said, keep = [], sample_files(directory)
     whole = {one.path for one in keep if one.last <= last_step}
     for one in keep:
         if one.first <= last_step < one.last:
-            table = _read(one.path)
+            table, wrong = _read_or_move(one.path, old)
+            if table is None:
+                said.append(wrong)
+                continue
             cut = one.path.with_name(_name(one.first, last_step, one.rank))
             _store([table.filter(table["step"].to_numpy() <= last_step)], cut)
             whole.add(cut)
     for path in directory.iterdir():
-        if path not in whole and path.is_file():
+        ours = _NAME.fullmatch(path.name) or _INCOMPLETE.fullmatch(path.name)
+        if ours and path not in whole and path.is_file():
             path.unlink()
+    return said
 
 
 def to_table(step: int, groups: Sequence[RecordedGroup]) -> Any:
@@ -334,6 +352,15 @@ def _store(tables: Sequence[Any], path: Path) -> None:
             for step in table["step"].unique().to_pylist():
                 file.write_table(table.filter(table["step"].to_numpy() == step))
     aside.replace(path)
+
+
+def _read_or_move(path: Path, old: Path) -> tuple[Any, str]:
+    """The table of a file and an empty text; of one that cannot be read None, and a line that says where it is now."""
+    try:
+        return _read(path), ""
+    except Exception as error:  # what pyarrow raises for damaged files is of many types
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return None, f"warning: {path} cannot be read ({reason}); it is now {move_to_old(path, old)}"
 
 
 def _read(path: Path) -> Any:

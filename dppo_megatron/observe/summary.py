@@ -70,8 +70,10 @@ class Summary:
         self.eval_after = {name: score for name, score in self.eval_after.items() if name in names}
 
     def write(self, path: Path) -> None:
-        """Write as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        """Write as JSON, in one piece."""
+        aside = path.with_name(f"{path.name}.new")
+        aside.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        aside.replace(path)
 
     def table(self) -> str:
         """The closing table."""

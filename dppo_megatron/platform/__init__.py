@@ -17,6 +17,7 @@ import torch
 
 from dppo_megatron.platform import hook, rewrite
 from dppo_megatron.platform.cache import CodeCache, default_root
+from dppo_megatron.platform.capabilities import hide_what_cannot_run
 from dppo_megatron.platform.hook import Stats
 
 __all__ = ["DeviceType", "Stats", "enable", "is_enabled", "prepare", "stats"]
@@ -65,12 +66,13 @@ def prepare(device: Literal["auto", "cpu", "cuda"] = "auto", *, keep: bool = Tru
     """Make `import megatron.core` safe on this machine and return the type of the device it will use; `keep` as for
     `enable`.
 
-    With CUDA this changes nothing. Without, it calls `enable`, unless CUDA was asked for by name: then a job that lost
-    its GPUs stops here rather than crawl on the CPU.
+    With CUDA this changes nothing but to hide a Transformer Engine that does not work. Without, it calls `enable`,
+    unless CUDA was asked for by name: then a job that lost its GPUs stops here rather than crawl on the CPU.
     """
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
         raise RuntimeError("device 'cuda' was asked for, but torch.cuda.is_available() is False on this machine")
+    hide_what_cannot_run(has_cuda)
     if device != "cpu" and has_cuda:
         return "cuda"
     enable(keep=keep)

@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -149,12 +150,23 @@ def _transformer_engine_problem(on_cuda: bool) -> str:
     if importlib.util.find_spec("transformer_engine") is None:
         return f"Transformer Engine (transformer-engine[pytorch]{TRANSFORMER_ENGINE_RANGE}) is not installed"
     if not on_cuda:
-        return ""
+        return "Transformer Engine is installed, but there is no CUDA device"
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # whatever a broken binary raises
         return f"Transformer Engine is installed but cannot be imported: {type(error).__name__}: {error}"
     return ""
+
+
+def hide_what_cannot_run(on_cuda: bool) -> None:
+    """Let Megatron find no Transformer Engine where it cannot be used: for it, installed is usable. Its own import of a
+    core without the extension ends in FileNotFoundError, and on a CPU it would take FusedAdam. Before Megatron is
+    imported."""
+    problem = _transformer_engine_problem(on_cuda)
+    if problem and importlib.util.find_spec("transformer_engine") is not None:
+        for name in [name for name in sys.modules if name.startswith("transformer_engine.")]:
+            del sys.modules[name]
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # import then says: not found
 
 
 def transformer_engine_warning() -> str:

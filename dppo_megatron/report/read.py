@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -237,10 +238,10 @@ def _add_trace(run: RunRecord, path: Path) -> None:
 
 
 def _json(path: Path, notes: list[str]) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return {}
+    try:
+        value = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
         notes.append(f"{path.name} cannot be read")
         return {}
@@ -248,15 +249,22 @@ def _json(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _settings(path: Path, notes: list[str]) -> dict[str, str]:
+    if not os.path.lexists(path):
+        return {}
     try:
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
-    except FileNotFoundError:
-        return {}
+        values = yaml.load(read_text(path), Loader=loader)
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         notes.append(f"{path.name} cannot be read")
         return {}
     return _flat(values) if isinstance(values, dict) else {}
+
+
+def read_text(path: Path) -> str:
+    """What a file holds. Raises OSError for anything else: on a pipe, reading would block."""
+    if not path.is_file():
+        raise OSError(f"{path} is not a file")
+    return path.read_text(encoding="utf-8")
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
-from common import fuzz_cases
+from fuzzing import fuzz_cases
 from omegaconf import OmegaConf
 from support.job import REPOSITORY
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import fuzz_cases
+from fuzzing import fuzz_cases
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from support.launch import run_ranks

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from common import fuzz_cases
+from fuzzing import fuzz_cases
 from support.job import QUICK, job_config, write_job_files
 from support.launch import run_ranks
 

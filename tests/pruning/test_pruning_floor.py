@@ -15,7 +15,7 @@ ALLOWED = (
     "dppo_megatron.config.plugins",
     "dppo_megatron.pruning",
 )
-STANDARD = ("__future__", "collections", "dataclasses", "copy", "hashlib", "math", "typing")
+STANDARD = ("__future__", "collections", "dataclasses", "copy", "fractions", "hashlib", "math", "typing")
 
 
 def test_the_room_imports_numpy_and_the_ground_only():

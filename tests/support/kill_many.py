@@ -1,6 +1,6 @@
 """Kill a run at many random moments, resume it, and compare it with the run that was never interrupted.
 
-    PYTHONPATH=tests python -m support.kill_many [--kills 25] [--seed 0] [--layouts tp1,tp2pp2]
+    PYTHONPATH=tests python -m support.kill_many [--kills 25] [--minutes 60] [--seed 0] [--layouts tp1,tp2pp2,dp2]
 
 Each trial kills the same run up to three times (also while it is resuming) before it is let end. The suite does a
 fixed handful of these (test_resume.py).
@@ -14,12 +14,16 @@ import random
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 from test_resume import LAYOUTS, SHORT, assert_same_run
 
 from support.job import write_job_files
 from support.killing import PHASES, Kill, run_killed, run_whole
+
+ALL: dict[str, tuple[int, dict[str, Any]]] = LAYOUTS | {"dp2": (2, {})}
 
 
 def random_kill(rng: random.Random, world_size: int) -> Kill:
@@ -34,19 +38,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=25, help="for all layouts together (default: 25)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--minutes", type=float, default=60.0, help="no further run after so many (default: 60)")
+    parser.add_argument("--layouts", default=",".join(ALL))
     arguments = parser.parse_args()
     rng, done = random.Random(arguments.seed), collections.Counter()
+    deadline = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         files = write_job_files(directory / "task")
         layouts = arguments.layouts.split(",")
         for name in layouts:
-            run_whole(files, directory / f"whole_{name}", LAYOUTS[name][0], SHORT | LAYOUTS[name][1])
+            run_whole(files, directory / f"whole_{name}", ALL[name][0], SHORT | ALL[name][1])
         trial = 0
-        while sum(done.values()) < arguments.kills:
+        while sum(done.values()) < arguments.kills and time.monotonic() < deadline:
             name, trial = layouts[trial % len(layouts)], trial + 1
-            world_size, layout = LAYOUTS[name]
+            world_size, layout = ALL[name]
             extra, run_dir = SHORT | layout | {"checkpoint__async_save": rng.random() < 0.5}, directory / "run"
             shutil.rmtree(run_dir, ignore_errors=True)
             for _ in range(rng.randint(1, 3)):

@@ -45,8 +45,8 @@ class Mark:
     def read(path: Path) -> Mark:
         """An unreadable one counts as none."""
         try:
-            return Mark(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            return msgspec.json.decode(path.read_bytes(), type=Mark)
+        except (OSError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             return Mark()
 
     def write(self, path: Path) -> None:

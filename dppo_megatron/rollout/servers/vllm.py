@@ -169,7 +169,12 @@ class VLLMServer:
     def sleep(self, awake: Set[DeviceMemory], *, timeout_s: float) -> None:
         """Level 2: weights are dropped, since the next sync brings new ones. vLLM knows itself what sleeps already, and
         aborts what runs. A CPU keeps its memory."""
-        self.http.post("/sleep?level=2", timeout_s=timeout_s)
+        try:
+            self.http.post("/sleep?level=2", timeout_s=timeout_s)
+        except Refused:
+            # Another program took memory of the card meanwhile: vLLM's worker has freed all, finds less free than
+            # before, and raises, so its executor would wake nothing. Level 1 does not read what is gone
+            self.http.post("/sleep?level=1", timeout_s=timeout_s)
 
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
         """Weights before the sync, the cache after it: both at once would not fit beside the actor."""

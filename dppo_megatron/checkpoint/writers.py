@@ -1,0 +1,147 @@
+"""Keeps a run alive through failures of Megatron's checkpoint writers that would leave ranks waiting for each other.
+
+    trainer (each rank)        writers, forked, one a file
+    save() ──▶ write_files ──▶ write, fsync ──▶ result in a memory file ──▶ trainer, once the writer has ended
+
+Megatron counts its writers' reports. One that is killed (the kernel's out-of-memory killer picks large processes) never
+reports, and the save never ends. Here each writer is waited for, and has its own place for a result.
+
+Some files are written by one rank alone, between collectives. If the disk is full at that moment, an exception would
+take this rank out of step: the others would wait in a collective that it never joins. `in_step` notes such a failure
+and raises it on every rank at the end of the save.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import multiprocessing
+import queue
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies import async_utils, common, filesystem_async
+
+from dppo_megatron.checkpoint.results import Results
+
+_REPLACED = "write_preloaded_data_multiproc"
+_PARAMETERS = ["transform_list", "use_msc", "rank", "write_buckets", "global_results_queue"]
+
+
+@contextmanager
+def in_step() -> Iterator[None]:
+    """Around a save or its completion: what fails on one rank is an OSError on all of them. Collective."""
+    failures: list[str] = []
+    with ExitStack() as undo:
+        for owner, name in _done_by_one_rank():
+            plain = getattr(owner, name)
+            setattr(owner, name, _noting(plain, failures))
+            undo.callback(setattr, owner, name, plain)
+        yield
+    parts: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, failures)
+    for part in parts:
+        for failure in part:
+            raise OSError(failure)
+
+
+def use_own_writers() -> None:
+    """Let Megatron's next save report to a fresh queue and wait for writers as is done here.
+
+    The queue is fresh because an abandoned writer may still put its result into the last one.
+    """
+    filesystem_async._results_queue = Results()
+    writer = filesystem_async.FileSystemWriterAsync
+    if list(inspect.signature(getattr(writer, _REPLACED)).parameters) == _PARAMETERS:
+        setattr(writer, _REPLACED, staticmethod(write_files))
+
+
+def write_files(
+    transform_list: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], global_results_queue: Any
+) -> None:
+    """Write each bucket to its file in a process of its own, and report what each has written, or the first failure.
+
+    In place of the method of Megatron's `FileSystemWriterAsync`, whose parameters these are.
+    """
+    collects = gc.isenabled()
+    gc.disable()  # as Megatron does: in a forked process the collector may touch the parent's CUDA tensors
+    context = multiprocessing.get_context("fork")
+    started: list[tuple[Any, Results]] = []
+    outcome: dict[int, list[Any]] | Exception = {}
+    try:
+        for number, bucket in enumerate(write_buckets):
+            result = Results()
+            process = context.Process(target=_write_one, args=(transform_list, use_msc, number, bucket, result))
+            process.start()
+            started.append((process, result))
+        outcome = {number: _result_of(process, result) for number, (process, result) in enumerate(started)}
+    except Exception as error:
+        outcome = error
+    for process, _ in started:
+        process.join()
+    with suppress(OSError):  # no room for the result: that there is none is an error on every rank
+        global_results_queue.put(outcome)
+    if collects:
+        gc.enable()
+
+
+def _write_one(transforms: list[Any], use_msc: bool, number: int, bucket: Any, result: Results) -> None:
+    """In a writer."""
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+        transforms,
+        local_proc_idx=number,
+        write_bucket=bucket,
+        results_queue=result,
+        count_queue=_Uncounted(),
+        use_fsync=True,
+        use_msc=use_msc,
+    )
+
+
+def _result_of(process: Any, result: Results) -> list[Any]:
+    process.join()
+    try:
+        _, written = result.get_nowait()
+    except queue.Empty:
+        how = f"exit code {process.exitcode}"
+        if process.exitcode < 0:
+            how = f"killed by {signal.Signals(-process.exitcode).name}"
+        raise OSError(f"a process that wrote the checkpoint has ended without a result: {how}") from None
+    if isinstance(written, Exception):
+        raise written
+    found: list[Any] = written
+    return found
+
+
+class _Uncounted:
+    """The queue by which Megatron counts writers that have ended."""
+
+    def get(self) -> None:
+        """Take a number."""
+
+    def task_done(self) -> None:
+        """Report it done."""
+
+
+def _done_by_one_rank() -> list[tuple[Any, str]]:
+    """Functions of Megatron that may fail on one rank and say nothing to the others: files of rank 0, and a fork."""
+    return [
+        (common.TorchCommonSaveStrategy, "save_common"),
+        (filesystem_async.FileSystemWriterAsync, "finish"),
+        (serialization, "save_config"),
+        (async_utils.TemporalAsyncCaller, "schedule_async_call"),
+    ]
+
+
+def _noting(plain: Callable[..., None], failures: list[str]) -> Callable[..., None]:
+    def write(*arguments: Any, **keywords: Any) -> None:
+        try:
+            plain(*arguments, **keywords)
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+            failures.append(str(error).strip() or type(error).__name__)
+
+    return write

@@ -1,0 +1,151 @@
+"""What is to run on a GPU one day, as far as a machine without one can say: it is collected, imports, parses, fits.
+
+The commands are read from docs/performance.md, so that the page cannot drift from what is checked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.job import REPOSITORY
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.packing.alignment import packing_layout
+from dppo_megatron.packing.planner import plan_microbatches
+from dppo_megatron.planning.memory import plan_memory
+from dppo_megatron.planning.site import CHIPS, Site
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks" / "gpu"))
+import common
+import train_step
+from workload import Lengths, architecture_of, random_samples
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has CUDA")
+GPU_TESTS = {"tests/test_gpu.py": 12, "tests/test_engines_gpu.py": 8}
+"""As docs/testing.md says."""
+H200 = Site(1, 8, CHIPS["h200"].memory_bytes, CHIPS["h200"].peak_flops, 1e15)
+
+
+def _commands() -> list[list[str]]:
+    """The arguments of each run of the benchmark under "On a GPU", as bash expands the page's lines and loops."""
+    page = (REPOSITORY / "docs" / "performance.md").read_text(encoding="utf-8")
+    block = re.search(r"^## On a GPU.*?^```\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert block is not None
+    script, replaced = re.subn('B="python benchmarks/gpu/train_step.py"', "B=note", block[1])
+    assert replaced == 1
+    note = "note() { printf '%s\\n' \"$*\"; }\n"
+    done = subprocess.run(["bash", "-eu", "-c", note + script], capture_output=True, text=True, check=True, timeout=60)
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+def test_commands_of_the_page_are_read_and_end_without_a_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each gets past the command line, to the one sentence and exit code 2, before anything is built."""
+    commands = _commands()
+    assert len(commands) == 7 and {command[0] for command in commands} == set(train_step.COMMANDS)
+    for command in commands:
+        monkeypatch.setattr(sys, "argv", ["train_step.py", *command])
+        with pytest.raises(SystemExit) as ended:
+            train_step.main()
+        assert ended.value.code == 2 and "needs a CUDA device" in capsys.readouterr().err
+
+
+def _flops(command: list[str]) -> float:
+    """FLOPs of all steps of a command, by the benchmark's own samples and formula and with every slot counted: padding
+    takes as long as tokens do."""
+    args = train_step.parse(command)
+    cap, flops = args.max_tokens_per_microbatch, 0.0
+    layout = packing_layout(train_step.actor_config(args), 1)
+    for shape in args.shapes:
+        architecture = architecture_of(common.SHAPES[shape])
+        if args.command == "mfu":
+            of = [
+                random_samples(Lengths(args.microbatches * (cap // n), n, 0.0, n, (1, 1)), architecture.vocab_size)
+                for n in args.sequence_tokens
+            ]
+            plans = [
+                (samples, plan_microbatches(samples, layout=layout, max_tokens_per_microbatch=cap)) for samples in of
+            ]
+        else:
+            samples = train_step.step_samples(shape, args)
+            packed = plan_microbatches(samples, layout=layout, max_tokens_per_microbatch=cap)
+            plans = [(samples, packed)] * (1 + len(args.recipes) if args.command == "fp8" else 1)
+            if args.command == "packed-vs-padded":
+                padded = [train_step.padded_plan(samples, layout, cap, by_length=by) for by in (False, True)]
+                plans += [(samples, plan) for plan in padded]
+        for samples, plan in plans:
+            slots = sum(pack.num_tokens for pack in plan.microbatches[0])
+            tokens = sum(sample.num_tokens for sample in samples)
+            steps = args.warmup_steps + args.timed_steps
+            flops += steps * common.useful_flops(architecture, samples) * slots / tokens
+    return flops * (4 / 3 if args.recompute == "full" else 1)
+
+
+def _bytes_needed(command: list[str]) -> float:
+    """Of the hungriest phase of training, by `plan`'s arithmetic."""
+    args = train_step.parse(command)
+    config = Config()
+    config.actor = train_step.actor_config(args)
+    config.actor.optimizer.distributed = False
+    config.model.dtype = "bfloat16"
+    config.rollout.engine, config.rollout.servers.endpoints = "vllm", ["http://elsewhere"]
+    config.packing.max_tokens_per_microbatch = args.max_tokens_per_microbatch
+    shapes = [architecture_of(common.SHAPES[shape]) for shape in args.shapes]
+    return max(plan_memory(config, shape, H200, 1024.0).largest.total for shape in shapes)
+
+
+def _seconds(command: list[str]) -> float:
+    """At a third of the chip's peak, which is less than what is hoped for, and 15 s to start and build."""
+    return 15 + _flops(command) / (H200.peak_flops / 3)
+
+
+def test_the_commands_fit_the_card_and_ten_minutes() -> None:
+    """Together, and each the card; sizes that an earlier version of the page had fit neither."""
+    commands = _commands()
+    assert sum(map(_seconds, commands)) < 600
+    assert max(map(_bytes_needed, commands)) < 0.95 * H200.gpu_memory
+    assert _seconds(["packed-vs-padded", "--shapes", "4b", "--recompute", "full"]) > 600
+    assert _bytes_needed(["mfu", "--shapes", "4b"]) > H200.gpu_memory
+
+
+@pytest.mark.slow
+def test_gpu_tests_are_collected_and_begin() -> None:
+    """As many as the page says. Two of them need no CUDA call and pass here, in one process, one layout and several
+    actors: a second layout, or a name that has changed since they were written, ends them as it would on a GPU."""
+    marked = {
+        str(path.relative_to(REPOSITORY))
+        for path in (REPOSITORY / "tests").rglob("test_*.py")
+        if re.search(r"mark\.gpu\b", path.read_text(encoding="utf-8")) and path != Path(__file__)
+    }
+    assert marked == set(GPU_TESTS)
+    page = (REPOSITORY / "docs" / "testing.md").read_text(encoding="utf-8")
+    assert f"`-m gpu` collects {sum(GPU_TESTS.values())} tests" in page
+    chosen = "test_packed_logprobs_equal_transformers or test_gate"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", "-k", chosen, *GPU_TESTS]
+    environment = os.environ | {"DPPO_GPU_TESTS_ANYWHERE": "1", "PYTEST_ADDOPTS": "-o addopts="}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert f"collected {sum(GPU_TESTS.values())} items" in done.stdout
+    assert re.search(r"\b2 passed, 5 skipped", done.stdout), done.stdout[-2000:]
+
+
+def test_each_risk_of_the_page_has_a_test_that_exists() -> None:
+    """R1 to R16 and C1 to C5 of docs/testing.md: every test named there is in its file, of `-m gpu` in a GPU file."""
+    page = (REPOSITORY / "docs" / "testing.md").read_text(encoding="utf-8")
+    rows = {cells[1].strip(): cells for line in page.splitlines() if len(cells := line.split("|")) == 6}
+    risks = [f"R{number}" for number in range(1, 17)] + [f"C{number}" for number in range(1, 6)]
+    for risk in risks:
+        on_cpu, on_gpu = (re.findall(r"`([\w/]+\.py)::(\w+)`", cell) for cell in rows[risk][3:5])
+        assert on_cpu, risk
+        for file, name in on_cpu + on_gpu:
+            assert f"def {name}(" in (REPOSITORY / "tests" / file).read_text(encoding="utf-8"), (
+                f"{risk}: {file}::{name}"
+            )
+        assert {f"tests/{file}" for file, _ in on_gpu} <= set(GPU_TESTS)
