@@ -50,11 +50,12 @@ def is_on_one_machine() -> bool:
 
 
 def environment_of_ours() -> dict[str, str]:
-    """For a Python that runs this package: found where it is now, and not shadowed by the working directory, whose
-    `json.py` is none of ours."""
-    root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return dict(os.environ) | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    """For a Python that runs this package: it is found where it is now. To be started with -P: a `json.py` in the
+    working directory is none of ours."""
+    root = Path(__file__).resolve().parents[1]
+    if root.name in ("site-packages", "dist-packages"):  # found anyway; a server's Python has packages of its own
+        return dict(os.environ)
+    return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
 
 
 def check_launched() -> None:

@@ -31,6 +31,7 @@ from dppo_megatron.compare.tasks import shared_task, task_settings
 from dppo_megatron.compare.verdict import judge
 from dppo_megatron.config import Config, load_config
 from dppo_megatron.data.quickstart import Recipe, read_recipe, write_quickstart
+from dppo_megatron.launched import environment_of_ours
 from dppo_megatron.types import GuardStop, UserError
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
@@ -443,3 +444,27 @@ def test_a_run_may_print_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert lines[0] == "one \ufffd\n" and "complete" in "".join(lines)
     with pytest.raises(UserError, match=r"config file 'nowhere\.yaml' does not exist"):
         in_a_process(tmp_path, ["train", "nowhere.yaml"], lines.append)
+
+
+def test_a_run_is_found_and_not_shadowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a directory whose `json.py` is none of ours. What the run starts, such as code that a grader tries, finds
+    what lies beside it: it gets no PYTHONSAFEPATH."""
+    (tmp_path / "json.py").write_text("raise ImportError('not the one that is meant')")
+    (tmp_path / "argparse.py").write_text("raise ImportError('not the one that is meant')")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    lines: list[str] = []
+    in_a_process(tmp_path, ["completion", "bash"], lines.append)
+    assert "complete" in "".join(lines)
+    assert "PYTHONSAFEPATH" not in environment_of_ours()
+
+
+def test_an_installed_package_leaves_the_import_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launched server inherits it, whose Python may be another: the trainer's site-packages must not stand before its
+    own."""
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    monkeypatch.setattr("dppo_megatron.launched.__file__", "/checkout/dppo_megatron/launched.py")
+    assert environment_of_ours()["PYTHONPATH"] == f"/checkout{os.pathsep}/mine"
+    for where in ("site-packages", "dist-packages"):
+        monkeypatch.setattr("dppo_megatron.launched.__file__", f"/venv/lib/{where}/dppo_megatron/launched.py")
+        assert environment_of_ours() == dict(os.environ)

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support.job import job_config, write_job_files
 
@@ -19,6 +21,7 @@ from dppo_megatron.observe.samples import (
     RecordedGroup,
     SampleWriter,
     add_actor_logprobs,
+    read_rows,
     rewind_samples,
     sample_files,
     to_table,
@@ -249,3 +252,13 @@ def test_reasons() -> None:
     rollouts = Rollouts(reward[:, None], np.ones((len(cases), 1), int), np.ones((len(cases), 1)), None, truncated)
     decision = SimpleNamespace(kept=kept, advantages=advantage, completion_prob=prob)
     assert reasons_of(config, decision, rollouts).tolist() == why.tolist()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [None, 1])
+def test_files_without_rows_or_columns(tmp_path: Path, step: int | None) -> None:
+    """A writer that was closed before the first row leaves no row group; a file without columns is none of ours."""
+    pq.ParquetWriter(tmp_path / "empty.parquet", to_table(0, []).schema).close()
+    assert read_rows(tmp_path / "empty.parquet", ["step", "group"], step) == []
+    pq.write_table(pa.table({}), tmp_path / "bare.parquet")
+    with pytest.raises(ValueError, match=r"^bare\.parquet: "):
+        read_rows(tmp_path / "bare.parquet", ["step", "group"], step)

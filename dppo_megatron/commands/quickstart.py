@@ -58,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
     check_writable("--run-dir", run_dir, directory=True)
     if run_dir.exists() and any(run_dir.iterdir()):
         _check_is_run(run_dir)
-    python = [sys.executable, "-m"]
+    python = [sys.executable, "-P", "-m"]
     with arguments.watch(f"making {task}", 0, ""):
         made = [*python, "dppo_megatron.data.make_quickstart", "--out", str(task), "--seed", str(arguments.seed)]
         code = _call(made, environment_of_ours())
@@ -82,7 +82,7 @@ def _run(arguments: argparse.Namespace) -> int:
     train = ["dppo_megatron", "train", config, *given]
     environment = environment_of_ours()
     if arguments.nproc > 1:
-        environment["OMP_NUM_THREADS"] = "1"
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}  # torchrun's processes do not inherit -P
         train = ["torch.distributed.run", "--nproc-per-node", str(arguments.nproc), "-m", *train]
     return _call([*python, *train], environment) or _call(
         [*python, "dppo_megatron", "report", str(run_dir)], environment_of_ours()

@@ -137,7 +137,7 @@ def run_all(
 
 def in_a_process(run_dir: Path, arguments: list[str], line: Callable[[str], None]) -> None:
     """Run `dppo-megatron` with `arguments` in a process of its own; `line` takes what it prints."""
-    command = [sys.executable, "-m", "dppo_megatron", *arguments]
+    command = [sys.executable, "-P", "-m", "dppo_megatron", *arguments]
     with tempfile.TemporaryFile() as errors:  # a pipe that nobody empties would stop the run when it is full
         with subprocess.Popen(
             command,

@@ -219,7 +219,7 @@ def read_rows(path: Path, columns: Sequence[str], step: int | None = None) -> li
 
     try:
         file = pq.ParquetFile(path)
-        groups = list(range(file.num_row_groups)) if step is not None else [file.num_row_groups - 1]
+        groups = range(file.num_row_groups) if step is not None else range(file.num_row_groups)[-1:]
         rows: list[dict[str, Any]] = []
         for index in groups:
             statistics = file.metadata.row_group(index).column(0).statistics
@@ -230,7 +230,7 @@ def read_rows(path: Path, columns: Sequence[str], step: int | None = None) -> li
             rows += [row for row in table.to_pylist() if step is None or row["step"] == step]
     except OSError:
         raise
-    except (pa.ArrowException, ValueError, TypeError, KeyError, OverflowError) as error:
+    except (pa.ArrowException, ValueError, TypeError, LookupError, OverflowError) as error:
         raise ValueError(f"{path.name}: {error}") from None
     return rows
 
