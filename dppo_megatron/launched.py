@@ -81,7 +81,8 @@ def check_launched() -> None:
 def _check_srun() -> None:
     """Raise UserError where srun has started several of these, each of which would be a job of its own."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")  # of a job step: a batch shell has none
-    if tasks.isdecimal() and int(tasks) > 1:
+    is_terminal = "SLURM_PTY_WIN_COL" in os.environ  # of `srun --ntasks=8 --pty bash` only the first shell goes on
+    if tasks.isdecimal() and int(tasks) > 1 and not is_terminal:
         raise UserError(
             f"the environment: srun has started {tasks} tasks (SLURM_STEP_NUM_TASKS), but RANK is not set: each would"
             " train alone. Let srun start one torchrun on each node (examples/slurm)"

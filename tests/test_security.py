@@ -269,10 +269,11 @@ def test_one_process_listens_to_nobody_else(tmp_path: Path) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect(("192.0.2.1", 9))
         (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n{probe.getsockname()[0]} elsewhere.example\n")
-    elsewhere = ["unshare", "-r", "-u", "-m", "sh", "-c", _ELSEWHERE, str(tmp_path / "hosts")]
+    namespaces = ["unshare", "-r", "-u", "-m", "sh", "-c", _ELSEWHERE, str(tmp_path / "hosts")]
+    elsewhere: list[str] = []
     with contextlib.suppress(OSError):
-        if subprocess.run([*elsewhere, "true"], capture_output=True).returncode:
-            elsewhere = []
+        if subprocess.run([*namespaces, "true"], capture_output=True).returncode == 0:
+            elsewhere = namespaces
     unset = ("GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     done = subprocess.run(

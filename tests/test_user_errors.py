@@ -215,11 +215,16 @@ def test_a_launchers_environment_that_is_none(
 def test_tasks_that_srun_starts_without_torchrun(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each would be a job of its own in one run directory. A batch shell's own variables say nothing of the kind."""
+    """Each would be a job of its own in one run directory. A batch shell's own variables say nothing of the kind, nor
+    does a terminal, where srun has started as many shells and one of them is typed into."""
+    monkeypatch.delenv("SLURM_PTY_WIN_COL", raising=False)
     for name, value in {"SLURM_NTASKS": "8", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}.items():
         monkeypatch.setenv(name, value)
     assert main(["train", CONFIG, *settings(files, tmp_path / "run")]) == 2
     assert "srun has started 8 tasks (SLURM_STEP_NUM_TASKS), but RANK is not set" in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_PTY_WIN_COL", "144")
+    check_launched()
+    monkeypatch.delenv("SLURM_PTY_WIN_COL")
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
     check_launched()
 

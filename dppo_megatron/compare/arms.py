@@ -23,6 +23,7 @@ _WITHOUT_ZEROS = (
     "pruning.completion.allocation=false",
     "pruning.completion.max_design_effect=1",  # no growth of the variance: all that has gradient is kept
     "pruning.completion.fill_slack=false",
+    "pruning.completion.max_noise_ratio=0",  # or its first steps would train on everything
 )
 
 

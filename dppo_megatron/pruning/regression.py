@@ -93,9 +93,7 @@ class FadingRegression:
         check_state(dict(state), {"weights", "information"}, "the fitted score")
         weights, information = (np.array(state[key], dtype=np.float64) for key in ("weights", "information"))
         if weights.shape != self.weights.shape or information.shape != self.information.shape:
-            raise ValueError(
-                f"the fitted score has {len(weights)} columns, expected {len(self.weights)}; were the prompts changed?"
-            )
+            raise ValueError(f"its prompt score has {len(weights)} columns, and this version's {len(self.weights)}")
         self.weights, self.information = weights, information
 
 

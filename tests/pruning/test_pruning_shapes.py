@@ -111,6 +111,17 @@ def test_a_resumed_policy_goes_on_as_if_it_had_not_stopped() -> None:
         assert all(_equal(_step(resumed, recorded, step), expected[step]) for step in range(start, 32)), start
 
 
+def test_a_score_with_fewer_columns_is_refused() -> None:
+    """As a checkpoint has it that was written before the gradient of earlier visits was one."""
+    recorded = made_up("plain", 0)
+    policy = _policy(recorded, None)
+    state = policy.state_dict()
+    moment = state["fitted"]["moment"]
+    moment["weights"], moment["information"] = moment["weights"][:-1], moment["information"][:-1, :-1]
+    with pytest.raises(ValueError, match=r"^its prompt score has 9 columns, and this version's 10$"):
+        _policy(recorded, None).load_state_dict(state)
+
+
 def test_unseen_prompts_are_worth_what_their_rows_say_and_more_where_little_is_known() -> None:
     """Levels 1 and 2 often came with little and much gradient; of level 3 there were two groups, like those of level 1.
     New prompts: level 2 is worth more than level 1, and level 3 more than level 1, because less is known of it."""
