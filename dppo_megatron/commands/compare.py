@@ -76,7 +76,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     given = config, arguments.config, arguments.overrides, arms
     runs = run_all(*given, seeds=arguments.seeds, out=out, say=say, launch=in_a_process, watch=watch)
     with watch("comparing", 0, ""):
-        verdict = judge(runs, arms)
+        verdict = judge(runs, arms, same_problems=shared is not None)
         text, values = table(verdict), results(verdict, runs, notes)
     write_results(out / "results.json", values)
     write_page(out / "report.html", f"{arguments.config}: methods compared", text, values)

@@ -77,12 +77,13 @@ class Verdict:
     arms: list[ArmVerdict]
 
 
-def judge(runs: Sequence[MethodRun], arms: Sequence[Arm]) -> Verdict:
+def judge(runs: Sequence[MethodRun], arms: Sequence[Arm], *, same_problems: bool = False) -> Verdict:
     """Compare all arms with the baseline.
 
     Args:
         runs: of every arm on the same seeds.
         arms: in the order of the table; without a GRPO arm the first is the baseline.
+        same_problems: all seeds are evaluated on the same ones.
     """
     by_arm = {arm.name: {run.seed: run for run in runs if run.arm == arm.name} for arm in arms}
     candidates = [arm.name for arm in arms if arm.method == BASELINE] or [arms[0].name]
@@ -96,12 +97,25 @@ def judge(runs: Sequence[MethodRun], arms: Sequence[Arm]) -> Verdict:
         candidates=candidates,
         start=statistics.median(run.curve[0].accuracy for run in base.values()),
         gain=statistics.median(ends[seed] - run.curve[0].accuracy for seed, run in base.items()),
-        arms=[_arm_verdict(arm.name, by_arm[arm.name], base, ends, is_base=arm.name == baseline) for arm in arms],
+        arms=[
+            _arm_verdict(
+                arm.name,
+                by_arm[arm.name],
+                base,
+                ends,
+                None if arm.name == baseline else _ends_compared(by_arm[arm.name], base, same_problems),
+            )
+            for arm in arms
+        ],
     )
 
 
 def _arm_verdict(
-    name: str, runs: dict[int, MethodRun], base: dict[int, MethodRun], ends: dict[int, float], *, is_base: bool
+    name: str,
+    runs: dict[int, MethodRun],
+    base: dict[int, MethodRun],
+    ends: dict[int, float],
+    end_difference: Difference | None,
 ) -> ArmVerdict:
     by_seed: dict[str, dict[str, list[float]]] = {}
     for clock in CLOCKS:
@@ -120,7 +134,7 @@ def _arm_verdict(
         by_seed=by_seed,
         at_budget=_at_budgets(runs, base, "train_s"),
         at_budget_cpu=_at_budgets(runs, base, "train_cpu_s"),
-        end_difference=None if is_base else _ends_compared(runs, base),
+        end_difference=end_difference,
         end_difference_by_seed=[_end(run) - _end(base[seed]) for seed, run in runs.items()],
         phase_s={phase: statistics.median(run.phase_s.get(phase, 0.0) for run in runs.values()) for phase in phases},
         biased=any("biased" in run.labels.values() for run in runs.values()),
@@ -180,7 +194,7 @@ def _at_budgets(runs: dict[int, MethodRun], base: dict[int, MethodRun], clock: C
     return found
 
 
-def _ends_compared(runs: dict[int, MethodRun], base: dict[int, MethodRun]) -> Difference | None:
+def _ends_compared(runs: dict[int, MethodRun], base: dict[int, MethodRun], same_problems: bool) -> Difference | None:
     """Over the seeds and the problems of each: a problem is resampled with its outcome under both."""
     by_seed = []
     for seed, run in runs.items():
@@ -193,4 +207,4 @@ def _ends_compared(runs: dict[int, MethodRun], base: dict[int, MethodRun]) -> Di
         if known:
             a, b = np.array(known, dtype=np.float64).T
             by_seed.append((a, b))
-    return bootstrap_over_seeds(by_seed) if by_seed else None
+    return bootstrap_over_seeds(by_seed, same_problems=same_problems) if by_seed else None

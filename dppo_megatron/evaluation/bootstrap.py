@@ -71,7 +71,11 @@ def paired_bootstrap(
 
 
 def bootstrap_over_seeds(
-    pairs: Sequence[tuple[FloatArray, FloatArray]], *, seed: int = 0, resamples: int = RESAMPLES
+    pairs: Sequence[tuple[FloatArray, FloatArray]],
+    *,
+    same_problems: bool = False,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
 ) -> Difference:
     """The difference of runs on several seeds: seeds are drawn with putting back, then problems of each drawn seed.
 
@@ -80,12 +84,17 @@ def bootstrap_over_seeds(
 
     Args:
         pairs: for each seed the share of correct samples of every problem [P] under A and under B, at least one seed.
+        same_problems: all seeds have the same, in one order. They are then drawn once for all seeds: what a method is
+            better at on these very problems does not average out over seeds.
     """
     draw = generator(seed, "bootstrap over seeds and problems", len(pairs))
-    means = np.stack([_resampled(b - a, seed, f"seed {index}", resamples) for index, (a, b) in enumerate(pairs)])
+    # one stream of draws for all seeds where they have the same problems: row r of each is the same problems then
+    names = ["the problems" if same_problems else f"seed {index}" for index in range(len(pairs))]
+    means = np.stack([_resampled(b - a, seed, name, resamples) for name, (a, b) in zip(names, pairs, strict=True)])
     chosen = draw.integers(len(pairs), size=(resamples, len(pairs)))
     # any resample of a seed's problems will do, and a seed that is drawn twice is to have two
-    drawn = means[chosen, draw.integers(resamples, size=chosen.shape)].mean(axis=1)
+    rows = draw.integers(resamples, size=(resamples, 1 if same_problems else len(pairs)))
+    drawn = means[chosen, rows].mean(axis=1)
     mean_a, mean_b = (float(np.mean([pair[which].mean() for pair in pairs])) for which in (0, 1))
     enough = all(len(a) > 1 for a, _ in pairs)
     return _difference("all", sum(len(a) for a, _ in pairs), mean_a, mean_b, drawn, enough=enough)
