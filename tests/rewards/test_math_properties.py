@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from dppo_megatron.rewards.math import grader
@@ -115,7 +116,33 @@ def test_intervals_and_inequalities_are_one(
     assert reward(gold, answer) == float(other == closed)
 
 
+NO_VALUE = [
+    "0/0",
+    "1/0",
+    "x/0",
+    "0^0",
+    "0^{-1}",
+    "(-1)!",
+    "\\log 0",
+    "\\tan(\\pi/2)",
+    "9^{9^{9^9}}",
+    "1/(2-2)",
+    "\\sqrt{1/0}",
+]
+"""Written as if they had one, or with one that nobody will compute."""
+
+
+@pytest.mark.parametrize("row", [{}, {"tolerance": "0.01"}, {"tolerance": "0"}, {"unit": "m"}, {"problem": "2 digits"}])
+def test_what_has_no_value_is_no_error(row: dict[str, str]) -> None:
+    """On either side, alone, in a relation, a list or a range, under every way to compare."""
+    forms = ["{}", "x = {}", "{} x < 2", "({}, 1)", "[0, {}]", "{} \\%", "\\text{{about }} {}", "3.14", "0"]
+    for bare, form in itertools.product(NO_VALUE, forms):
+        for text, gold in ((form.format(bare), bare), (bare, form.format(bare)), ("0.5", form.format(bare))):
+            assert grade_math(f"\\boxed{{{text}}}", gold, row).reward in (0.0, 1.0)
+
+
 @given(text=TEXTS, gold=TEXTS)
+@example(text="0", gold="0/0")
 @settings(deadline=None, max_examples=200)
 def test_no_text_is_an_error(text: str, gold: str) -> None:
     """Anything gets 0 or 1 with a reason, boxed or not."""

@@ -28,7 +28,7 @@ from dppo_megatron.rewards.math.answers import (
     Words,
     as_items,
 )
-from dppo_megatron.rewards.math.evaluate import exact, same
+from dppo_megatron.rewards.math.evaluate import rational, same
 from dppo_megatron.rewards.math.trees import Node, renamed, symbols
 from dppo_megatron.rewards.math.values import EXACT, Rules, Verdict, all_of, any_of, equal_nodes, equal_values
 
@@ -149,7 +149,7 @@ def _constant_ratio(left: Node, right: Node) -> Fraction | Verdict:
         point = dict(zip(names, values, strict=False))
         if len(names) > len(point):
             return None
-        above, below = exact(left, point), exact(right, point)
+        above, below = rational(left, point), rational(right, point)
         if above is None or below is None:
             return True if same(left, right) else None
         if above and below:

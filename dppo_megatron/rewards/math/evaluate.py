@@ -45,6 +45,14 @@ def exact(node: Node, values: Mapping[str, Fraction] | None = None) -> Fraction 
         return None
 
 
+def rational(node: Node, values: Mapping[str, Fraction] | None = None) -> Fraction | None:
+    """As `exact`; None also for what has no value (0/0) or is not worth computing."""
+    try:
+        return exact(node, values)
+    except (TooBig, Undefined, OverflowError, RecursionError):
+        return None
+
+
 def same(gold: Node, other: Node) -> bool | None:
     """Whether the trees are equal; None if that cannot be said.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import INFINITY, Value
-from dppo_megatron.rewards.math.evaluate import approximate, exact, is_too_big, same
+from dppo_megatron.rewards.math.evaluate import approximate, is_too_big, rational, same
 from dppo_megatron.rewards.math.numbers import rounds_to
 from dppo_megatron.rewards.math.trees import Node, renamed, symbols
 from dppo_megatron.rewards.math.units import Unit
@@ -92,7 +92,7 @@ def _percents(gold: Value, gold_unit: Unit, other: Value, other_unit: Unit, rule
     if gold_unit.dimension:
         return False
     as_fraction = equal_nodes(gold.node, ("/", other.node, percent), rules)
-    value = exact(gold.node) if not symbols(gold.node) else None
+    value = rational(gold.node) if not symbols(gold.node) else None
     if value is not None and (value.denominator == 1 or abs(value) > 1):
         return any_of([as_fraction, equal_nodes(gold.node, other.node, rules)])
     return as_fraction
@@ -135,7 +135,7 @@ def _rounded(gold: Node, other: Node, rules: Rules) -> Verdict:
     verdict = same(gold, other)
     if verdict:
         return True
-    stated, value = exact(gold), _decimal_value(other)
+    stated, value = rational(gold), _decimal_value(other)
     if stated is None:
         stated = _decimal_value(gold)
     if stated is None or value is None:
@@ -147,7 +147,7 @@ def _rounded(gold: Node, other: Node, rules: Rules) -> Verdict:
 
 def _is_rounding(gold: Node, other: Node, places: int) -> bool:
     """30.52 for 1587/52, which is no decimal; but 0.25 is not for 249/1000, which is one."""
-    stated, value = exact(gold), _endless(other)
+    stated, value = rational(gold), _endless(other)
     return stated is not None and value is not None and abs(value - stated) * 2 * 10**places < 1
 
 
@@ -156,7 +156,7 @@ _FULL_PRECISION = 12
 
 def _is_full_precision(gold: Node, other: Node, digits: int) -> bool:
     """0.0833333333333333 for 1/12: what a program prints, right in each of its digits. 3.14 for pi is not."""
-    stated, value = _endless(gold), exact(other)
+    stated, value = _endless(gold), rational(other)
     if stated is None or not value:
         return False
     unit = Fraction(10) ** (math.floor(math.log10(abs(value))) + 1 - min(digits, 15))
@@ -165,7 +165,7 @@ def _is_full_precision(gold: Node, other: Node, digits: int) -> bool:
 
 def _endless(node: Node) -> Fraction | None:
     """The value of a constant that no decimal equals; None for others."""
-    value = exact(node)
+    value = rational(node)
     if value is None:
         return _decimal_value(node)
     rest = value.denominator
@@ -214,7 +214,7 @@ def _is_term(node: Node, name: str) -> bool:
 
 def _decimal_value(node: Node) -> Fraction | None:
     """A real constant's value to double precision."""
-    value = exact(node)
+    value = rational(node)
     if value is not None:
         return value
     near = approximate(node)
