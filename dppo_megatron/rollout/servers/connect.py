@@ -255,8 +255,9 @@ def describe(server: Server, api_key_env: str) -> ServerInfo:
     """What the server says of itself; UserError if it cannot be asked."""
     url = server.http.url
     try:
+        info = server.describe(timeout_s=_FIRST_ANSWER_S)  # first: another engine's server may not know how it is
         server.healthy(timeout_s=_FIRST_ANSWER_S)
-        return server.describe(timeout_s=_FIRST_ANSWER_S)
+        return info
     except Unreachable as error:
         raise UserError(f"rollout.servers.endpoints: no server answers at {url}: {error}") from None
     except Refused as error:
