@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 from support.job import write_job_files
+from support.processes import holding
 
 from dppo_megatron.cli import main
 from dppo_megatron.commands import quickstart
@@ -57,23 +56,7 @@ def test_a_directory_that_is_no_run_stays(
 
 def test_a_run_in_progress_stays(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its trainer is another process, which holds the lock."""
-    ready, done = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            kept = RunLock(tmp_path / "run")
-            os.write(done, b"x")
-            signal.pause()
-            del kept
-        finally:
-            os._exit(1)
-    os.close(done)
-    try:
-        assert os.read(ready, 1) == b"x", "it did not get the lock"
+    with holding(lambda: RunLock(tmp_path / "run")):
         assert main(options) == 2
-    finally:
-        os.close(ready)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
     assert "is being written by another trainer" in capsys.readouterr().err
     assert (tmp_path / "run" / IDENTITY).exists()
