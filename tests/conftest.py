@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 import pytest
-from support.cases import PASSED, PROPERTY, cases  # noqa: F401 (a fixture)
+from support.cases import CHOSEN, PASSED, PROPERTY, cases  # noqa: F401 (a fixture)
 
 # Before torch: ranks are forked from this process, and an OpenMP pool does not survive a fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -111,6 +111,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     """For the fixture `cases`."""
+    if call.when == "call":
+        item.user_properties += [(PROPERTY, str(one)) for one in item.stash.get(CHOSEN, [])]
     report = yield
     if call.when == "call":
         item.stash[PASSED] = report.passed

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
@@ -330,8 +331,8 @@ def _agrees_with_line(case: str, key: str, text: str, config: Config) -> None:
     if "${" in text:
         return
     found: Any = config
-    for part in key.replace('"a.b/c"', "a|b/c").split("."):
-        part = part.replace("|", ".")
+    for part in re.findall(r'"[^"]*"|[^."]+', key):
+        part = part.strip('"')
         found = found[part] if isinstance(found, dict) else getattr(found, part)
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     if isinstance(found, str) and not quoted:

@@ -53,6 +53,9 @@ class Cases:
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def __str__(self) -> str:
+        return f"{self.tried} of {len(self)} cases '{self.name} {self.numbers[0]}' and on"
+
     @classmethod
     def choose(cls, name: str, default: int) -> Cases:
         """As the environment says. Skips the test where that is a case of another generator."""
@@ -66,24 +69,25 @@ class Cases:
 
 
 Choose: TypeAlias = Callable[[str, int], Cases]
+CHOSEN = pytest.StashKey[list[Cases]]()
+"""What a test has asked for; conftest.py reports it."""
 
 
 @pytest.fixture
 def cases(request: pytest.FixtureRequest) -> Iterator[Choose]:
     """`cases(name, default)`: the cases of generator `name`; `default` of them in the suite."""
-    chosen: list[Cases] = []
+    chosen = request.node.stash[CHOSEN] = []
 
     def choose(name: str, default: int) -> Cases:
         chosen.append(Cases.choose(name, default))
-        request.node.user_properties.append((PROPERTY, f"{len(chosen[-1])} of {name!r} from {chosen[-1].numbers[0]}"))
         return chosen[-1]
 
     yield choose
-    assert chosen, "the test has asked for no cases"
     if request.node.stash.get(PASSED, False):
+        assert chosen, "the test has asked for no cases"
         for one in chosen:
-            assert one.tried == len(one), f"{one.tried} of {len(one)} cases of {one.name!r} were tried"
+            assert one.tried == len(one), f"only {one}"
 
 
 PASSED = pytest.StashKey[bool]()
-"""Set by conftest.py for a test whose body has passed."""
+"""Whether a test's body has passed, set by conftest.py."""
