@@ -59,7 +59,7 @@ class TestParents:
         text = "defaults: root.yaml\nrollout:\n  sampling:\n    # top_k: 7\neval:\n# every_steps: 3\n"
         assert _read(tmp_path, text) == _read(tmp_path, "defaults: root.yaml\n")
         for wrong in ("rollout: null\n", "rollout: 3\n", "rollout: {sampling: ''}\n", "data:\n  eval_paths:\n"):
-            with pytest.raises(UserError, match="a section of settings|must be"):
+            with pytest.raises(UserError, match=r"a section of settings|must be"):
                 _read(tmp_path, wrong)
 
     def test_a_circle_is_named(self, tmp_path: Path) -> None:
