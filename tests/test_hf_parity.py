@@ -16,7 +16,7 @@ from support.tiny import Parallel, build_actor, hf_logprobs, plan_for, random_sa
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.actor.model import output_weight
-from dppo_megatron.config.schema import LayoutConfig
+from dppo_megatron.config.schema import ActorConfig, LayoutConfig
 from dppo_megatron.types import TrainSample, UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader, write_checkpoint
@@ -166,7 +166,7 @@ def test_logits_equal_transformers(models: dict[str, Path], name: str, parallel:
 def test_unsplittable_heads_are_refused(models: dict[str, Path]) -> None:
     """Three key-value heads on two ranks: Megatron cannot, so we say it before it starts."""
     with pytest.raises(UserError, match="3 key-value heads"):
-        read_architecture(models["gqa_6_3"]).check_layout(LayoutConfig(tensor_parallel=2))
+        read_architecture(models["gqa_6_3"]).check_layout(ActorConfig(layout=LayoutConfig(tensor_parallel=2)))
 
 
 def test_missing_and_unknown_tensors_are_named(models: dict[str, Path], tmp_path: Path) -> None:

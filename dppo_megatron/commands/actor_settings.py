@@ -33,7 +33,7 @@ def check_actor_settings(
         from dppo_megatron.weights.architecture import read_architecture
     architecture = read_architecture(config.model.hf_path)
     check_world_size(config, world_size)
-    architecture.check_layout(actor.layout)
+    architecture.check_layout(actor)
     spec, _ = machine.choose_layer_spec(actor.layer_spec, actor.fp8)
     dtype = getattr(torch, config.model.dtype)
     check_settings(actor, architecture, dtype, world_size, spec, runs_here=runs_here)
