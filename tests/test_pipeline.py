@@ -28,7 +28,17 @@ from dppo_megatron.algorithms.objectives import clipped_surrogate, supervised
 from dppo_megatron.config import changes
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig
 from dppo_megatron.types import UserError
-from dppo_megatron.weights.pipeline import EMBEDDING, FIRST, LAST, LAYOUT, LOSS, UNEVEN, Stages, split_layers, uneven_hint
+from dppo_megatron.weights.pipeline import (
+    EMBEDDING,
+    FIRST,
+    LAST,
+    LAYOUT,
+    LOSS,
+    UNEVEN,
+    Stages,
+    split_layers,
+    uneven_hint,
+)
 
 
 def _actor(stages: int, chunks: int = 1, **given: Any) -> ActorConfig:
@@ -100,7 +110,9 @@ def _random_settings(rng: random.Random) -> tuple[int, int, int, dict[str, Any]]
     kind, given = rng.choice(["even", "ends", "ends", "as layers", "layout", "layout", "two"]), {}
     if kind in ("ends", "two"):
         for key in rng.choice([(FIRST,), (LAST,), (FIRST, LAST)]):
-            given[key] = rng.choice([0, 1, chunks, num_layers // 2, num_layers - (stages - 1) * chunks, rng.randint(1, 9)])
+            given[key] = rng.choice(
+                [0, 1, chunks, num_layers // 2, num_layers - (stages - 1) * chunks, rng.randint(1, 9)]
+            )
     if kind in ("as layers", "two"):
         given |= {key: rng.random() < 0.8 for key in (EMBEDDING, LOSS)}
     if kind == "layout":
@@ -109,8 +121,8 @@ def _random_settings(rng: random.Random) -> tuple[int, int, int, dict[str, Any]]
 
 
 def test_our_division_is_megatrons() -> None:
-    """5,000 settings, right ones and wrong ones. Sizes and places equal wherever we accept. Where we refuse and Megatron
-    does not, it would lose layers or build -5 of them, or leave a stage empty, or the embedding elsewhere than its layout says."""
+    """5,000 settings, right ones and wrong ones. Sizes and places equal where we accept. Where we refuse and Megatron
+    does not, it loses layers or builds -5 of them, leaves a stage empty, or puts the embedding elsewhere than said."""
     rng, accepted, refused, stricter = random.Random(22), 0, 0, 0
     for _ in range(5000):
         num_layers, stages, chunks, given = _random_settings(rng)
@@ -173,15 +185,24 @@ def test_recipes_of_others(num_layers: int, actor: ActorConfig, stages: Stages) 
         (_actor(8), "= 8: the model's 7 layers do not divide by it"),
         (_actor(1, **{LAST: 3}), "divides layers over pipeline stages, but actor.layout.pipeline_parallel = 1"),
         (_actor(2, **{FIRST: 3, LAST: 3}), "with 2 stages they must add up to the model's 7 layers, not 6"),
-        (_actor(2, 2, **{FIRST: 3, LAST: 4}), "divides by the number of stages between, which is 0; use pipeline_model"),
+        (
+            _actor(2, 2, **{FIRST: 3, LAST: 4}),
+            "divides by the number of stages between, which is 0; use pipeline_model",
+        ),
         (_actor(4, **{FIRST: 2}), "5 of the model's 7 layers remain for 3 other stages, which is no whole"),
         (_actor(4, **{LAST: 9}), "-2 of the model's 7 layers remain"),
         (_actor(3, **{FIRST: 0}), "num_layers_in_first_pipeline_stage = 0: must be a whole number from 1"),
-        (_actor(2, 2, **{LAST: 3}), "a stage of 3 layers does not divide into actor.layout.virtual_pipeline = 2 chunks"),
+        (
+            _actor(2, 2, **{LAST: 3}),
+            "a stage of 3 layers does not divide into actor.layout.virtual_pipeline = 2 chunks",
+        ),
         (_actor(2, **{EMBEDDING: 1, LOSS: True}), "account_for_embedding_in_pipeline_split = 1: must be true or false"),
         (_actor(4, **{EMBEDDING: True, LOSS: True}), "7 layers and 2 more do not divide by"),
         (_actor(2, **{LAST: 3, LAYOUT: "Et*4|t*3L"}), "two ways to divide the layers; keep one"),
-        (_actor(2, **{LAYOUT: "Et*7L"}), "names 1 stages, but actor.layout: pipeline_parallel x virtual_pipeline = 2 x 1"),
+        (
+            _actor(2, **{LAYOUT: "Et*7L"}),
+            "names 1 stages, but actor.layout: pipeline_parallel x virtual_pipeline = 2 x 1",
+        ),
         (_actor(2, 2, **{LAYOUT: "Et*4|t*3L"}), "names 2 stages, but actor.layout: pipeline_parallel x virtual_pipel"),
         (_actor(2, **{LAYOUT: "Et*4|t*4L"}), "names 8 layers (t), but the model has 7"),
         (_actor(3, **{LAYOUT: "Et*4||t*3L"}), "stage 2 is empty"),
@@ -210,7 +231,7 @@ def test_a_run_resumes_at_another_division() -> None:
 SEVEN = {
     2: [
         Parallel(pp=2, uneven=((FIRST, 2),)),
-        Parallel(pp=2, uneven=((EMBEDDING, True),)),
+        Parallel(pp=2, uneven=((LOSS, True),)),
         Parallel(pp=2, vpp=2, uneven=((LAYOUT, "Ett|tt|t|ttL"),)),
         Parallel(pp=2, vpp=4, uneven=((EMBEDDING, True),)),
     ],
@@ -275,7 +296,13 @@ def test_seven_layers_are_the_same_model(tmp_path: Path, tied: bool) -> None:
 @pytest.mark.parametrize("num_layers", MANY)
 def test_94_and_61_layers_are_the_same_model(tmp_path: Path, num_layers: int) -> None:
     """Qwen3-235B's depth at PP4, PP8 and PP8 x VPP4, DeepSeek-V3's at PP4, each with tiny layers."""
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
     path = write_model(tmp_path / "model", num_hidden_layers=num_layers, **sizes)
     _check_against_transformers(path, MANY[num_layers])
 

@@ -155,5 +155,7 @@ def _parts(layout: Any, said: str) -> list[str]:
             raise UserError(f"{said}: is longer than {_MOST} layers and stages")
         unrolled = re.sub(pattern, lambda match: match[1] * int(match[2]), unrolled)
     if unknown := sorted(set(unrolled) - set("EtLm|")):
-        raise UserError(f"{said}: {''.join(unknown)!r}: only E, t, L, |, a comma and ( ) * with a number have a meaning")
+        raise UserError(
+            f"{said}: {''.join(unknown)!r}: only E, t, L, |, a comma and ( ) * with a number have a meaning"
+        )
     return unrolled.split("|")
