@@ -21,7 +21,8 @@ DECIDED = _by_name(
         "the model's config.json": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups"
         " kv_channels normalization layernorm_epsilon qk_layernorm gated_linear_unit activation_func"
         " add_bias_linear add_qkv_bias num_moe_experts moe_router_topk moe_ffn_hidden_size"
-        " moe_router_pre_softmax moe_router_score_function moe_layer_freq hidden_dropout attention_dropout softmax_scale",
+        " moe_router_pre_softmax moe_router_score_function moe_layer_freq hidden_dropout attention_dropout"
+        " softmax_scale",
         "model.dtype": "params_dtype bf16 fp16 pipeline_dtype",
         "actor.layout": "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size"
         " context_parallel_size sequence_parallel expert_model_parallel_size expert_tensor_parallel_size"
