@@ -283,6 +283,14 @@ def test_layouts_that_cannot_be_are_refused(source: Path, tmp_path: Path, capsys
     assert not (tmp_path / "out").exists()
 
 
+def test_a_layout_of_unequal_stages_is_said(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The files are the same for every layout, so it is no error; what such a job needs is printed."""
+    assert _convert("to-megatron", "--hf", source, "--out", tmp_path / "out", "--pp=3") == 0
+    said = capsys.readouterr().out
+    assert "--pp 3: the model's 4 layers do not divide by it; stages of unequal size are possible" in said
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
 def _convert_on_a_full_disk(direction: str, arguments: list[object]) -> int:
     """In a process of its own: files cannot grow beyond 64 KiB. A full disk looks the same but for the error number."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -6,6 +6,7 @@ builds wrong, or says less clearly; and a model of such stages is the model, in 
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Iterator
@@ -20,11 +21,14 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from support.job import REPOSITORY
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, hf_logprobs, plan_for, random_samples, write_model
+from support.true_shapes import write_config
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.algorithms.objectives import clipped_surrogate, supervised
+from dppo_megatron.cli import main
 from dppo_megatron.config import changes
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig
 from dppo_megatron.types import UserError
@@ -224,6 +228,28 @@ def test_what_cannot_be_is_a_sentence(actor: ActorConfig, said: str) -> None:
 def test_a_run_resumes_at_another_division() -> None:
     """It is part of the layout, so it may change like actor.layout."""
     assert {f"actor.megatron.{key}" for key in UNEVEN} <= set(changes.FREE)
+
+
+@pytest.mark.parametrize(
+    ("given", "stage"),
+    [
+        (f"{{{FIRST}: 31}}", 0),
+        (f"{{{LAST}: 31}}", 3),
+        (f"{{{LAYOUT}: 'E|t*59|t|tL'}}", 1),
+        (f"{{{LAYOUT}: [[embedding], [decoder], {['decoder'] * 59}, [decoder, loss]]}}", 2),
+    ],
+    ids=["first", "last", "layout", "lists"],
+)
+def test_the_fullest_stage_decides(tmp_path: Path, given: str, stage: int) -> None:
+    """A plan of Qwen3-8B's shape with 61 layers: refused when evenly divided, and the largest phases are those of the
+    stage that is given most."""
+    model = write_config(tmp_path / "model", "qwen3_8b", num_hidden_layers=61)
+    recipe, out = REPOSITORY / "configs" / "h100" / "qwen3_8b_32gpus_grpo.yaml", tmp_path / "plan.json"
+    command = ["plan", str(recipe), f"model.hf_path={model}", "--gpus", "32", "--methods", "grpo", "--json", str(out)]
+    command += ["actor.layout.pipeline_parallel=4", "--gpu-memory", "1000"]
+    assert main([*command, f"actor.megatron={given}"]) == 0
+    phases = json.loads(out.read_text(encoding="utf-8"))["phases"]
+    assert {phases[name]["stage"] for name in ("step", "forward", "checkpoint")} == {stage}
 
 
 # ------------------------------------------------------------------------------------------- on real ranks

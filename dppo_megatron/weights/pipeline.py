@@ -122,7 +122,7 @@ def _by_ends_as_layers(num_layers: int, stages: int, chunks: int, given: Mapping
 
 def _by_layout(num_layers: int, stages: int, chunks: int, layout: Any) -> Stages:
     """Each stage named: 'Et*24|t*24|t*24|t*22L', stages of chunk 0 first, or the same as a list of lists."""
-    said = f"actor.megatron.{LAYOUT} = {layout!r}"
+    said = f"actor.megatron.{LAYOUT} = {layout!r:.100}"
     parts = _parts(layout, said)
     if len(parts) != stages * chunks:
         raise UserError(
