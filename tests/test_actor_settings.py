@@ -209,7 +209,7 @@ moe_hybridep_pad_uneven_dispatch_inputs moe_ncclep_static_shape moe_ncclep_zero_
 moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size
 moe_permute_fusion moe_permute_fusion_into_hybridep moe_router_fusion moe_router_padding_for_quantization
 moe_token_dispatcher_type nccl_ub num_buckets param_name_patterns_for_fp32_local_accumulation symmetric_ar_type
-use_transformer_engine_op_fuser grad_reduce_in_fp32
+use_transformer_engine_op_fuser grad_reduce_in_fp32 disable_parameter_transpose_cache
 """  # every other field of either version
 NOT_TRIED = set(_NOT_TRIED.split())
 
@@ -288,7 +288,8 @@ def test_fields_of_a_recipe_and_of_an_enumeration() -> None:
 
 def test_what_is_not_tried_is_said() -> None:
     """Once, by name, by plan and by the line about the actor; nothing where everything is tested."""
-    actor = ActorConfig(megatron={"moe_permute_fusion": True, "overlap_p2p_comm": True}, ddp={"nccl_ub": True})
+    given = {"moe_permute_fusion": True, "overlap_p2p_comm": True, "mtp_num_layers": None}
+    actor = ActorConfig(megatron=given, ddp={"nccl_ub": True})
     [line] = not_tried(actor)
     assert line.endswith(": actor.ddp.nccl_ub, actor.megatron.moe_permute_fusion")
     assert not_tried(ActorConfig(megatron={"bias_activation_fusion": True})) == []

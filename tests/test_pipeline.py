@@ -285,7 +285,7 @@ def _float64(path: Path, layouts: list[Parallel]) -> list[Any]:
         logprobs = actor.logprobs(samples, plan)
         actor.accumulate(samples, plan, clipped_surrogate(0.2, 0.28, 3.0))
         gradients = {name: tensor.clone() for name, tensor in actor.gradients()}
-        found.append((logprobs, gradients, {name: tensor.clone() for name, tensor in actor.weights()}))
+        found.append((logprobs, gradients, {name: tensor.clone() for name, tensor in actor.weights(to=[0])}))
     return found
 
 

@@ -53,7 +53,9 @@ _NOT_IN_SPEC = "it is an argument of the layer spec, and not among those that ar
 _FUNCTION = "it is a function or an object, which a file of settings cannot hold, or Megatron's own to set"
 _AUX = "losses of the router are off: they would balance kept completions only, and depend on how samples are packed"
 _DROPS = "tokens beyond the capacity would be dropped, so log-probabilities would not be the policy's"
-_ROUTING = "it changes which experts a token visits, so log-probabilities would not be those of servers"
+_ROUTING = (
+    "it changes which experts a token visits, or their weights, so log-probabilities would not be those of servers"
+)
 _FP8 = "Transformer Engine has no FP8 attention over packs (thd)"
 _FP4 = "NVFP4 has no check of the chip, no token multiple of packs and no gate here; actor.fp8 has"
 _BY_LAYERS = "Megatron schedules it by layers, which needs its own forward step"
@@ -73,7 +75,10 @@ REFUSED = _by_name(
         " wgrad_deferral_limit fp8_output_proj",
         _OWN_ATTENTION: "softmax_type window_size window_attn_skip_freq qk_l2_norm qk_clip qk_clip_alpha"
         " qk_clip_threshold log_max_attention_logit attention_output_gate multi_latent_attention"
-        " apply_query_key_layer_scaling test_mode masked_softmax_fusion attention_softmax_in_fp32",
+        " apply_query_key_layer_scaling",
+        "it belongs to Megatron's unfused attention, which does not run here": "masked_softmax_fusion"
+        " attention_softmax_in_fp32",
+        "it is for Megatron's own tests": "test_mode",
         _OTHER_MODEL: "apply_residual_connection_post_layernorm layernorm_zero_centered_gamma glu_linear_offset"
         " activation_func_clamp_value moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size"
         " moe_shared_expert_glu_interleave_size use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult"
@@ -89,7 +94,7 @@ REFUSED = _by_name(
         " use_fused_weighted_squared_relu",
         _SHARED: "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap"
         " use_grouped_gemm_for_shared_expert",
-        _LOADED: "init_method_std embedding_init_method_std init_model_with_meta_device",
+        _LOADED: "init_method_std embedding_init_method_std",
         _FUNCTION: "init_method output_layer_init_method embedding_init_method timers finalize_model_grads_func"
         " grad_scale_func no_sync_func grad_sync_func param_sync_func _cpu_offloading_context quant_recipe"
         " moe_grad_scale_func mtp_grad_scale_func experimental_attention_variant_loss_scale_func",
@@ -107,13 +112,14 @@ REFUSED = _by_name(
         " high_priority_a2a_comm_stream overlap_dispatch_backward_with_experts_wgrad",
         _GROUPS: "pipeline_model_parallel_comm_backend hierarchical_context_parallel_sizes"
         " num_distributed_optimizer_instances tensor_parallel_num_weight_shards gtp_weight_remat_size"
-        " expert_tensor_parallel_num_weight_shards expert_gtp_weight_remat_size use_te_rng_tracker",
+        " expert_tensor_parallel_num_weight_shards expert_gtp_weight_remat_size",
+        "random generators are seeded where groups are made (actor.layout), and not by this": "use_te_rng_tracker",
         _DISTRIBUTES_CP: "hybrid_context_parallel max_seqlen_per_dp_cp_rank",
         "the weight table names a tensor of each expert": "moe_single_grouped_weight moe_single_grouped_bias",
         "this torch has no ring_exchange, which NVIDIA's own build adds": "use_ring_exchange_p2p",
         _STEP: "num_microbatches_with_partial_activation_checkpoints",
         "the loss is already divided by what was planned (docs/architecture.md)": "calculate_per_token_loss",
-        "activations between pipeline stages are of model.dtype": "fp32_residual_connection",
+        "residuals are of model.dtype, as in servers and between pipeline stages": "fp32_residual_connection",
         "there is no dropout, so there is nothing to fuse": "bias_dropout_fusion",
         "norms are Transformer Engine's or this program's own, which do not read it": "persist_layer_norm"
         " memory_efficient_layer_norm",
@@ -145,16 +151,19 @@ REFUSED = _by_name(
         " outer_dp_sharding_strategy fsdp_manual_registration fsdp_db_use_persist_buf_on_alloc_fail"
         " fsdp_all_gather_in_start_param_sync megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype"
         " megatron_fsdp_grad_comm_dtype megatron_fsdp_use_decoupled_grad megatron_fsdp_cuda_graph_mode"
-        " megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer",
-        "gathers would wait for a function that Megatron's training program passes": "align_param_gather",
+        " megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer"
+        " init_model_with_meta_device",
+        "a function that Megatron's training program passes would have to start gathers": "align_param_gather",
         "actor.fp8_param is not offered": "reuse_grad_buf_for_mxfp8_param_ag",
     }
 )
 """Why any other than the default value would be without effect, or wrong."""
 
-RECIPES = {"fp8_margin": "delayed", "fp8_wgrad": "delayed"} | dict.fromkeys(
-    ("tp_only_amax_red", "disable_parameter_transpose_cache"), "tensorwise, delayed, blockwise or mxfp8"
-)
+RECIPES = {
+    "fp8_margin": "delayed",
+    "fp8_wgrad": "delayed",
+    "tp_only_amax_red": "tensorwise, delayed, blockwise or mxfp8",
+}
 """Without effect under any other `actor.fp8`."""
 
 _TESTED = (

@@ -60,8 +60,9 @@ def _refusal(key: str, fp8: str) -> str:
 
 def not_tried(actor: ActorConfig) -> list[str]:
     """A line that names the fields which are accepted, but which no test here trains with; none if there are none."""
-    names = [f"actor.megatron.{key}" for key in actor.megatron if key not in TESTED]
-    names += [f"actor.ddp.{key}" for key in actor.ddp if key not in TESTED]
+    known = TESTED | DECIDED.keys() | REFUSED.keys()  # of the refused ones only what changes nothing is accepted
+    names = [f"actor.megatron.{key}" for key in actor.megatron if key not in known]
+    names += [f"actor.ddp.{key}" for key in actor.ddp if key not in known]
     return [f"not tried here, watch loss and mismatch: {', '.join(sorted(names))}"] if names else []
 
 
