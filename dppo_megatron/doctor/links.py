@@ -1,0 +1,153 @@
+"""What moves bytes in a job, tried with a few: memory shared with a server's process, copies, ports, collectives."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.doctor.rows import Row
+from dppo_megatron.rollout.servers.connect import __file__ as servers_file
+from dppo_megatron.rollout.servers.connect import ipc_warning, make_servers
+from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer, is_supported
+
+_SHARED_BYTES = 1 << 16
+_COPIED_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
+_REDUCED_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
+_REPEATS = 5
+_CONNECT_S = 3.0
+_ALIKE = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+
+
+def server_rows(config: Config | None, device: torch.device, timeout_s: float) -> list[Row]:
+    """Start the servers' Python as a server would be, have it map memory of this rank, and compare both NCCLs."""
+    if config is not None and config.rollout.servers.launch != "local":
+        return [Row("servers", "ok", "none is started here; running ones are compared when a job connects to them")]
+    if not is_supported():
+        return [Row("shared memory", "ok", "not tried: it needs Linux")]
+    server = LaunchedServer([sys.executable], {}, Path()) if config is None else make_servers(config)[0]
+    python = server.command[0] if config is None else config.rollout.servers.python or sys.executable
+    variables = {name: value for name, value in server.environment.items() if name != "CUDA_VISIBLE_DEVICES"}
+    if "CUDA_VISIBLE_DEVICES" in os.environ:  # that of a server may leave this rank's GPU out
+        variables["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
+    variables |= {"PYTHONPATH": str(Path(servers_file).with_name("in_engine")), "PYTHONSAFEPATH": "1"}
+    buffer = SharedBuffer(_SHARED_BYTES, device)
+    content = torch.randint(256, (_SHARED_BYTES,), dtype=torch.uint8)
+    buffer.fill(content.to(device))
+    try:
+        answer = _ask(python, variables, json.dumps(buffer.handle()), timeout_s)
+        came_back = torch.equal(buffer.memory.cpu(), 255 - content)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        said = f"rollout.servers.python: {python} cannot be asked: {' '.join(str(error).split())}"
+        return [Row("servers' Python", "fault", said)]
+    finally:
+        buffer.close()
+    what = "CUDA IPC" if device.type == "cuda" else "shared memory"
+    if came_back and answer.get("sha256") == hashlib.sha256(bytes(content.tolist())).hexdigest():
+        shared = Row(what, "ok", f"{python} reads this rank's memory and writes to it")
+    else:
+        problem = answer.get("error") or "other bytes were read or came back than were written"
+        verdict = "fault" if config is not None and config.rollout.sync.channel in ("auto", "ipc") else "warning"
+        advice = ipc_warning() or "; let the container share IPC and process namespaces, or choose disk"
+        shared = Row(what, verdict, f"{python}: {problem}{advice} (rollout.sync.channel)")
+    return [shared, ends_row(config, answer["nccl"], answer["variables"])]
+
+
+def ends_row(config: Config | None, theirs: str, variables: Mapping[str, str]) -> Row:
+    """Whether a communicator of this end and the servers' can be made."""
+    own = ".".join(map(str, torch.cuda.nccl.version())) if hasattr(torch._C, "_nccl_version") else ""
+    ends = [("NCCL", own, theirs)]
+    ends += [(name, os.environ.get(name, ""), variables.get(name, "")) for name in _ALIKE]
+    unlike = [
+        f"{name} is {mine or 'unset'} here and {other or 'unset'} there" for name, mine, other in ends if mine != other
+    ]
+    if not unlike:
+        return Row("NCCL of both ends", "ok", f"{own or 'none'}, in rollout.servers.python too")
+    needed = config is not None and config.rollout.sync.channel == "nccl"
+    return Row(
+        "NCCL of both ends",
+        "fault" if needed else "warning",
+        f"{'; '.join(unlike)}: rollout.sync.channel = nccl needs them equal",
+    )
+
+
+def _ask(python: str, variables: Mapping[str, str], handle: str, timeout_s: float) -> dict[str, Any]:
+    command = [python, str(Path(__file__).with_name("probe.py"))]
+    done = subprocess.run(
+        command, env=dict(variables), input=handle, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        raise ValueError(f"exit code {done.returncode}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer
+
+
+def copy_rows(device: torch.device) -> list[Row]:
+    """GB/s of copies between pinned host memory and the device, all ranks at once, as an offload does them."""
+    size = _COPIED_BYTES[device.type]
+    host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    other = torch.zeros(size, dtype=torch.uint8, device=device)
+    if device.type == "cpu":
+        speed = size / _seconds(lambda: other.copy_(host), device) / 1e9
+        return [Row("memory copy", "ok", f"{speed:.1f} GB/s; pinned memory is not measured: no GPU", speed)]
+    to = size / _seconds(lambda: other.copy_(host, non_blocking=True), device) / 1e9
+    back = size / _seconds(lambda: host.copy_(other, non_blocking=True), device) / 1e9
+    return [
+        Row("pinned memory to GPU", "ok", f"{to:.1f} GB/s, all ranks at once", to),
+        Row("GPU to pinned memory", "ok", f"{back:.1f} GB/s, all ranks at once", back),
+    ]
+
+
+def reduce_row(name: str, group: dist.ProcessGroup, device: torch.device) -> Row:
+    """Bus bandwidth of an all-reduce, 2 (n - 1) / n x bytes / s: what each link carries however many ranks n take part.
+    Collective. Raises RuntimeError if the sum is wrong or the group breaks."""
+    ranks, size = dist.get_world_size(group), _REDUCED_BYTES[device.type]
+    if ranks == 1:
+        return Row(f"all-reduce {name}", "ok", "one rank: nothing is sent")
+    tensor = torch.ones(size // 4, device=device)
+    dist.all_reduce(tensor, group=group)  # connects, too
+    if not bool((tensor == ranks).all()):
+        raise RuntimeError(f"the sum over {ranks} ranks is wrong")
+    seconds = _seconds(lambda: dist.all_reduce(tensor, group=group), device)
+    speed = 2 * (ranks - 1) / ranks * size / seconds / 1e9
+    how = f"{dist.get_backend(group)}, {size >> 20} MiB" if device.type == "cpu" else f"nccl, {size >> 20} MiB"
+    return Row(f"all-reduce {name}", "ok", f"{speed:.3g} GB/s over {ranks} ranks (bus bandwidth; {how})", speed)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Median of some runs."""
+    found = []
+    for _ in range(_REPEATS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def unreachable(addresses: Mapping[str, tuple[str, int]]) -> list[str]:
+    """Of listening machines by name, those that do not answer. One that accepts need not do more: the kernel does."""
+    missing = []
+    for name, address in addresses.items():
+        try:
+            socket.create_connection(address, _CONNECT_S).close()
+        except OSError as error:
+            missing.append(f"{name} at {address[0]} port {address[1]} ({error})")
+    return missing
