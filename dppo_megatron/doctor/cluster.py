@@ -6,6 +6,7 @@ Each rank first looks at itself, then all meet, then the process group and the g
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 
@@ -68,8 +69,10 @@ def _look(config: Config | None, board: Board) -> None:
     board.add([Row("process group", "ok", "all ranks have met")])
     groups = _groups_of(config, nodes)
     for name, group in groups.items():
+        if dist.get_world_size(group) == 1:
+            continue
         board.begin(f"all-reduce {name}")
-        board.add([reduce_row(name, group, device)])
+        board.add([reduce_row(name, group, device, max(1.0, board.left_s - _RESERVE_S))])
 
 
 def _master() -> str:
@@ -121,8 +124,8 @@ def _groups_of(config: Config | None, nodes: Nodes) -> Mapping[str, dist.Process
 
 
 def _said(error: Exception) -> str:
-    """NCCL's own reason stands in its last line."""
+    """Without the rank, which the report adds; NCCL's own reason is its last line."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return (
-        lines[0] if isinstance(error, (GuardStop, UserError)) else f"{lines[0]} {lines[-1] * (len(lines) > 1)}".strip()
-    )
+    if isinstance(error, (GuardStop, UserError)):
+        return re.sub(r"^rank \d+( of \d+)?:? ", "", lines[0])
+    return " ... ".join(dict.fromkeys((lines[0], lines[-1])))

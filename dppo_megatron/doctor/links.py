@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 
 from dppo_megatron.config.schema import Config
+from dppo_megatron.distributed import connect
 from dppo_megatron.doctor.rows import Row
 from dppo_megatron.rollout.servers.connect import __file__ as servers_file
 from dppo_megatron.rollout.servers.connect import ipc_warning, make_servers
 from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.transfer.groups import nccl_difference, own_nccl
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer, is_supported
 
 _SHARED_BYTES = 1 << 16
@@ -29,7 +31,6 @@ _COPIED_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
 _REDUCED_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 _REPEATS = 5
 _CONNECT_S = 3.0
-_ALIKE = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 
 
 def server_rows(config: Config | None, device: torch.device, timeout_s: float) -> list[Row]:
@@ -50,7 +51,10 @@ def server_rows(config: Config | None, device: torch.device, timeout_s: float) -
     try:
         answer = _ask(python, variables, json.dumps(buffer.handle()), timeout_s)
         came_back = torch.equal(buffer.memory.cpu(), 255 - content)
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        said = f"{python} has not loaded torch in {timeout_s:.0f} s; --limit-s waits longer"
+        return [Row("servers' Python", "warning", said)]
+    except (OSError, ValueError) as error:
         said = f"rollout.servers.python: {python} cannot be asked: {' '.join(str(error).split())}"
         return [Row("servers' Python", "fault", said)]
     finally:
@@ -63,25 +67,16 @@ def server_rows(config: Config | None, device: torch.device, timeout_s: float) -
         verdict = "fault" if config is not None and config.rollout.sync.channel in ("auto", "ipc") else "warning"
         advice = ipc_warning() or "; let the container share IPC and process namespaces, or choose disk"
         shared = Row(what, verdict, f"{python}: {problem}{advice} (rollout.sync.channel)")
-    return [shared, ends_row(config, answer["nccl"], answer["variables"])]
+    return [shared, ends_row(config, answer["nccl"])]
 
 
-def ends_row(config: Config | None, theirs: str, variables: Mapping[str, str]) -> Row:
-    """Whether a communicator of this end and the servers' can be made."""
-    own = ".".join(map(str, torch.cuda.nccl.version())) if hasattr(torch._C, "_nccl_version") else ""
-    ends = [("NCCL", own, theirs)]
-    ends += [(name, os.environ.get(name, ""), variables.get(name, "")) for name in _ALIKE]
-    unlike = [
-        f"{name} is {mine or 'unset'} here and {other or 'unset'} there" for name, mine, other in ends if mine != other
-    ]
-    if not unlike:
-        return Row("NCCL of both ends", "ok", f"{own or 'none'}, in rollout.servers.python too")
-    needed = config is not None and config.rollout.sync.channel == "nccl"
-    return Row(
-        "NCCL of both ends",
-        "fault" if needed else "warning",
-        f"{'; '.join(unlike)}: rollout.sync.channel = nccl needs them equal",
-    )
+def ends_row(config: Config | None, theirs: Mapping[str, str]) -> Row:
+    """Whether a communicator can have this end and the servers'."""
+    if unlike := nccl_difference(own_nccl(), theirs):
+        asked = config is not None and config.rollout.sync.channel == "nccl"
+        advice = f"{unlike}: make them equal, or choose another rollout.sync.channel than nccl"
+        return Row("NCCL of both ends", "fault" if asked else "warning", advice)
+    return Row("NCCL of both ends", "ok", theirs.get("version", "none in rollout.servers.python"))
 
 
 def _ask(python: str, variables: Mapping[str, str], handle: str, timeout_s: float) -> dict[str, Any]:
@@ -112,14 +107,13 @@ def copy_rows(device: torch.device) -> list[Row]:
     ]
 
 
-def reduce_row(name: str, group: dist.ProcessGroup, device: torch.device) -> Row:
+def reduce_row(name: str, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> Row:
     """Bus bandwidth of an all-reduce, 2 (n - 1) / n x bytes / s: what each link carries however many ranks n take part.
-    Collective. Raises RuntimeError if the sum is wrong or the group breaks."""
+    Collective. Raises RuntimeError if the sum is wrong, and as `connect`."""
     ranks, size = dist.get_world_size(group), _REDUCED_BYTES[device.type]
-    if ranks == 1:
-        return Row(f"all-reduce {name}", "ok", "one rank: nothing is sent")
+    connect([group], device, timeout_s)
     tensor = torch.ones(size // 4, device=device)
-    dist.all_reduce(tensor, group=group)  # connects, too
+    dist.all_reduce(tensor, group=group)
     if not bool((tensor == ranks).all()):
         raise RuntimeError(f"the sum over {ranks} ranks is wrong")
     seconds = _seconds(lambda: dist.all_reduce(tensor, group=group), device)

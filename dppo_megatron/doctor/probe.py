@@ -6,20 +6,16 @@ Imports nothing of this package but the receiver's file, which lies on PYTHONPAT
 
 import hashlib
 import json
-import os
 import sys
+from typing import Any
 
 import torch
-from dppo_wire import map_memory
+from dppo_wire import map_memory, nccl
 
 
 def main() -> None:
     """See the file's head."""
-    has_nccl = hasattr(torch._C, "_nccl_version")
-    answer = {
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "",  # type: ignore[no-untyped-call]
-        "variables": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
-    }
+    answer: dict[str, Any] = {"nccl": nccl()}
     try:
         memory = map_memory(json.load(sys.stdin))
         answer["sha256"] = hashlib.sha256(bytes(memory.tolist())).hexdigest()

@@ -1,0 +1,161 @@
+"""`doctor` as a job's ranks run it: what it measures, and that each planted fault is one sentence.
+
+The ranks are real and meet over gloo as a job's do; what only NCCL says is raised in its words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.job import REPOSITORY
+from support.launch import RankError, run_ranks
+
+from dppo_megatron.cli import main
+from dppo_megatron.doctor import machine
+from dppo_megatron.doctor.links import ends_row
+from dppo_megatron.doctor.rows import Row, report_of
+
+CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks are forked, and judged as a CPU's")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _doctor(arguments: list[str], planted: Callable[[int], object], port: int, out: Path) -> int:
+    """A rank of its own job: the harness's group is left, what a launcher would have set stays."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_PORT": str(port), "NCCL_CUMEM_ENABLE": "0"}
+    with open(out / f"{rank}.txt", "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        return main(["doctor", *arguments]) if planted(rank) != "absent" else 0
+
+
+def _report(arguments: list[str], planted: Callable[[int], object], out: Path) -> tuple[int, list[str]]:
+    """Rank 0's exit code and lines of two ranks, each of which has called `planted` first."""
+    codes = run_ranks(_doctor, 2, arguments, planted, _free_port(), out, timeout_s=120)
+    return codes[0], (out / "0.txt").read_text().splitlines()
+
+
+def _line(lines: list[str], what: str) -> str:
+    [line] = [line for line in lines if re.match(rf"(ok|warning|fault) +{re.escape(what)}  ", line)]
+    return line
+
+
+def _job(tmp_path: Path, *settings: str) -> list[str]:
+    return [CONFIG, f"run_dir={tmp_path}/run", f"model.hf_path={tmp_path}", *settings]
+
+
+def _as_srun(rank: int) -> None:
+    """Two tasks on two nodes, as Slurm numbers them; nothing of torchrun's but the harness's port."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    os.environ |= {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": str(rank),
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "node[07-08]",
+        "GROUP_RANK": str(rank),  # this machine stands for both, which else are told apart by name
+    }
+
+
+def test_two_tasks_of_srun_are_a_job(tmp_path: Path) -> None:
+    """No launcher but Slurm: they meet, try every link of the layout, and rank 0 alone reports."""
+    servers = ["rollout.engine=vllm", "rollout.servers.launch=local", "rollout.servers.colocate=true"]
+    job = _job(tmp_path, "actor.layout.tensor_parallel=2", *servers, f"rollout.servers.python={sys.executable}")
+    code, lines = _report([*job, "--json", f"{tmp_path}/found.json"], _as_srun, tmp_path)
+    assert code == 0, lines
+    assert "2 on 2 machines" in _line(lines, "ranks")
+    assert "every machine reaches every other one" in _line(lines, "ports")
+    assert "reads this rank's memory and writes to it" in _line(lines, "shared memory")
+    assert _line(lines, "NCCL of both ends").startswith("ok")
+    for group in ("WORLD", "tp"):
+        [speed] = re.findall(
+            r"([\d.e+-]+) GB/s over 2 ranks \(bus bandwidth; gloo, 4 MiB\)", _line(lines, f"all-reduce {group}")
+        )
+        assert float(speed) > 0
+        assert "[slowest: rank " in _line(lines, f"all-reduce {group}")
+    assert not any("all-reduce pp" in line for line in lines), "a group of one sends nothing"
+    assert lines[-1].startswith("0 fault, ") and "; 2 ranks, " in lines[-1]
+    assert (tmp_path / "1.txt").read_text() == ""
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["world_size"] == 2 and len(found["rows"]) == len([line for line in lines if line[:1] in "owf"])
+
+
+def _wrong_interface(rank: int) -> None:
+    if rank == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "nonexistent0"
+
+
+def _never_comes(rank: int) -> str:
+    return "absent" if rank == 1 else ""
+
+
+def _few_files(rank: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
+
+
+def _nccl_says(text: str) -> Callable[[int], None]:
+    def plant(rank: int) -> None:
+        def all_reduce(*_: object, **__: object) -> None:
+            raise dist.DistBackendError(f"NCCL error in: NCCLUtils.cpp:77, invalid usage, NCCL version 2.29.7\n{text}")
+
+        dist.all_reduce = all_reduce
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("planted", "what", "said"),
+    [
+        (_wrong_interface, "process group", r"address for: nonexistent0.*\[rank 1 on "),
+        (_never_comes, "ranks", r"rank 1 of 2 has not come: has it been started"),
+        (_few_files, "ulimit -n", r"400 open files \(hard limit\), but a rank of 2 needs 514"),
+        (
+            _nccl_says("Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1a000"),
+            "all-reduce WORLD",
+            r"Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1a000",
+        ),
+    ],
+)
+def test_a_planted_fault_is_one_sentence(
+    tmp_path: Path, planted: Callable[[int], object], what: str, said: str
+) -> None:
+    """Exit code 2, well before the limit would have said that something hangs, and nothing else is called a fault."""
+    code, lines = _report([*_job(tmp_path), "--limit-s", "30"], planted, tmp_path)
+    assert code == 2
+    faults = [line for line in lines if line.startswith("fault ")]
+    assert len(faults) == 1 and re.search(said, _line(lines, what)), lines
+
+
+def test_a_rank_that_hangs_is_named_at_the_limit(tmp_path: Path) -> None:
+    """In a call that nothing ends: what it was at is said for it, and every process is ended."""
+
+    def plant(rank: int) -> None:
+        if rank == 1:
+            dist.all_reduce = lambda *_, **__: time.sleep(600)
+
+    with pytest.raises(RankError, match="died without a message: exit code 2"):  # rank 0 waits for it in gloo
+        run_ranks(_doctor, 2, [*_job(tmp_path), "--limit-s", "8"], plant, _free_port(), tmp_path, dies=0, timeout_s=120)
+    lines = (tmp_path / "0.txt").read_text().splitlines()
+    assert "still there after 8 s" in _line(lines, "all-reduce WORLD")
