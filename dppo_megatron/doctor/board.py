@@ -91,10 +91,10 @@ class Board:
         try:
             self._store.wait(keys, timedelta(seconds=self.left_s / 2))
         except RuntimeError:
-            missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))
+            missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
             raise GuardStop(
-                f"rank {missing} of {self.size} has not come: has it been started with this WORLD_SIZE, MASTER_ADDR and"
-                " MASTER_PORT, and what does its own output say? (--limit-s waits longer)"
+                f"{len(missing)} of {self.size} ranks did not come (rank {', '.join(missing)}): were they started with"
+                " this WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and what does their own output say?"
             ) from None
         return [self._store.get(key).decode() for key in keys]
 

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import connect
 from dppo_megatron.doctor.rows import Row
-from dppo_megatron.rollout.servers.connect import __file__ as servers_file
 from dppo_megatron.rollout.servers.connect import ipc_warning, make_servers
+from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.servers.launch import LaunchedServer
-from dppo_megatron.rollout.transfer.groups import nccl_difference, own_nccl
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer, is_supported
 
 _SHARED_BYTES = 1 << 16
@@ -44,7 +43,7 @@ def server_rows(config: Config | None, device: torch.device, timeout_s: float) -
     variables = {name: value for name, value in server.environment.items() if name != "CUDA_VISIBLE_DEVICES"}
     if "CUDA_VISIBLE_DEVICES" in os.environ:  # that of a server may leave this rank's GPU out
         variables["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
-    variables |= {"PYTHONPATH": str(Path(servers_file).with_name("in_engine")), "PYTHONSAFEPATH": "1"}
+    variables |= {"PYTHONPATH": str(Path(dppo_nccl.__file__).parent), "PYTHONSAFEPATH": "1"}
     buffer = SharedBuffer(_SHARED_BYTES, device)
     content = torch.randint(256, (_SHARED_BYTES,), dtype=torch.uint8)
     buffer.fill(content.to(device))
@@ -70,9 +69,9 @@ def server_rows(config: Config | None, device: torch.device, timeout_s: float) -
     return [shared, ends_row(config, answer["nccl"])]
 
 
-def ends_row(config: Config | None, theirs: Mapping[str, str]) -> Row:
+def ends_row(config: Config | None, theirs: dict[str, str]) -> Row:
     """Whether a communicator can have this end and the servers'."""
-    if unlike := nccl_difference(own_nccl(), theirs):
+    if unlike := dppo_nccl.difference(theirs):
         asked = config is not None and config.rollout.sync.channel == "nccl"
         advice = f"{unlike}: make them equal, or choose another rollout.sync.channel than nccl"
         return Row("NCCL of both ends", "fault" if asked else "warning", advice)
@@ -98,7 +97,7 @@ def copy_rows(device: torch.device) -> list[Row]:
     other = torch.zeros(size, dtype=torch.uint8, device=device)
     if device.type == "cpu":
         speed = size / _seconds(lambda: other.copy_(host), device) / 1e9
-        return [Row("memory copy", "ok", f"{speed:.1f} GB/s; pinned memory is not measured: no GPU", speed)]
+        return [Row("memory copy", "ok", f"{speed:.1f} GB/s; pinned memory is not measured: no GPU")]
     to = size / _seconds(lambda: other.copy_(host, non_blocking=True), device) / 1e9
     back = size / _seconds(lambda: host.copy_(other, non_blocking=True), device) / 1e9
     return [

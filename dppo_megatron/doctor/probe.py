@@ -9,13 +9,14 @@ import json
 import sys
 from typing import Any
 
+import dppo_nccl
 import torch
-from dppo_wire import map_memory, nccl
+from dppo_wire import map_memory
 
 
 def main() -> None:
     """See the file's head."""
-    answer: dict[str, Any] = {"nccl": nccl()}
+    answer: dict[str, Any] = {"nccl": dppo_nccl.settings()}
     try:
         memory = map_memory(json.load(sys.stdin))
         answer["sha256"] = hashlib.sha256(bytes(memory.tolist())).hexdigest()

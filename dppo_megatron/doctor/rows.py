@@ -49,7 +49,9 @@ def report_of(found: Mapping[int, Sequence[Row]], hosts: Mapping[int, str]) -> I
             continue
         for said in [next(iter(bad.values())).said] if worst == "ok" else dict.fromkeys(r.said for r in bad.values()):
             ranks = [rank for rank, row in bad.items() if row.said == said]
-            yield Row(what, worst, said, None, "" if worst == "ok" or len(ranks) == len(own) else _named(ranks, hosts))
+            yield Row(
+                what, worst, said, None, "" if worst == "ok" or len(ranks) == len(found) else _named(ranks, hosts)
+            )
 
 
 def _slowest(own: Mapping[int, Row], speeds: Mapping[int, float], hosts: Mapping[int, str]) -> Row:
