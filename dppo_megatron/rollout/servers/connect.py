@@ -305,6 +305,8 @@ def choose_channel(
 def check_server(url: str, info: ServerInfo, config: Config, architecture: Architecture) -> None:
     """Raise UserError unless the server can generate what the actor will train on."""
     model = f"{url} serves '{info.served_model}'"
+    if len(info.devices) not in (0, info.world_size):
+        raise UserError(f"{url} has {info.world_size} workers and names the devices of {len(info.devices)}")
     if info.architecture is not None and info.architecture != architecture.name:
         raise UserError(f"{model}, a {info.architecture}; the actor is a {architecture.name} ({config.model.hf_path})")
     if info.vocab_size is not None and info.vocab_size != architecture.vocab_size:

@@ -82,6 +82,7 @@ class _ArraysHeader(msgspec.Struct):
 
 _ARRAYS_DECODER = msgspec.json.Decoder(_ArraysHeader)
 VLLM_ARRAYS_PATH = "/inference/v1/generate_arrays"
+VLLM_WORKERS_PATH = "/dppo_workers"
 
 
 class VLLMDialect(msgspec.Struct, frozen=True, tag="vllm"):
@@ -94,7 +95,8 @@ class VLLMDialect(msgspec.Struct, frozen=True, tag="vllm"):
     def rounds(self, group: GenerateRequest) -> list[list[Call]]:
         """Every parameter is given: what is left out would come from the served model's generation_config.json."""
         path = VLLM_ARRAYS_PATH if self.arrays else "/inference/v1/generate"
-        return [[Call(path, msgspec.json.encode(vllm_body(group, self.seeded)))]]
+        headers = {} if group.replica is None else {"X-data-parallel-rank": str(group.replica)}
+        return [[Call(path, msgspec.json.encode(vllm_body(group, self.seeded)), headers)]]
 
     def abort_calls(self, group: GenerateRequest) -> list[Call]:
         """Both forms of the id are named; unknown ones are ignored."""

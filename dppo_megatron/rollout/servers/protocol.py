@@ -38,7 +38,7 @@ class ServerInfo:
     channels: tuple[str, ...]
     """Sync channels that it is started for."""
     world_size: int
-    """Workers that take part in a broadcast."""
+    """Workers of all its replicas: those that take part in a broadcast."""
     logprobs_are_processed: bool | None
     """Log-probabilities are taken after temperature and cuts, as the loss needs them."""
     max_top_k: int | None = None
@@ -46,7 +46,7 @@ class ServerInfo:
     cuts_in_order: bool = True
     """top_p is measured on what top_k leaves, as everywhere else; not on the whole distribution."""
     devices: tuple[str, ...] = ()
-    """UUID of each worker's GPU, or `cpu`; empty: it does not say."""
+    """UUID of each worker's GPU, or `cpu`, replica by replica; empty: it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,11 @@ class Generator(Protocol):
 
 
 class Server(Generator, Protocol):
-    """One server. Every method raises as `healthy` does."""
+    """One server. Every method raises as `healthy` does, and reaches every replica."""
+
+    replicas: int
+    """Data-parallel engines behind its address, each with a cache and a batch of its own; final once it has described
+    itself."""
 
     def describe(self, *, timeout_s: float) -> ServerInfo: ...
 
@@ -87,8 +91,8 @@ class Server(Generator, Protocol):
 
     def weights_version(self, *, timeout_s: float) -> str: ...
 
-    def checksums(self, *, timeout_s: float) -> dict[str, str]:
-        """SHA-256 of the tensors that the engine can show, by its own names; empty if it shows none."""
+    def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
+        """SHA-256 of the tensors that each replica can show, by its own names; empty if none shows any."""
 
     def sleep(self, awake: Set[DeviceMemory], *, timeout_s: float) -> None:
         """End what still runs, and free all device memory, of which `awake` is what is not free already."""
@@ -159,7 +163,9 @@ def generate(server: Server, group: GenerateRequest, expected: Expected, *, time
     deadline, answers = time.monotonic() + timeout_s, [b""]
     for calls in server.dialect.rounds(group):
         answers = []
-        for path, body in calls:
+        for path, body, headers in calls:
             left_s = max(0.001, deadline - time.monotonic())
-            answers.append(server.http.exchange(path, body, timeout_s=left_s, max_bytes=group.answer_bytes))
+            answers.append(
+                server.http.exchange(path, body, timeout_s=left_s, max_bytes=group.answer_bytes, headers=headers)
+            )
     return checked(server.dialect.read(answers, group), group, expected)

@@ -52,6 +52,7 @@ class SGLangServer:
     http: Http
     vocab_size: int
     """The top_k that cuts nothing, for top_p alone: SGLang gives log-probabilities of a cut only for a finite top_k."""
+    replicas: int = field(default=1, init=False)
     _seeded: bool = field(default=False, init=False)
     _arrays: bool = field(default=False, init=False)
     """The server runs our path for answers without JSON."""
@@ -123,13 +124,12 @@ class SGLangServer:
         """What the engine calls its present weights."""
         return str(self.http.get("/model_info", timeout_s=timeout_s).get("weight_version"))
 
-    def checksums(self, *, timeout_s: float) -> dict[str, str]:
+    def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
         """The first 16 digits of SHA-256, on a CPU without splits; elsewhere the canary is the receipt."""
         if not self._hashes_bytes or self._workers > 1:
-            return {}
+            return []
         answer = self.http.post("/weights_checker", {"action": "checksum"}, timeout_s=timeout_s)
-        found: dict[str, str] = answer["ranks"][0]["checksums"]
-        return found
+        return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
     def join_group(self, meeting: Meeting, first_rank: int, *, timeout_s: float) -> None:
         """Every tensor-parallel worker joins. A server that was started again has no group to leave: no failure."""

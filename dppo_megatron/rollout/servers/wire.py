@@ -7,8 +7,9 @@ a failure of that server, never something to train on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import msgspec
@@ -43,6 +44,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     """With the end of sequence."""
     reads_logprobs: bool = True
+    replica: int | None = None
+    """Which of the server's data-parallel replicas is to answer; None: whichever has least to do."""
 
     @property
     def cost(self) -> int:
@@ -103,6 +106,7 @@ class Call(NamedTuple):
 
     path: str
     body: bytes
+    headers: Mapping[str, str] = MappingProxyType({})
 
 
 class Dialect(Protocol):
