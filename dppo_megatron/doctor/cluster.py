@@ -112,15 +112,19 @@ def _groups_of(config: Config | None, nodes: Nodes) -> Mapping[str, dist.Process
     from megatron.core import parallel_state  # platform has prepared it by now
 
     build_layout(config.actor.layout, config.seed)
-    return world | {
+    groups = {
         "tp": parallel_state.get_tensor_model_parallel_group(),
         "pp": parallel_state.get_pipeline_model_parallel_group(),
         "cp": parallel_state.get_context_parallel_group(),
-        "dp": parallel_state.get_data_parallel_group(),
-        "ep": parallel_state.get_expert_model_parallel_group(),
-        "etp": parallel_state.get_expert_tensor_parallel_group(),
-        "expert dp": parallel_state.get_expert_data_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
+    if config.actor.layout.expert_parallel > 1:
+        groups |= {
+            "ep": parallel_state.get_expert_model_parallel_group(),
+            "etp": parallel_state.get_expert_tensor_parallel_group(),
+            "expert dp": parallel_state.get_expert_data_parallel_group(),
+        }
+    return world | groups
 
 
 def _said(error: Exception) -> str:

@@ -43,7 +43,8 @@ def server_rows(config: Config | None, device: torch.device, timeout_s: float) -
     variables = {name: value for name, value in server.environment.items() if name != "CUDA_VISIBLE_DEVICES"}
     if "CUDA_VISIBLE_DEVICES" in os.environ:  # that of a server may leave this rank's GPU out
         variables["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
-    variables |= {"PYTHONPATH": str(Path(dppo_nccl.__file__).parent), "PYTHONSAFEPATH": "1"}
+    path = (str(Path(dppo_nccl.__file__).parent), os.environ.get("PYTHONPATH"))
+    variables |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONSAFEPATH": "1"}
     buffer = SharedBuffer(_SHARED_BYTES, device)
     content = torch.randint(256, (_SHARED_BYTES,), dtype=torch.uint8)
     buffer.fill(content.to(device))

@@ -69,7 +69,7 @@ def shm_row() -> Row:
     except OSError as error:
         return Row("/dev/shm", "fault", f"{error.strerror}: NCCL and vLLM share memory there; mount a tmpfs")
     free, size = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
-    said = f"{free / 2**30:.2f} of {size / 2**30:.2f} GiB free"
+    said = f"{free >> 20:,} of {size >> 20:,} MiB free"
     if free >= _ENOUGH_SHM:
         return Row("/dev/shm", "ok", said)
     said += ": NCCL and vLLM (160 MiB a server) share memory there; remove what is left in it, or give more"

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from dppo_nccl import settings as nccl_settings
 from dppo_wire import Arrival, Broadcast, Chain, map_memory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -80,7 +81,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._group = None
         config = self.parallel_config
         joining, timeout = timedelta(seconds=init_info.joining_s), timedelta(seconds=init_info.timeout_s)
-        rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
+        rank = init_info.rank_offset + place_of(config, config.rank)
         address = (init_info.master_address, init_info.master_port, init_info.world_size)
         store = dist.TCPStore(*address, False, joining, wait_for_workers=False)
         if init_info.backend == "nccl":
@@ -164,13 +165,29 @@ class WorkerExtension:
     def dppo_model(self) -> dict[str, Any]:
         """What is served, for a trainer that cannot read the server's files."""
         config = self.get_model().config  # type: ignore[attr-defined]
-        device = self.device  # type: ignore[attr-defined]
-        uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
-        return {"architecture": config.architectures[0], "vocab_size": config.vocab_size, "device": uuid}
+        place = place_of(self.parallel_config, self.rank)  # type: ignore[attr-defined]
+        return {
+            "architecture": config.architectures[0],
+            "vocab_size": config.vocab_size,
+            "place": place,
+            "device": device_name(self.device, place),  # type: ignore[attr-defined]
+            "nccl": nccl_settings(),
+        }
 
     def dppo_refresh_packed(self) -> int:
         """After `reload_weights`: see `refresh_packed`."""
         return refresh_packed(self.get_model())  # type: ignore[attr-defined]
+
+
+def place_of(config: Any, rank: int) -> int:
+    """A worker's number among those of all replicas, by which vLLM finds its own in a list of update infos."""
+    return int(config.data_parallel_index * config.world_size + rank)
+
+
+def device_name(device: torch.device, place: int) -> str:
+    """What the trainer knows the device of the worker at `place` by: a GPU's UUID; `place` is for a rehearsal on CPUs,
+    which puts names of its own here."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
 
 
 def keep_what_waits(model: torch.nn.Module, memory: torch.Tensor) -> None:
