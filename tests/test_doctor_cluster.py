@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,11 @@ from support.job import REPOSITORY
 from support.launch import RankError, run_ranks
 
 from dppo_megatron.cli import main
+from dppo_megatron.doctor.environment import allocator_row
+from dppo_megatron.doctor.links import unreachable
+from dppo_megatron.doctor.machine import files_row, gpu_rows, locked_row, memory_row, shm_row, threads_row
+from dppo_megatron.doctor.rows import Row, report_of
+from dppo_megatron.launched import check_launched, take_place_of_srun
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks are forked, and judged as a CPU's")
@@ -128,17 +134,28 @@ def _nccl_says(text: str) -> Callable[[int], None]:
 @pytest.mark.parametrize(
     ("planted", "limit_s", "what", "said"),
     [
-        (_wrong_interface, 60, "process group", r"address for: nonexistent0.*\[rank 1 on "),
+        (
+            _wrong_interface,
+            60,
+            "process group",
+            r"GLOO_SOCKET_IFNAME=nonexistent0 is no network interface .*, lo.*\[rank 1 on ",
+        ),
         (_never_comes, 16, "ranks", r"1 of 2 ranks did not come \(rank 1\): were they started"),
         (_few_files, 60, "ulimit -n", r"400 open files \(hard limit\), but a rank of 2 needs 514"),
         (
             _nccl_says("Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1a000"),
             60,
             "process group",
-            r"Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1a000",
+            r"Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1a000\. Start as many processes",
+        ),
+        (
+            _nccl_says("Last error:\nBootstrap : no socket interface found"),
+            60,
+            "process group",
+            r"no socket interface found\. Do the machines .* by the interface",
         ),
     ],
-    ids=["wrong interface", "absent", "few files", "one GPU"],
+    ids=["gloo's interface", "absent", "few files", "one GPU", "NCCL's interface"],
 )
 def test_a_planted_fault_is_one_sentence(
     tmp_path: Path, planted: Callable[[int], object], limit_s: int, what: str, said: str
@@ -201,3 +218,116 @@ def test_faults_of_a_launch(tmp_path: Path) -> None:
     if can_mount:
         assert re.match(r"fault +/dev/shm +0 of 0 MiB free: NCCL and vLLM", _line(lines, "/dev/shm"))
     assert lines[-1].startswith(f"{2 + can_mount} fault, 0 warning, "), lines
+
+
+_SMI = """\
+0, 1980, 1980, 0x0000000000000004, 0, 61
+1, 1155, 1980, 0x0000000000000048, 0, 87
+2, 345, 1980, 0x0000000000000001, 3, 34
+3, 1980, 1980, [N/A], [N/A], 60
+"""
+"""In the form that nvidia-smi prints for csv,noheader,nounits; made by hand: at its power cap, hot, idle, without ECC."""
+
+
+def test_what_nvidia_smi_says_is_judged() -> None:
+    """A power cap under load and an idle clock are no trouble, heat is; an uncorrected error stops a job some day."""
+    clocks, ecc = gpu_rows(_SMI)
+    assert clocks.verdict == "warning"
+    assert clocks.said.startswith("GPU 1: hardware slowdown, too hot (hardware), 87 C: ")
+    assert (ecc.verdict, ecc.said.partition(":")[0]) == ("fault", "uncorrected errors (GPU 2")
+    first, last = _SMI.splitlines()[0], _SMI.splitlines()[-1]
+    assert [row.verdict for row in gpu_rows(f"{first}\n{last}\n")] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("row", "verdict"),
+    [
+        (files_row(1024, 1024), "fault"),
+        (files_row(1024, 8), "warning"),
+        (files_row(1 << 20, 1024), "ok"),
+        (files_row(-1, 1024), "ok"),
+        (locked_row(8 << 20, has_infiniband=True), "warning"),
+        (locked_row(8 << 20, has_infiniband=False), "ok"),
+        (locked_row(-1, has_infiniband=True), "ok"),
+        (threads_row(1024), "warning"),
+        (threads_row(-1), "ok"),
+    ],
+)
+def test_limits_are_judged_by_what_needs_them(row: Row, verdict: str) -> None:
+    assert row.verdict == verdict and ("would be right" in row.said) == (verdict == "warning" and "-l" not in row.what)
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(0, "fault"), (200 << 20, "warning"), (2 << 30, "ok")])
+def test_free_shared_memory(monkeypatch: pytest.MonkeyPatch, free: int, verdict: str) -> None:
+    """Docker's 64 MB are too few for NCCL; vLLM takes 160 MiB for each server."""
+    found = SimpleNamespace(f_bavail=free // 4096, f_frsize=4096, f_blocks=1 << 20)
+    monkeypatch.setattr(os, "statvfs", lambda _: found)
+    assert shm_row().verdict == verdict
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_least_limit_of_the_control_groups_counts(tmp_path: Path, version: int) -> None:
+    """Of the process's own group and those around it, in both forms of Linux."""
+    root, name = (tmp_path / "memory", "memory.limit_in_bytes") if version == 1 else (tmp_path, "memory.max")
+    (root / "slurm" / "job").mkdir(parents=True)
+    (root / "slurm" / name).write_text(f"{3 << 30}\n")
+    (root / "slurm" / "job" / name).write_text("max\n" if version == 2 else f"{1 << 62}\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/slurm/job\n" if version == 2 else "12:cpuset:/\n7:memory:/slurm/job\n")
+    assert memory_row(tmp_path, membership).said.startswith("3 GiB (the control group's limit)")
+
+
+@pytest.mark.parametrize(
+    ("colocated", "setting", "verdict", "said"),
+    [
+        (True, "", "ok", "no expandable segments, which suits CUDA IPC"),
+        (True, "expandable_segments:True", "warning", "needs ptrace rights in a container"),
+        (False, "", "warning", "without expandable segments"),
+        (False, "expandable_segments:True", "ok", ""),
+        (None, "", "ok", "unless servers are colocated"),
+    ],
+)
+def test_allocator_advice_fits_colocation(colocated: bool | None, setting: str, verdict: str, said: str) -> None:
+    """What helps packs of varied length is what CUDA IPC to a colocated server may fail with."""
+    row = allocator_row({"PYTORCH_ALLOC_CONF": setting}, "cuda", colocated)
+    assert row.verdict == verdict and said in row.said
+
+
+def test_of_many_ranks_each_trouble_is_told_once() -> None:
+    """Who has it is named, unless all have it; of speeds the slowest, and what is far below the others is said."""
+    hosts = {rank: f"node{rank // 4}" for rank in range(8)}
+    found = {rank: [Row("a", "ok", f"fine {rank}"), Row("speed", "ok", f"{rank}", 100.0 - rank)] for rank in range(8)}
+    assert [(row.verdict, row.said, row.ranks) for row in report_of(found, hosts)] == [
+        ("ok", "fine 0", ""),
+        ("ok", "7", "slowest: rank 7 on node1"),
+    ]
+    found[3] = [Row("a", "fault", "broken"), Row("speed", "ok", "slow", 40.0)]
+    broken, slow = report_of(found, hosts)
+    assert (broken.verdict, broken.said, broken.ranks) == ("fault", "broken", "rank 3 on node0")
+    assert slow.verdict == "warning" and slow.said.startswith("slow; less than half of the ranks' median, 96")
+    everywhere = {rank: [Row("a", "fault", "broken")] for rank in range(8)}
+    assert [row.ranks for row in report_of(everywhere, hosts)] == [""]
+
+
+def test_a_closed_port_is_named() -> None:
+    """Where somebody listens the kernel answers, although nobody accepts."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert unreachable({"rank 8's machine": ("127.0.0.1", port)}) == []
+    [said] = unreachable({"rank 8's machine": ("127.0.0.1", port)})
+    assert said.startswith(f"rank 8's machine at 127.0.0.1 port {port} (") and "refused" in said
+
+
+def test_the_place_that_slurm_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Task 9 of `8(x2),4` is the second on the second node; its job has a port of its own."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that it is taken away again
+        monkeypatch.delenv(name)
+    slurm = {"STEP_NUM_TASKS": "20", "PROCID": "9", "LOCALID": "1", "NODEID": "1", "STEP_TASKS_PER_NODE": "8(x2),4"}
+    for name, value in (slurm | {"STEP_NODELIST": "gpu[007-008,012]-a,big1", "JOB_ID": "4711"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    take_place_of_srun()
+    check_launched()
+    found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")}
+    assert list(found.values()) == ["9", "20", "1", "8", "gpu007-a"]
+    assert 20_000 <= int(os.environ["MASTER_PORT"]) < 30_000

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dppo_megatron.actor.layout import build_layout, start_process_group, stop_process_group
 from dppo_megatron.config.schema import Config
-from dppo_megatron.distributed import on_loopback_if_one_machine
+from dppo_megatron.distributed import GLOO_INTERFACE, on_loopback_if_one_machine
 from dppo_megatron.doctor.board import Board, Report
 from dppo_megatron.doctor.environment import allocator_row
 from dppo_megatron.doctor.links import copy_rows, reduce_row, server_rows, unreachable
@@ -65,6 +65,7 @@ def _look(config: Config | None, board: Board) -> None:
     if nodes.count > 1:
         board.add([_ports(nodes, [address for _, address in met], board)])
     board.begin("process group")
+    _check_interface()
     start_process_group(max(1.0, board.left_s - _RESERVE_S))
     board.add([Row("process group", "ok", "all ranks have met")])
     groups = _groups_of(config, nodes)
@@ -73,6 +74,17 @@ def _look(config: Config | None, board: Board) -> None:
             continue
         board.begin(f"all-reduce {name}")
         board.add([reduce_row(name, group, device, max(1.0, board.left_s - _RESERVE_S))])
+
+
+def _check_interface() -> None:
+    """Raise UserError for one that gloo would not find; NCCL's own variable is checked where NCCL is used."""
+    names = [name for _, name in socket.if_nameindex()]
+    for chosen in filter(None, os.environ.get(GLOO_INTERFACE, "").split(",")):
+        if chosen not in names:
+            raise UserError(
+                f"{GLOO_INTERFACE}={chosen} is no network interface of this machine, which has {', '.join(names)}:"
+                " name the one by which the machines of the job reach each other"
+            )
 
 
 def _master() -> str:
