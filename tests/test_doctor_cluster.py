@@ -138,7 +138,7 @@ def _nccl_says(text: str) -> Callable[[int], None]:
             _wrong_interface,
             60,
             "process group",
-            r"GLOO_SOCKET_IFNAME=nonexistent0 is no network interface .*, lo.*\[rank 1 on ",
+            r"GLOO_SOCKET_IFNAME=nonexistent0 is no network interface .* which has .*lo.*\[rank 1 on ",
         ),
         (_never_comes, 16, "ranks", r"1 of 2 ranks did not come \(rank 1\): were they started"),
         (_few_files, 60, "ulimit -n", r"400 open files \(hard limit\), but a rank of 2 needs 514"),
@@ -226,7 +226,7 @@ _SMI = """\
 2, 345, 1980, 0x0000000000000001, 3, 34
 3, 1980, 1980, [N/A], [N/A], 60
 """
-"""In the form that nvidia-smi prints for csv,noheader,nounits; made by hand: at its power cap, hot, idle, without ECC."""
+"""In the form of nvidia-smi's csv,noheader,nounits; made by hand: at its power cap, hot, idle, without ECC."""
 
 
 def test_what_nvidia_smi_says_is_judged() -> None:
@@ -304,7 +304,7 @@ def test_of_many_ranks_each_trouble_is_told_once() -> None:
     found[3] = [Row("a", "fault", "broken"), Row("speed", "ok", "slow", 40.0)]
     broken, slow = report_of(found, hosts)
     assert (broken.verdict, broken.said, broken.ranks) == ("fault", "broken", "rank 3 on node0")
-    assert slow.verdict == "warning" and slow.said.startswith("slow; less than half of the ranks' median, 96")
+    assert slow.verdict == "warning" and slow.said.startswith("slow; less than half of the ranks' median, 95.5 GB/s")
     everywhere = {rank: [Row("a", "fault", "broken")] for rank in range(8)}
     assert [row.ranks for row in report_of(everywhere, hosts)] == [""]
 
