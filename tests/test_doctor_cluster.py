@@ -93,14 +93,13 @@ def test_two_tasks_of_srun_are_a_job(tmp_path: Path) -> None:
     assert code == 0, lines
     assert "2 on 2 machines" in _line(lines, "ranks")
     assert "every machine reaches every other one" in _line(lines, "ports")
-    assert "reads this rank's memory and writes to it" in _line(lines, "shared memory")
+    assert "reads and writes this rank's" in _line(lines, "shared memory")
     assert _line(lines, "NCCL of both ends").startswith("ok")
     for group in ("WORLD", "tp"):
         [speed] = re.findall(
             r"([\d.e+-]+) GB/s over 2 ranks \(bus bandwidth; gloo, 4 MiB\)", _line(lines, f"all-reduce {group}")
         )
         assert float(speed) > 0
-        assert "[slowest: rank " in _line(lines, f"all-reduce {group}")
     assert not any("all-reduce pp" in line for line in lines), "a group of one sends nothing"
     assert lines[-1].startswith("0 fault, ") and "; 2 ranks, " in lines[-1]
     assert (tmp_path / "1.txt").read_text() == ""
@@ -214,7 +213,7 @@ def test_faults_of_a_launch(tmp_path: Path) -> None:
     assert done.returncode == 1 and "exitcode  : 2" in done.stderr, done.stderr[-3000:]  # torchrun's own code is 1
     assert "400 open files" in _line(lines, "ulimit -n")
     assert "NCCL is 2.27.3 there and 2.29.7 in the trainer" in _line(lines, "NCCL of both ends")
-    assert "reads this rank's memory" in _line(lines, "shared memory")
+    assert "reads and writes this rank's" in _line(lines, "shared memory")
     if can_mount:
         assert re.match(r"fault +/dev/shm +0 of 0 MiB free: NCCL and vLLM", _line(lines, "/dev/shm"))
     assert lines[-1].startswith(f"{2 + can_mount} fault, 0 warning, "), lines

@@ -113,6 +113,7 @@ def _ports(nodes: Nodes, toward_master: Sequence[str], board: Board) -> Row:
 
 def _groups_of(config: Config | None, nodes: Nodes) -> Mapping[str, dist.ProcessGroup]:
     """WORLD, and this rank's groups of the layout; without CONFIG that of its machine. Collective."""
+    assert dist.group.WORLD is not None
     world = {"WORLD": dist.group.WORLD}
     if config is None:
         with on_loopback_if_one_machine():

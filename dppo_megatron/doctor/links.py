@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.servers.launch import LaunchedServer
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer, is_supported
 
+_IN_ENGINE = Path(dppo_nccl.__file__).parent
 _SHARED_BYTES = 1 << 16
 _COPIED_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
 _REDUCED_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
@@ -39,12 +40,10 @@ def server_rows(config: Config | None, device: torch.device, timeout_s: float) -
     if not is_supported():
         return [Row("shared memory", "ok", "not tried: it needs Linux")]
     server = LaunchedServer([sys.executable], {}, Path()) if config is None else make_servers(config)[0]
-    python = server.command[0] if config is None else config.rollout.servers.python or sys.executable
-    variables = {name: value for name, value in server.environment.items() if name != "CUDA_VISIBLE_DEVICES"}
-    if "CUDA_VISIBLE_DEVICES" in os.environ:  # that of a server may leave this rank's GPU out
-        variables["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
-    path = (str(Path(dppo_nccl.__file__).parent), os.environ.get("PYTHONPATH"))
-    variables |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONSAFEPATH": "1"}
+    server.variables.pop("CUDA_VISIBLE_DEVICES", None)  # a server's may leave this rank's GPU out
+    python = config.rollout.servers.python if config is not None and config.rollout.servers.python else sys.executable
+    path = (str(_IN_ENGINE), os.environ.get("PYTHONPATH"))
+    variables = server.environment | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONSAFEPATH": "1"}
     buffer = SharedBuffer(_SHARED_BYTES, device)
     content = torch.randint(256, (_SHARED_BYTES,), dtype=torch.uint8)
     buffer.fill(content.to(device))
@@ -55,18 +54,17 @@ def server_rows(config: Config | None, device: torch.device, timeout_s: float) -
         said = f"{python} has not loaded torch in {timeout_s:.0f} s; --limit-s waits longer"
         return [Row("servers' Python", "warning", said)]
     except (OSError, ValueError) as error:
-        said = f"rollout.servers.python: {python} cannot be asked: {' '.join(str(error).split())}"
-        return [Row("servers' Python", "fault", said)]
+        return [Row("servers' Python", "fault", f"rollout.servers.python: {python} cannot be asked: {error}")]
     finally:
         buffer.close()
-    what = "CUDA IPC" if device.type == "cuda" else "shared memory"
-    if came_back and answer.get("sha256") == hashlib.sha256(bytes(content.tolist())).hexdigest():
-        shared = Row(what, "ok", f"{python} reads this rank's memory and writes to it")
-    else:
-        problem = answer.get("error") or "other bytes were read or came back than were written"
-        verdict = "fault" if config is not None and config.rollout.sync.channel in ("auto", "ipc") else "warning"
+    shared = Row(
+        "CUDA IPC" if device.type == "cuda" else "shared memory", "ok", f"{python} reads and writes this rank's"
+    )
+    if not came_back:
+        uses = config is not None and (config.rollout.sync.channel == "ipc" or config.rollout.servers.colocate)
         advice = ipc_warning() or "; let the container share IPC and process namespaces, or choose disk"
-        shared = Row(what, verdict, f"{python}: {problem}{advice} (rollout.sync.channel)")
+        said = f"{python}: {answer.get('error') or 'other bytes came back'}{advice} (rollout.sync.channel)"
+        shared = replace(shared, verdict="fault" if uses else "warning", said=said)
     return [shared, ends_row(config, answer["nccl"])]
 
 
@@ -80,7 +78,7 @@ def ends_row(config: Config | None, theirs: dict[str, str]) -> Row:
 
 
 def _ask(python: str, variables: Mapping[str, str], handle: str, timeout_s: float) -> dict[str, Any]:
-    command = [python, str(Path(__file__).with_name("probe.py"))]
+    command = [python, str(_IN_ENGINE / "dppo_probe.py")]
     done = subprocess.run(
         command, env=dict(variables), input=handle, capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -116,8 +114,9 @@ def reduce_row(name: str, group: dist.ProcessGroup, device: torch.device, timeou
     dist.all_reduce(tensor, group=group)
     if not bool((tensor == ranks).all()):
         raise RuntimeError(f"the sum over {ranks} ranks is wrong")
-    seconds = _seconds(lambda: dist.all_reduce(tensor, group=group), device)
-    speed = 2 * (ranks - 1) / ranks * size / seconds / 1e9
+    seconds = torch.tensor(_seconds(lambda: dist.all_reduce(tensor, group=group), device), device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)  # one speed for a group: its ranks wait for each other
+    speed = 2 * (ranks - 1) / ranks * size / float(seconds) / 1e9
     how = f"{dist.get_backend(group)}, {size >> 20} MiB" if device.type == "cpu" else f"nccl, {size >> 20} MiB"
     return Row(f"all-reduce {name}", "ok", f"{speed:.3g} GB/s over {ranks} ranks (bus bandwidth; {how})", speed)
 

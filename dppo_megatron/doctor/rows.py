@@ -59,7 +59,7 @@ def _slowest(own: Mapping[int, Row], speeds: Mapping[int, float], hosts: Mapping
     row, middle = own[slowest], statistics.median(speeds.values())
     is_slow = speeds[slowest] < _SLOW * middle
     said = f"{row.said}; less than half of the ranks' median, {middle:.3g} GB/s" if is_slow else row.said
-    whose = f"slowest: {_named([slowest], hosts)}" if len(speeds) > 1 else ""
+    whose = f"slowest: {_named([slowest], hosts)}" if len(set(speeds.values())) > 1 else ""
     return Row(row.what, "warning" if is_slow else "ok", said, row.gb_s, whose)
 
 
