@@ -79,9 +79,10 @@ def check_launched() -> None:
         raise _mistake(f"MASTER_PORT={os.environ['MASTER_PORT']} is no port: 1 to 65535")
 
 
-def take_place_of_srun() -> None:
-    """Set torchrun's variables from Slurm's, where srun has started the ranks themselves. MASTER_ADDR and MASTER_PORT
-    that are set stay: the step's first host and a port of the job's own are chosen."""
+def place_from_slurm() -> None:
+    """Set torchrun's variables from Slurm's, where srun has started the ranks themselves: for a check. A run needs
+    torchrun, which ends all ranks with one. What is set stays; else they meet on the step's first host, at a port of
+    its own."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if "RANK" in os.environ or not tasks.isdecimal() or int(tasks) == 1 or "SLURM_PTY_WIN_COL" in os.environ:
         return

@@ -29,7 +29,7 @@ from dppo_megatron.doctor.environment import allocator_row
 from dppo_megatron.doctor.links import unreachable
 from dppo_megatron.doctor.machine import files_row, gpu_rows, locked_row, memory_row, shm_row, threads_row
 from dppo_megatron.doctor.rows import Row, report_of
-from dppo_megatron.launched import check_launched, take_place_of_srun
+from dppo_megatron.launched import check_launched, place_from_slurm
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks are forked, and judged as a CPU's")
@@ -317,8 +317,8 @@ def test_a_closed_port_is_named() -> None:
     """Where somebody listens the kernel answers, although nobody accepts."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        assert unreachable({"rank 8's machine": ("127.0.0.1", port)}) == []
-    [said] = unreachable({"rank 8's machine": ("127.0.0.1", port)})
+        assert unreachable({"rank 8's machine": f"127.0.0.1 {port}"}) == []
+    [said] = unreachable({"rank 8's machine": f"127.0.0.1 {port}"})
     assert said.startswith(f"rank 8's machine at 127.0.0.1 port {port} (") and "refused" in said
 
 
@@ -330,7 +330,7 @@ def test_the_place_that_slurm_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = {"STEP_NUM_TASKS": "20", "PROCID": "9", "LOCALID": "1", "NODEID": "1", "STEP_TASKS_PER_NODE": "8(x2),4"}
     for name, value in (slurm | {"STEP_NODELIST": "gpu[007-008,012]-a,big1", "JOB_ID": "4711"}).items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    take_place_of_srun()
+    place_from_slurm()
     check_launched()
     found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")}
     assert list(found.values()) == ["9", "20", "1", "8", "gpu007-a"]

@@ -19,8 +19,8 @@ from dppo_megatron.launched import (
     check_launched,
     launched_rank,
     launched_world_size,
+    place_from_slurm,
     set_cuda_variables,
-    take_place_of_srun,
 )
 from dppo_megatron.types import UserError, Watch
 
@@ -55,7 +55,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     quiet_libraries()
     if arguments.fp8_gate:
         return _gate(arguments)
-    take_place_of_srun()
+    place_from_slurm()
     check_launched()
     config_path, settings = "", list(arguments.overrides)
     if settings and "=" not in settings[0]:

@@ -42,6 +42,7 @@ def check_cluster(config: Config | None, limit_s: float, report: Report) -> int:
     except (GuardStop, UserError, RuntimeError, ValueError, OSError) as error:
         board.stop(_said(error))
         return board.end()  # without leaving the groups: NCCL would wait for those that hang
+    board.begin("leaving the groups")
     stop_process_group()
     return board.end()
 
@@ -98,11 +99,8 @@ def _ports(nodes: Nodes, toward_master: Sequence[str], board: Board) -> Row:
     host = toward_master[board.rank] if nodes.node else address_toward(toward_master[nodes.of_rank.index(1)])
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         said = board.others(f"{host} {listener.getsockname()[1]}")
-        firsts = {node: nodes.of_rank.index(node) for node in range(nodes.count) if node != nodes.node}
-        addresses = {f"rank {rank}'s machine": said[rank].split() for rank in firsts.values()}
-        missing = (
-            unreachable({name: (at, int(port)) for name, (at, port) in addresses.items()}) if nodes.is_first else []
-        )
+        firsts = [nodes.of_rank.index(node) for node in range(nodes.count) if nodes.is_first and node != nodes.node]
+        missing = unreachable({f"rank {rank}'s machine": said[rank] for rank in firsts})
         board.begin("ports, all tried")
         board.others("")  # nobody closes its own before
     if missing:

@@ -117,8 +117,9 @@ def reduce_row(name: str, group: dist.ProcessGroup, device: torch.device, timeou
     seconds = torch.tensor(_seconds(lambda: dist.all_reduce(tensor, group=group), device), device=device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)  # one speed for a group: its ranks wait for each other
     speed = 2 * (ranks - 1) / ranks * size / float(seconds) / 1e9
-    how = f"{dist.get_backend(group)}, {size >> 20} MiB" if device.type == "cpu" else f"nccl, {size >> 20} MiB"
-    return Row(f"all-reduce {name}", "ok", f"{speed:.3g} GB/s over {ranks} ranks (bus bandwidth; {how})", speed)
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    said = f"{speed:.3g} GB/s over {ranks} ranks (bus bandwidth; {backend}, {size >> 20} MiB)"
+    return Row(f"all-reduce {name}", "ok", said, speed)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -135,12 +136,14 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return statistics.median(found)
 
 
-def unreachable(addresses: Mapping[str, tuple[str, int]]) -> list[str]:
-    """Of listening machines by name, those that do not answer. One that accepts need not do more: the kernel does."""
+def unreachable(addresses: Mapping[str, str]) -> list[str]:
+    """Of machines that listen, by name ("10.0.0.7 4711"), those that do not answer. Nobody need accept: the kernel
+    does."""
     missing = []
     for name, address in addresses.items():
+        host, port = address.split()
         try:
-            socket.create_connection(address, _CONNECT_S).close()
+            socket.create_connection((host, int(port)), _CONNECT_S).close()
         except OSError as error:
-            missing.append(f"{name} at {address[0]} port {address[1]} ({error})")
+            missing.append(f"{name} at {host} port {port} ({error})")
     return missing
