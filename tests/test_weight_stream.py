@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,11 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("experts"), family="qwen3_moe", vocab_size=37)
 
 
-def _streams(model_path: Path, parallel: Parallel) -> dict[str, Any]:
+def _streams(model_path: Path, parallel: Parallel, nodes: Sequence[int]) -> dict[str, Any]:
     """What this rank is given when everybody asks, when the first does, and when the last two do; and its exchanges."""
+    os.environ["LOCAL_RANK"] = str(
+        [rank for size in nodes or [parallel.world_size] for rank in range(size)][dist.get_rank()]
+    )
     actor = build_actor(model_path, parallel)
     world = parallel.world_size
     exchanges, messages = _count(dist.batch_isend_irecv)
@@ -65,17 +69,18 @@ def _count(call: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
     return counted, sizes
 
 
-def _check(model_path: Path, parallel: Parallel) -> list[dict[str, Any]]:
-    """Every tensor of the checkpoint, bit for bit, on the ranks that asked and nowhere else; one exchange a bucket."""
+def _check(model_path: Path, parallel: Parallel, nodes: Sequence[int] = ()) -> list[dict[str, Any]]:
+    """Every tensor of the checkpoint, bit for bit, on the ranks that asked and nowhere else; one exchange a bucket, and
+    one more inside the node where there are several of these sizes."""
     reader = CheckpointReader(model_path, read_architecture(model_path))
-    results = run_ranks(_streams, parallel.world_size, model_path, parallel)
+    results = run_ranks(_streams, parallel.world_size, model_path, parallel, nodes)
     world = len(results)
     for rank, given in enumerate(results):
         for name, asks in (("all", True), ("first", rank == 0), ("last", rank >= world - 2)):
             assert set(given[name]) == (set(reader.names) if asks else set())
             for key, array in given[name].items():
                 assert np.array_equal(array, reader.get(key).numpy()), f"{parallel}, rank {rank}: {key}"
-            assert given[f"{name} exchanges"] <= given["buckets"]
+            assert given[f"{name} exchanges"] <= given["buckets"] * (2 if nodes else 1)
     return results
 
 
@@ -90,6 +95,23 @@ def test_experts_too(experts: Path, parallel: Parallel) -> None:
     """Expert shards lie on other ranks than the rest of their layer."""
     results = _check(experts, parallel)
     assert results[0]["buckets"] < len(results[0]["first"]), "a bucket holds many experts"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "nodes"),
+    [(Parallel(tp=2, pp=2, dp=2), (4, 4)), (Parallel(tp=2, pp=2, dp=2), (3, 5)), (Parallel(pp=4), (2, 2))],
+    ids=["whole stages", "uneven nodes", "a stage a rank"],
+)
+def test_nodes_pass_on_what_they_fetch(dense: Path, parallel: Parallel, nodes: Sequence[int]) -> None:
+    """The two hops give the same bytes: a colocated sync of a job whose stages lie on several nodes."""
+    results = _check(dense, parallel, nodes)
+    assert any(given["all exchanges"] > given["buckets"] for given in results), "somebody passes on"
+
+
+def test_experts_on_other_nodes(experts: Path) -> None:
+    """Each node holds a half of the experts, one copy of it."""
+    results = _check(experts, Parallel(ep=4, dp=4), (2, 2))
+    assert any(given["all exchanges"] > given["buckets"] for given in results)
 
 
 def test_a_tied_output_layer_is_streamed_once(tied: Path) -> None:

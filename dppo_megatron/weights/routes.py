@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -75,79 +75,55 @@ class Role(NamedTuple):
     """Comes from this rank in the second hop."""
 
 
-IDLE = Role()
-
-
-class _Spread(NamedTuple):
-    """One set of holders, as a rank sees it."""
-
-    lacking: list[list[int]]
-    """The receivers of each node that has no holder, in the order of the nodes."""
-    order: int | None
-    """Place of this rank's node among them."""
-    beside: list[int]
-    """Holders on this rank's node."""
-    waiting: list[int]
-    """Receivers on this rank's node that are no holders."""
-    holds: int | None
-    """Place of this rank among the holders."""
-
-
-class Routes:
-    """The routes of one rank, for one set of receivers.
+class Route:
+    """How what `holders` have comes to all receivers, as rank `me` sees it.
 
     Args:
         nodes: the node of each rank of the job, under any name; nodes may differ in size.
-        me: the rank.
+        receivers: by node.
     """
 
-    def __init__(self, nodes: Sequence[int], receivers: Iterable[int], me: int) -> None:
-        self._nodes, self._me = nodes, me
-        self._on_node: dict[int, list[int]] = {}
-        for rank in sorted(receivers):
-            self._on_node.setdefault(nodes[rank], []).append(rank)
-        self._spreads: dict[tuple[int, ...], _Spread] = {}
+    def __init__(
+        self, holders: tuple[int, ...], nodes: Sequence[int], receivers: dict[int, list[int]], me: int
+    ) -> None:
+        have = {nodes[rank] for rank in holders}
+        self._holders, self._me = holders, me
+        self._lacking = [ranks for node, ranks in receivers.items() if node not in have]
+        self._beside = [rank for rank in holders if nodes[rank] == nodes[me]]
+        self._waiting = [rank for rank in receivers.get(nodes[me], []) if rank not in holders]
+        self._order = self._lacking.index(self._waiting) if self._waiting in self._lacking else 0
+        self._period = math.lcm(len(holders), len(self._beside) or 1, *map(len, self._lacking), len(self._waiting) or 1)
+        self._roles: dict[tuple[int, int], tuple[Role, ...]] = {}
 
-    def crosses(self, holders: tuple[int, ...]) -> bool:
+    @property
+    def crosses(self) -> bool:
         """Whether a node lacks what these ranks hold, so that it crosses the network. The same on every rank."""
-        return bool(self._spread(holders).lacking)
+        return bool(self._lacking)
 
-    def role(self, holders: tuple[int, ...], turn: int) -> Role:
-        """This rank's part in bringing a piece from `holders` to all receivers.
+    def roles(self, turn: int, count: int) -> tuple[Role, ...]:
+        """This rank's in bringing `count` pieces, or none; `turn` counts them all, the same on every rank."""
+        asked = turn % self._period, count
+        if asked not in self._roles:
+            found = tuple(self._role(turn + piece) for piece in range(count))
+            self._roles[asked] = found if any(role != Role() for role in found) else ()
+        return self._roles[asked]
 
-        Args:
-            turn: counts the pieces of these holders; the same on every rank.
-        """
-        lacking, order, beside, waiting, holds = self._spread(holders)
-        nodes, count = len(lacking), len(holders)
-        if holds is not None:
-            first = (holds - turn * nodes) % count  # pairs of piece and node go round the holders
-            far = [there[turn % len(there)] for there in lacking[first::count]]
-            near = waiting[(beside.index(self._me) - turn) % len(beside) :: len(beside)]
-            return Role(to=(*far, *near)) if far or near else IDLE
-        if self._me not in waiting:
-            return IDLE
-        if order is None:
-            return Role(source=beside[(turn + waiting.index(self._me)) % len(beside)])
-        relay = waiting[turn % len(waiting)]
+    def _role(self, turn: int) -> Role:
+        nodes, count = len(self._lacking), len(self._holders)
+        if self._me in self._holders:
+            first = (self._holders.index(self._me) - turn * nodes) % count  # (piece, node) go round the holders
+            far = [there[turn % len(there)] for there in self._lacking[first::count]]
+            near = self._waiting[(self._beside.index(self._me) - turn) % len(self._beside) :: len(self._beside)]
+            return Role(to=(*far, *near))
+        if self._me not in self._waiting:
+            return Role()
+        if self._beside:
+            return Role(source=self._beside[(turn + self._waiting.index(self._me)) % len(self._beside)])
+        relay = self._waiting[turn % len(self._waiting)]
         if relay != self._me:
             return Role(relay=relay)
-        source = holders[(turn * nodes + order) % count]
-        return Role(source=source, onward=tuple(rank for rank in waiting if rank != relay))
-
-    def _spread(self, holders: tuple[int, ...]) -> _Spread:
-        if (found := self._spreads.get(holders)) is None:
-            have = {self._nodes[rank] for rank in holders}
-            lacking = [node for node in self._on_node if node not in have]
-            mine = self._nodes[self._me]
-            found = self._spreads[holders] = _Spread(
-                [self._on_node[node] for node in lacking],
-                lacking.index(mine) if mine in lacking else None,
-                [rank for rank in holders if self._nodes[rank] == mine],
-                [rank for rank in self._on_node.get(mine, []) if rank not in holders],
-                holders.index(self._me) if self._me in holders else None,
-            )
-        return found
+        source = self._holders[(turn * nodes + self._order) % count]
+        return Role(source=source, onward=tuple(rank for rank in self._waiting if rank != relay))
 
 
 class Unit(NamedTuple):
@@ -155,7 +131,7 @@ class Unit(NamedTuple):
 
     block: int
     places: list[Place]
-    roles: list[Role]
+    roles: tuple[Role, ...]
     """This rank's in each piece of it; the pieces are of one size, up to an element."""
 
 
@@ -195,12 +171,14 @@ class Catalogue:
         # a layer's experts in turns over their holders, so that all of these send in each bucket
         self._order = sorted(self.parts, key=lambda item: (item[1][:1], turns[item], item[1], item[0]))
 
+        self._numel = {block.key: math.prod(block.shape) for block in self.blocks}
+
     def buckets(self, max_numel: int) -> list[list[Item]]:
         """Consecutive items that together have at most `max_numel` elements, unless one alone has more."""
         buckets: list[list[Item]] = []
         total = 0
         for item in self._order:
-            numel = self._numel(item)
+            numel = self._numel[item[0]]
             if not buckets or total + numel > max_numel:
                 buckets.append([])
                 total = 0
@@ -210,8 +188,13 @@ class Catalogue:
 
     def plan(self, receivers: Sequence[int], max_numel: int, me: int) -> list[Bucket]:
         """What rank `me` does. It does not look at what it neither holds nor asks for."""
-        routes = Routes(self._nodes, receivers, me)
-        concerns = [me in receivers or me in holders for holders in self._holders]
+        on_node: dict[int, list[int]] = {}
+        for rank in receivers:
+            on_node.setdefault(self._nodes[rank], []).append(rank)
+        routes = {held: Route(held, self._nodes, on_node, me) for held in set(self._holders)}
+        route_of = [routes[held] for held in self._holders]
+        concerns = [me in receivers or me in held for held in self._holders]
+        sizes = [block.numel for block in self.blocks]
         turns = list(range(len(self.blocks)))  # from numbers of their own: blocks of the same holders are staggered
         plan = []
         for items in self.buckets(max_numel):
@@ -220,18 +203,13 @@ class Catalogue:
                 for number in self.parts[item]:
                     if concerns[number]:
                         places.setdefault(number, []).append(item[1])
-            largest = math.ceil(sum(map(self._numel, items)) / _PIECES)
+            largest = math.ceil(sum(self._numel[key] for key, _ in items) / _PIECES)
             units = []
             for number, own in places.items():
-                holders = self._holders[number]
-                numel = len(own) * self.blocks[number].numel
-                pieces = math.ceil(numel / largest) if routes.crosses(holders) else 1
-                roles = [routes.role(holders, turns[number] + piece) for piece in range(pieces)]
-                turns[number] += pieces
-                if any(role != IDLE for role in roles):
+                route, numel = route_of[number], len(own) * sizes[number]
+                pieces = math.ceil(numel / largest) if route.crosses else 1
+                if roles := route.roles(turns[number], pieces):
                     units.append(Unit(number, own, roles))
+                turns[number] += pieces
             plan.append(Bucket(items, units))
         return plan
-
-    def _numel(self, item: Item) -> int:
-        return math.prod(self.blocks[self.parts[item][0]].shape)
