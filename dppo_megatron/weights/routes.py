@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -198,11 +198,11 @@ class Catalogue:
         turns = list(range(len(self.blocks)))  # from numbers of their own: blocks of the same holders are staggered
         plan = []
         for items in self.buckets(max_numel):
-            places: dict[int, list[Place]] = {}
+            places: dict[int, list[Place]] = defaultdict(list)
             for item in items:
                 for number in self.parts[item]:
                     if concerns[number]:
-                        places.setdefault(number, []).append(item[1])
+                        places[number].append(item[1])
             largest = math.ceil(sum(self._numel[key] for key, _ in items) / _PIECES)
             units = []
             for number, own in places.items():
