@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.batch import build_microbatch
 from dppo_megatron.actor.layout import build_layout
+from dppo_megatron.actor.logprobs import LogprobStore
 from dppo_megatron.actor.loss import LossHook
 from dppo_megatron.actor.rotary import Rotary
 from dppo_megatron.algorithms.objectives import make_objective, supervised
@@ -276,5 +277,6 @@ def test_a_pack_travels_without_waiting() -> None:
     with Copies():
         pack = build_microbatch(random_samples(4, 37), microbatch, device=torch.device("meta"))
         rotation = pack.packed.rotation(Rotary(16, 10000.0), torch.bfloat16)
+    LogprobStore().add(pack, torch.zeros(len(pack.targets), device="meta"))  # which nobody can read
     assert pack.packed.cu_seqlens_q.device == rotation.cos.device == torch.device("meta")
     assert len(copies) >= 8 and all(copies)

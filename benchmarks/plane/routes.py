@@ -128,7 +128,7 @@ def egress(world: int, shape: Shape, bucket_mb: int) -> Egress:
                 sent.append(Counter())
                 taken.append(Counter())
             for unit in bucket.units:
-                size = 2 * len(unit.places) * catalogue.blocks[unit.block].numel / len(unit.roles)
+                size = 2 * len(unit.places) * catalogue.blocks[unit.block].numel // len(unit.roles)
                 for receiver in (receiver for role in unit.roles for receiver in role.to):
                     if receiver // NODE != me // NODE:
                         sent[index][me] += size

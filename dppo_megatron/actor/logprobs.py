@@ -144,9 +144,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         projection: Projection = ctx.projection
         grad_hidden = torch.zeros_like(hidden)
         # accumulates over chunks and micro-batches: in bfloat16 small contributions would be lost
-        buffer: Tensor | None = getattr(weight, "main_grad", None)
-        in_place = buffer is not None and buffer.dtype == log_normalizer.dtype
-        grad_weight = buffer if in_place else torch.zeros_like(weight, dtype=log_normalizer.dtype)
+        grad_weight: Tensor | None = getattr(weight, "main_grad", None)
+        in_place = grad_weight is not None and grad_weight.dtype == log_normalizer.dtype
+        if grad_weight is None or not in_place:
+            grad_weight = torch.zeros_like(weight, dtype=log_normalizer.dtype)
         for rows in _chunks(len(hidden), projection.chunk_tokens):
             own = (None if grad is None else grad[rows] for grad in grads)
             chunk = BackwardChunk(targets[rows], log_normalizer[rows], entropy[rows], *own)

@@ -161,7 +161,7 @@ class WeightStream:
         """Start sending what others lack of a bucket and we hold, and receiving what we lack."""
         lacking = [unit for unit in bucket.units if not self._holds(unit)]
         sizes = [len(unit.places) * self._blocks[unit.block].numel for unit in lacking]
-        arriving = iter(torch.empty(sum(sizes), dtype=self._dtype, device=self._device).split(sizes))
+        arriving = iter(torch.split(torch.empty(sum(sizes), dtype=self._dtype, device=self._device), sizes))
         flat = [self._packed(unit) if self._holds(unit) else next(arriving) for unit in bucket.units]
         operations: list[dist.P2POp] = []
         for unit, memory in zip(bucket.units, flat, strict=True):
@@ -194,14 +194,14 @@ class WeightStream:
         arrived: dict[tuple[int, Place], Tensor] = {}
         for unit, memory in zip(exchange.bucket.units, exchange.flat, strict=True):
             if not self._holds(unit):
-                shards = memory.split(self._blocks[unit.block].numel)
+                shards = torch.split(memory, self._blocks[unit.block].numel)
                 arrived |= {(unit.block, place): shard for place, shard in zip(unit.places, shards, strict=True)}
         exchange.flat.clear()
         items = exchange.bucket.items
         shapes = [shape for key, _ in items for shape in self._hf_shapes[key]]
         sizes = list(map(math.prod, shapes))
         memory = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
-        views = [part.view(shape) for part, shape in zip(memory.split(sizes), shapes, strict=True)]
+        views = [part.view(shape) for part, shape in zip(torch.split(memory, sizes), shapes, strict=True)]
         waiting = iter(views)
         for item in items:
             self._fill(item, [next(waiting) for _ in self._hf_shapes[item[0]]], arrived)
@@ -218,7 +218,7 @@ class WeightStream:
             block = self._blocks[number]
             shards: Iterable[Tensor] | None = self._local.get((number, place))
             if shards is None:
-                shards = arrived[number, place].split(block.sizes)
+                shards = torch.split(arrived[number, place], block.sizes)
             for (start, size), shard in zip(block.parts, shards, strict=True):
                 full[_index(start, size)].copy_(shard.view(size))
         if direct:
@@ -252,18 +252,19 @@ def _hf_shapes(key: str, shape: tuple[int, ...], architecture: Architecture) -> 
 
 def _blocks_of(model: Sequence[torch.nn.Module]) -> dict[Block, list[list[Tensor]]]:
     """What this rank holds: the shards of each block by place, then by part."""
-    at: dict[tuple[str, tuple[int, ...], Place], list[tuple[tuple[int, ...], Tensor]]] = {}
+    at: dict[tuple[str, tuple[int, ...], Place], dict[tuple[int, ...], Tensor]] = {}
     for shard in _local_shards(model):
         assert shard.data is not None
         axes = shard.prepend_axis_num
         item = shard.key, tuple(shard.global_shape[axes:]), tuple(shard.global_offset[:axes])
-        at.setdefault(item, []).append((tuple(shard.global_offset[axes:]), shard.data))
+        at.setdefault(item, {})[tuple(shard.global_offset[axes:])] = shard.data
     alike: dict[tuple[Any, ...], dict[Place, list[Tensor]]] = {}
     for (key, shape, place), shards in sorted(at.items(), key=lambda found: found[0]):
-        shards.sort(key=lambda shard: shard[0])
-        parts = tuple((start, tuple(data.shape)) for start, data in shards)
-        alike.setdefault((key, shape, parts), {})[place] = [data for _, data in shards]
-    return {Block(*kind, tuple(found)): list(found.values()) for kind, found in alike.items()}
+        parts = tuple((start, tuple(shards[start].shape)) for start in sorted(shards))
+        alike.setdefault((key, shape, parts), {})[place] = [shards[start] for start, _ in parts]
+    return {
+        Block(key, shape, parts, tuple(found)): list(found.values()) for (key, shape, parts), found in alike.items()
+    }
 
 
 def _index(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen3MoeConfig
 
 from dppo_megatron.actor.actor import Actor
-from dppo_megatron.actor.layout import build_layout
+from dppo_megatron.actor.layout import build_layout, start_process_group
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig
 from dppo_megatron.distributed import (
     barrier,
@@ -180,3 +181,18 @@ def test_ranks_connect_to_those_they_talk_to(tmp_path: Path) -> None:
         assert made - before <= 18 * 5
         assert together - made <= 2 * 2 * 5 + 5
         assert after - made <= 2 * (world - 1) + 10
+
+
+def _limit() -> tuple[int, int]:
+    dist.destroy_process_group()
+    del os.environ["RANK"]
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    start_process_group()
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def test_a_rank_may_open_what_it_is_allowed() -> None:
+    """The exchange of tokens connects each rank with all others, and 1,024 open files are a usual limit."""
+    soft, hard = run_ranks(_limit, 1)[0]
+    assert soft == (1 << 20 if hard == resource.RLIM_INFINITY else hard)
