@@ -6,8 +6,10 @@ is said in a sentence before the ranks meet, which would otherwise wait minutes 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import resource
 from pathlib import Path
 
 from dppo_megatron.types import UserError
@@ -23,6 +25,16 @@ def set_cuda_variables() -> None:
     knows better.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def raise_file_limit() -> int:
+    """Open files that this process may have, after its soft limit was raised to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1 << 20 if hard == resource.RLIM_INFINITY else hard
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
 def launched_world_size() -> int:
