@@ -82,7 +82,7 @@ class RuleBroken(BaseException):
     """A call that would hang, or read what has not arrived, over NCCL."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Communicator:
     """One that this rank has had made."""
 
@@ -93,6 +93,8 @@ class Communicator:
     """Of a send outside a batch; made by both ends when they need it."""
     call: str
     at_start: bool
+    uses: int = 0
+    """Calls through it, but for the one that made it at start."""
 
 
 @dataclass
@@ -181,10 +183,13 @@ class Rule:
     def _communicator(self, key: str, group: Any, members: tuple[int, ...], call: _Call) -> None:
         """Return when the communicator `key` exists."""
         if key in self.communicators:
+            self.communicators[key].uses += 1
             return
         board = self._board_of_now()
         assert board is not None
-        made = Communicator(_named(group), members, ":" in key, call.text, call.module == AT_START)
+        made = Communicator(
+            _named(group), members, ":" in key, call.text, call.module == AT_START, int(call.module != AT_START)
+        )
         with self._lock:
             board.come_to(key)
         what = f"the first {call.text} of {_named(group)}" + f", which is one of ranks {members}" * made.is_pair
@@ -193,12 +198,13 @@ class Rule:
         self.communicators[key] = made
 
     def _await_members(self, wait: Wait, board: Board) -> None:
-        deadline = time.monotonic() + self.patience_s
+        deadline, pause = time.monotonic() + self.patience_s, 0.001
         while len(come := board.have_come(wait.key, wait.needs)) < len(wait.needs):
             late = time.monotonic() > deadline
             stuck = board.stuck()
             if stuck is None and not late:
-                time.sleep(0.002)
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
                 continue
             absent = [rank for rank in wait.needs if rank not in come]
             doing = [f"rank {rank} is in {stuck[rank].what}" for rank in absent if stuck and rank in stuck]
