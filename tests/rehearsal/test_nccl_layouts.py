@@ -216,23 +216,20 @@ def _check(made: list[Communicator], parallel: Parallel) -> None:
 
 
 def _layouts(most_ranks: int = 8) -> list[tuple[Parallel, str]]:
-    """All that the tiny models allow: 4 layers, 4 heads, 4 experts."""
+    """All that the tiny models allow: 4 layers, 4 heads, 4 experts. Experts that are spread are not split as well: ranks
+    would gather unequal numbers of tokens, which gloo cannot."""
+    sizes = itertools.product((1, 2, 4), (1, 2, 4), (1, 2), (1, 2), (1, 2, 4), (1, 2, 4), (False, True))
     found = []
-    for tp, pp, vpp, cp, dp, ep, sharded in itertools.product(
-        (1, 2, 4), (1, 2, 4), (1, 2), (1, 2), (1, 2, 4), (1, 2, 4), (False, True)
-    ):
-        if vpp > 1 and (pp == 1 or pp * vpp > 4) or not 1 < tp * pp * cp * dp <= most_ranks:
-            continue
-        for etp in (0, 1, 2) if ep > 1 else (0,):
-            rest, own = divmod(tp * cp * dp, (etp or tp) * ep)
-            if not own and rest and (etp or tp) <= tp:
-                split = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "dp": dp, "ep": ep, "etp": etp}
-                parallel = Parallel(**split, distributed_optimizer=sharded)
-                found += [(parallel, family) for family in (("experts",) if ep > 1 else ("dense", "tied", "experts"))]
+    for tp, pp, vpp, cp, dp, ep, sharded in sizes:
+        fits = 1 < tp * pp * cp * dp <= most_ranks and (vpp == 1 or pp == 2)
+        if fits and (tp * cp * dp) % ep == 0:
+            etp = 1 if ep > 1 else 0
+            parallel = Parallel(tp, pp, dp, vpp, cp, ep, etp, distributed_optimizer=sharded)
+            found += [(parallel, family) for family in (("experts",) if ep > 1 else ("dense", "tied", "experts"))]
     return found
 
 
-RANDOM = random.Random(22).sample(_layouts(), int(os.environ.get("DPPO_LAYOUTS", "6")))
+RANDOM = random.Random(22).sample(_layouts(), int(os.environ.get("DPPO_LAYOUTS", "4")))
 
 
 @pytest.mark.parametrize(("parallel", "family"), RANDOM, ids=str)
