@@ -26,6 +26,7 @@ it, and may hang), memory that is freed while it is sent, tensors on another ran
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import threading
@@ -122,10 +123,10 @@ class Rule:
     _waits: dict[int, Wait] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.RLock)
 
-    def end(self) -> None:
+    def end(self, where: str = "no call: it has finished") -> None:
         """This rank makes no more calls."""
         if self._board is not None:
-            self._board.wait(Wait("end", "the end of its work"))
+            self._board.wait(Wait("end", where))
 
     # ---------------------------------------------------------------------------------------- calls
 
@@ -226,7 +227,7 @@ class Rule:
         try:
             return act()
         except BaseException:
-            self.end()
+            self.end(f"{wait.what}, and has failed there")
             raise
         finally:
             with self._lock:
@@ -337,7 +338,7 @@ def _place(frame: FrameType) -> str:
 
 
 _C10D = "torch/distributed/distributed_c10d.py"
-_WRAPPERS = (_C10D, "c10d_logger.py", "nccl_rule.py", "contextlib.py", "typing_extensions.py")
+_WRAPPERS = (_C10D, "c10d_logger.py", "rehearsal/nccl_rule.py", "contextlib.py", "typing_extensions.py")
 _BATCH = getattr(dist.batch_isend_irecv, "__wrapped__", dist.batch_isend_irecv).__code__
 _installed: Rule | None = None
 
@@ -366,6 +367,8 @@ def install(patience_s: float = 120.0) -> Rule:
         return group
 
     dist.new_group = c10d.new_group = new_group
+    if dist.is_initialized():
+        rule._board_of_now()  # a rank that makes no call must be seen too
     return rule
 
 
@@ -384,6 +387,23 @@ def under_rule(fn: Callable[..., T], *args: Any) -> tuple[T, list[Communicator]]
         result = fn(*args)
         if rule.unwaited:
             raise RuleBroken(f"never waited for: {sorted(set(rule.unwaited.values()))}")
-    finally:
         rule.end()
+    except BaseException as error:
+        if not isinstance(error, RuleBroken):
+            rule.end(f"no call: {type(error).__name__}")
+        raise
     return result, list(rule.communicators.values())
+
+
+def start_as_the_job_does() -> Any:
+    """Leave the process group of `run_ranks` and meet again with the product's own start, through the same store.
+
+    Returns what must be kept: the store serves all ranks.
+    """
+    from dppo_megatron.actor.layout import start_process_group
+
+    store = c10d._get_default_store()
+    dist.destroy_process_group()
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="1")
+    start_process_group(60.0)
+    return store

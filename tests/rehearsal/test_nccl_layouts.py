@@ -25,7 +25,6 @@ from test_actor_layouts import LAYOUTS, MOE_LAYOUTS
 
 from dppo_megatron.actor import layout as actor_layout
 from dppo_megatron.actor.actor import Actor
-from dppo_megatron.actor.layout import start_process_group
 from dppo_megatron.algorithms.objectives import clipped_surrogate
 from dppo_megatron.platform import prepare
 from dppo_megatron.rollout.servers.fleet import Fleet
@@ -35,7 +34,7 @@ from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
 from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from rehearsal.nccl_rule import Communicator, under_rule
+from rehearsal.nccl_rule import Communicator, start_as_the_job_does, under_rule
 
 pytestmark = pytest.mark.slow
 
@@ -99,18 +98,6 @@ class Server:
             tensors[note.name], start = data[start:end], end
         for name in sorted(tensors):
             self._digest.update(name.encode() + tensors[name])
-
-
-def start_as_the_job_does() -> Any:
-    """Leave the process group of `run_ranks` and meet again with the product's own start, through the same store.
-
-    Returns what must be kept: the store serves all ranks.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="1")
-    start_process_group(TIMEOUT_S)
-    return store
 
 
 def _channel(name: str, fleet: Fleet | None, seats: Seats, root: Path, model: Path) -> Channel:
@@ -216,8 +203,8 @@ def _check(made: list[Communicator], parallel: Parallel) -> None:
 
 
 def _layouts(most_ranks: int = 8) -> list[tuple[Parallel, str]]:
-    """All that the tiny models allow: 4 layers, 4 heads, 4 experts. Experts that are spread are not split as well: ranks
-    would gather unequal numbers of tokens, which gloo cannot."""
+    """All that the tiny models allow: 4 layers, 4 heads, 4 experts. Experts that are spread are not split as well:
+    ranks would gather unequal numbers of tokens, which gloo cannot."""
     sizes = itertools.product((1, 2, 4), (1, 2, 4), (1, 2), (1, 2), (1, 2, 4), (1, 2, 4), (False, True))
     found = []
     for tp, pp, vpp, cp, dp, ep, sharded in sizes:

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from support.launch import RankError, run_ranks
 
-from dppo_megatron import distributed
 from dppo_megatron.distributed import check_nccl_interface, clock_offset, connect, gather_all
 from dppo_megatron.types import GuardStop, UserError
-from rehearsal.nccl_rule import ON_THE_HOST, RuleBroken, install, under_rule
+from rehearsal.nccl_rule import AT_START, ON_THE_HOST, RuleBroken, install, start_as_the_job_does, under_rule
 
 CPU = torch.device("cpu")
 
@@ -97,8 +96,8 @@ def _does_not_wait() -> None:
     ("breaks", "ranks", "said"),
     [
         (_batch_of_two, 3, "Ranks [0, 1] do, ranks [2] do not: rank 2 is in all_gather_object at"),
-        (_ends_early, 3, "Ranks [1, 2] do, ranks [0] do not: rank 0 is in the end of its work"),
-        (_groups_in_two_orders, 2, "ranks [1] do not: rank 1 is in the first all_reduce at rehearsal/test_nccl_rule"),
+        (_ends_early, 3, "Ranks [1, 2] do, ranks [0] do not: rank 0 is in no call: it has finished"),
+        (_groups_in_two_orders, 2, " is in the first all_reduce at rehearsal/test_nccl_rule.py"),
         (_message_without_a_reader, 2, "(0, 1), in that call, so all of ranks [0, 1] have to make it. Ranks [0] do"),
         (_writes_too_early, 2, "the memory was written to before the send was waited for"),
         (_does_not_wait, 2, "never waited for: ['batch_isend_irecv at rehearsal/test_nccl_rule.py"),
@@ -168,8 +167,6 @@ def test_what_keeps_a_group_from_being_connected_is_a_sentence() -> None:
 
 def _starts_on_cuda(local_ranks: list[int]) -> Any:
     """On ranks: the product's start where torch says that it has CUDA. The rank's device and what it was told."""
-    from rehearsal.test_nccl_layouts import start_as_the_job_does
-
     told: list[Any] = []
     rule, init, ones = install(), dist.init_process_group, torch.ones
     os.environ["LOCAL_RANK"] = str(local_ranks[dist.get_rank()])
@@ -207,4 +204,4 @@ def test_a_start_on_cuda_uses_the_ranks_own_device() -> None:
 
 def test_the_rule_is_no_exception_that_anybody_takes() -> None:
     """`except Exception` around a sync would make it a failed server."""
-    assert not issubclass(RuleBroken, Exception) and distributed.connect.__module__ == "dppo_megatron.distributed"
+    assert not issubclass(RuleBroken, Exception) and connect.__module__ == AT_START
