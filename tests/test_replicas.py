@@ -1,5 +1,4 @@
-"""A server of several data-parallel replicas, and the two ends of an NCCL communicator: what one answer says is compared
-with what another says.
+"""A server of several data-parallel replicas, and both ends of an NCCL communicator: answers are compared with answers.
 
 vLLM's /collective_rpc calls every replica and answers for the first. `test_engine_launch.py` has a real vLLM of two.
 """

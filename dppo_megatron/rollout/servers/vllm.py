@@ -281,7 +281,8 @@ def vllm_environment(cpu: bool, servers: int = 1) -> dict[str, str]:
 def _cpu_environment(servers: int) -> dict[str, str]:
     """A server on a CPU is two processes: HTTP, and the engine with its only worker in it. As three, which is vLLM's
     default there, it starts in 1.7 times the CPU seconds (another process imports torch and vLLM), and the workers of
-    all servers are bound to the same cores. With --tensor-parallel-size 2 each worker is a process of its own again.
+    all servers are bound to the same cores. With --tensor-parallel-size or --data-parallel-size 2 each worker is a process
+    of its own again, and only `nobind` keeps them off one another's cores.
 
     Example: two servers on 16 logical cores compute with 4 threads each
     """
@@ -290,5 +291,6 @@ def _cpu_environment(servers: int) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(max(1, cores // (2 * servers))),  # of two logical cores, one is hyper-threading's
     }
