@@ -137,7 +137,7 @@ def test_a_canary_is_asked_of_each_replica(monkeypatch: pytest.MonkeyPatch) -> N
     assert [name for name, _ in found] == ["a", *(f"b (replica {index} of 3)" for index in range(3))]
     one = msgspec.structs.replace(groups(2)[0], prompt_ids=(1, 2), replica=1)
     bodies = [call.body for calls in SGLangDialect(19).rounds(one) for call in calls]
-    assert len(bodies) == 2 and all(b'"routed_dp_rank":1' in body for body in bodies), "its prefill goes where the others go"
+    assert len(bodies) == 2 and all(b'"routed_dp_rank":1' in body for body in bodies), "its prefill too"
 
 
 def test_a_server_of_replicas_has_room_for_as_many_times_more() -> None:
