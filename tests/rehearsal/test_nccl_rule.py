@@ -16,6 +16,7 @@ import torch.distributed as dist
 from support.launch import RankError, run_ranks
 
 from dppo_megatron.distributed import check_nccl_interface, clock_offset, connect, gather_all
+from dppo_megatron.platform import prepare
 from dppo_megatron.types import GuardStop, UserError
 from rehearsal.nccl_rule import AT_START, ON_THE_HOST, RuleBroken, install, start_as_the_job_does, under_rule
 
@@ -196,6 +197,9 @@ def _starts_on_cuda(local_ranks: list[int]) -> Any:
 def test_a_start_on_cuda_uses_the_ranks_own_device() -> None:
     """Two machines of two ranks: each is on the device of its LOCAL_RANK, in the thread that connects too, before
     anything is sent, and NCCL is connected in a call of all."""
+    prepare()
+    import dppo_megatron.actor.layout  # noqa: F401 (before torch says in the ranks that it has CUDA)
+
     results = run_ranks(_starts_on_cuda, 4, [0, 1, 0, 1])
     for rank, (told, made) in enumerate(results):
         assert told == ["device", "cpu:gloo,cuda:nccl", "device", rank % 2]
