@@ -20,6 +20,7 @@ ROOM_PAGES = {
     "compare": "choosing.md",
     "convert": "checkpoints.md",
     "data": "data.md",
+    "distributed": "cluster.md",
     "doctor": "cluster.md",
     "evaluation": "evaluation.md",
     "job": "configuration.md",

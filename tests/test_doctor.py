@@ -145,7 +145,8 @@ def test_versions_that_do_not_go_together(engine: str, megatron: str, said: str)
         (
             {},
             "cuda",
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 (set by the trainer); without expandable segments (PYTORCH_ALLOC_CONF), unless",
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 (set by the trainer); without expandable segments (PYTORCH_ALLOC_CONF),"
+            " unless",
         ),
         (
             {"CUDA_DEVICE_MAX_CONNECTIONS": "8"},
