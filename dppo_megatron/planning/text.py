@@ -33,11 +33,12 @@ def lines(plan: Plan, name: str) -> list[str]:
 
 def _gpu(plan: Plan) -> Iterator[str]:
     yield ""
-    yield f"{'GiB of a GPU':<14}" + "".join(f"{part:>12}" for part in PARTS) + f"{'total':>9}{'a node':>9}"
+    parts = [part for part in PARTS if part != "fp8 copies" or any(part in p.parts for p in plan.memory.phases)]
+    yield f"{'GiB of a GPU':<14}" + "".join(f"{part:>12}" for part in parts) + f"{'total':>9}{'a node':>9}"
     for phase, node in zip(plan.memory.phases, plan.memory.host, strict=True):
         over = "  <- does not fit" if phase.total > plan.site.gpu_memory else ""
         stage = f"  (stage {phase.stage})" if any(p.stage for p in plan.memory.phases) else ""
-        cells = "".join(f"{_gib(phase, part):>12}" for part in PARTS)
+        cells = "".join(f"{_gib(phase, part):>12}" for part in parts)
         yield f"{phase.name:<14}{cells}{phase.total / GIB:>9.1f}{node.total / GIB:>9.0f}{stage}{over}"
     largest = plan.memory.largest
     yield f"largest: {largest.name}, {largest.total / GIB:.1f} GiB, most of it {most(largest)}"
