@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from dppo_megatron.actor.actor import Actor
-from dppo_megatron.actor.layout import build_layout
+from dppo_megatron.actor.layout import build_layout, connect_groups
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
@@ -115,6 +115,8 @@ class Parallel:
     sequence_parallel: bool = True
     distributed_optimizer: bool = False
     recompute: bool = False
+    uneven: tuple[tuple[str, Any], ...] = ()
+    """Items of actor.megatron that divide the layers."""
     dtype: torch.dtype = field(default=torch.float32)
 
     @property
@@ -138,6 +140,7 @@ class Parallel:
         more = "".join(
             f"{name}{size}" for name in ("vpp", "cp", "ep", "etp") if (size := getattr(self, name)) not in (0, 1)
         )
+        more += "".join(f"+{value}" for _, value in self.uneven)
         extra = "+distopt" * self.distributed_optimizer + "+recompute" * self.recompute
         return f"tp{self.tp}{sp}pp{self.pp}dp{self.dp}{more}{extra}"
 
@@ -169,11 +172,13 @@ def build_actor(model_path: Path, parallel: Parallel, *, max_grad_norm: float = 
             max_grad_norm=max_grad_norm,
             distributed=parallel.distributed_optimizer,
         ),
-        **{"recompute": "full" if parallel.recompute else "none"} | settings,
+        **{"recompute": "full" if parallel.recompute else "none", "megatron": dict(parallel.uneven)} | settings,
     )
     architecture = read_architecture(model_path)
     reader = CheckpointReader(model_path, architecture)
-    actor = Actor(config, build_layout(config.layout, seed=0), architecture, reader.get, dtype=parallel.dtype)
+    layout = build_layout(config.layout, seed=0)
+    connect_groups(config, architecture)
+    actor = Actor(config, layout, architecture, reader.get, dtype=parallel.dtype)
     if parallel.dtype != torch.float64:
         actor.start_phase(config.optimizer, total_steps=10)
     return actor
