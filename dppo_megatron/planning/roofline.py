@@ -171,8 +171,9 @@ def rollout_cost(replica: Replica, replicas: int, lengths: Lengths, groups: int)
     random = generator(0, "roofline")
     tokens, seconds = np.zeros(len(_SHARES)), np.zeros(len(_SHARES))
     each = groups / replicas * simulated
-    for _ in range(_DRAWS):
-        places = random.permutation(-(-int(_SHARES[-1] * each + 1) // len(drawn)) * len(drawn)) % len(drawn)
+    order = random.permutation(len(drawn))
+    for draw in range(_DRAWS):  # each begins elsewhere in one order, so that together they are the whole population
+        places = np.resize(np.roll(order, -draw * len(order) // _DRAWS), int(_SHARES[-1] * each) + 1)
         for at, share in enumerate(_SHARES):
             chosen = drawn[places[: max(1, round(share * each))]]
             tokens[at] += float(chosen.sum()) * replicas / simulated / _DRAWS

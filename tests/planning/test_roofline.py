@@ -138,7 +138,7 @@ CASES = {  # model, engine's arguments, prompts, completions, cap, mean, GPUs, t
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_skipping_saves(shapes: dict[str, Architecture], case: str) -> None:
     """Seconds saved by skipping 15, 30 and 50 % of the prompts, within 10 % of the replay of the same roofline; the
-    curve that `plan` multiplies by, drawn from its own population, within 10 % of the replayed whole rollout."""
+    curve that `plan` multiplies by, drawn from its own population, within 15 % of three replayed rollouts."""
     name, arguments, prompts, size, cap, mean, gpus, within = CASES[case]
     config, chip = Config(), CHIPS["h100"]
     config.model.dtype = "bfloat16"
@@ -157,7 +157,7 @@ def test_what_skipping_saves(shapes: dict[str, Architecture], case: str) -> None
     assert planned[0] == pytest.approx(played[0], rel=within / 2)
     assert planned[0] - planned[1:] == pytest.approx(played[0] - played[1:], rel=within)
     cost = rollout_cost(replica, engine.replicas, Lengths.assumed(150, mean, cap, size), prompts)
-    assert cost.of(prompts * size * mean) == pytest.approx(played[0], rel=0.1)
+    assert cost.of(prompts * size * mean) == pytest.approx(played[0], rel=0.15)
 
 
 def test_a_curve_of_seconds() -> None:
