@@ -1,0 +1,81 @@
+"""One step of accept in a process of its own: `python -m dppo_megatron.accept.child STEP DIRECTORY OPTIONS`.
+
+Figures are written line by line as they are found, so that a crash or a limit loses only what was not measured yet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """Where a step notes what it finds."""
+
+    directory: Path
+    """Of this step; what is put here stays."""
+    cuda: bool
+    """Else everything is done tiny, to show that it runs."""
+    model: str
+    """The user's, or empty."""
+    server_python: str
+    limit_s: float
+
+    def note(self, figure: str, value: float, prediction: float | None = None, note: str = "") -> None:
+        """A figure of `bars.py`, with what was expected of it."""
+        self._write(figure=figure, value=float(value), prediction=prediction, note=note)
+
+    def skip(self, figure: str, why: str) -> None:
+        """It is not measured here."""
+        self._write(figure=figure, why=why)
+
+    def facts(self, **facts: Any) -> None:
+        """What other steps and the page are to know of the machine."""
+        self._write(figure="facts", **facts)
+
+    def _write(self, **values: Any) -> None:
+        with (self.directory / "figures.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+def _measured_by(step: str) -> Callable[[Sheet], None]:
+    from dppo_megatron.accept import jobs, machine, speed
+
+    return {
+        "environment": machine.environment,
+        "ipc": machine.ipc,
+        "ipc-expandable": machine.ipc,
+        "parity": lambda sheet: machine.parity(sheet, (("float32", "local"), ("bfloat16", "local"))),
+        "parity-te": lambda sheet: machine.parity(sheet, (("bfloat16", "te"),)),
+        "gpu-tests": jobs.gpu_tests,
+        "servers": jobs.servers,
+        "mfu-4b-te": lambda sheet: speed.utilization(sheet, "te"),
+        "mfu-4b-local": lambda sheet: speed.utilization(sheet, "local"),
+        "packed": speed.packed,
+        "memory": speed.memory,
+        "job": jobs.killed_and_resumed,
+        "fp8": speed.fp8,
+        "mfu-0.6b": speed.lengths,
+        "layouts": machine.layouts,
+        "servers-nccl": jobs.server_elsewhere,
+        "servers-dp": jobs.server_of_two,
+    }[step]
+
+
+def main(step: str, directory: str, options: str) -> int:
+    """Run one step."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a killed command leaves no measurement behind
+    _measured_by(step)(Sheet(Path(directory), **json.loads(options)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
