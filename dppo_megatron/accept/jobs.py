@@ -205,8 +205,7 @@ def _three_steps(
     rows = _metrics(run)
     sheet.note("steps", len(rows), 3)
     sheet.note("mismatch", _mismatch(rows), 0.0)
-    if ranks > 1 or "rollout.sync.channel" in more:
-        sheet.note("sync_s", rows[max(rows)]["rollout/sync_s"])
+    sheet.note("train_sync_s", rows[max(rows)]["rollout/sync_s"])
 
 
 def _task(directory: Path) -> Path:
@@ -249,19 +248,8 @@ def _serving(sheet: Sheet, *arguments: str) -> dict[str, Any]:
 
 def _train(settings: dict[str, Any], ranks: int = 1) -> list[str]:
     given = ["dppo_megatron", "train", _CONFIG, *(f"{key}={value}" for key, value in settings.items())]
-    if ranks == 1:
-        return [sys.executable, "-P", "-m", *given]
-    return [
-        sys.executable,
-        "-P",
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        "-m",
-        *given,
-    ]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
+    return [sys.executable, "-P", "-m", *launcher, *given]
 
 
 def _metrics(run: Path) -> dict[int, dict[str, Any]]:

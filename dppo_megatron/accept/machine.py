@@ -86,7 +86,7 @@ def parity(sheet: Sheet, cases: tuple[tuple[str, str], ...]) -> None:
             continue  # a CPU's own rounding, which says nothing about a device's
         far = differences(measure("dense", LayoutConfig(), getattr(torch, dtype), spec), "dense")
         for name, value in far.items():
-            sheet.note(f"{dtype}_{spec}_{name}", value, 0.0)
+            sheet.note(f"{dtype} {spec}_{name}", value, 0.0)
 
 
 def layouts(sheet: Sheet) -> None:

@@ -45,7 +45,7 @@ def _row(row: Row) -> str:
 
 
 def _number(value: float | None, unit: str) -> str:
-    return "–" if value is None else _text(f"{value:.4g} {unit}".strip())
+    return "-" if value is None else _text(f"{value:.4g} {unit}".strip())
 
 
 def _chip(verdict: str, text: str) -> str:

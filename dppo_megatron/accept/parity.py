@@ -12,6 +12,7 @@ import json
 import sys
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +51,7 @@ LAYOUTS: dict[str, tuple[str, LayoutConfig]] = {
 """Each on two ranks, with the model of the references that it is compared with."""
 
 
-def measure(model: str, of: LayoutConfig, dtype: torch.dtype, spec: str) -> Arrays:
+def measure(model: str, of: LayoutConfig, dtype: torch.dtype, spec: Literal["local", "te"]) -> Arrays:
     """Two looks at the policy and three updates between them. Collective; empty but on rank 0.
 
     The process group stays; Megatron's groups end here, so that a process can measure several times.
@@ -61,7 +62,7 @@ def measure(model: str, of: LayoutConfig, dtype: torch.dtype, spec: str) -> Arra
     shape = _MODELS[model]
     architecture = architecture_of(shape)
     samples = random_samples(Lengths(24, 96, 0.9, 400), shape["vocab_size"], seed=1)
-    config = ActorConfig(layout=of, layer_spec=spec, optimizer=OptimizerConfig(learning_rate=1e-4))  # type: ignore[arg-type]
+    config = ActorConfig(layout=of, layer_spec=spec, optimizer=OptimizerConfig(learning_rate=1e-4))
     layout = build_layout(of, seed=0)
     actor = Actor(config, layout, architecture, RandomWeights(architecture), dtype=dtype)
     actor.start_phase(config.optimizer, total_steps=10**6)

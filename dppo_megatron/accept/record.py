@@ -1,7 +1,6 @@
 """What has been measured so far, on disk after every step, and the verdict on each figure.
 
-`accept.json` holds the record and the rows; the rows are computed from the record and the table in `bars.py` alone, so a
-page can always be made again.
+`accept.json` holds both. Rows are computed from the record and the table in `bars.py` alone.
 """
 
 from __future__ import annotations
@@ -139,4 +138,4 @@ def _judged(figure: Figure, value: float | None, prediction: float | None, *, on
 def _bar(figure: Figure) -> str:
     signs = (("≥", figure.least), ("≤", figure.most))
     bounds = [f"{sign} {bound:g}" for sign, bound in signs if bound is not None]
-    return " and ".join(bounds) + (" × prediction" if bounds and figure.of_prediction else "")
+    return " and ".join(bounds) + (" of prediction" if bounds and figure.of_prediction else "")

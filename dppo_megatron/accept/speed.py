@@ -55,10 +55,10 @@ def utilization(sheet: Sheet, spec: str) -> None:
 def lengths(sheet: Sheet) -> None:
     """0.6B at two lengths of equal total."""
     layout = _one_rank()
-    for name, tokens in (("mfu_4k", 4096), ("mfu_16k", 16384)):
+    for tokens in (4096, 16384):
         timing, samples = _timed(SHAPES["0.6b"], _actor_config(), layout, tokens, 4, 16384)
         expected = speeds_for(architecture_of(SHAPES["0.6b"]), _site(layout)).mfu.value
-        _note_utilization(sheet, name, SHAPES["0.6b"], samples, timing, expected)
+        _note_utilization(sheet, f"mfu_{tokens}", SHAPES["0.6b"], samples, timing, expected)
 
 
 def packed(sheet: Sheet) -> None:
@@ -186,11 +186,9 @@ def _flops(shape: Shape, samples: list[TrainSample]) -> float:
 def _note_utilization(
     sheet: Sheet, name: str, shape: Shape, samples: list[TrainSample], timing: Timing, expected: float
 ) -> None:
-    rate, peak = (
-        _flops(shape, samples) / float(np.median(timing.seconds)),
-        peak_flops(torch.cuda.get_device_name(), False),
-    )
+    rate, device = _flops(shape, samples) / float(np.median(timing.seconds)), torch.cuda.get_device_name()
+    peak = peak_flops(device, fp8=False)
     if peak is None:
-        sheet.skip(name, f"no data sheet of {torch.cuda.get_device_name()}; {rate / 1e12:.0f} TFLOP/s")
+        sheet.skip(name, f"no data sheet of {device}; {rate / 1e12:.0f} TFLOP/s")
     else:
         sheet.note(name, rate / peak, expected, timing.actor)
