@@ -9,10 +9,10 @@ from importlib.resources import files
 from pathlib import Path
 
 from dppo_megatron.accept.bars import STEPS
-from dppo_megatron.accept.record import Record, Row
+from dppo_megatron.accept.record import Record, Row, Verdict
 from dppo_megatron.report.document import write_html
 
-_CHIP = {"pass": "good", "fail": "bad", "shown": "", "not run": "warn"}
+_CHIP: dict[Verdict, str] = {"pass": "good", "fail": "bad", "shown": "", "not run": "warn"}
 
 
 def write_page(path: Path, record: Record) -> None:
@@ -48,7 +48,7 @@ def _number(value: float | None, unit: str) -> str:
     return "-" if value is None else _text(f"{value:.4g} {unit}".strip())
 
 
-def _chip(verdict: str, text: str) -> str:
+def _chip(verdict: Verdict, text: str) -> str:
     return f'<span class="chip {_CHIP[verdict]}">{_text(text)}</span>'
 
 

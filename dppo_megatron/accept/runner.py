@@ -27,6 +27,7 @@ HOURS = 0.5
 """Of all limits together."""
 _GRACE_S = 15.0
 """For a child that is asked to end: it stops its servers."""
+CHILD = (sys.executable, "-P", "-m", "dppo_megatron.accept.child")
 ENVIRONMENT = "environment"
 """The step that finds the facts which the others depend on."""
 
@@ -104,15 +105,18 @@ def _run(step: Step, directory: Path, limit_s: float, record: Record) -> Ran:
     own = directory / "steps" / step.name
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir(parents=True)
-    command = [sys.executable, "-P", "-m", "dppo_megatron.accept.child", step.name, str(own)]
-    settings = json.dumps(record.options | {"limit_s": limit_s, "cuda": bool(record.facts.get("gpus"))})
+    options = json.dumps(record.options | {"limit_s": limit_s, "cuda": bool(record.facts.get("gpus"))})
     environment = environment_of_ours() | step.environment | {"PYTHONUNBUFFERED": "1"}
     started = time.monotonic()
     with (own / "log").open("wb") as log:
         child = subprocess.Popen(
-            [*command, settings], env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+            [*CHILD, step.name, str(own), options],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             peak_gib = _wait(child, started + limit_s)
             timed_out = child.poll() is None
