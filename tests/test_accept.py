@@ -10,8 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.launch import run_ranks
@@ -19,7 +23,8 @@ from support.launch import run_ranks
 from dppo_megatron.accept import runner
 from dppo_megatron.accept.bars import STEPS, Step
 from dppo_megatron.accept.page import write_page
-from dppo_megatron.accept.record import Ran, Record, read_record
+from dppo_megatron.accept.record import Ran, Record, read_figures, read_record
+from dppo_megatron.accept.workload import Lengths
 from dppo_megatron.cli import main
 from dppo_megatron.types import UserError
 
@@ -201,6 +206,49 @@ def test_the_references_are_what_the_script_makes() -> None:
     assert size < 100_000
     (far,) = run_ranks(_far_from_references, 1)
     assert far and all(value < 1e-5 for value in far.values()), far
+
+
+def _with_a_made_up_card(measured_by: str, directory: Path) -> None:
+    """A step of speed.py on a CPU: sizes become tiny, CUDA's answers are invented, layers and formats are the CPU's."""
+    import torch
+
+    from dppo_megatron.accept import child, speed
+    from dppo_megatron.accept.workload import SHAPES
+    from dppo_megatron.config.schema import ActorConfig, OptimizerConfig
+
+    card = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30)
+    for name, answer in {
+        "get_device_name": lambda *_: card.name,
+        "get_device_properties": lambda *_: card,
+        "mem_get_info": lambda *_: (138 * 2**30, 140 * 2**30),
+        "max_memory_reserved": lambda *_: 30 * 2**30,
+        "memory_allocated": lambda *_: 20 * 2**30,
+        "memory_reserved": lambda *_: 20 * 2**30,
+        "reset_peak_memory_stats": lambda *_: None,
+    }.items():
+        setattr(torch.cuda, name, answer)
+    SHAPES["4b"] = SHAPES["0.6b"] = speed.TEN_MILLION = SHAPES["smoke"]
+    speed._CAP, speed._WARMUP, speed._TIMED = 1024, 1, 1
+    speed.equal_samples = partial(_fewer, speed.equal_samples)
+    speed.Lengths = lambda samples, median, sigma, most, prompts: Lengths(8, 64, sigma, 256, (4, 16))
+    speed._actor_config = lambda **_: ActorConfig(optimizer=OptimizerConfig(learning_rate=1e-8))
+    sheet = child.Sheet(measured_by, directory, cuda=True, model="", server_python="")
+    child._measured_by(measured_by)(sheet)
+
+
+def _fewer(equal_samples: Callable[..., Any], architecture: Any, tokens: int, microbatches: int, cap: int) -> Any:
+    return equal_samples(architecture, min(tokens, 128), min(microbatches, 2), min(cap, 256))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["mfu-4b-te", "memory", "fp8", "mfu-0.6b"])
+def test_steps_for_a_card_reach_their_end(tmp_path: Path, step: str) -> None:
+    """All that a CPU can show of them: they run, and each figure of the table is measured."""
+    run_ranks(_with_a_made_up_card, 1, step, tmp_path)
+    found = dict(read_figures(tmp_path / "figures.jsonl"))
+    (declared,) = [one.figures for one in STEPS if one.name == step]
+    assert set(found) == set(declared)
+    assert all(math.isfinite(values["value"]) for values in found.values()), found
 
 
 @pytest.mark.slow

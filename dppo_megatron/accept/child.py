@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dppo_megatron.accept.bars import STEPS
+
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
     """Where a step notes what it finds."""
 
+    step: str
     directory: Path
     """Of this step; what is put here stays."""
     cuda: bool
@@ -26,23 +29,27 @@ class Sheet:
     model: str
     """The user's, or empty."""
     server_python: str
-    limit_s: float
 
     def note(self, figure: str, value: float, prediction: float | None = None, note: str = "") -> None:
         """A figure of `bars.py`, with what was expected of it."""
-        self._write(figure=figure, value=float(value), prediction=prediction, note=note)
+        self._write(self._declared(figure), value=float(value), prediction=prediction, note=note)
 
     def skip(self, figure: str, why: str) -> None:
         """It is not measured here."""
-        self._write(figure=figure, why=why)
+        self._write(self._declared(figure), why=why)
 
     def facts(self, **facts: Any) -> None:
         """What other steps and the page are to know of the machine."""
-        self._write(figure="facts", **facts)
+        self._write("facts", **facts)
 
-    def _write(self, **values: Any) -> None:
+    def _declared(self, figure: str) -> str:
+        """A figure without a row would be lost."""
+        assert any(step.name == self.step and figure in step.figures for step in STEPS), (self.step, figure)
+        return figure
+
+    def _write(self, figure: str, **values: Any) -> None:
         with (self.directory / "figures.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+            file.write(json.dumps({"figure": figure} | values) + "\n")
 
 
 def _measured_by(step: str) -> Callable[[Sheet], None]:
@@ -73,7 +80,7 @@ def main(step: str, directory: str, options: str) -> int:
     """Run one step."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a killed command leaves no measurement behind
-    _measured_by(step)(Sheet(Path(directory), **json.loads(options)))
+    _measured_by(step)(Sheet(step, Path(directory), **json.loads(options)))
     return 0
 
 

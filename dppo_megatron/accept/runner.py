@@ -105,7 +105,7 @@ def _run(step: Step, directory: Path, limit_s: float, record: Record) -> Ran:
     own = directory / "steps" / step.name
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir(parents=True)
-    options = json.dumps(record.options | {"limit_s": limit_s, "cuda": bool(record.facts.get("gpus"))})
+    options = json.dumps(record.options | {"cuda": bool(record.facts.get("gpus"))})
     environment = environment_of_ours() | step.environment | {"PYTHONUNBUFFERED": "1"}
     started = time.monotonic()
     with (own / "log").open("wb") as log:

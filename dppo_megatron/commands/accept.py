@@ -72,8 +72,11 @@ def _accept(arguments: argparse.Namespace) -> int:
     )
     rows = record.rows()
     for row in rows:
-        value = "" if row.value is None else f"{row.value:.4g} {row.unit}".strip()
-        print(f"{row.verdict:8s} {row.step:15s} {row.what:70s} {value:16s} {row.bar:24s} {row.note}".rstrip())
+        if row.verdict != "not run":
+            value = "" if row.value is None else f"{row.value:.4g} {row.unit}".strip()
+            print(f"{row.verdict:6s}{row.step:15s} {row.what:65s} {value:15s} {row.bar:20s} {row.note}".rstrip())
+    for step, why in dict.fromkeys((row.step, row.note) for row in rows if row.verdict == "not run"):
+        print(f"not run: {step}: {why}")
     counts = Counter(row.verdict for row in rows)
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + f"; {page}: open it in a browser")
     if counts["fail"] or not counts["pass"]:
