@@ -22,6 +22,7 @@ from pathlib import Path
 from dppo_megatron.accept.bars import STEPS, Step
 from dppo_megatron.accept.record import Ran, Record, read_figures
 from dppo_megatron.launched import environment_of_ours
+from dppo_megatron.types import Watch
 
 HOURS = 0.5
 """Of all limits together."""
@@ -39,7 +40,7 @@ def run_steps(
     *,
     only: Collection[str] = (),
     again: Collection[str] = (),
-    say: Callable[[str], None],
+    watch: Watch,
     saved: Callable[[], None],
 ) -> None:
     """Run what is missing, in order, as long as the time suffices.
@@ -65,11 +66,10 @@ def run_steps(
         if why:
             record.steps[step.name] = Ran("not run", why)
         else:
-            say(f"{step.name}: {step.what} (at most {limit_s:.0f} s)")
             record.steps[step.name] = Ran("begun")
             record.write(directory)
-            record.steps[step.name] = _run(step, directory, limit_s, record)
-            say(f"  {record.steps[step.name].state} after {record.steps[step.name].seconds:.0f} s")
+            with watch(f"{step.name}: {step.what}, at most {limit_s:.0f} s", 0, ""):
+                record.steps[step.name] = _run(step, directory, limit_s, record)
         record.write(directory)
         saved()
 

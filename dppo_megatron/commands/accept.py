@@ -11,7 +11,6 @@ from pathlib import Path
 
 from dppo_megatron.accept.bars import STEPS
 from dppo_megatron.commands.parser import Commands, add_command, check_number
-from dppo_megatron.commands.terminal import say
 from dppo_megatron.config.paths import check_directory, check_file, check_writable
 from dppo_megatron.types import GuardStop
 
@@ -67,7 +66,7 @@ def _accept(arguments: argparse.Namespace) -> int:
         arguments.hours,
         only=arguments.only,
         again=arguments.again,
-        say=say,
+        watch=arguments.watch,
         saved=lambda: write_page(page, record),
     )
     rows = record.rows()
