@@ -56,6 +56,8 @@ class PipeServer:
         hangs_at: it stops (SIGSTOP) instead.
     """
 
+    replicas = 1
+
     def __init__(self, number: int, dies_at: int = -1, hangs_at: int = -1, answer_s: float = 0.0) -> None:
         self.http: Any = _Address(f"pipe://127.0.0.1:{number}")
         self.calls: list[str] = []
@@ -125,9 +127,9 @@ class PipeServer:
         """Of the last whole update."""
         return str(self._call("version", timeout_s))
 
-    def checksums(self, *, timeout_s: float) -> dict[str, str]:
+    def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
         """`all`: SHA-256 of all bytes of the last whole update."""
-        return {"all": str(self._call("digest", timeout_s))}
+        return [{"all": str(self._call("digest", timeout_s))}]
 
     def _call(self, name: str, timeout_s: float, *arguments: Any) -> Any:
         """One call at a time: a real server's worker takes them so too."""

@@ -94,7 +94,7 @@ def _noting(send: Callable[[torch.Tensor], None], sent: list[int], memory: torch
 
 def _holds(server: PipeServer, weights: Sequence[tuple[str, torch.Tensor]], version: str) -> bool:
     """All bytes of these weights and no others, under this version."""
-    right = server.checksums(timeout_s=20)["all"] == _digest(weights)
+    right = server.checksums(timeout_s=20)[0]["all"] == _digest(weights)
     return right and server.weights_version(timeout_s=20) == version
 
 
@@ -433,7 +433,7 @@ class Silent(PipeServer):
     together = threading.Barrier(1)
     silent = False
 
-    def checksums(self, *, timeout_s: float) -> dict[str, str]:
+    def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
         self.together.wait(30)
         if self.silent:
             raise Unreachable(f"{self.http.url}: TimeoutError: timed out")

@@ -26,6 +26,7 @@ class FakeServer:
 
     name: str
     healthy_now: bool = True
+    replicas: int = 1
 
     @property
     def http(self) -> Any:

@@ -82,6 +82,7 @@ class _ArraysHeader(msgspec.Struct):
 
 _ARRAYS_DECODER = msgspec.json.Decoder(_ArraysHeader)
 VLLM_ARRAYS_PATH = "/inference/v1/generate_arrays"
+VLLM_WORKERS_PATH = "/dppo_workers"
 
 
 class VLLMDialect(msgspec.Struct, frozen=True, tag="vllm"):
@@ -157,6 +158,7 @@ def vllm_body(group: GenerateRequest, seeded: bool) -> dict[str, Any]:
             "logprobs": 0,
             "detokenize": False,
         },
+        **({} if group.replica is None else {"data_parallel_rank": group.replica}),  # read by our path only
     }
 
 
@@ -205,6 +207,7 @@ class _SGLangArraysHeader(msgspec.Struct):
 
 _SGLANG_ARRAYS_DECODER = msgspec.json.Decoder(_SGLangArraysHeader)
 SGLANG_ARRAYS_PATH = "/generate_arrays"
+SGLANG_NCCL_PATH = "/dppo_nccl"
 
 
 class SGLangDialect(msgspec.Struct, frozen=True, tag="sglang"):
@@ -279,6 +282,7 @@ def _prefill(group: GenerateRequest) -> list[list[Call]]:
         "rid": f"{group.request_id}/prompt",
         "input_ids": group.prompt_ids,
         "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+        **_routed(group),
     }
     return [[Call("/generate", msgspec.json.encode(prefill))]]
 
@@ -346,7 +350,12 @@ def sglang_body(group: GenerateRequest, seeded: bool, vocab_size: int) -> dict[s
         "top_logprobs_num": 0,
         "return_sampling_mask": cuts and group.reads_logprobs,
         "stream": False,
+        **_routed(group),
     }
+
+
+def _routed(group: GenerateRequest) -> dict[str, int]:
+    return {} if group.replica is None else {"routed_dp_rank": group.replica}
 
 
 def _cuts(group: GenerateRequest) -> bool:

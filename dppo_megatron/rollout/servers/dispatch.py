@@ -12,6 +12,7 @@ The rules:
 
 - A group goes to the live server or router with the fewest outstanding tokens, of those with room for its completions:
   `max_concurrent_sequences` counts completions, so a group of one takes an eighth of the room of a group of eight.
+  It is for one engine: a server of four data-parallel replicas has room for four times as many.
 - Groups of a server that has gone out are queued again, and only the first answer to each is kept. With a seed (vLLM)
   the second attempt samples the same completion, so a failure does not favour short ones.
 - A server that has too much to do (408, 429, 503) rests for as long as it asks, or a little longer each time.

@@ -106,7 +106,7 @@ class Endpoint:
 
     @property
     def width(self) -> int:
-        """Servers that it stands for."""
+        """Engines that it stands for: a router's servers, a server's data-parallel replicas."""
         return 1
 
     @property
@@ -225,6 +225,15 @@ class Member(Endpoint):
     ) -> None:
         super().__init__(server, lock, clock)
         self.process = process
+
+    @property
+    def width(self) -> int:
+        """See `Endpoint.width`."""
+        return self.server.replicas
+
+    def part(self, replica: int) -> str:
+        """What one of its replicas is called, in messages and by whoever asks each."""
+        return self.name if self.width == 1 else f"{self.name} (replica {replica} of {self.width})"
 
     def restarted(self) -> None:
         """Its process is a new one: no weights of ours, nothing that still runs, all of its memory. It comes back by

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -38,7 +38,7 @@ class ServerInfo:
     channels: tuple[str, ...]
     """Sync channels that it is started for."""
     world_size: int
-    """Workers that take part in a broadcast."""
+    """Workers of all its replicas: those that take part in a broadcast."""
     logprobs_are_processed: bool | None
     """Log-probabilities are taken after temperature and cuts, as the loss needs them."""
     max_top_k: int | None = None
@@ -46,7 +46,9 @@ class ServerInfo:
     cuts_in_order: bool = True
     """top_p is measured on what top_k leaves, as everywhere else; not on the whole distribution."""
     devices: tuple[str, ...] = ()
-    """UUID of each worker's GPU, or `cpu`; empty: it does not say."""
+    """UUID of each worker's GPU, or `cpu`, replica by replica; empty: it does not say."""
+    nccl: dict[str, str] = field(default_factory=dict)
+    """See `in_engine/dppo_nccl.py`; empty: it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,11 @@ class Generator(Protocol):
 
 
 class Server(Generator, Protocol):
-    """One server. Every method raises as `healthy` does."""
+    """One server. Every method raises as `healthy` does, and reaches every replica."""
+
+    replicas: int
+    """Data-parallel engines behind its address, each with a cache and a batch of its own; final once it has described
+    itself."""
 
     def describe(self, *, timeout_s: float) -> ServerInfo: ...
 
@@ -87,8 +93,8 @@ class Server(Generator, Protocol):
 
     def weights_version(self, *, timeout_s: float) -> str: ...
 
-    def checksums(self, *, timeout_s: float) -> dict[str, str]:
-        """SHA-256 of the tensors that the engine can show, by its own names; empty if it shows none."""
+    def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
+        """SHA-256 of the tensors that each replica can show, by its own names; empty if none shows any."""
 
     def sleep(self, awake: Set[DeviceMemory], *, timeout_s: float) -> None:
         """End what still runs, and free all device memory, of which `awake` is what is not free already."""

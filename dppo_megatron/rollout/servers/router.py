@@ -55,17 +55,19 @@ class Router(Endpoint):
         super().__init__(server, lock, clock)
         self._outages: dict[str, int] = {}
         """Of its workers, at the last call of `follow`."""
+        self._width = 1
 
     @property
     def width(self) -> int:
         """See `Endpoint.width`."""
-        return max(1, len(self.server.named))
+        return self._width
 
     def follow(self, members: Mapping[str, Member]) -> str:
         """Become live with the last of its workers, and stale with the first. Returns why it has failed, if it has: one
         of its workers has."""
         self._owned()
         named, before = self.server.named, self._outages
+        self._width = max(1, sum(members[name].width for name in named if name in members))
         self._outages = {name: members[name].outages for name in named if name in members}
         failed = [name for name, outages in before.items() if name in members and members[name].outages > outages]
         if failed and self.state != "out":

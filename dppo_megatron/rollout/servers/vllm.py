@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.servers.dialects import VLLM_ARRAYS_PATH, VLLMDialect
+from dppo_megatron.rollout.servers.dialects import VLLM_ARRAYS_PATH, VLLM_WORKERS_PATH, VLLMDialect
 from dppo_megatron.rollout.servers.http import Http, Refused
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
@@ -46,6 +46,7 @@ class VLLMServer:
     """One `vllm serve`. See `server.Server` for the calls."""
 
     http: Http
+    replicas: int = field(default=1, init=False)
     _model: str = field(default="", init=False)
     _extended: bool = field(default=False, init=False)
     """The server runs our worker extension."""
@@ -74,13 +75,12 @@ class VLLMServer:
         on_cpu = "cpu" in str((engine_config.get("device_config") or {}).get("device", "")).lower()
         self._seeded = not (on_cpu and chunked)
         self._arrays = self._ask(VLLM_ARRAYS_PATH, timeout_s) == {"form": 1}
-        workers = int(self.http.get("/get_world_size", timeout_s=timeout_s)["world_size"])
-        if self._extended:
-            models = self._rpc("dppo_model", timeout_s)["results"]
+        self.replicas = int((engine_config.get("parallel_config") or {}).get("data_parallel_size") or 1)
+        world_size = int(self.http.get("/get_world_size", timeout_s=timeout_s)["world_size"])
+        models = self._workers(world_size, timeout_s) if self._extended else []
+        if models:
             architecture, vocab_size = models[0]["architecture"], models[0]["vocab_size"]
-            devices = tuple(str(model["device"]) for model in models)
         else:
-            devices = ()
             architecture, vocab_size = architecture_of(card.get("root") or "")
         return ServerInfo(
             engine_version=version["version"],
@@ -89,9 +89,10 @@ class VLLMServer:
             architecture=architecture,
             vocab_size=vocab_size,
             channels=("disk", "gloo", "nccl", "ipc") if transfer.get("backend") == "dppo" else ("disk",),
-            world_size=workers,
+            world_size=world_size,
             logprobs_are_processed=engine_config["model_config"].get("logprobs_mode") == "processed_logprobs",
-            devices=devices,
+            devices=tuple(str(model["device"]) for model in models),
+            nccl=models[0].get("nccl", {}) if models else {},
         )
 
     def healthy(self, *, timeout_s: float) -> None:
@@ -159,12 +160,16 @@ class VLLMServer:
         """What the engine calls its present weights."""
         return str(self.http.get("/weight_info", timeout_s=timeout_s)["weight_version"])
 
-    def checksums(self, *, timeout_s: float) -> dict[str, str]:
-        """By vLLM's names, of an engine without tensor or pipeline splits; packed weights (CPU) show as empty."""
+    def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
+        """By vLLM's names (dp0:pp0:pcp0:tp0:NAME), of engines without tensor or pipeline splits; packed weights (CPU)
+        show as empty."""
         found = self.http.post("/weight_checker", {"action": "checksum"}, timeout_s=timeout_s)["checksums"]
-        if len({name.rpartition(":")[0] for name in found}) > 1:
-            return {}
-        return {name.rpartition(":")[2]: digest for name, digest in found.items()}
+        workers: dict[str, dict[str, str]] = {}
+        for name, digest in found.items():
+            worker, _, tensor = name.rpartition(":")
+            workers.setdefault(worker, {})[tensor] = digest
+        replicas = {worker.partition(":")[0] for worker in workers}
+        return list(workers.values()) if len(replicas) == len(workers) else []
 
     def sleep(self, awake: Set[DeviceMemory], *, timeout_s: float) -> None:
         """Level 2: weights are dropped, since the next sync brings new ones. vLLM knows itself what sleeps already, and
@@ -194,6 +199,27 @@ class VLLMServer:
         answer = self.http.post("/reset_prefix_cache?reset_running_requests=true", timeout_s=timeout_s)
         if isinstance(answer, dict) and not answer.get("success", True):
             raise Refused(409, "the prefix cache could not be reset: blocks are still held")
+
+    def _workers(self, world_size: int, timeout_s: float) -> list[dict[str, Any]]:
+        """What each worker says of itself (`in_engine`), replica by replica; nothing without our extension.
+
+        Raises:
+            UserError: of several replicas not all workers answer: the others would be left without weights.
+        """
+        if not self._extended:
+            models = []
+        elif self._arrays:
+            replicas = self.http.get(VLLM_WORKERS_PATH, timeout_s=timeout_s)["replicas"]
+            models = sorted((model for replica in replicas for model in replica), key=lambda model: int(model["place"]))
+        else:
+            models = self._rpc("dppo_model", timeout_s)["results"]  # of the first replica only
+        if self.replicas > 1 and [model["place"] for model in models] != list(range(world_size)):
+            raise UserError(
+                f"{self.http.url} has {self.replicas} replicas (--data-parallel-size), and {len(models)} of their"
+                f" {world_size} workers answer: start it with our --worker-extension-cls and --middleware"
+                " dppo_vllm_arrays.Arrays, as one server of all replicas (docs/engines.md)"
+            )
+        return models
 
     def _rpc(self, method: str, timeout_s: float, **kwargs: Any) -> Any:
         body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}

@@ -43,6 +43,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     """With the end of sequence."""
     reads_logprobs: bool = True
+    replica: int | None = None
+    """Which of the server's data-parallel replicas is to answer; None: whichever has least to do."""
 
     @property
     def cost(self) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -201,13 +202,20 @@ class Canary:
 def ask_for_canary(
     fleet: Fleet, groups: Sequence[GenerateRequest], expected: Expected, timeout_s: float
 ) -> list[tuple[str, list[Sampled]]]:
-    """(server, completions) of the same requests from all live servers, which are asked at once; on rank 0. One that
-    gives no whole answer in time is left out and named in the log, and is as live as before."""
+    """(server or replica, completions) of the same requests from each replica of all live servers, which are asked at
+    once; on rank 0. A server that gives no whole answer in time is left out and named in the log, and is as live as
+    before."""
 
-    def ask(member: Member) -> list[Sampled]:
-        """One server."""
-        answers = [generate(member.server, group, expected, timeout_s=timeout_s) for group in groups]
-        return [one for sampled in answers for one in sampled if len(one.token_ids)]
+    def ask(member: Member) -> list[tuple[str, list[Sampled]]]:
+        """One server, replica after replica."""
+        found = []
+        for replica in range(member.width):
+            one = replica if member.width > 1 else None
+            own = [msgspec.structs.replace(group, replica=one) for group in groups]
+            answers = [generate(member.server, group, expected, timeout_s=timeout_s) for group in own]
+            sampled = [each for answer in answers for each in answer if len(each.token_ids)]
+            found.append((member.part(replica), sampled))
+        return found
 
     found = []
     for member, answer in at_once(fleet.live, ask):
@@ -215,7 +223,7 @@ def ask_for_canary(
         if isinstance(error, FAILURES):
             fleet.say(f"rollout: no answer to a canary request from {member.name}: {error}")
         else:
-            found.append((member.name, answer.result()))
+            found += answer.result()
     return found
 
 

@@ -260,13 +260,14 @@ class WeightSync:
             if isinstance(error, FAILURES):
                 self._fleet.say(f"rollout: no checksums of weight sync {self.version} from {member.name}: {error}")
                 continue
-            names, compared = differing(sent, answer.result())
             answered += 1
-            if names:
-                raise GuardStop(
-                    f"{member.name} holds other bytes than weight sync {self.version} sent: {', '.join(names[:8])}"
-                    f" ({len(names)} of {compared} tensors compared)"
-                )
+            for replica, held in enumerate(answer.result()):
+                names, compared = differing(sent, held)
+                if names:
+                    raise GuardStop(
+                        f"{member.part(replica)} holds other bytes than weight sync {self.version} sent:"
+                        f" {', '.join(names[:8])} ({len(names)} of {compared} tensors compared)"
+                    )
         self.measured["rollout/tensors_verified"] = compared
         self._checksums.settle(answered, len(live), self._fleet.say)
 

@@ -5,11 +5,14 @@ both are four bytes, and the server builds no object for a token either (vLLM's 
 
     vllm serve ... --middleware dppo_vllm_arrays.Arrays
 
-adds one path to the application, behind whatever checks keys there; nothing of vLLM is patched. The body is that of
-/inference/v1/generate, of which `request_id`, `token_ids` and `sampling_params` are read. The answer has the
-form of `dppo_arrays.py`, with the header
+adds two paths to the application, behind whatever checks keys there; nothing of vLLM is patched. The body is that of
+/inference/v1/generate, of which `request_id`, `token_ids`, `sampling_params` are read, and `data_parallel_rank`: the
+replica that is to answer. The answer has the form of `dppo_arrays.py`, with the header
 
     {"request_id", "choices": [{"index", "tokens", "finish_reason", "weight_versions"}, ...]}
+
+GET /dppo_workers has every worker of every replica say what `dppo_model` says: with --data-parallel-size, vLLM's
+/collective_rpc calls all replicas and gives the answer of the first one only (`DPLBAsyncMPClient.call_utility_async`).
 
 A file of its own, because it runs in the engine's environment.
 """
@@ -30,12 +33,13 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 PATH = "/inference/v1/generate_arrays"
+WORKERS_PATH = "/dppo_workers"
 Message = MutableMapping[str, Any]
 App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 
 class Arrays:
-    """ASGI middleware that only uses its place: with the application's first event, its start, the path is added."""
+    """ASGI middleware that only uses its place: with the application's first event, its start, the paths are added."""
 
     def __init__(self, app: App) -> None:
         self._app, self._is_added = app, False
@@ -47,7 +51,15 @@ class Arrays:
         if not self._is_added and "app" in scope:
             self._is_added = True
             scope["app"].add_route(PATH, answer, methods=["GET", "POST"])
+            scope["app"].add_route(WORKERS_PATH, workers, methods=["GET"])
         await self._app(scope, receive, send)
+
+
+async def workers(request: Request) -> Response:
+    """{"replicas": [[one of `dppo_model`'s answers a worker], ...]}."""
+    core = request.app.state.engine_client.engine_core
+    replicas = await core.call_utility_all_async("collective_rpc", "dppo_model", None, (), None)
+    return JSONResponse({"replicas": replicas})
 
 
 async def answer(request: Request) -> Response:
@@ -64,7 +76,8 @@ async def answer(request: Request) -> Response:
             raise ValueError(f"n = {parameters.n}; the server runs at most {most} sequences")
         request_id = f"generate-tokens-{body['request_id']}"
         prompt = TokensPrompt(prompt_token_ids=body["token_ids"])
-        output = await _last(engine.generate(prompt, parameters, request_id), request)
+        replica = body.get("data_parallel_rank")
+        output = await _last(engine.generate(prompt, parameters, request_id, data_parallel_rank=replica), request)
     except (KeyError, TypeError, ValueError) as error:  # also vLLM's checks of a request
         return JSONResponse({"error": {"message": f"{type(error).__name__}: {error}"}}, 400)
     if output is None or any(one.finish_reason == "error" for one in output.outputs):

@@ -12,7 +12,6 @@ code over gloo, which is what lets a machine without a GPU test it.
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dppo_wire import Arrival, Broadcast, Chain
+from dppo_nccl import settings as nccl_settings
+from dppo_wire import Arrival, Broadcast, Chain, map_memory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -81,7 +81,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._group = None
         config = self.parallel_config
         joining, timeout = timedelta(seconds=init_info.joining_s), timedelta(seconds=init_info.timeout_s)
-        rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
+        rank = init_info.rank_offset + place_of(config, config.rank)
         address = (init_info.master_address, init_info.master_port, init_info.world_size)
         store = dist.TCPStore(*address, False, joining, wait_for_workers=False)
         if init_info.backend == "nccl":
@@ -129,7 +129,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if name not in self._mapped:
             while len(self._mapped) >= _BUFFERS:  # the oldest: a server that has missed a sync has old ones
                 self._mapped.pop(next(iter(self._mapped)))
-            self._mapped[name] = _map_cuda(memory) if "uuid" in memory else _map_file(memory)
+            self._mapped[name] = map_memory(memory)
         return self._mapped[name]
 
     def finish_weight_update(self) -> None:
@@ -165,13 +165,29 @@ class WorkerExtension:
     def dppo_model(self) -> dict[str, Any]:
         """What is served, for a trainer that cannot read the server's files."""
         config = self.get_model().config  # type: ignore[attr-defined]
-        device = self.device  # type: ignore[attr-defined]
-        uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
-        return {"architecture": config.architectures[0], "vocab_size": config.vocab_size, "device": uuid}
+        place = place_of(self.parallel_config, self.rank)  # type: ignore[attr-defined]
+        return {
+            "architecture": config.architectures[0],
+            "vocab_size": config.vocab_size,
+            "place": place,
+            "device": device_name(self.device, place),  # type: ignore[attr-defined]
+            "nccl": nccl_settings(),
+        }
 
     def dppo_refresh_packed(self) -> int:
         """After `reload_weights`: see `refresh_packed`."""
         return refresh_packed(self.get_model())  # type: ignore[attr-defined]
+
+
+def place_of(config: Any, rank: int) -> int:
+    """A worker's number among those of all replicas, by which vLLM finds its own in a list of update infos."""
+    return int(config.data_parallel_index * config.world_size + rank)
+
+
+def device_name(device: torch.device, place: int) -> str:
+    """What the trainer knows the device of the worker at `place` by: a GPU's UUID; `place` is for a rehearsal on CPUs,
+    which puts names of its own here."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
 
 
 def keep_what_waits(model: torch.nn.Module, memory: torch.Tensor) -> None:
@@ -204,29 +220,6 @@ def refresh_packed(model: torch.nn.Module) -> int:
     for layer in layers:
         layer.quant_method.process_weights_after_loading(layer)
     return len(layers)
-
-
-def _map_file(memory: dict[str, Any]) -> torch.Tensor:
-    return torch.from_file(memory["path"], shared=True, size=memory["bytes"], dtype=torch.uint8)
-
-
-def _map_cuda(memory: dict[str, Any]) -> torch.Tensor:
-    """Devices are found by UUID: CUDA_VISIBLE_DEVICES may number them differently here than in the trainer."""
-    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
-    if memory["uuid"] not in uuids:
-        raise RuntimeError(f"the weights lie on GPU {memory['uuid']}; this worker sees only {', '.join(uuids)}")
-    handle, counter, event = (base64.b64decode(memory[name]) for name in ("handle", "counter", "event"))
-    storage = torch.UntypedStorage._new_shared_cuda(
-        uuids.index(memory["uuid"]),
-        handle,
-        memory["size"],
-        memory["offset"],
-        counter,
-        memory["counter_offset"],
-        event,
-        memory["event_sync"],
-    )
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: memory["bytes"]]
 
 
 WeightTransferEngineFactory.register_engine("dppo", Receiver)
