@@ -79,11 +79,8 @@ def _two_ranks(layout: str, far: float, norm: float, source: str) -> dict[str, F
 
 # fmt: off
 def _ipc(on_cpu: OnCpu) -> dict[str, Figure]:
-    return {
-        "right": _least("buffers that another process read right", 3, "a wrong byte is a wrong weight", on_cpu),
-        "gb_per_s": Figure("mapping and copying one", "GB/s", on_cpu="shown" if on_cpu else ""),
-        "missing_mib": Figure("memory of the device that did not come back", "MiB"),
-    }
+    what = "round trips of 3 through another process"
+    return {"right": _least(what, 3, "a wrong byte is a wrong weight", on_cpu)}
 
 
 def _mfu(least: float) -> dict[str, Figure]:
@@ -114,6 +111,7 @@ def _run(on_cpu: OnCpu) -> dict[str, Figure]:
 STEPS: tuple[Step, ...] = (
     Step("environment", "What is installed, and a matrix product", 60, {
         "matmul": Figure("8192 x 8192 bfloat16 product", "TFLOP/s", 0.75, None, True, "else throttled or shared"),
+        "faults": _most("faults that `doctor` finds", 0, "each says what would be right", "judged"),
         "fp8_recipes": Figure("FP8 recipes that run here", "", 1, None, True, "three from Hopper on"),
     }),
     Step("ipc", "Memory of one process mapped by another", 40, _ipc("judged")),
@@ -149,6 +147,7 @@ STEPS: tuple[Step, ...] = (
     Step("job", "40 steps, killed at half, resumed", 190, {
         "steps": Figure("steps on record", "", 1, None, True, "all of them", "judged"),
         "repeated": _least("steps done again after the kill", 1, "or nothing was compared", "judged"),
+        "kept": Figure("steps that the checkpoint kept", "", 1, None, True, "a resume, not a new start", "judged"),
         "loss": _most("first of them: |loss difference|", 1e-3, "the same draws", "judged"),
         "grad_norm": _most("first of them: grad_norm, relative difference", 0.03, _HALF, "judged"),
         "mismatch": _most("largest mismatch/logprob_abs_diff_mean", 0.02, _HALF, "judged"),

@@ -13,35 +13,28 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.accept.child import Sheet
 from dppo_megatron.accept.runner import tests_directory
-from dppo_megatron.accept.workload import (
-    SHAPES,
-    TEN_MILLION,
-    RandomWeights,
-    architecture_of,
-    hf_config,
-)
+from dppo_megatron.accept.workload import RandomWeights
 from dppo_megatron.actor.layout import start_process_group, stop_process_group
 from dppo_megatron.config import load_config
 from dppo_megatron.config.shipped import shipped
 from dppo_megatron.data.arithmetic import write_task
-from dppo_megatron.data.tiny_model import make_tokenizer, write_tiny_qwen3
+from dppo_megatron.data.tiny_model import make_tokenizer, write_model_directory, write_tiny_qwen3
 from dppo_megatron.job import prepare_job
 from dppo_megatron.launched import environment_of_ours
-from dppo_megatron.planning.site import CHIPS, Site
+from dppo_megatron.planning.shares import whole_model
 from dppo_megatron.planning.timing import speeds_for
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.weights.architecture import read_architecture
 
 _CONFIG = str(shipped("configs", "quickstart.yaml"))
 
@@ -81,10 +74,10 @@ def killed_and_resumed(sheet: Sheet) -> None:
         subprocess.run(_train(settings), env=environment_of_ours(), check=True)
         after = _metrics(run)
         shutil.copy(run / "metrics.jsonl", sheet.directory)
-    resumed = (max(before) // every) * every
-    repeated = [step for step in sorted(before) if step > resumed]
+    repeated = [step for step in sorted(before) if after[step]["time/step_s"] != before[step]["time/step_s"]]
     sheet.note("steps", len(after), steps)
-    sheet.note("repeated", len(repeated), note=f"killed after step {max(before)}, resumed after step {resumed}")
+    sheet.note("repeated", len(repeated), note=f"killed after step {max(before)}; done again: {repeated}")
+    sheet.note("kept", len(before) - len(repeated), every, "from the checkpoint")
     if repeated:
         old, new = before[repeated[0]], after[repeated[0]]
         sheet.note("loss", abs(new["train/loss"] - old["train/loss"]), 0.0)
@@ -120,14 +113,8 @@ def server_of_two(sheet: Sheet) -> None:
 def _syncs(sheet: Sheet, files: Path) -> None:
     """Two syncs of other weights, each followed by completions whose log-probabilities must be those weights'."""
     model = Path(sheet.model) if sheet.model else _random_model(files / "random", sheet)
-    settings = (
-        _settings(files, sheet)
-        | _serving(sheet)
-        | {
-            "model.hf_path": model,
-            "rollout.servers.colocate": str(sheet.cuda).lower(),
-        }
-    )
+    settings = _settings(files, sheet) | _serving(sheet)
+    settings |= {"model.hf_path": model, "rollout.servers.colocate": str(sheet.cuda).lower()}
     config = load_config(_CONFIG, [f"{key}={value}" for key, value in settings.items()])
     start_process_group()
     job = prepare_job(config, 1)
@@ -143,8 +130,7 @@ def _syncs(sheet: Sheet, files: Path) -> None:
                 free, total = torch.cuda.mem_get_info()
                 sheet.note("freed_share", (free - awake) / total)
             started = time.perf_counter()
-            # read one by one, as from an actor
-            engine.load_weights(lambda of=weights: ((name, one.to(device, dtype)) for name, one in of.all()))
+            engine.load_weights(partial(weights.all, dtype))
             seconds = time.perf_counter() - started
             completions = engine.generate(requests, Sampling(16, 1.0, 0))
             expected = _logprobs(model, weights, device, requests, completions)
@@ -153,14 +139,9 @@ def _syncs(sheet: Sheet, files: Path) -> None:
     finally:
         engine.close()
         stop_process_group()
-    sheet.note("sync_s", seconds, _sync_s(model), "random weights are drawn meanwhile")
-
-
-def _sync_s(model: Path) -> float:
-    architecture = read_architecture(model)
-    h200 = CHIPS["h200"]
-    speed = speeds_for(architecture, Site(1, 8, h200.memory_bytes, h200.peak_flops, 1e15)).sync_gb_per_s
-    return sum(2 * weight.numel() for _, weight in RandomWeights(architecture).all()) / (speed.value * 1e9)
+    expected_gb_s = speeds_for(job.architecture).sync_gb_per_s.value
+    expected_s = whole_model(job.architecture) * dtype.itemsize / 1e9 / expected_gb_s
+    sheet.note("sync_s", seconds, expected_s, "random weights are drawn meanwhile")
 
 
 @torch.no_grad()
@@ -178,17 +159,11 @@ def _logprobs(model: Path, weights: RandomWeights, device: str, requests: Any, c
 
 
 def _random_model(directory: Path, sheet: Sheet) -> Path:
-    """A checkpoint of 0.6B, or of ten million parameters, with the quickstart's tokenizer."""
-    shape = SHAPES["0.6b"] if sheet.cuda else TEN_MILLION
-    tokenizer = make_tokenizer()
-    config = hf_config(shape)
-    config.eos_token_id, config.pad_token_id, config.bos_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id, None
-    config.dtype = torch.bfloat16
-    config.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    weights = RandomWeights(architecture_of(shape), "cuda" if sheet.cuda else "cpu")
-    tensors = {name: one.to(torch.bfloat16) for name, one in weights.all()}
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    """A checkpoint of about 0.6B, or of ten million parameters, with the quickstart's tokenizer."""
+    tiny = {"vocab_size": 4096, "hidden_size": 256, "num_layers": 4}
+    large = {"vocab_size": 151936, "hidden_size": 1024, "num_layers": 28, "num_heads": 16, "num_kv_heads": 8}
+    of = large | {"intermediate_size": 3072} if sheet.cuda else tiny
+    write_model_directory(directory, make_tokenizer(), 0, tie_word_embeddings=True, **of)
     return directory
 
 

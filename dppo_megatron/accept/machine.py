@@ -14,9 +14,10 @@ from dppo_megatron.accept.parity import LAYOUTS, differences, measure
 from dppo_megatron.accept.workload import peak_flops
 from dppo_megatron.config.schema import LayoutConfig
 from dppo_megatron.doctor.environment import report
+from dppo_megatron.doctor.links import copy_rows, server_rows
+from dppo_megatron.doctor.machine import machine_rows
 from dppo_megatron.launched import environment_of_ours
-from dppo_megatron.platform.capabilities import this_machine
-from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
+from dppo_megatron.platform.capabilities import LayerSpec, this_machine
 
 _RECIPES = ("tensorwise", "delayed", "blockwise")
 
@@ -25,12 +26,15 @@ def environment(sheet: Sheet) -> None:
     """What others depend on first, then the product."""
     machine, gpus = this_machine(), torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = torch.cuda.get_device_name() if gpus else ""
+    rows = machine_rows(max(gpus, 1), first_here=True) + copy_rows(torch.device("cuda" if gpus else "cpu"))
     sheet.facts(
         gpus=gpus,
         device=name or "no CUDA device",
         lacks_transformer_engine=machine.lacks_transformer_engine,
-        report=report(),
+        report=report() + [(row.what, row.said) for row in rows],
     )
+    faults = [row for row in rows if row.verdict == "fault"]
+    sheet.note("faults", len(faults), 0, "; ".join(f"{row.what}: {row.said}" for row in faults))
     if not gpus:
         return
     if machine.has_transformer_engine:
@@ -38,48 +42,24 @@ def environment(sheet: Sheet) -> None:
     else:
         sheet.skip("fp8_recipes", machine.lacks_transformer_engine)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    for _ in range(10):  # the first picks the kernel, the rest bring the clock up
-        a @ b
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(20):
-        a @ b
-    torch.cuda.synchronize()
+    for repeats in (10, 20):  # the first pick the kernel and bring the clock up
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(repeats):
+            a @ b
+        torch.cuda.synchronize()
     flops, peak = 20 * 2 * 8192**3 / (time.perf_counter() - started), peak_flops(name, fp8=False)
     sheet.note("matmul", flops / 1e12, peak / 1e12 if peak else None, "" if peak else f"no data sheet of {name}")
 
 
 def ipc(sheet: Sheet) -> None:
-    """Three buffers of changing content, summed by another process that maps them, as a server would."""
+    """The doctor's round trip, three times: another process changes each byte of a buffer of ours."""
     device = torch.device("cuda" if sheet.cuda else "cpu")
-    size = 512 << 20 if sheet.cuda else 16 << 20
-    buffer = SharedBuffer(size, device)
-    free = torch.cuda.mem_get_info()[0] if sheet.cuda else 0
-    command = [sys.executable, "-P", "-m", "dppo_megatron.accept.ipc_reader"]
-    right, seconds = 0, float("nan")
-    with subprocess.Popen(
-        command, env=environment_of_ours(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as reader:
-        assert reader.stdin is not None and reader.stdout is not None
-        for seed in range(3):
-            generator = torch.Generator(device).manual_seed(seed)
-            content = torch.randint(0, 256, (size,), generator=generator, device=device, dtype=torch.uint8)
-            buffer.fill(content)
-            reader.stdin.write(json.dumps(buffer.handle()) + "\n")
-            reader.stdin.flush()
-            answer = json.loads(reader.stdout.readline())
-            right += answer["sum"] == int(content.sum(dtype=torch.int64))
-            seconds = answer["seconds"]
-        reader.stdin.close()
-    sheet.note("right", right, 3, "" if sheet.cuda else "16 MiB in an anonymous file, as on a CPU")
-    sheet.note("gb_per_s", size / seconds / 1e9)
-    if sheet.cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.ipc_collect()
-        sheet.note("missing_mib", (free - torch.cuda.mem_get_info()[0]) / 2**20)
+    rows = [server_rows(None, device, timeout_s=30.0)[0] for _ in range(3)]
+    sheet.note("right", sum(row.verdict == "ok" for row in rows), 3, f"{rows[-1].what}: {rows[-1].said}")
 
 
-def parity(sheet: Sheet, cases: tuple[tuple[str, str], ...]) -> None:
+def parity(sheet: Sheet, *cases: tuple[str, LayerSpec]) -> None:
     """(dtype, layers) against the stored references."""
     for dtype, spec in cases:
         if dtype == "bfloat16" and not sheet.cuda:

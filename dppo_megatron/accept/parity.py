@@ -12,7 +12,6 @@ import json
 import sys
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +31,7 @@ from dppo_megatron.algorithms.objectives import clipped_surrogate
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
+from dppo_megatron.platform.capabilities import LayerSpec
 
 _DENSE: Shape = TEN_MILLION | {"num_hidden_layers": 4}
 _MIXTURE: Shape = _DENSE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
@@ -51,7 +51,7 @@ LAYOUTS: dict[str, tuple[str, LayoutConfig]] = {
 """Each on two ranks, with the model of the references that it is compared with."""
 
 
-def measure(model: str, of: LayoutConfig, dtype: torch.dtype, spec: Literal["local", "te"]) -> Arrays:
+def measure(model: str, of: LayoutConfig, dtype: torch.dtype, spec: LayerSpec) -> Arrays:
     """Two looks at the policy and three updates between them. Collective; empty but on rank 0.
 
     The process group stays; Megatron's groups end here, so that a process can measure several times.

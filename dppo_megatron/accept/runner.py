@@ -106,7 +106,9 @@ def _run(step: Step, directory: Path, limit_s: float, record: Record) -> Ran:
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir(parents=True)
     options = json.dumps(record.options | {"cuda": bool(record.facts.get("gpus"))})
-    environment = environment_of_ours() | step.environment | {"PYTHONUNBUFFERED": "1"}
+    allocator = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # a step says its own
+    ours = {name: value for name, value in environment_of_ours().items() if name not in allocator}
+    environment = ours | step.environment | {"PYTHONUNBUFFERED": "1"}
     started = time.monotonic()
     with (own / "log").open("wb") as log:
         child = subprocess.Popen(

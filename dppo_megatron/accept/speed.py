@@ -45,11 +45,10 @@ def utilization(sheet: Sheet, spec: str) -> None:
     shape, layout = _shape(sheet), _one_rank()
     timing, samples = _timed(shape, _actor_config(layer_spec=spec), layout, 8192, 8, _CAP)
     architecture = architecture_of(shape)
-    site = _site(layout)
-    expected = speeds_for(architecture, site).mfu.value
+    expected = speeds_for(architecture).mfu.value
     _note_utilization(sheet, "mfu", shape, samples, timing, expected)
     sheet.note("peak_gib", timing.peak_memory_gib)
-    sheet.note("step_s", float(np.median(timing.seconds)), _flops(shape, samples) / site.peak_flops / expected)
+    sheet.note("step_s", float(np.median(timing.seconds)), _flops(shape, samples) / _site(layout).peak_flops / expected)
 
 
 def lengths(sheet: Sheet) -> None:
@@ -57,7 +56,7 @@ def lengths(sheet: Sheet) -> None:
     layout = _one_rank()
     for tokens in (4096, 16384):
         timing, samples = _timed(SHAPES["0.6b"], _actor_config(), layout, tokens, 4, 16384)
-        expected = speeds_for(architecture_of(SHAPES["0.6b"]), _site(layout)).mfu.value
+        expected = speeds_for(architecture_of(SHAPES["0.6b"])).mfu.value
         _note_utilization(sheet, f"mfu_{tokens}", SHAPES["0.6b"], samples, timing, expected)
 
 

@@ -129,9 +129,9 @@ class RandomWeights:
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()) + self._seed)
         return torch.empty(shape, device=self._device).normal_(0.0, 0.02, generator=generator).cpu()
 
-    def all(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor with its name."""
-        return ((name, self(name)) for name in self._shapes)
+    def all(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor with its name, one after the other, on the device."""
+        return ((name, self(name).to(self._device, dtype)) for name in self._shapes)
 
 
 @dataclass(frozen=True, slots=True)
