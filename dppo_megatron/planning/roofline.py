@@ -44,8 +44,8 @@ _STEPS = 96
 """Pieces into which the longest completion is cut; an iteration's seconds are taken as constant within one."""
 _ELEMENTS = 8192
 """Sequences that are simulated at most: of a larger rollout as many replicas as hold them, since all are alike."""
-_DRAWS = 6
-_SHARES = (0.1, 0.25, 0.5, 0.7, 0.85, 1.0, 1.5)
+_DRAWS = 8
+_SHARES = (0.1, 0.25, 0.5, 0.7, 1.0, 1.5)
 """Of a whole step's prompts, where the curve of seconds over tokens has its corners."""
 ROOFLINE = (
     f"decode: a roofline of {BANDWIDTH_SHARE:.0%} of the bandwidth, {FLOPS_SHARE:.0%} of the FLOPs and"
@@ -149,7 +149,7 @@ def rollout_s(replica: Replica, lengths: IntArray, prompt_tokens: float, replica
 
 
 def _assigned(lengths: IntArray, replicas: int, room: int) -> FloatArray:
-    """[replicas, groups of one, G]: the first groups go round, and then whoever has the least to do asks for the next."""
+    """[replicas, groups of one, G]: the first groups go round, and whoever has had the least to do gets the next."""
     loads = np.zeros(replicas)
     of: list[list[int]] = [[] for _ in range(replicas)]
     totals = lengths.sum(axis=1).tolist()
@@ -169,12 +169,13 @@ def rollout_cost(replica: Replica, replicas: int, lengths: Lengths, groups: int)
     most = max(1, _ELEMENTS // (drawn.shape[1] * -(-groups // replicas)))
     simulated = min(replicas, most)
     random = generator(0, "roofline")
-    seconds = np.zeros(len(_SHARES))
+    tokens, seconds = np.zeros(len(_SHARES)), np.zeros(len(_SHARES))
     each = groups / replicas * simulated
     for _ in range(_DRAWS):
         places = random.permutation(-(-int(_SHARES[-1] * each + 1) // len(drawn)) * len(drawn)) % len(drawn)
         for at, share in enumerate(_SHARES):
             chosen = drawn[places[: max(1, round(share * each))]]
+            tokens[at] += float(chosen.sum()) * replicas / simulated / _DRAWS
             seconds[at] += rollout_s(replica, chosen, lengths.prompt, simulated) / _DRAWS
-    tokens = np.array(_SHARES) * groups * drawn.shape[1] * lengths.completion
-    return RolloutCost((0.0, *tokens.tolist()), (0.0, *np.maximum.accumulate(seconds).tolist()))
+    rising = np.diff(tokens, prepend=0.0) > 0  # shares of a few groups may be the same groups
+    return RolloutCost((0.0, *tokens[rising].tolist()), (0.0, *np.maximum.accumulate(seconds)[rising].tolist()))

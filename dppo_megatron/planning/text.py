@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from dppo_megatron.planning.memory import PARTS, Phase
-from dppo_megatron.planning.plan import Plan, most
+from dppo_megatron.planning.plan import SKIPPED, Plan, most
 from dppo_megatron.planning.roofline import ROOFLINE
 from dppo_megatron.planning.site import CONTEXT_BYTES, ENGINE_WORK_BYTES, GIB, SLEEPING_BYTES
 from dppo_megatron.simulate import like_for_like
@@ -83,6 +83,11 @@ def _seconds(plan: Plan) -> Iterator[str]:
         f"seconds of a step without pruning, {plan.lengths.completion:.0f} tokens a completion:"
         f" {timing.step_s:.0f} ({parts})"
     )
+    saved = ", ".join(f"{timing.rollout.saved(timing.tokens_generated, share):.0%}" for share in SKIPPED)
+    skipped = ", ".join(f"{share:.0%}" for share in SKIPPED)
+    yield f"  skipping {skipped} of the prompts saves {saved} of generation: what is left waits for its longest"
+    for one in plan.faster[:_ADVICE]:
+        yield f"  {one.change}: {timing.step_s - one.step_s:.0f} s faster a step, and {one.total / GIB:.1f} GiB at most"
 
 
 def _savings(plan: Plan) -> Iterator[str]:

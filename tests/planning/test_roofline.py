@@ -154,7 +154,7 @@ def test_what_skipping_saves(shapes: dict[str, Architecture], case: str) -> None
             kept = lengths[: round(share * prompts)]
             played[at] += play(replica, kept, 150, engine.replicas) / 3
             planned[at] += rollout_s(replica, kept, 150, engine.replicas) / 3
-    assert planned[0] == pytest.approx(played[0], rel=0.05)
+    assert planned[0] == pytest.approx(played[0], rel=within / 2)
     assert planned[0] - planned[1:] == pytest.approx(played[0] - played[1:], rel=within)
     cost = rollout_cost(replica, engine.replicas, Lengths.assumed(150, mean, cap, size), prompts)
     assert cost.of(prompts * size * mean) == pytest.approx(played[0], rel=0.1)
@@ -164,7 +164,7 @@ def test_a_curve_of_seconds() -> None:
     """Lines between the points, the last one continued; a round of nothing takes nothing."""
     cost = RolloutCost((0.0, 10.0, 30.0), (0.0, 4.0, 8.0))
     assert [cost.of(tokens) for tokens in (0, 5, 10, 20, 50)] == [0, 2, 4, 6, 12]
-    assert [cost.marginal(tokens) for tokens in (5, 30, 99)] == [0.4, 0.2, 0.2] and cost.average == 8 / 30
+    assert cost.saved(30, 0.5) == pytest.approx(1 - 5 / 8) and cost.saved(0, 0.5) == 0 and cost.average == 8 / 30
     assert cost.scaled(2, 3).of(60) == 24
 
 
