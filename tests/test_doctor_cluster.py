@@ -85,6 +85,7 @@ def _as_srun(rank: int) -> None:
     }
 
 
+@pytest.mark.slow
 def test_two_tasks_of_srun_are_a_job(tmp_path: Path) -> None:
     """No launcher but Slurm: they meet, try every link of the layout, and rank 0 alone reports."""
     servers = ["rollout.engine=vllm", "rollout.servers.launch=local", "rollout.servers.colocate=true"]
@@ -139,7 +140,10 @@ def _nccl_says(text: str) -> Callable[[int], None]:
             "process group",
             r"GLOO_SOCKET_IFNAME=nonexistent0 is no network interface .* which has .*lo.*\[rank 1 on ",
         ),
-        (_never_comes, 16, "ranks", r"1 of 2 ranks did not come \(rank 1\): were they started"),
+        pytest.param(
+            *(_never_comes, 16, "ranks", r"1 of 2 ranks did not come \(rank 1\): were they started"),
+            marks=pytest.mark.slow,
+        ),
         (_few_files, 60, "ulimit -n", r"400 open files \(hard limit\), but a rank of 2 needs 514"),
         (
             _nccl_says("Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1a000"),
@@ -166,6 +170,7 @@ def test_a_planted_fault_is_one_sentence(
     assert len(faults) == 1 and re.search(said, _line(lines, what)), lines
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_at_the_limit(tmp_path: Path) -> None:
     """In a call that nothing ends: what it was at is said for it, and every process is ended."""
 
