@@ -111,7 +111,7 @@ def _run(on_cpu: OnCpu) -> dict[str, Figure]:
 STEPS: tuple[Step, ...] = (
     Step("environment", "What is installed, and a matrix product", 60, {
         "matmul": Figure("8192 x 8192 bfloat16 product", "TFLOP/s", 0.75, None, True, "else throttled or shared"),
-        "faults": _most("faults that `doctor` finds", 0, "each says what would be right", "judged"),
+        "faults": _most("faults that `doctor` finds", 0, "each says what would be right", "shown"),
         "fp8_recipes": Figure("FP8 recipes that run here", "", 1, None, True, "three from Hopper on"),
     }),
     Step("ipc", "Memory of one process mapped by another", 40, _ipc("judged")),
