@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from support.launch import run_ranks
 
-from dppo_megatron.accept import runner
+from dppo_megatron.accept import child, runner
 from dppo_megatron.accept.bars import STEPS, Step
 from dppo_megatron.accept.page import write_page
 from dppo_megatron.accept.record import Ran, Record, read_figures, read_record
@@ -94,6 +94,15 @@ def test_the_table_fits_half_an_hour_and_every_bar_has_a_source() -> None:
     judged = [figure for figure in figures if figure.least is not None or figure.most is not None]
     assert len(judged) > 40 and all(figure.source for figure in judged)
     assert all(figure.on_cpu != "judged" or figure in judged for figure in figures)
+
+
+def test_the_page_of_the_documentation_has_the_same_steps_and_limits() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "testing.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]+`) \| [^|]+ \| ([\d, ]+) \| [^|]*\|$", page, re.MULTILINE)
+    said = [pair for names, limits in rows for pair in zip(names.split(", "), limits.split(", "), strict=True)]
+    ours = [(f"`{step.name}`", f"{step.limit_s:g}") for step in STEPS]
+    assert sorted(said) == sorted(ours)
+    assert set(child._MEASURED_BY) == {step.name for step in STEPS}
 
 
 def test_what_is_judged() -> None:
@@ -213,7 +222,7 @@ def _with_a_made_up_card(measured_by: str, directory: Path) -> None:
     """A step of speed.py on a CPU: sizes become tiny, CUDA's answers are invented, layers and formats are the CPU's."""
     import torch
 
-    from dppo_megatron.accept import child, speed
+    from dppo_megatron.accept import speed
     from dppo_megatron.accept.workload import SHAPES
     from dppo_megatron.config.schema import ActorConfig, OptimizerConfig
 
@@ -234,7 +243,7 @@ def _with_a_made_up_card(measured_by: str, directory: Path) -> None:
     speed.Lengths = lambda samples, median, sigma, most, prompts: Lengths(8, 64, sigma, 256, (4, 16))
     speed._actor_config = lambda **_: ActorConfig(optimizer=OptimizerConfig(learning_rate=1e-8))
     sheet = child.Sheet(measured_by, directory, cuda=True, model="", server_python="")
-    child._measured_by(measured_by)(sheet)
+    child.measured_by(measured_by)(sheet)
 
 
 def _fewer(equal_samples: Callable[..., Any], architecture: Any, tokens: int, microbatches: int, cap: int) -> Any:

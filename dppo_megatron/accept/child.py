@@ -6,6 +6,7 @@ Figures are written line by line as they are found, so that a crash or a limit l
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import signal
 import sys
@@ -52,35 +53,40 @@ class Sheet:
             file.write(json.dumps({"figure": figure} | values) + "\n")
 
 
-def _measured_by(step: str) -> Callable[[Sheet], None]:
-    from dppo_megatron.accept import jobs, machine, speed
+_MEASURED_BY: dict[str, tuple[str, str]] = {
+    "environment": ("machine", "environment"),
+    "ipc": ("machine", "ipc"),
+    "ipc-expandable": ("machine", "ipc"),
+    "parity": ("machine", "parity"),
+    "parity-te": ("machine", "parity_te"),
+    "gpu-tests": ("jobs", "gpu_tests"),
+    "servers": ("jobs", "servers"),
+    "mfu-4b-te": ("speed", "utilization_te"),
+    "mfu-4b-local": ("speed", "utilization_local"),
+    "packed": ("speed", "packed"),
+    "memory": ("speed", "memory"),
+    "job": ("jobs", "killed_and_resumed"),
+    "fp8": ("speed", "fp8"),
+    "mfu-0.6b": ("speed", "lengths"),
+    "layouts": ("machine", "layouts"),
+    "servers-nccl": ("jobs", "server_elsewhere"),
+    "servers-dp": ("jobs", "server_of_two"),
+}
+"""Step -> module and function. Only that module is imported: what one step lacks must not end the others."""
 
-    return {
-        "environment": machine.environment,
-        "ipc": machine.ipc,
-        "ipc-expandable": machine.ipc,
-        "parity": lambda sheet: machine.parity(sheet, ("float32", "local"), ("bfloat16", "local")),
-        "parity-te": lambda sheet: machine.parity(sheet, ("bfloat16", "te")),
-        "gpu-tests": jobs.gpu_tests,
-        "servers": jobs.servers,
-        "mfu-4b-te": lambda sheet: speed.utilization(sheet, "te"),
-        "mfu-4b-local": lambda sheet: speed.utilization(sheet, "local"),
-        "packed": speed.packed,
-        "memory": speed.memory,
-        "job": jobs.killed_and_resumed,
-        "fp8": speed.fp8,
-        "mfu-0.6b": speed.lengths,
-        "layouts": machine.layouts,
-        "servers-nccl": jobs.server_elsewhere,
-        "servers-dp": jobs.server_of_two,
-    }[step]
+
+def measured_by(step: str) -> Callable[[Sheet], None]:
+    """The function of a step."""
+    module, function = _MEASURED_BY[step]
+    found: Callable[[Sheet], None] = getattr(importlib.import_module(f"dppo_megatron.accept.{module}"), function)
+    return found
 
 
 def main(step: str, directory: str, options: str) -> int:
     """Run one step."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a killed command leaves no measurement behind
-    _measured_by(step)(Sheet(step, Path(directory), **json.loads(options)))
+    measured_by(step)(Sheet(step, Path(directory), **json.loads(options)))
     return 0
 
 

@@ -40,8 +40,17 @@ _CAP = 8192
 _WARMUP, _TIMED = 2, 3
 
 
-def utilization(sheet: Sheet, spec: str) -> None:
-    """4B, or the user's model, at packs of 8,192 tokens."""
+def utilization_te(sheet: Sheet) -> None:
+    """4B, or the user's model, with Transformer Engine's layers."""
+    _utilization(sheet, "te")
+
+
+def utilization_local(sheet: Sheet) -> None:
+    """The same with the local layers."""
+    _utilization(sheet, "local")
+
+
+def _utilization(sheet: Sheet, spec: str) -> None:
     shape, layout = _shape(sheet), _one_rank()
     timing, samples = _timed(shape, _actor_config(layer_spec=spec), layout, 8192, 8, _CAP)
     architecture = architecture_of(shape)
