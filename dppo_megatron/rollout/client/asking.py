@@ -178,7 +178,7 @@ class Asker:
 
     async def _exchange(self, server: Address, call: Call, max_bytes: int, flags: SimpleNamespace) -> bytearray:
         key = server.api_key
-        headers = {**({"Authorization": f"Bearer {key}"} if key else {}), **call.headers}
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with self._session.post(
             server.url + call.path, data=call.body, headers=headers, allow_redirects=False, trace_request_ctx=flags
         ) as response:

@@ -23,6 +23,7 @@ from dppo_megatron.rollout.servers.directory import Addresses, Directory, Entry
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import Http, Refused, Unreachable, clean_key
+from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.servers.launch import LaunchedServer, ServerProcess, stop_all
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
 from dppo_megatron.rollout.servers.router import NamedServers, RouterServer, named_workers, through
@@ -99,14 +100,19 @@ def connect(
         routers = [router for router in routers if _passes(router, servers, say)]
         on_gpu = torch.cuda.is_available()
         found = _seats(launched, infos, devices)
+        unequal = {
+            url: said for url, info in zip(urls, infos, strict=True) if (said := dppo_nccl.difference(info.nccl))
+        }
+        works = {"ipc": {url for url, ranks in found.items() if ranks}, "nccl": set(urls) - set(unequal)}
         channel, why = choose_channel(
             rollout.sync.channel,
             [
-                [name for name in info.channels if name != "ipc" or found.get(server.http.url)]
-                for server, info in zip(servers, infos, strict=True)
+                [name for name in info.channels if url in works.get(name, urls)]
+                for url, info in zip(urls, infos, strict=True)
             ],
             on_gpu=on_gpu,
             colocated=rollout.servers.colocate,
+            unequal="; ".join(f"{url}: {said}" for url, said in unequal.items()),
         )
     except BaseException:
         stop_all(launched)
@@ -272,19 +278,22 @@ def describe(server: Server, api_key_env: str) -> ServerInfo:
 
 
 def choose_channel(
-    wanted: str, offered: Sequence[Sequence[str]], *, on_gpu: bool, colocated: bool
+    wanted: str, offered: Sequence[Sequence[str]], *, on_gpu: bool, colocated: bool, unequal: str = ""
 ) -> tuple[ChannelName, str]:
     """The sync channel and why.
 
     Args:
         wanted: `rollout.sync.channel`.
         offered: the channels that each server is started for.
+        unequal: what of NCCL is not the same at both ends; nccl is not among `offered` then.
 
     Raises:
         UserError: a forced channel that a server does not offer.
     """
     common: set[str] = set(offered[0]).intersection(*offered[1:]) if offered else set()
     if wanted != "auto":
+        if wanted == "nccl" and unequal:
+            raise UserError(f"rollout.sync.channel = nccl: {unequal}: no communicator can have both")
         if wanted not in common:
             raise UserError(
                 f"rollout.sync.channel = {wanted}, but the servers are started for {', '.join(sorted(common))};"
@@ -299,7 +308,7 @@ def choose_channel(
         return "nccl", "the actor is on GPUs and every server offers it"
     if not on_gpu and "gloo" in common:
         return "gloo", "the actor is on CPUs and every server offers it"
-    return "disk", "not every server is started for a broadcast"
+    return "disk", f"no NCCL communicator: {unequal}" if unequal else "not every server is started for a broadcast"
 
 
 def check_server(url: str, info: ServerInfo, config: Config, architecture: Architecture) -> None:

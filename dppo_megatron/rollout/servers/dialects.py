@@ -95,8 +95,7 @@ class VLLMDialect(msgspec.Struct, frozen=True, tag="vllm"):
     def rounds(self, group: GenerateRequest) -> list[list[Call]]:
         """Every parameter is given: what is left out would come from the served model's generation_config.json."""
         path = VLLM_ARRAYS_PATH if self.arrays else "/inference/v1/generate"
-        headers = {} if group.replica is None else {"X-data-parallel-rank": str(group.replica)}
-        return [[Call(path, msgspec.json.encode(vllm_body(group, self.seeded)), headers)]]
+        return [[Call(path, msgspec.json.encode(vllm_body(group, self.seeded)))]]
 
     def abort_calls(self, group: GenerateRequest) -> list[Call]:
         """Both forms of the id are named; unknown ones are ignored."""
@@ -159,6 +158,7 @@ def vllm_body(group: GenerateRequest, seeded: bool) -> dict[str, Any]:
             "logprobs": 0,
             "detokenize": False,
         },
+        **({} if group.replica is None else {"data_parallel_rank": group.replica}),  # read by our path only
     }
 
 
@@ -207,6 +207,7 @@ class _SGLangArraysHeader(msgspec.Struct):
 
 _SGLANG_ARRAYS_DECODER = msgspec.json.Decoder(_SGLangArraysHeader)
 SGLANG_ARRAYS_PATH = "/generate_arrays"
+SGLANG_NCCL_PATH = "/dppo_nccl"
 
 
 class SGLangDialect(msgspec.Struct, frozen=True, tag="sglang"):
@@ -281,6 +282,7 @@ def _prefill(group: GenerateRequest) -> list[list[Call]]:
         "rid": f"{group.request_id}/prompt",
         "input_ids": group.prompt_ids,
         "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+        **_routed(group),
     }
     return [[Call("/generate", msgspec.json.encode(prefill))]]
 
@@ -348,7 +350,12 @@ def sglang_body(group: GenerateRequest, seeded: bool, vocab_size: int) -> dict[s
         "top_logprobs_num": 0,
         "return_sampling_mask": cuts and group.reads_logprobs,
         "stream": False,
+        **_routed(group),
     }
+
+
+def _routed(group: GenerateRequest) -> dict[str, int]:
+    return {} if group.replica is None else {"routed_dp_rank": group.replica}
 
 
 def _cuts(group: GenerateRequest) -> bool:

@@ -23,8 +23,6 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,7 +30,6 @@ from dppo_megatron.types import GuardStop, UserError
 
 MAX_ANSWER_BYTES = 64 << 20
 """Of questions and weight calls; checksums of a large model are a few MB."""
-_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 OUR_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL))
 """The trainer's own machine has run out of something: no server is to blame."""
 
@@ -102,11 +99,9 @@ class Http:
         payload = json.dumps({} if body is None else body, separators=(",", ":")).encode()
         return self._decoded(path, self._request("POST", path, payload, timeout_s, MAX_ANSWER_BYTES))
 
-    def exchange(
-        self, path: str, payload: bytes, *, timeout_s: float, max_bytes: int, headers: Mapping[str, str] = _NO_HEADERS
-    ) -> bytes:
+    def exchange(self, path: str, payload: bytes, *, timeout_s: float, max_bytes: int) -> bytes:
         """Bytes for bytes. Raises as `get`."""
-        return self._request("POST", path, payload, timeout_s, max_bytes, headers)
+        return self._request("POST", path, payload, timeout_s, max_bytes)
 
     def close(self) -> None:
         """Cut every connection. Requests in flight raise Unreachable in their own threads."""
@@ -127,27 +122,19 @@ class Http:
         except (ValueError, RecursionError) as error:
             raise BadAnswer(f"{self.url}{path}: its answer is no JSON: {brief(error)}") from None
 
-    def _request(
-        self,
-        method: str,
-        path: str,
-        payload: bytes | None,
-        timeout_s: float,
-        max_bytes: int,
-        more: Mapping[str, str] = _NO_HEADERS,
-    ) -> bytes:
+    def _request(self, method: str, path: str, payload: bytes | None, timeout_s: float, max_bytes: int) -> bytes:
         deadline, cuts = time.monotonic() + timeout_s, self._cuts
         connection, reused = self._take(deadline)
         try:
             try:
-                response, content = self._exchange(connection, method, path, payload, max_bytes, more)
+                response, content = self._exchange(connection, method, path, payload, max_bytes)
             except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
                 # a kept connection that the server has closed meanwhile: nothing was processed, once more afresh
                 if not reused or cuts != self._cuts:
                     raise
                 self._drop(connection)
                 connection = self._fresh(deadline)
-                response, content = self._exchange(connection, method, path, payload, max_bytes, more)
+                response, content = self._exchange(connection, method, path, payload, max_bytes)
         except BadAnswer:
             self._drop(connection)
             raise
@@ -165,15 +152,9 @@ class Http:
         return content
 
     def _exchange(
-        self,
-        connection: _Plain | _Secure,
-        method: str,
-        path: str,
-        payload: bytes | None,
-        max_bytes: int,
-        more: Mapping[str, str],
+        self, connection: _Plain | _Secure, method: str, path: str, payload: bytes | None, max_bytes: int
     ) -> tuple[http.client.HTTPResponse, bytes]:
-        connection.request(method, self._prefix + path, payload, {**self._headers, **more})
+        connection.request(method, self._prefix + path, payload, self._headers)
         response = connection.getresponse()
         content = bytearray()
         while part := response.read(min(1 << 20, max_bytes + 1 - len(content))):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -47,6 +47,8 @@ class ServerInfo:
     """top_p is measured on what top_k leaves, as everywhere else; not on the whole distribution."""
     devices: tuple[str, ...] = ()
     """UUID of each worker's GPU, or `cpu`, replica by replica; empty: it does not say."""
+    nccl: dict[str, str] = field(default_factory=dict)
+    """See `in_engine/dppo_nccl.py`; empty: it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +165,7 @@ def generate(server: Server, group: GenerateRequest, expected: Expected, *, time
     deadline, answers = time.monotonic() + timeout_s, [b""]
     for calls in server.dialect.rounds(group):
         answers = []
-        for path, body, headers in calls:
+        for path, body in calls:
             left_s = max(0.001, deadline - time.monotonic())
-            answers.append(
-                server.http.exchange(path, body, timeout_s=left_s, max_bytes=group.answer_bytes, headers=headers)
-            )
+            answers.append(server.http.exchange(path, body, timeout_s=left_s, max_bytes=group.answer_bytes))
     return checked(server.dialect.read(answers, group), group, expected)

@@ -27,6 +27,7 @@ from dppo_megatron.rollout.servers.directory import Addresses, Entry
 from dppo_megatron.rollout.servers.dispatch import BUSY
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
+from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
 from dppo_megatron.types import UserError
@@ -50,6 +51,8 @@ def inspect(server: Server, known: Connection, config: Config, architecture: Arc
     check_server(url, info, config, architecture)
     if known.channel not in info.channels:
         raise UserError(f"{url} is not started for weight sync over {known.channel}")
+    if known.channel == "nccl" and (unequal := dppo_nccl.difference(info.nccl)):
+        raise UserError(f"{url}: {unequal}")
     return info
 
 

@@ -8,14 +8,16 @@ in 0.5.23), so a request for no token goes first and leaves the prompt in the ra
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.servers.dialects import SGLANG_ARRAYS_PATH, SGLangDialect
+from dppo_megatron.rollout.servers.dialects import SGLANG_ARRAYS_PATH, SGLANG_NCCL_PATH, SGLangDialect
 from dppo_megatron.rollout.servers.http import Http, Refused
+from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
     InFlight,
@@ -75,12 +77,12 @@ class SGLangServer:
         if is_older(info["version"], MINIMUM_VERSION):
             raise too_old("SGLang", info["version"], MINIMUM_VERSION, self.http.url)
         self._seeded = bool(info.get("enable_deterministic_inference"))
-        self._arrays = self._has_arrays(timeout_s)
+        self._arrays = self._ask(SGLANG_ARRAYS_PATH, timeout_s) == {"form": 1}
         self._hashes_bytes = info.get("device") == "cpu"
-        self._workers = int(info.get("tp_size", 1))
+        self._workers, self.replicas = int(info.get("tp_size", 1)), int(info.get("dp_size", 1))
         root = info.get("model_path") or model["model_path"]  # the latter may be a snapshot of an earlier run's
         architecture, vocab_size = architecture_of(root)
-        single = int(info.get("pp_size", 1)) == int(info.get("dp_size", 1)) == 1  # SGLang numbers group members by TP
+        single = int(info.get("pp_size", 1)) == self.replicas == 1  # SGLang numbers group members by TP
         return ServerInfo(
             engine_version=info["version"],
             served_model=root,
@@ -92,6 +94,7 @@ class SGLangServer:
             logprobs_are_processed=None,
             max_top_k=int(info.get("sampling_mask_max_tokens") or 0),
             cuts_in_order=False,
+            nccl=(self._ask(SGLANG_NCCL_PATH, timeout_s) if self._arrays else None) or {},
         )
 
     def healthy(self, *, timeout_s: float) -> None:
@@ -194,12 +197,13 @@ class SGLangServer:
         """Weights before the sync, the cache after it."""
         self.http.post("/resume_memory_occupation", {"tags": [what]}, timeout_s=timeout_s)
 
-    def _has_arrays(self, timeout_s: float) -> bool:
+    def _ask(self, path: str, timeout_s: float) -> Any:
+        """None from a server that has no path of ours."""
         try:
-            return bool(self.http.get(SGLANG_ARRAYS_PATH, timeout_s=timeout_s) == {"form": 1})
+            return self.http.get(path, timeout_s=timeout_s)
         except Refused as error:
             if error.status == 404:
-                return False
+                return None
             raise
 
     def _do(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
@@ -239,7 +243,9 @@ def sglang_command(
 
 
 def sglang_environment(cpu: bool) -> dict[str, str]:
-    """Variables of a launched server."""
+    """Variables of a launched server. NCCL's are the trainer's: SGLang turns both off where they are not set (0.5.23,
+    entrypoints/engine.py), and one communicator cannot have them on at one end."""
     # the spare positions may lie beyond the model's; no token ever takes them
     variables = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    return variables | ({"SGLANG_USE_CPU_ENGINE": "1"} if cpu else {})
+    nccl = {name: os.environ.get(name, default) for name, default in dppo_nccl.DEFAULTS.items()}
+    return variables | ({"SGLANG_USE_CPU_ENGINE": "1"} if cpu else nccl)

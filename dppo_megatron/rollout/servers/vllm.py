@@ -91,7 +91,8 @@ class VLLMServer:
             channels=("disk", "gloo", "nccl", "ipc") if transfer.get("backend") == "dppo" else ("disk",),
             world_size=world_size,
             logprobs_are_processed=engine_config["model_config"].get("logprobs_mode") == "processed_logprobs",
-            devices=tuple(str(model["device"]) for model in models) if len(models) == world_size else (),
+            devices=tuple(str(model["device"]) for model in models),
+            nccl=models[0].get("nccl", {}) if models else {},
         )
 
     def healthy(self, *, timeout_s: float) -> None:
@@ -200,24 +201,25 @@ class VLLMServer:
             raise Refused(409, "the prefix cache could not be reset: blocks are still held")
 
     def _workers(self, world_size: int, timeout_s: float) -> list[dict[str, Any]]:
-        """What each worker says of itself (`in_engine`), replica by replica; of a server without our path, which only
-        its first replica answers, that one's.
+        """What each worker says of itself (`in_engine`), replica by replica; nothing without our extension.
 
         Raises:
-            UserError: they are not those that vLLM counts and will look for weights by.
+            UserError: of several replicas not all workers answer: the others would be left without weights.
         """
-        found = self._ask(VLLM_WORKERS_PATH, timeout_s)
-        if not found:
-            return list(self._rpc("dppo_model", timeout_s)["results"])
-        models = [model for replica in found["replicas"] for model in replica]
-        places = [model["place"] for model in models]
-        if sorted(places) != list(range(world_size)):
+        if not self._extended:
+            models = []
+        elif self._arrays:
+            replicas = self.http.get(VLLM_WORKERS_PATH, timeout_s=timeout_s)["replicas"]
+            models = sorted((model for replica in replicas for model in replica), key=lambda model: int(model["place"]))
+        else:
+            models = self._rpc("dppo_model", timeout_s)["results"]  # of the first replica only
+        if self.replicas > 1 and [model["place"] for model in models] != list(range(world_size)):
             raise UserError(
-                f"{self.http.url} counts {world_size} workers, and those that answer are {places}: a replica that is a"
-                " server of its own (--data-parallel-rank) cannot be synced as a part; give --data-parallel-size to one"
-                " server, or start servers without it"
+                f"{self.http.url} has {self.replicas} replicas (--data-parallel-size), and {len(models)} of their"
+                f" {world_size} workers answer: start it with our --worker-extension-cls and --middleware"
+                " dppo_vllm_arrays.Arrays, as one server of all replicas (docs/engines.md)"
             )
-        return sorted(models, key=lambda model: int(model["place"]))
+        return models
 
     def _rpc(self, method: str, timeout_s: float, **kwargs: Any) -> Any:
         body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}

@@ -7,9 +7,8 @@ a failure of that server, never something to train on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import msgspec
@@ -106,7 +105,6 @@ class Call(NamedTuple):
 
     path: str
     body: bytes
-    headers: Mapping[str, str] = MappingProxyType({})
 
 
 class Dialect(Protocol):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from dppo_megatron.distributed import on_loopback_if_one_machine
@@ -76,11 +77,13 @@ class SharedMemoryChannel:
                 taking_part = [] if problem is not None else handed.result()
                 handed = sender.submit(self._hand_over, taking_part, bucket.notes, offers)
             problem = handed.exception() or problem
-        self._exchange({})  # all have been read: the buffers are their owners' again
-        self._give_back()
-        if problem is not None:
-            raise problem
-        return on_each(fleet, handed.result(), lambda m: receiver(m).end_update(version, timeout_s=timeout_s))
+        try:
+            if problem is not None:
+                raise problem
+            return on_each(fleet, handed.result(), lambda m: receiver(m).end_update(version, timeout_s=timeout_s))
+        finally:
+            self._exchange({})  # all have been read and are mapped no more: the buffers are their owners' again
+            self._give_back()
 
     def take_part(self, tensors: Tensors) -> None:
         """On the other ranks: offer each bucket in its turn, if a server's worker reads from here."""
@@ -141,9 +144,12 @@ class SharedMemoryChannel:
         return on_each(self._fleet, members, read)
 
     def _give_back(self) -> None:
-        """On a GPU the buffers go back to the allocator: the actor needs their memory."""
-        if any(buffer is not None and buffer.memory.is_cuda for buffer in self._buffers):
+        """On a GPU the buffers go back to the driver: the servers need their memory for their caches. Torch puts aside
+        what another process still maps, and looks at that again when `ipc_collect` asks."""
+        if any(buffer is not None and buffer.is_on_gpu for buffer in self._buffers):
             self.close()
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
 
 
 def _done(members: list[Member]) -> Future[list[Member]]:

@@ -31,7 +31,8 @@ class SharedBuffer:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._file = -1
-        if device.type == "cuda":
+        self.is_on_gpu = device.type == "cuda"
+        if self.is_on_gpu:
             self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         else:
             self._file = os.memfd_create("dppo-weights")

@@ -23,6 +23,7 @@ from dppo_vllm_guard import RequireKey
 
 KEY_VARIABLE = "DPPO_SERVER_KEY"
 ARRAYS_PATH = "/generate_arrays"
+NCCL_PATH = "/dppo_nccl"
 
 
 async def generate_arrays(request: Any) -> Any:
@@ -45,6 +46,14 @@ async def generate_arrays(request: Any) -> Any:
     except (TypeError, ValueError, OverflowError) as error:  # the server's fault, not the request's
         return JSONResponse({"error": {"message": f"{type(error).__name__}: {error}"}}, 500)
     return Response(content, media_type="application/octet-stream")
+
+
+async def nccl_settings(_: Any) -> Any:
+    """NCCL's version and variables: the schedulers inherit this process's, which SGLang has set by then."""
+    from dppo_nccl import settings
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(settings())
 
 
 def packed_answers(answers: Sequence[dict[str, Any]]) -> bytes:
@@ -79,6 +88,7 @@ def main() -> None:
         # its workers import the application afresh, without the check
         raise SystemExit("dppo_sglang_server: --tokenizer-worker-num above 1 would leave the server without its key")
     http_server.app.add_route(ARRAYS_PATH, generate_arrays, methods=["GET", "POST"])
+    http_server.app.add_route(NCCL_PATH, nccl_settings, methods=["GET"])
     http_server.app.add_middleware(RequireKey, variable=KEY_VARIABLE)
     try:
         run_server(arguments)

@@ -6,8 +6,8 @@ both are four bytes, and the server builds no object for a token either (vLLM's 
     vllm serve ... --middleware dppo_vllm_arrays.Arrays
 
 adds two paths to the application, behind whatever checks keys there; nothing of vLLM is patched. The body is that of
-/inference/v1/generate, of which `request_id`, `token_ids`, `sampling_params` and the header X-data-parallel-rank are
-read. The answer has the form of `dppo_arrays.py`, with the header
+/inference/v1/generate, of which `request_id`, `token_ids`, `sampling_params` are read, and `data_parallel_rank`: the
+replica that is to answer. The answer has the form of `dppo_arrays.py`, with the header
 
     {"request_id", "choices": [{"index", "tokens", "finish_reason", "weight_versions"}, ...]}
 
@@ -76,8 +76,7 @@ async def answer(request: Request) -> Response:
             raise ValueError(f"n = {parameters.n}; the server runs at most {most} sequences")
         request_id = f"generate-tokens-{body['request_id']}"
         prompt = TokensPrompt(prompt_token_ids=body["token_ids"])
-        replica = request.headers.get("X-data-parallel-rank")
-        replica = None if replica is None else int(replica)
+        replica = body.get("data_parallel_rank")
         output = await _last(engine.generate(prompt, parameters, request_id, data_parallel_rank=replica), request)
     except (KeyError, TypeError, ValueError) as error:  # also vLLM's checks of a request
         return JSONResponse({"error": {"message": f"{type(error).__name__}: {error}"}}, 400)

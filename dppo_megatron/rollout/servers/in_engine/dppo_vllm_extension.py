@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from dppo_nccl import settings as nccl_settings
 from dppo_wire import Arrival, Broadcast, Chain
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -171,6 +172,7 @@ class WorkerExtension:
             "vocab_size": config.vocab_size,
             "place": place,
             "device": device_name(self.device, place),  # type: ignore[attr-defined]
+            "nccl": nccl_settings(),
         }
 
     def dppo_refresh_packed(self) -> int:
