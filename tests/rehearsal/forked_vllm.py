@@ -6,9 +6,13 @@ Here one process imports them; whoever starts the interpreter that `interpreter`
     trainer --starts--> this file as a client  --arguments, environment, log-->  this file as the parent of servers
                         (ends as the server ends; what ends it ends the server)     '--forks--> the server --forks--> replicas
 
-The server is vLLM's own module with the trainer's own command line. Two things of a CPU are made up: a worker's device is
-a GPU, the entry of CUDA_VISIBLE_DEVICES that vLLM's placement gives it, on the machine that DPPO_REHEARSED_NODE names;
-and it takes weights from memory on that GPU only, as CUDA IPC does, and notes in DPPO_REHEARSED_NOTES what it then holds.
+The server is vLLM's own module with the trainer's own command line, and a small cache. What a CPU has not is made up:
+
+    a worker's GPU    the entry of CUDA_VISIBLE_DEVICES that vLLM's placement gives it, on the machine that
+                      DPPO_REHEARSED_NODE names; it takes weights from memory on that GPU only, as CUDA IPC does, and notes
+                      in DPPO_REHEARSED_NOTES what it then holds
+    all_gatherv,      of a mixture under data parallelism, which vLLM 0.32.0 has not written for its CPU communicator
+    reduce_scatterv
 """
 
 from __future__ import annotations
@@ -132,6 +136,7 @@ def _import_once() -> None:
     get_context = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)  # type: ignore[method-assign, assignment, arg-type, return-value]
     _make_up_devices(dppo_vllm_extension)
+    _make_up_collectives()
     gc.freeze()
 
 
@@ -172,6 +177,29 @@ def _make_up_devices(extension: Any) -> None:
 
     extension.WorkerExtension.dppo_model = model_on_device
     extension.Receiver._map, extension.Receiver.finish_weight_update = take_on_device, finish_and_note
+
+
+def _make_up_collectives() -> None:
+    import torch
+    import torch.distributed as dist
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+        if isinstance(input_, list):
+            return [all_gatherv(self, one, dim, sizes) for one in input_]
+        sizes = sizes or [len(input_)] * self.world_size
+        padded = input_.new_zeros((max(sizes), *input_.shape[1:]))  # gloo gathers equal sizes only
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self.device_group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduce_scatterv(self: Any, input_: Any, dim: int = -1, sizes: list[int] | None = None) -> Any:
+        total = input_.contiguous().clone()
+        dist.all_reduce(total, group=self.device_group)
+        return total.split(sizes or len(total) // self.world_size)[self.rank_in_group].clone()
+
+    CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
 
 
 def _serve(arguments: list[str], environment: dict[str, str]) -> None:

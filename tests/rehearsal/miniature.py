@@ -14,7 +14,7 @@ The rule, for a recipe on `nodes` machines of 8 GPUs each:
 A size that is above one stays above one, so every group that the recipe has is there with two members at least, and
 what the recipe does not have is not there. All other settings are the recipe's. What is not kept: the learning rate,
 which would not move a weight in bfloat16 within three steps; the grader, to whom everything that an untrained model
-writes is wrong; and `layer_spec`-dependent settings that a CPU does not take (none of these recipes has one).
+writes is wrong; and bfloat16 of a mixture, whose random router has near ties that two programs decide differently.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ SHORT = {
     "rollout.prompts_per_step": 8,
     "packing.max_tokens_per_microbatch": 512,
     "rollout.sync.verify_every": 1,
+    "rollout.limits.engine_wait_s": 30,
     "actor.optimizer.learning_rate": 1e-3,
     "reward.function": "support.faulty:length_parity",
     "reward.min_self_consistency": 0,
@@ -131,6 +132,8 @@ def miniature(recipe: Path) -> Miniature:
     small = Miniature(recipe, sizes, "qwen3_moe" if full.expert > 1 else "qwen3", "4b" in recipe.name, ())
     values = SHORT | LENGTHS | _parallel(config, small)
     values["rollout.completions_per_prompt"] = min(4, config.rollout.completions_per_prompt)
+    if full.expert > 1:
+        values["model.dtype"] = "float32"
     if config.objective.overlong.buffer_tokens:
         values["objective.overlong.buffer_tokens"] = 4
     return replace(small, settings=tuple(f"{key}={value}" for key, value in values.items()))
