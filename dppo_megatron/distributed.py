@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dppo_megatron.launched import is_on_one_machine
+from dppo_megatron.types import GuardStop, UserError
 
 T = TypeVar("T")
 
@@ -49,6 +52,83 @@ def on_loopback_if_one_machine() -> Iterator[None]:
     finally:
         for name in chosen:
             del os.environ[name]
+
+
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+"""Names the interfaces on which NCCL's ranks find each other: prefixes after an optional `^` (none of them) and `=`
+(whole names)."""
+
+
+def check_nccl_interface(names: Collection[str] | None = None) -> None:
+    """Raise UserError if this machine (`names`: its interfaces) has none that NCCL may use: NCCL 2.27 then connects to
+    an address that it has not initialised, and says so."""
+    chosen = os.environ.get(NCCL_INTERFACE, "")
+    names = [name for _, name in socket.if_nameindex()] if names is None else names
+    rest = chosen.removeprefix("^")
+    wanted = [part.partition(":")[0] for part in rest.removeprefix("=").split(",")]
+
+    def is_named(name: str) -> bool:
+        return any(name == part if rest.startswith("=") else name.startswith(part) for part in wanted)
+
+    if chosen and not any(is_named(name) != chosen.startswith("^") for name in names):
+        raise UserError(
+            f"{NCCL_INTERFACE}={chosen} fits no network interface of {socket.gethostname()}, which has"
+            f" {', '.join(names)}: unset it, or name one by which the machines of the job reach each other"
+        )
+
+
+def connect(groups: Sequence[dist.ProcessGroup], device: torch.device, timeout_s: float) -> None:
+    """Have the communicators of `groups` made, one after the other. Collective over each; groups of one are skipped.
+
+    NCCL makes a group's communicator in its first call, which all members have to make, and waits for ever for one that
+    does not: the first message of a weight sync goes between some ranks only. (gloo connects a group when it is made.)
+    Every rank names its groups in the same order, and those at the same place share no ranks, so no two ranks wait for
+    each other. Another thread connects: while a peer does not answer, NCCL blocks, with no limit of its own.
+
+    `device_id` of `init_process_group` would connect too, but in that mode single messages go through the group's
+    communicator, one after the other in the order of calls, and Megatron's pipeline counts on two at the same time; and
+    it sends nothing, so a port that is dead to data would be found later. Two ranks that send outside a batch still
+    make a communicator of their own in their first message, where both ends are.
+
+    Raises:
+        UserError: two ranks use one GPU.
+        GuardStop: a group cannot be connected, or not in that time.
+    """
+    current: list[dist.ProcessGroup] = []
+    errors: list[str] = []
+
+    def connect_all() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # each thread has its own
+            for group in groups:
+                if group.size() > 1:
+                    current[:] = [group]
+                    flag = torch.ones(1, device=device)
+                    dist.all_reduce(flag, group=group)
+                    flag.item()  # waits for the kernel
+        except RuntimeError as error:
+            errors.append(str(error).strip().rpartition("Last error:\n")[2].splitlines()[0])
+
+    thread = threading.Thread(target=connect_all, name="connecting", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not thread.is_alive() and not errors:
+        return
+    said = errors[0] if errors else f"not within guard.rendezvous_timeout_s = {timeout_s:g} s"
+    ranks = ", ".join(map(str, dist.get_process_group_ranks(current[0])))
+    what = f"rank {rank()} could not connect {current[0].group_desc} (ranks {ranks}): {said}"
+    failure: UserError | GuardStop = GuardStop(
+        f"{what}. Do the machines of these ranks reach each other by the interface that NCCL uses"
+        f" ({NCCL_INTERFACE}={os.environ.get(NCCL_INTERFACE, '')})? NCCL_DEBUG=INFO prints what it tries"
+    )
+    if "Duplicate GPU" in said:
+        failure = UserError(
+            f"{what}. Start as many processes on a machine as it has GPUs, and let each see all of them"
+        )
+    if rank():  # usually rank 0 reports, but only these ranks may know
+        print(f"stopped: {failure}", file=sys.stderr, flush=True)
+    raise failure
 
 
 def from_rank_zero(decide: Callable[[], T]) -> T:

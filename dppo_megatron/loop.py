@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from dppo_megatron.actor.actor import Actor, warm_start_optimizer
-from dppo_megatron.actor.layout import build_layout
+from dppo_megatron.actor.layout import build_layout, connect_groups
 from dppo_megatron.actor.logprobs import LogprobStore
 from dppo_megatron.algorithms.batch_size import half_of
 from dppo_megatron.algorithms.correction import Mismatch
@@ -91,6 +91,7 @@ class Loop:
         self._spans, self._recorder = spans or Spans(), recorder
         dtype = getattr(torch, config.model.dtype)
         layout = build_layout(config.actor.layout, config.seed)
+        connect_groups(config.actor, job.architecture, config.guard.rendezvous_timeout_s)
         # first: reports a bad server at once
         self._engine = make_engine(job, dtype, layout.device, say, watch, self._spans)
         with ExitStack() as undo:

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from dppo_megatron.actor.context import ContextShare
-from dppo_megatron.config.schema import LayoutConfig
-from dppo_megatron.distributed import on_loopback_if_one_machine
+from dppo_megatron.config.schema import ActorConfig, LayoutConfig
+from dppo_megatron.distributed import check_nccl_interface, connect, on_loopback_if_one_machine
 from dppo_megatron.launched import launched_local_rank, set_cuda_variables
 from dppo_megatron.types import GuardStop, UserError
+from dppo_megatron.weights.architecture import Architecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,8 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
         rendezvous_timeout_s: how long the ranks wait for each other to come.
 
     Raises:
-        GuardStop: not all of them came in that time.
-        UserError: this rank has no GPU of its own.
+        GuardStop: not all of them came in that time, or they could not be connected.
+        UserError: this rank has no GPU of its own, or NCCL no network interface.
     """
     if dist.is_initialized():
         return
@@ -68,11 +69,13 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
         with on_loopback_if_one_machine():
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         return
+    if torch.cuda.is_available():
+        check_nccl_interface()
     timeout = min(timedelta(seconds=rendezvous_timeout_s), _PATIENCE)
     try:
         with on_loopback_if_one_machine():
             dist.init_process_group(backend, timeout=timeout)
-        dist.barrier()  # NCCL connects in the first collective, so this belongs to the rendezvous
+        dist.barrier()  # over gloo: all have come
     except (RuntimeError, ValueError) as error:  # torch raises one or the other, depending on what it waited for
         message = (
             f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE', '?')} could not meet the others within"
@@ -82,8 +85,10 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
         if os.environ["RANK"] != "0":  # usually rank 0 reports, but it may be the one that is missing
             print(f"stopped: {message}", file=sys.stderr, flush=True)
         raise GuardStop(message) from None
-    dist.distributed_c10d._set_pg_timeout(_PATIENCE, dist.group.WORLD)
+    assert dist.group.WORLD is not None
+    dist.distributed_c10d._set_pg_timeout(_PATIENCE, dist.group.WORLD)  # of its NCCL too, for operations from here on
     dist.distributed_c10d._get_default_store().set_timeout(_PATIENCE)
+    connect([dist.group.WORLD], _this_device(), rendezvous_timeout_s)
 
 
 def _own_device(local_rank: int, count: int) -> int:
@@ -121,8 +126,42 @@ def build_layout(config: LayoutConfig, seed: int) -> Layout:
         sequence_parallel=config.sequence_parallel and config.tensor_parallel > 1,
         is_last_stage=last,
         reports=last and parallel_state.get_tensor_model_parallel_rank() == 0 and context.rank == 0,
-        device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
+        device=_this_device(),
     )
+
+
+def connect_groups(actor: ActorConfig, architecture: Architecture, timeout_s: float = 600.0) -> None:
+    """Have the communicators made of those of Megatron's groups through which this model trains; see `connect`.
+
+    Not of all: there are up to 15 of more than one rank, and each takes device memory for good (0.5 to 0.7 GB on four
+    A100s, NVIDIA/nccl issue 964). A group that another feature uses (FP8 with delayed scaling) is connected when all
+    its members first call it.
+    """
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    sharded = actor.optimizer.distributed and replicas.size() > 1
+    of_norm = "intra_distributed_optimizer_instance" if sharded else "model_parallel"
+    groups = [
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        replicas,
+        getattr(parallel_state, f"get_{of_norm}_group")(),
+    ]
+    if architecture.tied_embeddings:  # none on a stage in the middle
+        groups += [parallel_state.get_embedding_group(check_initialized=False)]
+    if architecture.experts is not None:
+        groups += [
+            parallel_state.get_expert_tensor_parallel_group(),
+            parallel_state.get_expert_model_parallel_group(),
+            parallel_state.get_expert_tensor_and_model_parallel_group(),
+            parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
+            parallel_state.get_expert_data_parallel_group(),
+        ]
+    connect([group for group in groups if group is not None], _this_device(), timeout_s)
+
+
+def _this_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def stop_process_group() -> None:

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from dppo_megatron.actor.actor import Actor
-from dppo_megatron.actor.layout import build_layout
+from dppo_megatron.actor.layout import build_layout, connect_groups
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
@@ -173,7 +173,9 @@ def build_actor(model_path: Path, parallel: Parallel, *, max_grad_norm: float = 
     )
     architecture = read_architecture(model_path)
     reader = CheckpointReader(model_path, architecture)
-    actor = Actor(config, build_layout(config.layout, seed=0), architecture, reader.get, dtype=parallel.dtype)
+    layout = build_layout(config.layout, seed=0)
+    connect_groups(config, architecture)
+    actor = Actor(config, layout, architecture, reader.get, dtype=parallel.dtype)
     if parallel.dtype != torch.float64:
         actor.start_phase(config.optimizer, total_steps=10)
     return actor
