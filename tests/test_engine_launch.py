@@ -11,18 +11,24 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from support.engines.servers import local_settings, needs
+from support.engines.servers import Reference, local_settings, needs
 from support.job import QUICK, job_config, read_metrics, write_job_files
 from support.launch import run_ranks
+from support.served import prompts_of
 from support.timelines import counts, nested, overlapping, read_timeline
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.tiny_model import write_tiny_qwen3
 from dppo_megatron.job import prepare_job
+from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.http import Http, Refused
 from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
+from dppo_megatron.rollout.sync.channels import DiskChannel
+from dppo_megatron.rollout.sync.receipts import Digests, ask_for_canary, differing
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
@@ -52,10 +58,10 @@ CALLS = {
     ],
 )
 def test_a_run_starts_its_server_and_starts_it_again(files: Path, tmp_path: Path, engine: str, killed: str) -> None:
-    """Three steps on two ranks with a colocated server, which sleeps and wakes on a CPU too, but for the memory. In the
-    second step it is killed, in the middle of the generation or asleep in the update: it is started again and synced
-    through shared memory, and the run goes on. Engine and actor agree in every step, and nothing of the server is left
-    when the run has ended."""
+    """Three steps on two ranks with a colocated server, which sleeps and wakes on a CPU too, but for the memory; vLLM's
+    has two data-parallel replicas, as in configs/h100. In the second step it is killed, one replica of it in the middle of
+    the generation or all of it asleep in the update: it is started again and synced through shared memory, and the run
+    goes on. Engine and actor agree in every step, and nothing of the server is left when the run has ended."""
     config = job_config(
         files,
         tmp_path / "run",
@@ -65,7 +71,7 @@ def test_a_run_starts_its_server_and_starts_it_again(files: Path, tmp_path: Path
         rollout__sync__verify_every=1,
         rollout__limits__probe_every_s=0.5,
         rollout__servers__colocate="true",
-        **QUICK | local_settings(engine),
+        **QUICK | local_settings(engine, *REPLICAS[engine]),
     )
     said = run_ranks(_train_and_kill_the_server, 2, config, killed, timeout_s=500)
     assert "weight sync: ipc (the servers are the trainer's own" in said[0]
@@ -73,12 +79,16 @@ def test_a_run_starts_its_server_and_starts_it_again(files: Path, tmp_path: Path
     assert len(rows) == 3 and (rows[1]["rollout/retries"] > 0) == (killed == "generating")
     assert all(row["mismatch/logprob_abs_diff_mean"] < 1e-3 and row["rollout/servers_live"] == 1 for row in rows)
     assert all(row["rollout/canary_logprob_diff"] < 1e-3 for row in rows[1:])
+    assert all(row["rollout/canary_servers"] == (2 if REPLICAS[engine] else 1) for row in rows[1:])
     sleep, wake = CALLS[engine]
     log = (tmp_path / "run" / "servers" / "server_0.log").read_text().splitlines()
     slept = [" 200 " in line for line in log if sleep in line]
     assert slept == [True] * 5, "while the actor is built, in three updates, and before it is synced as a new process"
     # four syncs, and one more where it was killed while it generated
     assert [" 200 " in line for line in log if wake in line] == [True] * (8 if killed == "asleep" else 10)
+
+
+REPLICAS = {"vllm": ("--data-parallel-size", "2"), "sglang": ()}
 
 
 def _train_and_kill_the_server(config: Config, killed: str) -> str:
@@ -92,16 +102,85 @@ def _train_and_kill_the_server(config: Config, killed: str) -> str:
         def call_and_kill(*arguments: Any) -> None:
             call(*arguments)
             if next(calls) == last_call and engine._connection is not None:  # in step 2; an evaluation starts too
-                os.killpg(_only_server(engine).process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+                _kill(_only_server(engine), config.rollout.engine)
 
         setattr(engine, name, call_and_kill)
         train(run)
+        if engine._connection is not None and config.rollout.engine == "vllm":
+            every_call_reaches_every_replica(engine, config)
         last = _only_server(engine).process if engine._connection is not None else None
         description = str(engine.description)
     if last is not None:
         with pytest.raises(ProcessLookupError):
             _wait_until_gone(last.pid)
     return description
+
+
+def _kill(server: LaunchedServer, engine: str) -> None:
+    """All of SGLang's; of vLLM's the second replica, with which vLLM ends the others and itself."""
+    assert server.process is not None
+    if engine == "sglang":
+        return os.killpg(server.process.pid, signal.SIGKILL)
+    [second] = _processes(server.process.pid, b"EngineCore_DP1")
+    os.kill(second, signal.SIGKILL)
+
+
+def _processes(group: int, name: bytes) -> list[int]:
+    """Those of a process group that are called so."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if name in (process / "cmdline").read_bytes() and os.getpgid(int(process.name)) == group:
+                found.append(int(process.name))
+    return found
+
+
+def every_call_reaches_every_replica(engine: Any, config: Config) -> None:
+    """Each call of `VLLMServer`, by what both replicas say or compute afterwards. vLLM gives the first replica's answer
+    for most, and one that both agree on for is_paused, is_sleeping and weight_info: those answer 500 where they differ.
+
+        describe                              /dppo_workers: a worker for each replica
+        healthy                               ends with any of them (`_kill`)
+        pause, resume; sleep, wake            is_paused, is_sleeping
+        load_from_disk, join_group, receive   what each computes; receive_shared, begin_update, end_update: training did
+        weights_version, checksums            both answer
+    """
+    [member] = engine._fleet.members
+    server, http = member.server, member.server.http
+    assert server.replicas == 2 and len(server.describe(timeout_s=60).devices) == 2
+    for call, arguments, path, expected in (
+        (server.pause, ("finish",), "/is_paused", True),
+        (server.resume, (), "/is_paused", False),
+        (server.sleep, (frozenset(),), "/is_sleeping", True),
+        (server.wake, ("weights",), "/is_sleeping", True),
+        (server.wake, ("kv_cache",), "/is_sleeping", False),
+    ):
+        call(*arguments, timeout_s=60)
+        assert http.get(path, timeout_s=60) == {path[1:]: expected}
+    requests = [Request(prompts_of(config)[0], index, 9) for index in range(4)]
+    work = engine._plan(requests, Sampling(12, 1.0, 0))[0]
+    for seed, channel in (
+        (3, DiskChannel(engine._fleet, Path(config.run_dir) / "again", config.model.hf_path, 1 << 20, 60)),
+        (4, BroadcastChannel(engine._fleet, "gloo", {member.name: 2}, 1 << 20, 60)),
+    ):
+        reference, version = Reference(Path(config.model.hf_path), seed), f"{engine._sync.run}.{engine._sync.version}"
+        assert channel.push(reference.weights(), [member], version) == [member]
+        channel.close()
+        assert server.weights_version(timeout_s=60) == version
+        assert [len(differing(_digests(reference), held)[0]) for held in server.checksums(timeout_s=60)] == [0, 0]
+        answers = ask_for_canary(engine._fleet, work.groups, work.expected, 60)
+        assert [name for name, _ in answers] == [f"{member.name} (replica {replica} of 2)" for replica in range(2)]
+        for _, sampled in answers:
+            for one in sampled:
+                right = reference.logprobs(requests[0].prompt.token_ids, one.token_ids.tolist())
+                assert np.abs(right - one.logprobs).max() < 1e-3, channel.name
+
+
+def _digests(reference: Reference) -> dict[str, tuple[str, ...]]:
+    digests = Digests()
+    for _ in digests.watch(reference.weights()):
+        pass
+    return digests.result()
 
 
 @needs("vllm")

@@ -77,7 +77,7 @@ class VLLMServer:
         self._arrays = self._ask(VLLM_ARRAYS_PATH, timeout_s) == {"form": 1}
         self.replicas = int((engine_config.get("parallel_config") or {}).get("data_parallel_size") or 1)
         world_size = int(self.http.get("/get_world_size", timeout_s=timeout_s)["world_size"])
-        models = self._workers(world_size, timeout_s) if self._extended else []
+        models = self._workers(world_size, timeout_s)
         if models:
             architecture, vocab_size = models[0]["architecture"], models[0]["vocab_size"]
         else:

@@ -1,0 +1,261 @@
+"""A server of several data-parallel replicas, and the two ends of an NCCL communicator: what one answer says is compared
+with what another says.
+
+vLLM's /collective_rpc calls every replica and answers for the first. `test_engine_launch.py` has a real vLLM of two.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engines.fake_vllm import FakeVLLM
+from support.fake_fleet import World, groups, work_of
+from support.job import job_config, write_job_files
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.job import prepare_job
+from dppo_megatron.rollout.servers.connect import Connection, connect
+from dppo_megatron.rollout.servers.dialects import SGLangDialect
+from dppo_megatron.rollout.servers.http import Http
+from dppo_megatron.rollout.servers.in_engine import dppo_nccl
+from dppo_megatron.rollout.servers.seats import RankDevice
+from dppo_megatron.rollout.servers.sglang import sglang_environment
+from dppo_megatron.rollout.servers.vllm import VLLMServer
+from dppo_megatron.rollout.sync import colocated
+from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
+from dppo_megatron.rollout.sync.receipts import ask_for_canary
+from dppo_megatron.rollout.sync.weight_sync import WeightSync
+from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
+from dppo_megatron.types import GuardStop, UserError
+
+KEY = "key"
+NCCL = {"version": "2.28.9", "NCCL_CUMEM_ENABLE": "-2", "NCCL_NVLS_ENABLE": "2"}
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeVLLM]:
+    """Two replicas of two workers each, which the replicas tell in no order."""
+    server = FakeVLLM("127.0.0.1", 0, KEY)
+    server.instead = {
+        "/server_info": {"vllm_config": _settings(2)},
+        "/get_world_size": {"world_size": 4},
+        "/inference/v1/generate_arrays": {"form": 1},
+        "/dppo_workers": {"replicas": [[_worker(3), _worker(2)], [_worker(1), _worker(0)]]},
+        "/collective_rpc": {"results": [_worker(0), _worker(1)]},
+    }
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def _settings(replicas: int, **parallel: Any) -> dict[str, Any]:
+    extension = {"worker_extension_cls": "dppo_vllm_extension.WorkerExtension", "data_parallel_size": replicas}
+    return {
+        "model_config": {"logprobs_mode": "processed_logprobs"},
+        "weight_transfer_config": {"backend": "dppo"},
+        "parallel_config": extension | parallel,
+    }
+
+
+def _worker(place: int, **more: Any) -> dict[str, Any]:
+    return {"architecture": None, "vocab_size": None, "place": place, "device": f"GPU-{place}", "nccl": NCCL} | more
+
+
+def _server(fake: FakeVLLM) -> VLLMServer:
+    return VLLMServer(Http(f"http://127.0.0.1:{fake.server_address[1]}", KEY))
+
+
+def test_every_replicas_workers_are_known(fake: FakeVLLM) -> None:
+    """Their devices come in the order in which vLLM looks for its offers, from whichever replica answers first."""
+    server = _server(fake)
+    info = server.describe(timeout_s=10)
+    assert info.devices == ("GPU-0", "GPU-1", "GPU-2", "GPU-3") and info.world_size == 4
+    assert server.replicas == 2 and info.nccl == NCCL
+
+
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        {"/inference/v1/generate_arrays": {}},  # without our middleware: /collective_rpc answers for the first replica
+        {"/dppo_workers": {"replicas": [[_worker(2), _worker(3)]]}},  # one replica of a larger job
+        {"/server_info": {"vllm_config": _settings(2, worker_extension_cls="")}},
+    ],
+)
+def test_a_server_of_which_not_all_workers_answer_is_refused(fake: FakeVLLM, lacking: dict[str, Any]) -> None:
+    """Before anything is synced: the others would wait for weights, or generate with the first ones for good."""
+    fake.instead |= lacking
+    with pytest.raises(UserError, match=r"has 2 replicas .* [02] of their 4 workers answer.*dppo_vllm_arrays\.Arrays"):
+        _server(fake).describe(timeout_s=10)
+
+
+def test_other_bytes_on_the_second_replica_are_found(fake: FakeVLLM) -> None:
+    """The first has what was sent."""
+    sent = {"a": ("11",), "b": ("22",)}
+    held = {f"dp{replica}:pp0:pcp0:tp0:{name}": digests[0] for replica in range(2) for name, digests in sent.items()}
+    fake.instead["/weight_checker"] = {"checksums": held}
+    server = _server(fake)
+    server.describe(timeout_s=10)
+    assert server.checksums(timeout_s=10) == [{"a": "11", "b": "22"}] * 2
+    held["dp1:pp0:pcp0:tp0:b"] = "33"
+    world = World()
+    fleet = world.fleet(0)
+    member = fleet.let_in(server)
+    with fleet.lock:
+        member.took("1")
+
+    class Sent:
+        def result(self) -> dict[str, tuple[str, ...]]:
+            return sent
+
+    sync = WeightSync(fleet._config, None, fleet)  # type: ignore[arg-type]
+    with pytest.raises(GuardStop, match=r"\(replica 1 of 2\) holds other bytes .*: b \(1 of 2"):
+        sync._compare(Sent())  # type: ignore[arg-type]
+    held |= {f"dp{replica}:pp0:pcp0:tp1:a": "44" for replica in range(2)}
+    assert server.checksums(timeout_s=10) == [], "pieces of tensors have no digests of ours"
+
+
+def test_a_canary_is_asked_of_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that names none goes wherever the server likes, also twice to the same."""
+    world = World()
+    fleet = world.fleet(2)
+    world.servers[1].replicas = 3
+    asked: list[tuple[str, int | None]] = []
+
+    def generate(server: Any, group: Any, *_: Any, **__: Any) -> list[Any]:
+        asked.append((server.name, group.replica))
+        return []
+
+    monkeypatch.setattr("dppo_megatron.rollout.sync.receipts.generate", generate)
+    found = ask_for_canary(fleet, groups(2), work_of(groups(2)).expected, 10.0)
+    assert sorted(asked, key=str) == [("a", None), ("b", 0), ("b", 1), ("b", 2)]
+    assert [name for name, _ in found] == ["a", *(f"b (replica {index} of 3)" for index in range(3))]
+    bodies = [call.body for calls in SGLangDialect(19).rounds(groups(2)[0].__replace__(replica=1)) for call in calls]
+    assert bodies and all(b'"routed_dp_rank":1' in body for body in bodies), "its prefill goes where the others go"
+
+
+def test_a_server_of_replicas_has_room_for_as_many_times_more() -> None:
+    """`max_concurrent_sequences` is for one engine, as --max-num-seqs is."""
+    world = World(reply=lambda _: None)
+    fleet = world.fleet(2, max_concurrent_sequences=4)
+    world.servers[1].replicas = 3
+    work = work_of(groups(*[2] * 40))
+    rollout = fleet.run(work)
+
+    def events(timeout_s: float) -> list[Any]:
+        work.given_up = True
+        return []
+
+    world.events = events  # type: ignore[method-assign]
+    assert not list(rollout)
+    places = [ask.server for ask in world.asked]
+    assert [places.count(place) for place in (0, 1)] == [2, 6]
+
+
+# ------------------------------------------------------------------------------------------------------------- NCCL
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, ""),
+        ({"version": "2.27.3"}, "NCCL is 2.27.3 there and 2.28.9 in the trainer"),
+        ({"NCCL_CUMEM_ENABLE": "0"}, "NCCL_CUMEM_ENABLE is 0 there and -2 in the trainer"),
+        ({"NCCL_NVLS_ENABLE": "0"}, "NCCL_NVLS_ENABLE is 0 there and 2 in the trainer"),
+        ({"NCCL_CUMEM_ENABLE": "1"}, ""),  # what the default comes to on such a device
+    ],
+)
+def test_both_ends_of_a_communicator_are_compared(
+    fake: FakeVLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str], found: str
+) -> None:
+    """Before the first transfer, through the servers' own report: nccl that was asked for is refused in a sentence, and
+    `auto` takes another channel and says why."""
+    for name in dppo_nccl.DEFAULTS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    fake.instead["/dppo_workers"] = {"replicas": [[_worker(p, nccl=NCCL | change) for p in range(4)]]}
+    files = write_job_files(tmp_path)
+    if not found:
+        assert "weight sync: nccl (asked for)" in _connected(fake, files, channel="nccl").description
+        return
+    with pytest.raises(UserError, match=f"channel = nccl: http.*: {found}"):
+        _connected(fake, files, channel="nccl")
+    assert f"weight sync: disk (no NCCL communicator: http://127.0.0.1:{fake.server_address[1]}: {found}" in (
+        _connected(fake, files, channel="auto", on_gpu=True).description
+    )
+
+
+def _connected(fake: FakeVLLM, files: Path, channel: str, on_gpu: bool = False) -> Connection:
+    config: Config = job_config(
+        files,
+        files / "run",
+        rollout__engine="vllm",
+        rollout__servers__endpoints=f"[http://127.0.0.1:{fake.server_address[1]}]",
+        rollout__sync__channel=channel,
+    )
+    job = prepare_job(config, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DPPO_ENGINE_API_KEY", KEY)
+        patch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+        found = connect(config, job.architecture, print, [RankDevice(0, frozenset(("cpu",)))])
+    found.fleet.close()
+    return found
+
+
+def test_launched_servers_of_sglang_get_the_trainers_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang turns both off where they are not set, and respects what is."""
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    got = sglang_environment(cpu=False)
+    assert (got["NCCL_CUMEM_ENABLE"], got["NCCL_NVLS_ENABLE"]) == ("0", "2")
+
+
+# --------------------------------------------------------------------------------------------- memory of the channel
+
+
+def test_buffers_are_freed_when_servers_have_unmapped_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch puts memory aside that another process still maps: freed before `end_update`, both buffers would stay the
+    trainer's through the rollout. A server that fails in `end_update` keeps nobody's."""
+    order: list[str] = []
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: order.append("ipc_collect"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("empty_cache"))
+
+    class Buffer(SharedBuffer):
+        def __init__(self, num_bytes: int, device: torch.device) -> None:
+            super().__init__(num_bytes, device)
+            self.is_on_gpu = True
+
+        def close(self) -> None:
+            order.append("close")
+            super().close()
+
+    monkeypatch.setattr(colocated, "SharedBuffer", Buffer)
+    for fails in (False, True):
+
+        class Server:
+            def begin_update(self, *, timeout_s: float) -> None: ...
+
+            def receive_shared(self, *_: Any, timeout_s: float) -> None: ...
+
+            def end_update(self, version: str, *, timeout_s: float, fails: bool = fails) -> None:
+                order.append("end_update")
+                if fails:
+                    raise ValueError("of our own")
+
+        world = World()
+        fleet = world.fleet(1)
+        fleet.members[0].server.__class__ = type("Fake", (type(fleet.members[0].server), Server), {})
+        channel = SharedMemoryChannel(fleet, {"a": (0,)}, lambda *_: "offer", 64, 10.0)
+        weights = [(f"t{index}", torch.zeros(16)) for index in range(3)]
+        if fails:
+            with pytest.raises(ValueError, match="of our own"):
+                channel.push(weights, fleet.members, "1")
+        else:
+            assert channel.push(weights, fleet.members, "1") == fleet.members
+        assert order == ["end_update", "close", "close", "ipc_collect", "empty_cache"]
+        order.clear()
