@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.data import longest_prompt_tokens
 from dppo_megatron.config.schema import Config
 from dppo_megatron.planning.advice import Advice, advise
+from dppo_megatron.planning.lengths import Lengths, capped
 from dppo_megatron.planning.memory import MemoryPlan, Phase, plan_memory
 from dppo_megatron.planning.savings import predict
 from dppo_megatron.planning.shares import active_parameters, whole_model
 from dppo_megatron.planning.site import GIB, Site
-from dppo_megatron.planning.timing import Lengths, Speeds, Timing, plan_timing
+from dppo_megatron.planning.timing import Speeds, Timing, plan_timing
 from dppo_megatron.simulate import Prediction
 from dppo_megatron.trace import Trace
 from dppo_megatron.types import UserError, Watch, unwatched
@@ -75,6 +78,7 @@ class Plan:
             "largest": self.memory.largest.name,
             "advice": {one.change: one.total for one in self.advice},
             "seconds": None if timing is None else timing.seconds | {"step": timing.step_s},
+            "rollout": None if timing is None else {"tokens": timing.rollout.tokens, "seconds": timing.rollout.seconds},
             "methods": {p.method: {"step_s": p.step_s, "label": p.label} for p in self.predictions},
         }
 
@@ -123,7 +127,11 @@ def make_plan(
         completion_tokens = min(float(sum(recorded) / len(recorded)), limit)
     if prompt_tokens is None:
         prompt_tokens = min(_PROMPT_TOKENS, longest_prompt)
-    lengths = Lengths(prompt_tokens, completion_tokens)
+    size = config.rollout.completions_per_prompt
+    lengths = Lengths.assumed(prompt_tokens, completion_tokens, limit, size)
+    if trace:
+        drawn = capped(np.concatenate([step.rollouts.lengths for step in trace.steps]), completion_tokens, limit)
+        lengths = Lengths(prompt_tokens, completion_tokens, drawn)
     memory = plan_memory(config, architecture, site, lengths.sequence)
     timing = plan_timing(config, architecture, site, memory.engine, lengths, speeds)
     predictions = predict(config, timing, lengths, methods, trace, watch) if methods and timing else []

@@ -91,9 +91,9 @@ def share_of(architecture: Architecture, degrees: Degrees, stage: int) -> Share:
     return Share(tuple(_tensors(architecture, degrees, stage)))
 
 
-def whole_model(architecture: Architecture) -> int:
-    """All parameters, a tied output layer counted once."""
-    return share_of(architecture, Degrees(1, 1, 1, 1, 1, 1, 1, False), 0).count()
+def whole_model(architecture: Architecture, *, experts: bool | None = None) -> int:
+    """All parameters, or only (no) experts, a tied output layer counted once."""
+    return share_of(architecture, Degrees(1, 1, 1, 1, 1, 1, 1, False), 0).count(experts=experts)
 
 
 def active_parameters(architecture: Architecture) -> int:

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from dppo_megatron.planning.memory import PARTS, Phase
 from dppo_megatron.planning.plan import Plan, most
+from dppo_megatron.planning.roofline import ROOFLINE
 from dppo_megatron.planning.site import CONTEXT_BYTES, ENGINE_WORK_BYTES, GIB, SLEEPING_BYTES
 from dppo_megatron.simulate import like_for_like
 
@@ -99,7 +100,9 @@ def _assumed(plan: Plan) -> Iterator[str]:
     yield ""
     units = {"decode": "tokens/s a GPU", "sync_gb_per_s": "GB/s", "save_gb_per_s": "GB/s", "other_s": "s"}
     for item in fields(plan.speeds):
-        speed = getattr(plan.speeds, item.name)
+        if (speed := getattr(plan.speeds, item.name)) is None:
+            yield ROOFLINE
+            continue
         what = item.name.partition("_")[0]
         yield f"{what} {speed.value:g} {units.get(item.name, '')}: {speed.source}".replace(" : ", ": ")
     yield (
