@@ -14,7 +14,8 @@ The rule, for a recipe on `nodes` machines of 8 GPUs each:
 A size that is above one stays above one, so every group that the recipe has is there with two members at least, and
 what the recipe does not have is not there. All other settings are the recipe's. What is not kept: the learning rate,
 which would not move a weight in bfloat16 within three steps; the grader, to whom everything that an untrained model
-writes is wrong; and bfloat16 of a mixture, whose random router has near ties that two programs decide differently.
+writes is wrong; vLLM's kernels for experts, which are a GPU's; and bfloat16 of a mixture, whose random router has near
+ties that two programs decide differently.
 """
 
 from __future__ import annotations
@@ -152,9 +153,9 @@ def _nodes(recipe: Path) -> int:
 def _parallel(config: Config, small: Miniature) -> dict[str, Any]:
     """The servers' sizes stand in their command line, which is the recipe's but for them."""
     sizes, workers = small.sizes, small.ranks_per_node
-    replaced = {"--data-parallel-size": "2", "--tensor-parallel-size": str(max(1, workers // 2))}
+    replaced = {"--data-parallel-size": "2", "--tensor-parallel-size": str(max(1, workers // 2)), "--moe-backend": "auto"}
     servers = config.rollout.servers
-    assert servers.count == 1 and len(servers.gpus) == 1 and replaced.keys() <= set(servers.args)
+    assert servers.count == 1 and len(servers.gpus) == 1 and "--data-parallel-size" in servers.args
     arguments = [replaced.get(before, value) for before, value in zip(["", *servers.args], servers.args, strict=False)]
     values: dict[str, Any] = {
         "rollout.servers.gpus": json.dumps([",".join(map(str, range(workers)))]),

@@ -54,6 +54,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 def _rank(small: Miniature, command: list[str], folder: Path) -> int:
     """The recipe's command on one rank, as torchrun's agent of its node starts it."""
+    dist.barrier()  # or one would leave while another still connects
     dist.destroy_process_group()  # the job makes its own
     node, local = divmod(int(os.environ["RANK"]), small.ranks_per_node)
     os.environ |= {
