@@ -3,14 +3,14 @@
 A server with two data-parallel replicas is six processes, each of which imports torch and vLLM (vLLM spawns on a CPU).
 Here one process imports them; whoever starts the interpreter that `interpreter` makes gets a child of it:
 
-    trainer --starts--> this file as a client  --arguments, environment, log-->  this file as the parent of servers
-                        (ends as the server ends; what ends it ends the server)     '--forks--> the server --forks--> replicas
+    trainer --starts--> this file as a client --arguments, environment, log--> this file as the parent of servers
+                        (what ends it ends the server)                           '--forks--> the server --> its replicas
 
 The server is vLLM's own module with the trainer's own command line, and a small cache. What a CPU has not is made up:
 
     a worker's GPU    the entry of CUDA_VISIBLE_DEVICES that vLLM's placement gives it, on the machine that
-                      DPPO_REHEARSED_NODE names; it takes weights from memory on that GPU only, as CUDA IPC does, and notes
-                      in DPPO_REHEARSED_NOTES what it then holds
+                      DPPO_REHEARSED_NODE names; it takes weights from memory on that GPU only, as CUDA IPC does, and
+                      notes in DPPO_REHEARSED_NOTES what it then holds
     all_gatherv,      of a mixture under data parallelism, which vLLM 0.32.0 has not written for its CPU communicator
     reduce_scatterv
 """

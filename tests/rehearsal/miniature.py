@@ -2,19 +2,19 @@
 
 The rule, for a recipe on `nodes` machines of 8 GPUs each:
 
-    nodes, tensor, pipeline, context       2 where the recipe has more than one
-    data parallel                          2 where the recipe has more than one
-    expert parallel                        2 where the recipe's experts have replicas, and then data parallel grows until
-                                           they have two here too; else all that compute a stage
-    servers                                one a node, of as many workers as the node has ranks: 2 replicas, of 2 workers
-                                           each if there are four
-    model                                  of the same family and ties, 2 layers of width 128; 8 experts, 2 a token
-    lengths, data, steps                   LENGTHS, SHORT, 24 problems, 3 steps, a checkpoint after the second
+    nodes, tensor, pipeline, context   2 where the recipe has more than one
+    data parallel                      2 where the recipe has more than one
+    expert parallel                    2 where the recipe's experts have replicas, and then data parallel grows until
+                                       they have two here too; else all that compute a stage
+    servers                            one a node, of as many workers as the node has ranks: 2 replicas, of 2
+                                       workers each if there are four
+    model                              of the same family and ties, 2 layers of width 128; 8 experts, 2 a token
+    lengths, data, steps               LENGTHS, SHORT, 24 problems, 3 steps, a checkpoint after the second
 
 A size that is above one stays above one, so every group that the recipe has is there with two members at least, and
 what the recipe does not have is not there. All other settings are the recipe's. What is not kept: the learning rate,
 which would not move a weight in bfloat16 within three steps; the grader, to whom everything that an untrained model
-writes is wrong; vLLM's kernels for experts, which are a GPU's; and bfloat16 of a mixture, whose random router has near
+writes is wrong; kernels for experts, which are a GPU's; and bfloat16 of a mixture, whose random router has near
 ties that two programs decide differently.
 """
 
@@ -33,9 +33,12 @@ from dppo_megatron.config import load_config
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.tiny_chat_model import train_tokenizer
 
-RECIPES = sorted(
-    [*(REPOSITORY / "configs" / "h100").glob("*gpus_*.yaml"), *(REPOSITORY / "configs" / "math").glob("*.yaml")]
-) + [REPOSITORY / "configs" / "qwen3_4b.yaml"]
+_CONFIGS = REPOSITORY / "configs"
+RECIPES = [
+    *sorted(_CONFIGS.glob("h100/*gpus_*.yaml")),
+    _CONFIGS / "qwen3_4b.yaml",
+    *sorted(_CONFIGS.glob("math/*.yaml")),
+]
 PROBLEMS, VOCABULARY = 24, 512
 LENGTHS = {"data.max_prompt_tokens": 192, "rollout.sampling.max_completion_tokens": 12}
 SHORT = {
@@ -110,8 +113,8 @@ class Miniature:
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """What two recipes have in common that are one job but for lengths and methods."""
-        return (self.sizes, self.family, self.tied)
+        """What two recipes have in common that are one job but for lengths, methods and tied embeddings."""
+        return (self.sizes, self.family)
 
 
 def miniature(recipe: Path) -> Miniature:
@@ -134,7 +137,7 @@ def miniature(recipe: Path) -> Miniature:
     values = SHORT | LENGTHS | _parallel(config, small)
     values["rollout.completions_per_prompt"] = min(4, config.rollout.completions_per_prompt)
     if full.expert > 1:
-        values["model.dtype"] = "float32"
+        values |= {"model.dtype": "float32", "actor.megatron": "{moe_permute_fusion: false}"}
     if config.objective.overlong.buffer_tokens:
         values["objective.overlong.buffer_tokens"] = 4
     return replace(small, settings=tuple(f"{key}={value}" for key, value in values.items()))
@@ -153,7 +156,11 @@ def _nodes(recipe: Path) -> int:
 def _parallel(config: Config, small: Miniature) -> dict[str, Any]:
     """The servers' sizes stand in their command line, which is the recipe's but for them."""
     sizes, workers = small.sizes, small.ranks_per_node
-    replaced = {"--data-parallel-size": "2", "--tensor-parallel-size": str(max(1, workers // 2)), "--moe-backend": "auto"}
+    replaced = {
+        "--data-parallel-size": "2",
+        "--tensor-parallel-size": str(max(1, workers // 2)),
+        "--moe-backend": "auto",
+    }
     servers = config.rollout.servers
     assert servers.count == 1 and len(servers.gpus) == 1 and "--data-parallel-size" in servers.args
     arguments = [replaced.get(before, value) for before, value in zip(["", *servers.args], servers.args, strict=False)]
