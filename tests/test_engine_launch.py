@@ -59,8 +59,8 @@ CALLS = {
 )
 def test_a_run_starts_its_server_and_starts_it_again(files: Path, tmp_path: Path, engine: str, killed: str) -> None:
     """Three steps on two ranks with a colocated server, which sleeps and wakes on a CPU too, but for the memory; vLLM's
-    has two data-parallel replicas, as in configs/h100. In the second step it is killed, one replica of it in the middle of
-    the generation or all of it asleep in the update: it is started again and synced through shared memory, and the run
+    has two data-parallel replicas, as in configs/h100. In the second step one replica of it is killed in the middle of
+    the generation, or all of it asleep in the update: it is started again and synced through shared memory, and the run
     goes on. Engine and actor agree in every step, and nothing of the server is left when the run has ended."""
     config = job_config(
         files,
@@ -73,7 +73,7 @@ def test_a_run_starts_its_server_and_starts_it_again(files: Path, tmp_path: Path
         rollout__servers__colocate="true",
         **QUICK | local_settings(engine, *REPLICAS[engine]),
     )
-    said = run_ranks(_train_and_kill_the_server, 2, config, killed, timeout_s=500)
+    said = run_ranks(_train_and_kill_the_server, 2, config, killed, timeout_s=900)
     assert "weight sync: ipc (the servers are the trainer's own" in said[0]
     rows = read_metrics(tmp_path / "run")[1:]
     assert len(rows) == 3 and (rows[1]["rollout/retries"] > 0) == (killed == "generating")

@@ -1,5 +1,4 @@
-"""A server of several data-parallel replicas, and the two ends of an NCCL communicator: what one answer says is compared
-with what another says.
+"""A server of several data-parallel replicas, and both ends of an NCCL communicator: answers are compared with answers.
 
 vLLM's /collective_rpc calls every replica and answers for the first. `test_engine_launch.py` has a real vLLM of two.
 """
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from support.engines.fake_vllm import FakeVLLM
@@ -135,8 +135,9 @@ def test_a_canary_is_asked_of_each_replica(monkeypatch: pytest.MonkeyPatch) -> N
     found = ask_for_canary(fleet, groups(2), work_of(groups(2)).expected, 10.0)
     assert sorted(asked, key=str) == [("a", None), ("b", 0), ("b", 1), ("b", 2)]
     assert [name for name, _ in found] == ["a", *(f"b (replica {index} of 3)" for index in range(3))]
-    bodies = [call.body for calls in SGLangDialect(19).rounds(groups(2)[0].__replace__(replica=1)) for call in calls]
-    assert bodies and all(b'"routed_dp_rank":1' in body for body in bodies), "its prefill goes where the others go"
+    one = msgspec.structs.replace(groups(2)[0], prompt_ids=(1, 2), replica=1)
+    bodies = [call.body for calls in SGLangDialect(19).rounds(one) for call in calls]
+    assert len(bodies) == 2 and all(b'"routed_dp_rank":1' in body for body in bodies), "its prefill too"
 
 
 def test_a_server_of_replicas_has_room_for_as_many_times_more() -> None:

@@ -87,7 +87,8 @@ class SyncConfig:
 @dataclass
 class LimitsConfig:
     max_concurrent_sequences: int = ranged(512, "[1, 1000000]")
-    """Sequences generated at a time: in one batch on one rank (hf), or outstanding on one server."""
+    """Sequences generated at a time: in one batch on one rank (hf), or by one engine of a server (--max-num-seqs). A
+    server of N data-parallel replicas has N times as many outstanding."""
     start_timeout_s: float = ranged(600.0, SECONDS)
     """A launched server must be ready after this long."""
     sync_timeout_s: float = ranged(600.0, SECONDS)

@@ -100,10 +100,8 @@ def connect(
         routers = [router for router in routers if _passes(router, servers, say)]
         on_gpu = torch.cuda.is_available()
         found = _seats(launched, infos, devices)
-        unequal = {
-            url: said for url, info in zip(urls, infos, strict=True) if (said := dppo_nccl.difference(info.nccl))
-        }
-        works = {"ipc": {url for url, ranks in found.items() if ranks}, "nccl": set(urls) - set(unequal)}
+        unequal = {url: dppo_nccl.difference(info.nccl) for url, info in zip(urls, infos, strict=True)}
+        works = {"ipc": [url for url in urls if found.get(url)], "nccl": [url for url in urls if not unequal[url]]}
         channel, why = choose_channel(
             rollout.sync.channel,
             [
@@ -112,7 +110,7 @@ def connect(
             ],
             on_gpu=on_gpu,
             colocated=rollout.servers.colocate,
-            unequal="; ".join(f"{url}: {said}" for url, said in unequal.items()),
+            unequal="; ".join(f"{url}: {said}" for url, said in unequal.items() if said),
         )
     except BaseException:
         stop_all(launched)

@@ -201,17 +201,13 @@ class VLLMServer:
             raise Refused(409, "the prefix cache could not be reset: blocks are still held")
 
     def _workers(self, world_size: int, timeout_s: float) -> list[dict[str, Any]]:
-        """What each worker says of itself (`in_engine`), replica by replica; nothing without our extension.
-
-        Raises:
-            UserError: of several replicas not all workers answer: the others would be left without weights.
-        """
-        if not self._extended:
-            models = []
-        elif self._arrays:
+        """What each worker says of itself (`in_engine`), replica by replica; nothing without our extension. Raises
+        UserError for replicas of which not all workers answer: the others would be left without weights."""
+        models = []
+        if self._extended and self._arrays:
             replicas = self.http.get(VLLM_WORKERS_PATH, timeout_s=timeout_s)["replicas"]
             models = sorted((model for replica in replicas for model in replica), key=lambda model: int(model["place"]))
-        else:
+        elif self._extended:
             models = self._rpc("dppo_model", timeout_s)["results"]  # of the first replica only
         if self.replicas > 1 and [model["place"] for model in models] != list(range(world_size)):
             raise UserError(
@@ -281,7 +277,8 @@ def vllm_environment(cpu: bool, servers: int = 1) -> dict[str, str]:
 def _cpu_environment(servers: int) -> dict[str, str]:
     """A server on a CPU is two processes: HTTP, and the engine with its only worker in it. As three, which is vLLM's
     default there, it starts in 1.7 times the CPU seconds (another process imports torch and vLLM), and the workers of
-    all servers are bound to the same cores. With --tensor-parallel-size 2 each worker is a process of its own again.
+    all servers are bound to the same cores. With two tensor-parallel workers or replicas each is a process of its own
+    again; vLLM would bind every replica to the first cores.
 
     Example: two servers on 16 logical cores compute with 4 threads each
     """
@@ -290,5 +287,6 @@ def _cpu_environment(servers: int) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(max(1, cores // (2 * servers))),  # of two logical cores, one is hyper-threading's
     }

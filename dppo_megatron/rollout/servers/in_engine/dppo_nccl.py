@@ -20,15 +20,14 @@ def settings() -> dict[str, str]:
 
 
 def difference(theirs: dict[str, str]) -> str:
-    """Why `theirs` and this process cannot be in one communicator; empty if they can, or if one does not say.
-
-    NCCL refuses another version when it connects. With cuMem on at one end only it fails in the first transfer, for
-    which slime, verl and NeMo RL each set the variable.
-    """
+    """Why `theirs` and this process cannot be in one communicator; empty if they can, or if one does not say. NCCL
+    refuses another version when it connects; with cuMem on at one end only it fails in the first transfer."""
     own = settings()
-    if own and theirs and own["version"] != theirs["version"]:
+    if not own or not theirs:
+        return ""
+    if own["version"] != theirs["version"]:
         return f"NCCL is {theirs['version']} there and {own['version']} in the trainer"
     for name in DEFAULTS:
-        if own and theirs and (own[name] == "0") != (theirs[name] == "0"):
+        if (own[name] == "0") != (theirs[name] == "0"):
             return f"{name} is {theirs[name]} there and {own[name]} in the trainer"
     return ""

@@ -186,8 +186,7 @@ def place_of(config: Any, rank: int) -> int:
 
 
 def device_name(device: torch.device, place: int) -> str:
-    """What the trainer knows the device of the worker at `place` by: a GPU's UUID; `place` is for a rehearsal on CPUs,
-    which puts names of its own here."""
+    """By what the trainer knows it: a GPU's UUID. `place` is for rehearsals on CPUs, which make names up."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
 
 
