@@ -276,9 +276,10 @@ class Actor:
         chunks = [chunk.sharded_state_dict(metadata=metadata) for chunk in self._chunks]
         names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
         model = dict(zip(names, chunks, strict=True))
-        optimizer = self._optimizer.sharded_state_dict(
-            model if len(chunks) > 1 else chunks[0], is_loading=loading, metadata=metadata
-        )
+        with _named_briefly():
+            optimizer = self._optimizer.sharded_state_dict(
+                model if len(chunks) > 1 else chunks[0], is_loading=loading, metadata=metadata
+            )
         if self._config.fp8 == "off":  # FP8 state beside the weights; else empty, and specific to a layer spec
             model = {name: _tensors_only(chunk) for name, chunk in model.items()}
         state = {**model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
@@ -425,6 +426,18 @@ def _tensors_only(sharded: dict[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any]
     kept, _ = extract_matching_values(sharded, lambda value: not isinstance(value, ShardedObject))
     return kept
+
+
+@contextmanager
+def _named_briefly() -> Iterator[None]:
+    """Sharded tensors print as their names. Megatron formats each one that an optimizer does not track, values and all,
+    for a line that is not logged (of a mixture, experts and the rest have an optimizer each), and those that are away
+    from the device cannot be printed."""
+    ShardedTensor.__str__ = ShardedTensorFactory.__str__ = lambda tensor: tensor.key
+    try:
+        yield
+    finally:
+        del ShardedTensor.__str__, ShardedTensorFactory.__str__
 
 
 def warm_start_optimizer(optimizer: OptimizerConfig, learning_rate: float, lr_warmup_steps: int) -> OptimizerConfig:

@@ -137,15 +137,16 @@ def connect_groups(actor: ActorConfig, architecture: Architecture, timeout_s: fl
     A100s, NVIDIA/nccl issue 964). A group that another feature uses (FP8 with delayed scaling) is connected when all
     its members first call it.
     """
-    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    sharded = actor.optimizer.distributed and replicas.size() > 1
-    of_norm = "intra_distributed_optimizer_instance" if sharded else "model_parallel"
+    sharded = actor.optimizer.distributed
     groups = [
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_context_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
-        replicas,
-        getattr(parallel_state, f"get_{of_norm}_group")(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        # the norm of the gradient
+        parallel_state.get_intra_distributed_optimizer_instance_group()
+        if sharded
+        else parallel_state.get_model_parallel_group(),
     ]
     if architecture.tied_embeddings:  # none on a stage in the middle
         groups += [parallel_state.get_embedding_group(check_initialized=False)]
@@ -154,9 +155,10 @@ def connect_groups(actor: ActorConfig, architecture: Architecture, timeout_s: fl
             parallel_state.get_expert_tensor_parallel_group(),
             parallel_state.get_expert_model_parallel_group(),
             parallel_state.get_expert_tensor_and_model_parallel_group(),
-            parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
-            parallel_state.get_expert_data_parallel_group(),
         ]
+    if actor.layout.expert_parallel > 1:  # else experts are replicated as all else is
+        groups += [parallel_state.get_expert_data_parallel_group()]
+        groups += [] if sharded else [parallel_state.get_expert_tensor_model_pipeline_parallel_group()]
     connect([group for group in groups if group is not None], _this_device(), timeout_s)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from zlib import crc32
@@ -50,7 +50,7 @@ class Board:
         rows = np.dtype(
             [("wait", text), ("come", text), ("begun", "u4", GROUPS), ("sent", "u4", pairs), ("received", "u4", pairs)]
         )
-        self._rows = np.memmap(path, rows, "r+", shape=world_size)
+        self._rows = np.asarray(np.memmap(path, rows, "r+", shape=world_size))  # a memmap is slow to index
         self._rank, self._world_size = rank, world_size
         self._come: list[str] = []
 
@@ -78,7 +78,7 @@ class Board:
 
     def wait(self, what: Wait | None) -> None:
         """This rank waits for `what` from now on; None: for nothing."""
-        self._write("wait", None if what is None else asdict(what))
+        self._write("wait", None if what is None else vars(what))
 
     def have_come(self, key: str, members: Sequence[int]) -> list[int]:
         """Those of `members` that are or have been at the first call of `key`."""

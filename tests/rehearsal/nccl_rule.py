@@ -26,6 +26,7 @@ it, and may hang), memory that is freed while it is sent, tensors on another ran
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import threading
@@ -82,7 +83,7 @@ class RuleBroken(BaseException):
     """A call that would hang, or read what has not arrived, over NCCL."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Communicator:
     """One that this rank has had made."""
 
@@ -93,6 +94,8 @@ class Communicator:
     """Of a send outside a batch; made by both ends when they need it."""
     call: str
     at_start: bool
+    uses: int = 0
+    """Calls through it, but for the one that made it at start."""
 
 
 @dataclass
@@ -120,10 +123,10 @@ class Rule:
     _waits: dict[int, Wait] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.RLock)
 
-    def end(self) -> None:
+    def end(self, where: str = "no call: it has finished") -> None:
         """This rank makes no more calls."""
         if self._board is not None:
-            self._board.wait(Wait("end", "the end of its work"))
+            self._board.wait(Wait("end", where))
 
     # ---------------------------------------------------------------------------------------- calls
 
@@ -181,10 +184,13 @@ class Rule:
     def _communicator(self, key: str, group: Any, members: tuple[int, ...], call: _Call) -> None:
         """Return when the communicator `key` exists."""
         if key in self.communicators:
+            self.communicators[key].uses += 1
             return
         board = self._board_of_now()
         assert board is not None
-        made = Communicator(_named(group), members, ":" in key, call.text, call.module == AT_START)
+        made = Communicator(
+            _named(group), members, ":" in key, call.text, call.module == AT_START, int(call.module != AT_START)
+        )
         with self._lock:
             board.come_to(key)
         what = f"the first {call.text} of {_named(group)}" + f", which is one of ranks {members}" * made.is_pair
@@ -193,12 +199,13 @@ class Rule:
         self.communicators[key] = made
 
     def _await_members(self, wait: Wait, board: Board) -> None:
-        deadline = time.monotonic() + self.patience_s
+        deadline, pause = time.monotonic() + self.patience_s, 0.001
         while len(come := board.have_come(wait.key, wait.needs)) < len(wait.needs):
             late = time.monotonic() > deadline
             stuck = board.stuck()
             if stuck is None and not late:
-                time.sleep(0.002)
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
                 continue
             absent = [rank for rank in wait.needs if rank not in come]
             doing = [f"rank {rank} is in {stuck[rank].what}" for rank in absent if stuck and rank in stuck]
@@ -220,7 +227,7 @@ class Rule:
         try:
             return act()
         except BaseException:
-            self.end()
+            self.end(f"{wait.what}, and has failed there")
             raise
         finally:
             with self._lock:
@@ -331,7 +338,7 @@ def _place(frame: FrameType) -> str:
 
 
 _C10D = "torch/distributed/distributed_c10d.py"
-_WRAPPERS = (_C10D, "c10d_logger.py", "nccl_rule.py", "contextlib.py", "typing_extensions.py")
+_WRAPPERS = (_C10D, "c10d_logger.py", "rehearsal/nccl_rule.py", "contextlib.py", "typing_extensions.py")
 _BATCH = getattr(dist.batch_isend_irecv, "__wrapped__", dist.batch_isend_irecv).__code__
 _installed: Rule | None = None
 
@@ -360,6 +367,8 @@ def install(patience_s: float = 120.0) -> Rule:
         return group
 
     dist.new_group = c10d.new_group = new_group
+    if dist.is_initialized():
+        rule._board_of_now()  # a rank that makes no call must be seen too
     return rule
 
 
@@ -378,6 +387,23 @@ def under_rule(fn: Callable[..., T], *args: Any) -> tuple[T, list[Communicator]]
         result = fn(*args)
         if rule.unwaited:
             raise RuleBroken(f"never waited for: {sorted(set(rule.unwaited.values()))}")
-    finally:
         rule.end()
+    except BaseException as error:
+        if not isinstance(error, RuleBroken):
+            rule.end(f"no call: {type(error).__name__}")
+        raise
     return result, list(rule.communicators.values())
+
+
+def start_as_the_job_does() -> Any:
+    """Leave the process group of `run_ranks` and meet again with the product's own start, through the same store.
+
+    Returns what must be kept: the store serves all ranks.
+    """
+    from dppo_megatron.actor.layout import start_process_group
+
+    store = c10d._get_default_store()
+    dist.destroy_process_group()
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="1")
+    start_process_group(60.0)
+    return store
