@@ -49,20 +49,17 @@ class RolloutCost:
         """Seconds of a round that generates so many."""
         if tokens <= self.tokens[-1]:
             return float(np.interp(tokens, self.tokens, self.seconds))
-        return self.seconds[-1] + (tokens - self.tokens[-1]) * self._slope(len(self.tokens) - 1)
+        slope = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
+        return self.seconds[-1] + (tokens - self.tokens[-1]) * slope
 
-    def marginal(self, tokens: float) -> float:
-        """Seconds that one token fewer saves in a round of so many."""
-        after = min(max(int(np.searchsorted(self.tokens, tokens)), 1), len(self.tokens) - 1)
-        return self._slope(after)
+    def saved(self, tokens: float, skipped: float) -> float:
+        """Share of the seconds of a round of so many tokens that is saved if a share `skipped` of them is not made."""
+        whole = self.of(tokens)
+        return 1.0 - self.of(tokens * (1.0 - skipped)) / whole if whole else 0.0
 
     def scaled(self, tokens: float, seconds: float = 1.0) -> RolloutCost:
         """The same with all tokens and all seconds times a factor."""
         return RolloutCost(tuple(t * tokens for t in self.tokens), tuple(s * seconds for s in self.seconds))
-
-    def _slope(self, after: int) -> float:
-        width = self.tokens[after] - self.tokens[after - 1]
-        return (self.seconds[after] - self.seconds[after - 1]) / width
 
     @staticmethod
     def proportional(seconds_per_1k: float) -> RolloutCost:

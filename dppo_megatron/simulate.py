@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from dppo_megatron.cost import RolloutCost
+from dppo_megatron.pruning.budget import floor_share
 from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.pruning.methods import with_method
 from dppo_megatron.randomness import generator
@@ -77,8 +78,9 @@ class Prediction:
 def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | None) -> CostModel:
     """A cost model from the trace's own seconds; a given cost (seconds for 1,000 tokens) replaces the measured one.
 
-    Generation and update are taken as proportional to their tokens. A fit with an intercept was worse: steps of an
-    unpruned trace have nearly equal token counts, so noise flattens the slope and the intercept absorbs the rest.
+    The update is taken as proportional to its tokens, and so is generation, but for the floor that the steps show
+    (`pruning/budget.py`). An intercept that is not tested against its error was worse: steps of an unpruned trace have
+    nearly equal token counts, so noise flattens the slope and the intercept absorbs the rest.
 
     Raises:
         UserError: a cost is not given, and the trace has no tokens to measure it by.
@@ -99,7 +101,14 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
             )
         seconds = sum(step.seconds[name] for step in trace.steps)
         costs.append(seconds / float(tokens.sum()))
-    return CostModel(RolloutCost.proportional(costs[0]), costs[1], fixed)
+    rollout = RolloutCost.proportional(costs[0])
+    if rollout_cost is None:
+        kept, seconds = generated / generated.mean(), np.array([step.seconds["rollout"] for step in trace.steps])
+        products = (np.ones_like(kept), kept, seconds, kept**2, kept * seconds, seconds**2)
+        floor = floor_share([float(each.sum()) for each in products])
+        mean_s = float(seconds.mean())
+        rollout = RolloutCost((0.0, 1000 * float(generated.mean())), (floor * mean_s, mean_s))
+    return CostModel(rollout, costs[1], fixed)
 
 
 def simulate(trace: Trace, method: str, costs: CostModel, watch: Watch = unwatched) -> Prediction:

@@ -40,12 +40,12 @@ EXPERTS_S = 100e-6
 """Routing, sorting and the second launch of a layer of experts. Fitted likewise."""
 _EMBEDDED_LAYER_S = 5e-4
 """A layer of the embedded engine, which launches each kernel from Python. An assumption."""
-_STEPS = 128
+_STEPS = 96
 """Pieces into which the longest completion is cut; an iteration's seconds are taken as constant within one."""
 _ELEMENTS = 8192
 """Sequences that are simulated at most: of a larger rollout as many replicas as hold them, since all are alike."""
-_DRAWS = 3
-_SHARES = (0.1, 0.25, 0.5, 0.7, 0.85, 1.0, 1.5)
+_DRAWS = 8
+_SHARES = (0.1, 0.25, 0.5, 0.7, 1.0, 1.5)
 """Of a whole step's prompts, where the curve of seconds over tokens has its corners."""
 ROOFLINE = (
     f"decode: a roofline of {BANDWIDTH_SHARE:.0%} of the bandwidth, {FLOPS_SHARE:.0%} of the FLOPs and"
@@ -127,28 +127,40 @@ def rollout_s(replica: Replica, lengths: IntArray, prompt_tokens: float, replica
     prefill_s = len(lengths) * reads / replicas * prompt_tokens * replica.token_s
     if replica.behind_one > 1:
         lengths = lengths.reshape(-1, 1)
-    rows = -(-len(lengths) // replicas)
-    held = np.zeros((replicas * rows, lengths.shape[1]), dtype=np.float64)
-    held[: len(lengths)] = lengths
-    # group g is the g // replicas-th of replica g % replicas
-    left = held.reshape(rows, replicas, -1).swapaxes(0, 1).copy()
-    clock = np.full(replicas, prefill_s)
     room = max(replica.max_sequences // lengths.shape[1], 1)
-    piece, done = max(1.0, float(lengths.max()) // _STEPS), np.zeros_like(left)
-    before = np.zeros((len(left), left[0].size), dtype=np.bool_)
+    left = _assigned(lengths, replicas, room)
+    clock, done = np.full(replicas, prefill_s), np.zeros_like(left)
+    before = np.zeros((replicas, left[0].size), dtype=np.bool_)
+    piece = max(1.0, float(lengths.max()) / _STEPS)
     while (going := left > 0).any():
         asked = np.cumsum(going.any(axis=2), axis=1) <= room
-        running = (going & asked[:, :, None]).reshape(len(left), -1)
+        running = (going & asked[:, :, None]).reshape(replicas, -1)
         context = np.where(running, prompt_tokens + done.reshape(running.shape) + piece / 2, 0.0)
         running &= np.cumsum(context, axis=1) <= np.maximum(replica.max_cached, context.max(axis=1))[:, None]
-        sequences, cached = running.sum(axis=1), np.where(running, context, 0.0).sum(axis=1)
+        makes = np.where(running, np.minimum(left.reshape(running.shape), piece), 0.0)
+        iterations = np.maximum(makes.max(axis=1), 1e-9)
+        sequences, cached = makes.sum(axis=1) / iterations, (makes * context).sum(axis=1) / iterations
         # who waited for room in the cache has lost its keys and values, and computes them again
         back = np.where(running & ~before & (done.reshape(running.shape) > 0), context, 0.0).sum(axis=1)
-        clock = clock + np.where(sequences > 0, piece * replica.iteration_s(sequences, cached), 0.0)
-        clock, before = clock + back * replica.token_s, running
-        step = piece * running.reshape(left.shape)
-        left, done = left - step, done + step
+        spent = iterations * replica.iteration_s(sequences, cached) + back * replica.token_s
+        clock, before = clock + np.where(sequences > 0, spent, 0.0), running
+        left, done = left - makes.reshape(left.shape), done + makes.reshape(left.shape)
     return float(clock.max())
+
+
+def _assigned(lengths: IntArray, replicas: int, room: int) -> FloatArray:
+    """[replicas, groups of one, G]: the first groups go round, and whoever has had the least to do gets the next."""
+    loads = np.zeros(replicas)
+    of: list[list[int]] = [[] for _ in range(replicas)]
+    totals = lengths.sum(axis=1).tolist()
+    for group, total in enumerate(totals):
+        at = group % replicas if group < room * replicas else int(loads.argmin())
+        of[at].append(group)
+        loads[at] += total
+    held = np.zeros((replicas, max(map(len, of)), lengths.shape[1]))
+    for at, groups in enumerate(of):
+        held[at, : len(groups)] = lengths[groups]
+    return held
 
 
 def rollout_cost(replica: Replica, replicas: int, lengths: Lengths, groups: int) -> RolloutCost:
@@ -157,12 +169,13 @@ def rollout_cost(replica: Replica, replicas: int, lengths: Lengths, groups: int)
     most = max(1, _ELEMENTS // (drawn.shape[1] * -(-groups // replicas)))
     simulated = min(replicas, most)
     random = generator(0, "roofline")
-    seconds = np.zeros(len(_SHARES))
+    tokens, seconds = np.zeros(len(_SHARES)), np.zeros(len(_SHARES))
     each = groups / replicas * simulated
     for _ in range(_DRAWS):
         places = random.permutation(-(-int(_SHARES[-1] * each + 1) // len(drawn)) * len(drawn)) % len(drawn)
         for at, share in enumerate(_SHARES):
             chosen = drawn[places[: max(1, round(share * each))]]
+            tokens[at] += float(chosen.sum()) * replicas / simulated / _DRAWS
             seconds[at] += rollout_s(replica, chosen, lengths.prompt, simulated) / _DRAWS
-    tokens = np.array(_SHARES) * groups * drawn.shape[1] * lengths.completion
-    return RolloutCost((0.0, *tokens.tolist()), (0.0, *np.maximum.accumulate(seconds).tolist()))
+    rising = np.diff(tokens, prepend=0.0) > 0  # shares of a few groups may be the same groups
+    return RolloutCost((0.0, *tokens[rising].tolist()), (0.0, *np.maximum.accumulate(seconds)[rising].tolist()))

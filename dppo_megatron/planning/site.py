@@ -39,9 +39,7 @@ class Chip:
 
 
 CHIPS = {
-    "h100": Chip(
-        79.1 * GIB, 989e12, 3.35e12, (9, 0)
-    ),  # out-of-memory messages of torch: "a total capacity of 79.10 GiB"
+    "h100": Chip(79.1 * GIB, 989e12, 3.35e12, (9, 0)),  # torch: "a total capacity of 79.10 GiB"
     "h200": Chip(139.8 * GIB, 989e12, 4.8e12, (9, 0)),
     "a100": Chip(79.1 * GIB, 312e12, 2.039e12, (8, 0)),
     "b200": Chip(178.0 * GIB, 2250e12, 8e12, (10, 0)),

@@ -94,15 +94,27 @@ class Timing:
 
 
 def plan_timing(
-    config: Config, architecture: Architecture, site: Site, engine: EnginePlan, lengths: Lengths, speeds: Speeds
+    config: Config,
+    architecture: Architecture,
+    site: Site,
+    engine: EnginePlan,
+    lengths: Lengths,
+    speeds: Speeds,
+    cost: RolloutCost | None = None,
 ) -> Timing | None:
-    """Seconds of every phase; None where the number of generating GPUs is not known."""
+    """Seconds of every phase; None where the number of generating GPUs is not known.
+
+    Args:
+        cost: of a round of generation; None: it is computed.
+    """
     if not engine.gpus:
         return None
     rollout, degrees = config.rollout, Degrees.of(config.actor.layout, site.gpus)
     sequences = rollout.prompts_per_step * rollout.completions_per_prompt
     generated = sequences * lengths.completion
-    if speeds.decode is not None:
+    if cost is not None:
+        pass
+    elif speeds.decode is not None:
         cost = RolloutCost.proportional(1000 / (speeds.decode.value * engine.gpus))
     else:
         replica = replica_of(architecture, site, engine)
@@ -135,7 +147,25 @@ def _training_s(
     sending = tokens * layers * architecture.hidden_size * 2 * split / LINK_BYTES_S
     count = microbatches(config, degrees, lengths.sequence)
     bubble = 1 + (degrees.pipeline - 1) / (count * degrees.virtual)
-    recompute = config.actor.recompute
     forward_s = computing / 3 + _SENT_FORWARD * sending
-    update_s = computing * (4 / 3 if recompute == "full" else 1.0) + _SENT[recompute] * sending
+    again = _recomputed(config, architecture, lengths)
+    update_s = computing + again * computing / 3 + _SENT[config.actor.recompute] * sending
     return forward_s * bubble, update_s * bubble
+
+
+def _recomputed(config: Config, architecture: Architecture, lengths: Lengths) -> float:
+    """Share of a forward pass's FLOPs that a backward pass repeats. Norms and activations count as nothing."""
+    actor, experts = config.actor, architecture.experts
+    if actor.recompute != "selective":
+        return 1.0 if actor.recompute == "full" else 0.0
+    cost, tokens = cost_model(architecture), lengths.sequence
+    width = experts.ffn_size * experts.per_token if experts else architecture.ffn_size
+    parts = {
+        "core_attn": cost.quadratic * lengths.sequence**2,
+        ("moe" if experts else "mlp"): 18.0
+        * architecture.num_layers
+        * architecture.hidden_size
+        * width
+        * lengths.sequence,
+    }
+    return sum(parts.get(name, 0.0) for name in actor.recompute_modules) / float(cost.of(np.array([tokens]))[0])
