@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dppo_megatron.config.schema import LayoutConfig
+from dppo_megatron.config.schema import ActorConfig, LayoutConfig
 from dppo_megatron.types import UserError, Watch, unwatched
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import (
@@ -29,6 +29,7 @@ from dppo_megatron.weights.hf_files import (
     publish,
 )
 from dppo_megatron.weights.mapping import Place, hf_names, join, table
+from dppo_megatron.weights.pipeline import uneven_hint
 from dppo_megatron.weights.shapes import hf_shapes, in_layer_order
 from dppo_megatron.weights.torch_dist import TorchDistReader, is_torch_dist, write_torch_dist
 
@@ -62,10 +63,14 @@ def hf_to_megatron(
     for name, size in (("tp", tp), ("pp", pp), ("ep", ep)):
         if size < 1:
             raise UserError(f"--{name} {size}: must be at least 1")
-    _check_layout(architecture, LayoutConfig(tensor_parallel=tp, pipeline_parallel=pp, expert_parallel=ep))
+    said, even = [], pp
+    if architecture.num_layers % pp and (hint := uneven_hint(architecture.num_layers, pp)):
+        said, even = [f"--pp {pp}: the model's {architecture.num_layers} layers do not divide by it{hint}"], 1
+    layout = LayoutConfig(tensor_parallel=tp, pipeline_parallel=even, expert_parallel=ep)
+    _check_layout(architecture, ActorConfig(layout=layout))
     _check_target(target)
     reader = CheckpointReader(source, architecture, "--hf")
-    said = [f"{name}: equal to the tied embedding, stored once" for name in sorted(reader.redundant)]
+    said += [f"{name}: equal to the tied embedding, stored once" for name in sorted(reader.redundant)]
     dtypes = {key: _dtype_of_key(key, reader, architecture) for key in table(architecture)}
 
     read_so_far = itertools.count(1)
@@ -159,10 +164,10 @@ _OPTIONS = (
 """Setting of a job to option of this command."""
 
 
-def _check_layout(architecture: Architecture, layout: LayoutConfig) -> None:
+def _check_layout(architecture: Architecture, actor: ActorConfig) -> None:
     """As `check_layout`, with the command's options in messages instead of settings."""
     try:
-        architecture.check_layout(layout)
+        architecture.check_layout(actor)
     except UserError as error:
         said = str(error)
         for setting, option in _OPTIONS:

@@ -150,7 +150,7 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
 
 def _check_actor(config: Config, architecture: Architecture, world_size: int, machine: Machine) -> None:
     check_world_size(config, world_size)
-    architecture.check_layout(config.actor.layout)
+    architecture.check_layout(config.actor)
     architecture.check_bf16_layers(config.actor)
     layout = config.actor.layout
     machine.choose_layer_spec(config.actor.layer_spec, config.actor.fp8)

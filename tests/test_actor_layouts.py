@@ -40,6 +40,9 @@ LAYOUTS = [
     Parallel(tp=2, cp=2, dp=2, distributed_optimizer=True),
     Parallel(tp=2, pp=2, dp=2, distributed_optimizer=True),
     Parallel(tp=2, pp=2, vpp=2, cp=2, distributed_optimizer=True),
+    Parallel(pp=2, uneven=(("num_layers_in_last_pipeline_stage", 1),), distributed_optimizer=True),
+    Parallel(pp=4, uneven=(("pipeline_model_parallel_layout", "E|ttt|t|L"),), distributed_optimizer=True),
+    Parallel(pp=2, vpp=2, dp=2, uneven=(("pipeline_model_parallel_layout", "Ett|t|t|L"),), distributed_optimizer=True),
 ]
 MOE_LAYOUTS = [
     Parallel(ep=2, dp=2),

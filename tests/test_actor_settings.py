@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import traceback
 from dataclasses import replace
@@ -12,16 +13,24 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from support.job import REPOSITORY, job_config, write_job_files
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
+from test_pipeline import SEVEN
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.batch import build_microbatch
-from dppo_megatron.actor.layout import build_layout
+from dppo_megatron.actor.context import ContextShare
+from dppo_megatron.actor.layout import Layout, build_layout
 from dppo_megatron.actor.loss import LossHook
+from dppo_megatron.actor.megatron_fields import DECIDED, RECIPES, REFUSED, TESTED
+from dppo_megatron.actor.model import _ddp_settings
+from dppo_megatron.actor.model import _settings as model_settings
+from dppo_megatron.actor.overrides import not_tried, overridden
 from dppo_megatron.actor.rotary import Rotary
 from dppo_megatron.algorithms.objectives import make_objective, supervised
 from dppo_megatron.build import what_to_offload
@@ -29,7 +38,9 @@ from dppo_megatron.config.schema import ActorConfig, ObjectiveConfig, OptimizerC
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
+from dppo_megatron.weights.pipeline import UNEVEN
 
+LAYOUT_OF_ONE = Layout(0, 1, 1, 1, 1, 0, ContextShare(0, 1), False, True, True, torch.device("cpu"))
 TWO = Parallel(dp=2, distributed_optimizer=True)
 
 
@@ -68,18 +79,19 @@ def test_weights_that_are_gathered_late_are_never_read_stale(model: Path) -> Non
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def _train(path: Path, settings: dict[str, Any]) -> dict[str, torch.Tensor] | str:
-    config = replace(ActorConfig(layout=TWO.layout, optimizer=OptimizerConfig(learning_rate=1e-2)), **settings)
+def _train(path: Path, settings: dict[str, Any], parallel: Parallel = TWO) -> dict[str, torch.Tensor] | str:
+    """Weights after two updates, or why there is no such actor."""
+    config = replace(ActorConfig(layout=parallel.layout, optimizer=OptimizerConfig(learning_rate=1e-2)), **settings)
     architecture = read_architecture(path)
     reader = CheckpointReader(path, architecture)
     try:
-        actor = Actor(config, build_layout(config.layout, 0), architecture, reader.get, dtype=torch.float32)
+        actor = Actor(config, build_layout(config.layout, 0), architecture, reader.get, dtype=parallel.dtype)
         actor.start_phase(config.optimizer, 10)
     except UserError as error:
         return str(error)
     samples = random_samples(24, 37)
     for _ in range(2):
-        actor.update(samples, plan_for(samples, TWO), supervised())
+        actor.update(samples, plan_for(samples, parallel), supervised())
     return {name: tensor.clone() for name, tensor in actor.weights()}
 
 
@@ -93,12 +105,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-SAME: list[dict[str, Any]] = [
-    {"overlap_grad_reduce": True, "ddp": {"bucket_size": 20_000}},
-    {"ddp": {"average_in_collective": True}},
-    {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp": {"bucket_size": 20_000}},
-    {"recompute": "selective"},
-    {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]},
+VPP = Parallel(pp=2, vpp=2, distributed_optimizer=True)
+SAME: list[tuple[Parallel, dict[str, Any]]] = [
+    (TWO, {"overlap_grad_reduce": True, "ddp": {"bucket_size": 20_000}}),
+    (TWO, {"ddp": {"average_in_collective": True}}),
+    (TWO, {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp": {"bucket_size": 20_000}}),
+    (TWO, {"recompute": "selective"}),
+    (TWO, {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]}),
+    (
+        TWO,
+        {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "pad_buckets_for_high_nccl_busbw": True}},
+    ),
+    (
+        TWO,
+        {
+            "ddp": {
+                "check_for_nan_in_grad": True,
+                "check_for_large_grads": True,
+                "pad_buckets_for_high_nccl_busbw": True,
+            }
+        },
+    ),
+    (TWO, {"ddp": {"reduce_scatter_with_fp32_accumulation": True}}),
+    (TWO, {"megatron": {"bias_activation_fusion": True, "perform_initialization": False}}),
+    (Parallel(pp=2), {"megatron": {"deallocate_pipeline_outputs": True, "batch_p2p_comm": True}}),
+    (Parallel(tp=2), {"megatron": {"clone_scatter_output_in_embedding": False}}),
+    (VPP, {"megatron": {"overlap_p2p_comm": True, "overlap_p2p_comm_warmup_flush": True}}),
+    (VPP, {"megatron": {"microbatch_group_size_per_vp_stage": 4}}),
+]
+SAME_MIXTURE: list[tuple[Parallel, dict[str, Any]]] = [
+    (Parallel(dp=2, ep=2), {"megatron": {"bias_activation_fusion": True, "moe_router_dtype": "fp64"}}),
 ]
 
 
@@ -110,13 +146,153 @@ def plain(model: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("settings", SAME, ids=str)
-def test_it_trains_the_same_model(model: Path, plain: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
-    """Two updates on two ranks, over several micro-batches: weights to 1e-5 of their norm (test_actor_layouts.py)."""
-    other = run_ranks(_train, 2, model, settings)[0]
+def _is_same(
+    path: Path, plain: dict[str, torch.Tensor], parallel: Parallel, settings: dict[str, Any], bound: float = 1e-5
+) -> None:
+    other = run_ranks(_train, 2, path, settings, parallel)[0]
     assert isinstance(other, dict), other
     for name, tensor in plain.items():
-        assert (other[name] - tensor).norm() < 1e-5 * tensor.norm(), name
+        assert (other[name] - tensor).norm() < bound * tensor.norm(), name
+
+
+@pytest.mark.parametrize(("parallel", "settings"), SAME, ids=str)
+def test_it_trains_the_same_model(
+    model: Path, plain: dict[str, torch.Tensor], parallel: Parallel, settings: dict[str, Any]
+) -> None:
+    """Two updates on two ranks, over several micro-batches: weights to 1e-5 of their norm (test_actor_layouts.py)."""
+    _is_same(model, plain, parallel, settings)
+
+
+def test_it_trains_the_same_mixture(tmp_path: Path) -> None:
+    """The same of a mixture of experts, to 3e-5 (test_actor_layouts.py)."""
+    path = write_model(tmp_path, family="qwen3_moe")
+    plain = run_ranks(_train, 2, path, {}, SAME_MIXTURE[0][0])[0]
+    assert isinstance(plain, dict), plain
+    for parallel, settings in SAME_MIXTURE:
+        _is_same(path, plain, parallel, settings, 3e-5)
+
+
+# ------------------------------------------------------------------------------------------- the lists of fields
+
+_NEWER = """
+activation_offload_fraction cpu_offloading_retain_pinned_cpu_buffers cuda_graph_modules
+delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks dsa_indexer_k_norm_epsilon
+dsa_indexer_k_norm_fp32 dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
+dsa_indexer_skip_topk_offset dsa_indexer_topk_freq dsa_kernel_backend experimental_attention_variant_loss_scale_func
+expert_gtp_weight_remat_size expert_tensor_parallel_num_weight_shards fine_grained_offloading_max_inflight_offloads
+fp4_param_gather fp8_output_proj fsdp_all_gather_in_start_param_sync fsdp_db_use_persist_buf_on_alloc_fail
+gtp_weight_remat_size high_priority_a2a_comm_stream inference_cuda_graph_scope inference_disable_triton_nvls_kernels
+inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type
+mamba_training_ssm_states_dtype megatron_fsdp_cuda_graph_mode megatron_fsdp_enable_fine_grained_param_gather
+megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_main_params_dtype
+megatron_fsdp_max_pool_double_buffer megatron_fsdp_use_decoupled_grad moe_expert_rank_capacity_factor
+moe_grad_scale_func moe_mlp_glu_interleave_size moe_pad_experts_for_cuda_graph_inference moe_router_force_biased
+moe_router_quantile_balancing_ema moe_shared_expert_glu_interleave_size moe_single_grouped_bias
+moe_single_grouped_weight mtp_detach_heads mtp_grad_scale_func mtp_hybrid_override_pattern mtp_use_repeated_layer
+mup_attn_scale_power mup_base_head_dim mup_base_hidden_size mup_embedding_mult mup_output_mult mup_width_mult
+nccl_all_reduce_for_prefill overlap_dispatch_backward_with_experts_wgrad tensor_parallel_num_weight_shards
+use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert use_mup
+"""  # of 0.19.2, not in 0.16.1
+NEWER = set(_NEWER.split())
+_OLDER = """
+async_tensor_model_parallel_allreduce moe_extended_tp moe_use_legacy_grouped_gemm preserve_fp32_weights
+"""  # of 0.16.1, not in 0.19.2
+OLDER = set(_OLDER.split())
+_NOT_TRIED = """
+attention_backend autocast_dtype batch_invariant_mode batch_p2p_sync config_logger_dir cp_comm_type
+activation_func_fp8_input_store deterministic_mode disable_bf16_reduced_precision_matmul
+disable_symmetric_registration distribute_saved_activations enable_autocast flash_attention_version
+fused_residual_rmsnorm gradient_accumulation_fusion mlp_chunks_for_training moe_deepep_num_sms moe_enable_deepep
+moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_grouped_gemm moe_hybridep_num_blocks_permute
+moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms moe_hybridep_num_sms_preprocessing
+moe_hybridep_pad_uneven_dispatch_inputs moe_ncclep_static_shape moe_ncclep_zero_copy moe_paged_stash
+moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size
+moe_permute_fusion moe_permute_fusion_into_hybridep moe_router_fusion moe_router_padding_for_quantization
+moe_token_dispatcher_type nccl_ub num_buckets param_name_patterns_for_fp32_local_accumulation symmetric_ar_type
+use_transformer_engine_op_fuser grad_reduce_in_fp32 disable_parameter_transpose_cache
+"""  # every other field of either version
+NOT_TRIED = set(_NOT_TRIED.split())
+
+
+def test_every_field_of_megatron_is_in_one_list() -> None:
+    """Of the installed version, and no list has a name that neither version has."""
+    classes = TransformerConfig, DistributedDataParallelConfig
+    fields = {field.name for one in classes for field in dataclasses.fields(one)}
+    assert len(fields) > 250
+    lists = [set(DECIDED), set(REFUSED), set(RECIPES), set(TESTED), NOT_TRIED]
+    twice = {name for one, other in itertools.combinations(lists, 2) for name in one & other}
+    assert not twice
+    assert not fields - set().union(*lists)
+    assert set().union(*lists[:4]) - fields <= NEWER | OLDER
+
+
+def test_fields_called_tested_are_trained_with() -> None:
+    """By a test of this file, or by one of tests/test_pipeline.py, which divides layers."""
+    used = {key for _, one in SAME + SAME_MIXTURE for part in ("megatron", "ddp") for key in one.get(part, {})}
+    divided = {key for one in [*SEVEN[2], *SEVEN[4]] for key, _ in one.uneven}
+    assert divided == set(UNEVEN) and used | divided == TESTED
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_what_we_set_is_decided_or_said_to_be_free(tmp_path: Path, family: str) -> None:
+    """The fields that have a value of ours and may have another."""
+    architecture, ours = read_architecture(write_model(tmp_path, family=family)), {}
+    for recompute, fp8 in itertools.product(("none", "selective", "full"), ("off", "delayed", "mxfp8")):
+        config = ActorConfig(recompute=recompute, fp8=fp8, fp8_bf16_layers=1, fp8_param=True)  # type: ignore[arg-type]
+        ours |= model_settings(architecture, LAYOUT_OF_ONE, torch.bfloat16, config, "te") | _ddp_settings(
+            config, torch.bfloat16
+        )
+    mixture = {"moe_router_dtype", "moe_grouped_gemm", "moe_router_padding_for_quantization"}
+    assert ours.keys() - DECIDED.keys() - REFUSED.keys() == (mixture if family == "qwen3_moe" else set()) | {
+        "batch_p2p_comm",
+        "bias_activation_fusion",
+        "gradient_accumulation_fusion",
+        "moe_token_dispatcher_type",
+        "grad_reduce_in_fp32",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+    }
+
+
+def _settings_of(cls: type, name: str, given: dict[str, Any], fp8: str = "off") -> dict[str, Any]:
+    return overridden(name, cls, {"moe_router_load_balancing_type": "none"}, given, fp8)
+
+
+def test_a_refused_field_may_keep_its_value() -> None:
+    """Megatron's default, or ours where we set one: it changes nothing."""
+    harmless = {"fp4": None, "mtp_num_layers": None, "cpu_offloading": False, "moe_router_load_balancing_type": "none"}
+    assert _settings_of(TransformerConfig, "actor.megatron", harmless) == {"moe_router_load_balancing_type": "none"}
+    with pytest.raises(UserError, match="losses of the router are off"):
+        _settings_of(TransformerConfig, "actor.megatron", {"moe_router_load_balancing_type": "aux_loss"})
+    refused = 0
+    for name, cls in (("actor.megatron", TransformerConfig), ("actor.ddp", DistributedDataParallelConfig)):
+        for field in dataclasses.fields(cls):
+            if field.init and field.name in REFUSED:
+                with pytest.raises(UserError, match=re.escape(f"{name}.{field.name}: cannot be set: ")):
+                    _settings_of(cls, name, {field.name: "another value"})
+                refused += 1
+    assert refused > 100
+
+
+def test_fields_of_a_recipe_and_of_an_enumeration() -> None:
+    """What only one recipe of actor.fp8 reads is refused under any other; Python's enumerations are given by name."""
+    given = {"fp8_margin": 1}
+    assert _settings_of(TransformerConfig, "actor.megatron", given, "delayed")["fp8_margin"] == 1
+    with pytest.raises(UserError, match=re.escape("has no effect with actor.fp8 = off, only with delayed")):
+        _settings_of(TransformerConfig, "actor.megatron", given)
+    found = _settings_of(TransformerConfig, "actor.megatron", {"attention_backend": "flash"})
+    assert found["attention_backend"] is AttnBackend.flash
+    with pytest.raises(UserError, match="attention_backend = quick: must be one of flash, fused"):
+        _settings_of(TransformerConfig, "actor.megatron", {"attention_backend": "quick"})
+
+
+def test_what_is_not_tried_is_said() -> None:
+    """Once, by name, by plan and by the line about the actor; nothing where everything is tested."""
+    given = {"moe_permute_fusion": True, "overlap_p2p_comm": True, "mtp_num_layers": None}
+    actor = ActorConfig(megatron=given, ddp={"nccl_ub": True})
+    [line] = not_tried(actor)
+    assert line.endswith(": actor.ddp.nccl_ub, actor.megatron.moe_permute_fusion")
+    assert not_tried(ActorConfig(megatron={"bias_activation_fusion": True})) == []
 
 
 @pytest.mark.parametrize(
@@ -129,6 +305,10 @@ def test_it_trains_the_same_model(model: Path, plain: dict[str, torch.Tensor], s
         ({"optimizer": OptimizerConfig(moments="bfloat16")}, "Transformer Engine (transformer-engine[pytorch]"),
         ({"optimizer": OptimizerConfig(cpu_offload=0.5)}, "and cpu_offload: Transformer Engine (transformer-engine"),
         ({"megatron": {"hidden_size": 8}}, "actor.megatron.hidden_size: is decided by the model's config.json"),
+        ({"megatron": {"moe_expert_capacity_factor": 1.0}}, "tokens beyond the capacity would be dropped"),
+        ({"megatron": {"fp4": "e2m1"}}, "NVFP4 has no check of the chip"),
+        ({"megatron": {"recompute_granularity": "full"}}, "is decided by actor.recompute"),
+        ({"megatron": {"fp8": "hybrid"}}, "is decided by actor.fp8"),
         ({"megatron": {"apply_rope_fusion": True}}, "rotary embedding is this program's own"),
         ({"ddp": {"use_distributed_optimizer": False}}, "is decided by"),
     ],
@@ -147,9 +327,7 @@ def test_what_cannot_be_set_is_said(model: Path, settings: dict[str, Any], said:
         "moe_enable_deepep",
         "moe_permute_fusion",
         "moe_router_fusion",
-        "moe_shared_expert_overlap",
         "cp_comm_type",
-        "fp8_dot_product_attention",
         "bias_activation_fusion",
         "gradient_accumulation_fusion",
         "deallocate_pipeline_outputs",

@@ -30,8 +30,9 @@ from dppo_megatron.weights.shapes import hf_shapes
 from dppo_megatron.weights.torch_dist import open_checkpoint
 
 SAMPLES = random_samples(6, 37)
+UNEVEN = Parallel(pp=2, tp=2, uneven=(("num_layers_in_first_pipeline_stage", 3),))
 LAYOUTS = {
-    "qwen3": [Parallel(tp=2, pp=2), Parallel(pp=4), Parallel()],
+    "qwen3": [Parallel(tp=2, pp=2), Parallel(pp=4), UNEVEN, Parallel()],
     "qwen3_moe": [Parallel(dp=2, pp=2, ep=2), Parallel(tp=2, etp=2)],
     "qwen2": [Parallel(tp=2, pp=2)],
     "llama3": [Parallel(tp=4)],
@@ -65,7 +66,7 @@ def _reload_and_save(source: Path, converted: Path, resaved: Path, parallel: Par
 
     architecture = read_architecture(source)
     shapes = hf_shapes(architecture)
-    config = ActorConfig(layout=parallel.layout)
+    config = ActorConfig(layout=parallel.layout, megatron=dict(parallel.uneven))
     layout = build_layout(config.layout, seed=0)
     actor = Actor(config, layout, architecture, lambda name: torch.zeros(shapes[name]), dtype=torch.float32)
     actor.start_phase(config.optimizer, 1)
@@ -272,7 +273,7 @@ def test_an_existing_target_is_not_touched(
 def test_layouts_that_cannot_be_are_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option, message in (
         ("--tp=3", "--tp 3: the model's 4 attention heads do not divide"),
-        ("--pp=3", "--pp 3: the model's 4 layers do not divide"),
+        ("--pp=5", "--pp 5: the model's 4 layers do not divide"),
         ("--ep=2", "--ep 2: Qwen3ForCausalLM has no experts; leave it at 1"),
         ("--pp=0", "--pp 0: must be at least 1"),
     ):
@@ -280,6 +281,14 @@ def test_layouts_that_cannot_be_are_refused(source: Path, tmp_path: Path, capsys
         said = capsys.readouterr().err
         assert message in said and "actor." not in said
     assert not (tmp_path / "out").exists()
+
+
+def test_a_layout_of_unequal_stages_is_said(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The files are the same for every layout, so it is no error; what such a job needs is printed."""
+    assert _convert("to-megatron", "--hf", source, "--out", tmp_path / "out", "--pp=3") == 0
+    said = capsys.readouterr().out
+    assert "--pp 3: the model's 4 layers do not divide by it; stages of unequal size are possible" in said
+    assert (tmp_path / "out" / "config.json").is_file()
 
 
 def _convert_on_a_full_disk(direction: str, arguments: list[object]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from support.tiny import Parallel, build_actor, hf_logprobs, plan_for, random_sa
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.actor.model import output_weight
-from dppo_megatron.config.schema import LayoutConfig
+from dppo_megatron.algorithms.objectives import supervised
+from dppo_megatron.config.schema import ActorConfig, LayoutConfig
 from dppo_megatron.types import TrainSample, UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader, write_checkpoint
@@ -163,10 +165,72 @@ def test_logits_equal_transformers(models: dict[str, Path], name: str, parallel:
         np.testing.assert_allclose(logits[start : start + len(ids), :37], expected, rtol=0, atol=1e-4)
 
 
+HEADS = [  # (heads, key-value heads, head_dim, intermediate_size)
+    *itertools.product((4, 6), (1, 2), (10,), (36,)),
+    *((6, 3, 6, 36), (9, 1, 4, 36), (9, 3, 4, 36), (12, 1, 6, 36), (12, 4, 4, 36), (12, 6, 4, 36), (12, 6, 4, 37)),
+]
+
+
+def _split_by_heads(paths: list[Path], refused: list[bool]) -> list[Any]:
+    """Log-probabilities and gradients of each model over these ranks; of one that we refuse, what Megatron raises."""
+    found: list[Any] = []
+    tp = torch.distributed.get_world_size()
+    for path, is_refused in zip(paths, refused, strict=True):
+        samples = random_samples(3, 37)
+        try:
+            actor = build_actor(path, Parallel(tp=tp))
+        except (AssertionError, ValueError, RuntimeError) as error:
+            found.append(type(error).__name__)
+            assert is_refused, (path, tp)
+            continue
+        plan = plan_for(samples, Parallel(tp=tp))
+        actor.accumulate(samples, plan, supervised())
+        gradients = {name: tensor.clone() for name, tensor in actor.gradients()}
+        found.append((actor.logprobs(samples, plan), gradients))
+    return found
+
+
+def _refusal(path: Path, tp: int) -> str:
+    try:
+        read_architecture(path).check_layout(ActorConfig(layout=LayoutConfig(tensor_parallel=tp)))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_heads_split_right_or_are_refused(tmp_path: Path) -> None:
+    """Heads, key-value heads (one of them for all, fewer than ranks) and sizes, on 2 to 4 ranks: transformers' values
+    and the gradients of one process, to 1e-5 of their norm, or a sentence of ours where Megatron has an exception."""
+    paths, expected = [], []
+    for n, (heads, groups, head_dim, ffn) in enumerate(HEADS):
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": head_dim}
+        sizes |= {"intermediate_size": ffn, "num_hidden_layers": 1, "hidden_size": 24}
+        paths.append(write_model(tmp_path / str(n), **sizes))
+        model = AutoModelForCausalLM.from_pretrained(paths[-1]).eval()
+        expected.append(hf_logprobs(model, random_samples(3, 37)))
+    whole = run_ranks(_split_by_heads, 1, paths, [False] * len(paths))[0]
+    for tp in (2, 3, 4):
+        refusals = [_refusal(path, tp) for path in paths]
+        found = run_ranks(_split_by_heads, tp, paths, [bool(refusal) for refusal in refusals])[0]
+        right = 0
+        for sizes, refusal, computed, alone, logprobs in zip(HEADS, refusals, found, whole, expected, strict=True):
+            if refusal:
+                assert isinstance(computed, str), f"{sizes} at {tp}: refused ({refusal}), but Megatron builds it"
+                assert f"actor.layout.tensor_parallel = {tp}" in refusal
+                continue
+            for mine, theirs in zip(computed[0], logprobs, strict=True):
+                np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-4)
+            for name, gradient in alone[1].items():
+                assert (computed[1][name] - gradient).norm() <= 1e-5 * gradient.norm(), (sizes, tp, name)
+            right += 1
+        assert right >= 3 and sum(map(bool, refusals)) >= 3, (tp, refusals)
+
+
 def test_unsplittable_heads_are_refused(models: dict[str, Path]) -> None:
     """Three key-value heads on two ranks: Megatron cannot, so we say it before it starts."""
     with pytest.raises(UserError, match="3 key-value heads"):
-        read_architecture(models["gqa_6_3"]).check_layout(LayoutConfig(tensor_parallel=2))
+        read_architecture(models["gqa_6_3"]).check_layout(ActorConfig(layout=LayoutConfig(tensor_parallel=2)))
 
 
 def test_missing_and_unknown_tensors_are_named(models: dict[str, Path], tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
 from dppo_megatron.actor.model import build_model, ddp_config, transformer_config
 from dppo_megatron.actor.offload import Offload, Part, pageable
 from dppo_megatron.actor.optimizer import build_optimizer, build_schedule
+from dppo_megatron.actor.overrides import not_tried
 from dppo_megatron.actor.timing import ScheduleTimers
 from dppo_megatron.algorithms.objectives import Objective
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
@@ -71,7 +72,7 @@ class Actor:
         self._softmax, kernel = choose_softmax(config.logprob_kernel, layout.device, dtype)
         self.description = (
             f"actor: {_describe(config.layout, layout)}; layers: {spec} ({reason}); fp8: {config.fp8};"
-            f" log-probabilities: {kernel}"
+            f" log-probabilities: {kernel}{''.join('; ' + line for line in not_tried(config))}"
         )
         """One line for the log: how the model is split, which layers were chosen and why."""
         megatron_config = transformer_config(architecture, layout, dtype, config, spec)

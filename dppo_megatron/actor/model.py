@@ -42,14 +42,14 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration for this architecture and layout."""
     ours = _settings(architecture, layout, dtype, config, spec)
-    made: TransformerConfig = build("actor.megatron", TransformerConfig, ours, config.megatron)
+    made: TransformerConfig = build("actor.megatron", TransformerConfig, ours, config.megatron, config.fp8)
     return made
 
 
 def ddp_config(config: ActorConfig, dtype: torch.dtype) -> DistributedDataParallelConfig:
     """Megatron's settings of data parallelism."""
     made: DistributedDataParallelConfig = build(
-        "actor.ddp", DistributedDataParallelConfig, _ddp_settings(config, dtype), config.ddp
+        "actor.ddp", DistributedDataParallelConfig, _ddp_settings(config, dtype), config.ddp, config.fp8
     )
     return made
 
@@ -84,8 +84,9 @@ def check_settings(
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
     )
     check = build if runs_here else overridden
-    check("actor.megatron", TransformerConfig, _settings(architecture, layout, dtype, config, spec), config.megatron)
-    check("actor.ddp", DistributedDataParallelConfig, _ddp_settings(config, dtype), config.ddp)
+    ours = _settings(architecture, layout, dtype, config, spec)
+    check("actor.megatron", TransformerConfig, ours, config.megatron, config.fp8)
+    check("actor.ddp", DistributedDataParallelConfig, _ddp_settings(config, dtype), config.ddp, config.fp8)
 
 
 def _ddp_settings(config: ActorConfig, dtype: torch.dtype) -> dict[str, Any]:

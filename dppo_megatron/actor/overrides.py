@@ -1,73 +1,77 @@
 """`actor.megatron` and `actor.ddp`: fields of Megatron's own dataclasses, checked before a model is built.
 
-Megatron has some 250 of them and every release adds more, so they are not copied into the schema. A field that this
-program decides by itself is refused: two places that say different things would be one too many.
+Megatron has some 250 of them and every release adds more, so they are not copied into the schema. `megatron_fields.py`
+says of each that is known what it does here: one that something else decides, or that would be without effect or wrong,
+is refused with the reason. Any other is accepted, and said to be not tried unless a test trains with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 from collections.abc import Mapping
 from typing import Any
 
+from dppo_megatron.actor.megatron_fields import DECIDED, RECIPES, REFUSED, TESTED
+from dppo_megatron.config.schema import ActorConfig
 from dppo_megatron.types import UserError
 
-FREE = frozenset(
-    {
-        "attention_softmax_in_fp32",
-        "batch_p2p_comm",
-        "bias_activation_fusion",
-        "gradient_accumulation_fusion",
-        "moe_grouped_gemm",
-        "moe_router_padding_for_quantization",
-        "moe_token_dispatcher_type",
-        "persist_layer_norm",
-        "grad_reduce_in_fp32",
-        "overlap_grad_reduce",
-        "overlap_param_gather",
-    }
-)
-"""Fields that this program gives a value and that may be given another one."""
-_REFUSED = {
-    "use_megatron_fsdp": "checkpoints and the weight stream know the distributed optimizer only",
-    "use_custom_fsdp": "checkpoints and the weight stream know the distributed optimizer only",
-    "data_parallel_sharding_strategy": "it belongs to Megatron's FSDP, which is not offered",
-    "cuda_graph_impl": "packs have a new shape every time, and a graph is of one shape",
-    "enable_cuda_graph": "packs have a new shape every time, and a graph is of one shape",
-    "external_cuda_graph": "packs have a new shape every time, and a graph is of one shape",
-    "tp_comm_overlap": "Transformer Engine's buffers for it are made by Megatron's training program, not by its core",
-    "overlap_moe_expert_parallel_comm": "Megatron schedules it by layers, which needs its own forward step",
-    "apply_rope_fusion": "rotary embedding is this program's own (docs/actor.md)",
-    "mtp_num_layers": "no model family here has such layers",
-}
 
-
-def overridden(name: str, cls: type, ours: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def overridden(name: str, cls: type, ours: Mapping[str, Any], given: Mapping[str, Any], fp8: str) -> dict[str, Any]:
     """`ours` with the fields of `given`, which is the setting `name` and meant for the dataclass `cls`.
 
+    A refused field may have the value that it has anyway: ours, or Megatron's default.
+
+    Args:
+        fp8: actor.fp8.
+
     Raises:
-        UserError: a field that `cls` does not have, or that is this program's to decide.
+        UserError: a field that `cls` does not have, that something else decides, or that would be wrong here.
     """
-    known = [field.name for field in dataclasses.fields(cls) if field.init]
-    for key in given:
-        if key in _REFUSED:
-            raise UserError(f"{name}.{key}: cannot be set: {_REFUSED[key]}")
-        if key in ours and key not in FREE:
-            raise UserError(f"{name}.{key}: is decided by the model's config.json and the other settings of actor")
+    known = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    found = dict(ours)
+    for key, value in given.items():
         if key not in known:
             close = difflib.get_close_matches(key, known, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise UserError(f"{name}.{key}: the installed megatron-core's {cls.__name__} has no such field{hint}")
-    return {**ours, **given}
+        default = known[key].default
+        if isinstance(default, enum.Enum) and isinstance(value, str):
+            if value not in type(default).__members__:
+                raise UserError(f"{name}.{key} = {value}: must be one of {', '.join(type(default).__members__)}")
+            value = type(default)[value]
+        if value != ours.get(key, default):
+            if reason := _refusal(key, fp8):
+                raise UserError(f"{name}.{key}: {reason}")
+            found[key] = value
+    return found
 
 
-def build(name: str, cls: type, ours: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+def _refusal(key: str, fp8: str) -> str:
+    if key in REFUSED:
+        return f"cannot be set: {REFUSED[key]}"
+    if key in DECIDED:
+        return f"is decided by {DECIDED[key]}"
+    if (recipes := RECIPES.get(key)) and fp8 not in recipes:
+        return f"has no effect with actor.fp8 = {fp8}, only with {recipes}"
+    return ""
+
+
+def not_tried(actor: ActorConfig) -> list[str]:
+    """A line that names the fields which are accepted, but which no test here trains with; none if there are none."""
+    known = TESTED | DECIDED.keys() | REFUSED.keys()  # of the refused ones only what changes nothing is accepted
+    names = [f"actor.megatron.{key}" for key in actor.megatron if key not in known]
+    names += [f"actor.ddp.{key}" for key in actor.ddp if key not in known]
+    return [f"not tried here, watch loss and mismatch: {', '.join(sorted(names))}"] if names else []
+
+
+def build(name: str, cls: type, ours: Mapping[str, Any], given: Mapping[str, Any], fp8: str) -> Any:
     """`cls` from `ours` and `given`; what Megatron refuses of it becomes a `UserError`, if anything was given."""
-    settings = overridden(name, cls, ours, given)
+    settings = overridden(name, cls, ours, given, fp8)
     try:
         return cls(**settings)
-    except (ValueError, TypeError, AssertionError, ImportError) as error:
+    except (ValueError, TypeError, AssertionError, ImportError, NotImplementedError) as error:
         if not given:
             raise
         raise UserError(f"{name} = {dict(given)}: megatron-core refuses it: {error}") from None

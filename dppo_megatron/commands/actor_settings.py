@@ -13,16 +13,19 @@ from dppo_megatron.types import Watch
 
 def check_actor_settings(
     config: Config, world_size: int, watch: Watch, machine: Machine, *, runs_here: bool, writes: bool
-) -> None:
-    """Raise `UserError` for a field that the installed Megatron does not have, or that is not the user's to set.
+) -> list[str]:
+    """Check the fields that are given; returns a line that names those which are not tried, if there are any.
 
     Args:
         machine: what the job will run on; `runs_here` if it is this one, where Megatron's own checks count too.
         writes: whether Megatron's rewritten code may be kept on disk, for a faster start of the next process.
+
+    Raises:
+        UserError: a field that the installed Megatron does not have, or that is not the user's to set.
     """
     actor = config.actor
     if not (actor.megatron or actor.ddp):
-        return
+        return []
     with watch("loading Megatron", 0, ""):
         import torch
 
@@ -30,10 +33,12 @@ def check_actor_settings(
 
         platform.prepare(keep=writes)
         from dppo_megatron.actor.model import check_settings
+        from dppo_megatron.actor.overrides import not_tried
         from dppo_megatron.weights.architecture import read_architecture
     architecture = read_architecture(config.model.hf_path)
     check_world_size(config, world_size)
-    architecture.check_layout(actor.layout)
+    architecture.check_layout(actor)
     spec, _ = machine.choose_layer_spec(actor.layer_spec, actor.fp8)
     dtype = getattr(torch, config.model.dtype)
     check_settings(actor, architecture, dtype, world_size, spec, runs_here=runs_here)
+    return not_tried(actor)

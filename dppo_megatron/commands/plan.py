@@ -104,6 +104,7 @@ def _run(arguments: argparse.Namespace) -> int:
     site = _site(arguments)
     watch: Watch = arguments.watch
     loaded = _load_job(config, site, arguments.gpu, watch) if arguments.dry_run else []
+    said: list[str] = []
     with watch("loading libraries", 0, ""):
         from dppo_megatron.commands.actor_settings import check_actor_settings
         from dppo_megatron.job import check_settings
@@ -115,7 +116,7 @@ def _run(arguments: argparse.Namespace) -> int:
     architecture = read_architecture(config.model.hf_path)
     if not loaded:
         machine = _assumed_machine(arguments.gpu)
-        check_actor_settings(config, site.gpus, watch, machine, runs_here=False, writes=False)
+        said = check_actor_settings(config, site.gpus, watch, machine, runs_here=False, writes=False)
         check_settings(config, architecture, site.gpus, machine)
     plan = make_plan(
         config,
@@ -128,7 +129,7 @@ def _run(arguments: argparse.Namespace) -> int:
         trace=read_trace(arguments.trace, watch) if arguments.trace else None,
         watch=watch,
     )
-    print("\n".join([*_assumed(arguments), *lines(plan, arguments.config), *loaded]))
+    print("\n".join([*_assumed(arguments), *said, *lines(plan, arguments.config), *loaded]))
     if arguments.json is not None:
         Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
         Path(arguments.json).write_text(json.dumps(plan.as_json(), indent=2) + "\n", encoding="utf-8")
@@ -174,7 +175,7 @@ def _load_job(config: Config, site: Site, gpu: str, watch: Watch) -> list[str]:
     if not runs_here:
         machine = _assumed_machine(gpu)
         note = [f"no CUDA device here: a machine of {gpu.upper()}s with Transformer Engine is assumed"]
-    check_actor_settings(config, site.gpus, watch, machine, runs_here=runs_here, writes=False)
+    note += check_actor_settings(config, site.gpus, watch, machine, runs_here=runs_here, writes=False)
     job = prepare_job(config, site.gpus, watch=watch, machine=machine)
     try:
         first = next(iter(job.train_sets.values())).first_prompt

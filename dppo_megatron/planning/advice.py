@@ -57,7 +57,7 @@ def advise(config: Config, architecture: Architecture, site: Site, mean_tokens: 
     for change, price, changed, there in _changes(config, site):
         try:
             check_values(changed, "plan")
-            architecture.check_layout(changed.actor.layout)
+            architecture.check_layout(changed.actor)
             check_world_size(changed, there.gpus)
             total = plan_memory(changed, architecture, there, mean_tokens).largest.total
         except UserError:  # it contradicts another setting, or there is no such layout of this model on these GPUs

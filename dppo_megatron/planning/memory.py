@@ -38,6 +38,7 @@ from dppo_megatron.planning.site import (
     Site,
 )
 from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.weights.pipeline import split_layers
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HOST = "optimizer on the host"
@@ -189,7 +190,8 @@ class _Stage:
     ) -> None:
         self._config, self._architecture, self._degrees, self._engine = config, architecture, degrees, engine
         self._number, self._is_last = stage, stage == degrees.pipeline - 1
-        self._share = share_of(architecture, degrees, stage)
+        self._layers = sum(split_layers(architecture.num_layers, config.actor)[stage])
+        self._share = share_of(architecture, degrees, stage, self._layers)
         whole = state_bytes(self._share, degrees, config.actor, config.model.dtype)
         self.state = {part: size for part, size in whole.items() if part != _HOST}
         self.on_host = whole[_HOST]
@@ -228,9 +230,8 @@ class _Stage:
 
     def _kept(self) -> float:
         """Bytes that wait for their backward pass."""
-        layers = self._architecture.num_layers // self._degrees.pipeline
         ends = 2 * self._pass.hidden_bytes if self._is_last else 0.0  # the final norm
-        return (sum(layer_kept(self._pass, self._config.actor).values()) * layers + ends) * self._in_flight
+        return (sum(layer_kept(self._pass, self._config.actor).values()) * self._layers + ends) * self._in_flight
 
     def _layer(self) -> tuple[float, float]:
         """Working set of one layer beside what is kept, (forward, backward)."""

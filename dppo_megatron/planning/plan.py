@@ -123,7 +123,7 @@ def make_plan(
         UserError: the layout does not fit the model or the number of GPUs, or a mean is above the longest allowed.
     """
     check_world_size(config, site.gpus)
-    architecture.check_layout(config.actor.layout)
+    architecture.check_layout(config.actor)
     limit, longest_prompt = config.rollout.sampling.max_completion_tokens, longest_prompt_tokens(config, training=True)
     if completion_tokens is not None and completion_tokens > limit:
         raise UserError(

@@ -88,9 +88,11 @@ class Share:
         return sum(-(-one.numel // padded_to) * padded_to * one.count for one in chosen)
 
 
-def share_of(architecture: Architecture, degrees: Degrees, stage: int) -> Share:
-    """What a rank of pipeline stage `stage` holds."""
-    return Share(tuple(_tensors(architecture, degrees, stage)))
+def share_of(architecture: Architecture, degrees: Degrees, stage: int, layers: int | None = None) -> Share:
+    """What a rank of pipeline stage `stage` holds; `layers`: those of the stage, None: an even share."""
+    if layers is None:
+        layers = architecture.num_layers // degrees.pipeline
+    return Share(tuple(_tensors(architecture, degrees, stage, layers)))
 
 
 def whole_model(architecture: Architecture, *, experts: bool | None = None) -> int:
@@ -110,8 +112,7 @@ def active_parameters(architecture: Architecture) -> int:
     return total
 
 
-def _tensors(architecture: Architecture, degrees: Degrees, stage: int) -> Iterator[Tensors]:
-    layers = architecture.num_layers // degrees.pipeline
+def _tensors(architecture: Architecture, degrees: Degrees, stage: int, layers: int) -> Iterator[Tensors]:
     last = stage == degrees.pipeline - 1
     experts = architecture.experts.count // degrees.expert if architecture.experts else 0
     for key in table(architecture):

@@ -23,6 +23,7 @@ from dppo_megatron.weights.config_keys import (
     read_keys,
 )
 from dppo_megatron.weights.json_files import plain, read_object, shown
+from dppo_megatron.weights.pipeline import split_layers
 from dppo_megatron.weights.rope import read_rope
 from dppo_megatron.weights.transformers_view import check_agreement, names_of
 
@@ -64,10 +65,10 @@ class Architecture:
     """Llama 3.1's frequency scaling; 0: none."""
     experts: Experts | None = None
 
-    def check_layout(self, layout: LayoutConfig) -> None:
+    def check_layout(self, actor: ActorConfig) -> None:
         """Raise `UserError` unless every rank gets whole heads, layers and experts."""
+        layout = actor.layout
         tp = layout.tensor_parallel
-        stages = layout.pipeline_parallel * layout.virtual_pipeline
         where = f"actor.layout.tensor_parallel = {tp}"
         if self.num_heads % tp:
             raise UserError(f"{where}: the model's {self.num_heads} attention heads do not divide by it")
@@ -75,13 +76,15 @@ class Architecture:
             raise UserError(
                 f"{where}: must divide the model's {self.num_kv_heads} key-value heads or be a multiple of them"
             )
+        columns = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        if columns % tp:  # below as many key-value heads as ranks, Megatron splits the rows of qkv regardless of heads
+            raise UserError(
+                f"{where}: the {columns} rows of the model's queries, keys and values ({self.num_heads} + 2 x"
+                f" {self.num_kv_heads} heads of {self.head_dim}) do not divide by it"
+            )
         if self.experts is None and self.ffn_size % tp:
             raise UserError(f"{where}: the model's feed-forward size {self.ffn_size} does not divide by it")
-        if self.num_layers % stages:
-            raise UserError(
-                f"actor.layout: pipeline_parallel x virtual_pipeline = {stages}: the model's {self.num_layers} layers"
-                " do not divide by it"
-            )
+        split_layers(self.num_layers, actor)
         self._check_experts(layout)
 
     def check_bf16_layers(self, actor: ActorConfig) -> None:

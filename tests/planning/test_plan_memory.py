@@ -23,6 +23,7 @@ from dppo_megatron.planning.activations import Pass, head_bytes, layer_kept
 from dppo_megatron.planning.memory import host_copies, pinned, state_bytes
 from dppo_megatron.planning.shares import Degrees, share_of
 from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.weights.pipeline import FIRST, LAYOUT, split_layers
 
 SIZES = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32, "vocab_size": 131}
 """Large enough that rounding a tensor up to 64 elements is no figure of its own."""
@@ -87,6 +88,8 @@ def _state(path: Path, parallel: Parallel) -> dict[str, int]:
         ("qwen3", Parallel(dtype=torch.bfloat16)),
         ("qwen3", Parallel(tp=2, dp=2, dtype=torch.bfloat16, distributed_optimizer=True)),
         ("qwen2", Parallel(pp=2, dtype=torch.bfloat16, distributed_optimizer=True)),
+        ("qwen3", Parallel(pp=2, uneven=((FIRST, 3),), dtype=torch.bfloat16, distributed_optimizer=True)),
+        ("qwen3", Parallel(pp=4, uneven=((LAYOUT, "E|tt|tt|L"),), distributed_optimizer=True)),
         ("qwen3_moe", Parallel(dp=2, ep=2, dtype=torch.bfloat16, distributed_optimizer=True)),
     ],
     ids=lambda value: str(value) + (str(value.dtype)[5:] if isinstance(value, Parallel) else ""),
@@ -98,10 +101,11 @@ def test_training_state(models: dict[str, Path], family: str, parallel: Parallel
     """
     architecture = read_architecture(models[family])
     degrees = Degrees.of(parallel.layout, parallel.world_size)
-    actor = ActorConfig(layout=parallel.layout)
+    actor = ActorConfig(layout=parallel.layout, megatron=dict(parallel.uneven))
     actor.optimizer.distributed = parallel.distributed_optimizer
     for measured in run_ranks(_state, parallel.world_size, models[family], parallel):
-        share = share_of(architecture, degrees, measured["stage"])
+        layers = sum(split_layers(architecture.num_layers, actor)[measured["stage"]])
+        share = share_of(architecture, degrees, measured["stage"], layers)
         assert share.count() == measured["count"]
         planned = state_bytes(share, degrees, actor, str(parallel.dtype).removeprefix("torch."))
         for part in ("weights", "gradients", "optimizer"):

@@ -115,6 +115,8 @@ class Parallel:
     sequence_parallel: bool = True
     distributed_optimizer: bool = False
     recompute: bool = False
+    uneven: tuple[tuple[str, Any], ...] = ()
+    """Items of actor.megatron that divide the layers."""
     dtype: torch.dtype = field(default=torch.float32)
 
     @property
@@ -138,6 +140,7 @@ class Parallel:
         more = "".join(
             f"{name}{size}" for name in ("vpp", "cp", "ep", "etp") if (size := getattr(self, name)) not in (0, 1)
         )
+        more += "".join(f"+{value}" for _, value in self.uneven)
         extra = "+distopt" * self.distributed_optimizer + "+recompute" * self.recompute
         return f"tp{self.tp}{sp}pp{self.pp}dp{self.dp}{more}{extra}"
 
@@ -169,7 +172,7 @@ def build_actor(model_path: Path, parallel: Parallel, *, max_grad_norm: float = 
             max_grad_norm=max_grad_norm,
             distributed=parallel.distributed_optimizer,
         ),
-        **{"recompute": "full" if parallel.recompute else "none"} | settings,
+        **{"recompute": "full" if parallel.recompute else "none", "megatron": dict(parallel.uneven)} | settings,
     )
     architecture = read_architecture(model_path)
     reader = CheckpointReader(model_path, architecture)

@@ -1,0 +1,161 @@
+"""How many layers each pipeline stage holds, uneven splits included.
+
+A model is built by what Megatron says of a rank (`get_num_layers_to_build`), which needs process groups and answers
+what cannot be with assertions. Checks and plans need all stages on one process, and a sentence; tests/test_pipeline.py
+compares the two for thousands of splits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from dppo_megatron.config.schema import ActorConfig
+from dppo_megatron.types import UserError
+
+Stages: TypeAlias = tuple[tuple[int, ...], ...]
+"""Layers by pipeline stage, and in it by model chunk: chunk c of stage s is number c x stages + s in the model."""
+
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+LAYOUT = "pipeline_model_parallel_layout"
+UNEVEN = (FIRST, LAST, EMBEDDING, LOSS, LAYOUT)
+"""Fields of `actor.megatron` that divide layers."""
+
+_LETTERS = {"embedding": "E", "decoder": "t", "loss": "L", "mtp": "m"}
+_MOST = 8192
+"""Letters of a layout; the schema allows models of 4,096 layers."""
+
+
+def split_layers(num_layers: int, actor: ActorConfig) -> Stages:
+    """How `actor` divides a model of `num_layers`.
+
+    Raises:
+        UserError: no stage may get a fraction of a layer, or the settings contradict each other or the model.
+
+    Example:
+        94 layers over 4 stages, num_layers_in_last_pipeline_stage: 22        ((24,), (24,), (24,), (22,))
+    """
+    stages, chunks = actor.layout.pipeline_parallel, actor.layout.virtual_pipeline
+    ends_as_layers = {EMBEDDING, LOSS}
+    given = {key: actor.megatron[key] for key in UNEVEN if actor.megatron.get(key) is not None}
+    given = {key: value for key, value in given.items() if key not in ends_as_layers or value is not False}
+    if not given:
+        if num_layers % (stages * chunks):
+            raise UserError(
+                f"actor.layout: pipeline_parallel x virtual_pipeline = {stages * chunks}: the model's {num_layers}"
+                f" layers do not divide by it{uneven_hint(num_layers, stages * chunks)}"
+            )
+        return ((num_layers // (stages * chunks),) * chunks,) * stages
+    name = "actor.megatron." + next(iter(given))
+    if stages == 1:
+        raise UserError(f"{name} divides layers over pipeline stages, but actor.layout.pipeline_parallel = 1")
+    kinds = [bool(given.keys() & kind) for kind in ({FIRST, LAST}, ends_as_layers, {LAYOUT})]
+    if sum(kinds) > 1:
+        raise UserError(f"actor.megatron: {', '.join(given)}: two ways to divide the layers; keep one")
+    if LAYOUT in given:
+        return _by_layout(num_layers, stages, chunks, given[LAYOUT])
+    if kinds[1]:
+        return _by_ends_as_layers(num_layers, stages, chunks, given)
+    return _by_ends(num_layers, stages, chunks, given)
+
+
+def uneven_hint(num_layers: int, parts: int) -> str:
+    """An uneven split that there is, as the end of a sentence; empty if there are more parts than layers."""
+    layers, more = divmod(num_layers, parts)
+    if parts == 1 or not layers:
+        return ""
+    between = [f"(t*{size}|)*{count}" for size, count in ((layers + 1, more), (layers, parts - 2 - more)) if count > 0]
+    if more > parts - 2:  # one is left over beside those between: the head weighs more than the embedding
+        first, between = layers + 1, [f"(t*{layers + 1}|)*{parts - 2}"] if parts > 2 else []
+    else:
+        first = layers
+    layout = f"Et*{first}|{''.join(between)}t*{layers}L"
+    return f"; stages of unequal size are possible, such as actor.megatron={{{LAYOUT}: '{layout}'}}"
+
+
+def _by_ends(num_layers: int, stages: int, chunks: int, given: Mapping[str, Any]) -> Stages:
+    """The first or the last stage, or both, of a given size; those between are equal."""
+    for key, value in given.items():
+        if type(value) is not int or value < 1:
+            raise UserError(f"actor.megatron.{key} = {value!r}: must be a whole number from 1")
+    between, left = stages - len(given), num_layers - sum(given.values())
+    said = "actor.megatron: " + ", ".join(f"{key} = {value}" for key, value in given.items())
+    if not between and left:
+        raise UserError(
+            f"{said}: with 2 stages they must add up to the model's {num_layers} layers, not {sum(given.values())}"
+        )
+    if not between and chunks > 1:
+        raise UserError(f"{said}: Megatron-core divides by the number of stages between, which is 0; use {LAYOUT}")
+    if between and (left < between or left % between):
+        raise UserError(
+            f"{said}: {left} of the model's {num_layers} layers remain for {between} other stages, which is no whole"
+            " number of 1 or more for each"
+        )
+    middle = left // between if between else 0
+    sizes = [given.get(FIRST, middle), *[middle] * (stages - 2), given.get(LAST, middle)]
+    if uneven := next((size for size in sizes if size % chunks), None):
+        raise UserError(
+            f"{said}: a stage of {uneven} layers does not divide into actor.layout.virtual_pipeline = {chunks} chunks;"
+            f" {LAYOUT} can name chunks of unequal size"
+        )
+    return tuple((size // chunks,) * chunks for size in sizes)
+
+
+def _by_ends_as_layers(num_layers: int, stages: int, chunks: int, given: Mapping[str, Any]) -> Stages:
+    """The embedding or the loss, or both, count as a layer of the stage that holds them."""
+    for key, value in given.items():
+        if value is not True:
+            raise UserError(f"actor.megatron.{key} = {value!r}: must be true or false")
+    total = num_layers + len(given)
+    if total % (stages * chunks):
+        raise UserError(
+            f"actor.megatron: {', '.join(given)}: {num_layers} layers and {len(given)} more do not divide by"
+            f" pipeline_parallel x virtual_pipeline = {stages * chunks}{uneven_hint(num_layers, stages * chunks)}"
+        )
+    sizes = [[total // (stages * chunks)] * chunks for _ in range(stages)]
+    sizes[0][0] -= EMBEDDING in given
+    sizes[-1][-1] -= LOSS in given
+    return tuple(map(tuple, sizes))
+
+
+def _by_layout(num_layers: int, stages: int, chunks: int, layout: Any) -> Stages:
+    """Each stage named: 'Et*24|t*24|t*24|t*22L', stages of chunk 0 first, or the same as a list of lists."""
+    said = f"actor.megatron.{LAYOUT} = {layout!r:.100}"
+    parts = _parts(layout, said)
+    if len(parts) != stages * chunks:
+        raise UserError(
+            f"{said}: names {len(parts)} stages, but actor.layout: pipeline_parallel x virtual_pipeline ="
+            f" {stages} x {chunks} = {stages * chunks}"
+        )
+    if "m" in "".join(parts):
+        raise UserError(f"{said}: m is a layer of multi-token prediction, which no model family here has")
+    if not all(parts):
+        raise UserError(f"{said}: stage {parts.index('') + 1} is empty; only E and L may stand without a layer")
+    if (parts[0][0], parts[-1][-1]) != ("E", "L") or any("".join(parts).count(end) != 1 for end in "EL"):
+        raise UserError(f"{said}: the first stage must begin with E, the embedding, the last end with L, and none else")
+    if (named := "".join(parts).count("t")) != num_layers:
+        raise UserError(f"{said}: names {named} layers (t), but the model has {num_layers}")
+    return tuple(tuple(parts[chunk * stages + stage].count("t") for chunk in range(chunks)) for stage in range(stages))
+
+
+def _parts(layout: Any, said: str) -> list[str]:
+    """The letters of each stage, as Megatron's `PipelineParallelLayerLayout` reads them."""
+    if isinstance(layout, list):
+        if not all(isinstance(row, list) and all(str(kind) in _LETTERS for kind in row) for row in layout):
+            raise UserError(f"{said}: must be a list of lists of {', '.join(_LETTERS)}")
+        return ["".join(_LETTERS[kind] for kind in row) for row in layout]
+    if not isinstance(layout, str):
+        raise UserError(f"{said}: must be a text such as 'Et*24|t*22L', or a list of lists")
+    unrolled = layout.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        found = re.findall(pattern, unrolled)
+        if sum(len(what) * int(times[:6]) for what, times in found) > _MOST:
+            raise UserError(f"{said}: is longer than {_MOST} layers and stages")
+        unrolled = re.sub(pattern, lambda match: match[1] * int(match[2]), unrolled)
+    if unknown := sorted(set(unrolled) - set("EtLm|")):
+        raise UserError(
+            f"{said}: {''.join(unknown)!r}: only E, t, L, |, a comma and ( ) * with a number have a meaning"
+        )
+    return unrolled.split("|")
