@@ -77,7 +77,7 @@ def advise_speed(
             continue
         try:
             check_values(changed, "plan")
-            architecture.check_layout(changed.actor.layout)
+            architecture.check_layout(changed.actor)
             check_world_size(changed, site.gpus)
             memory = plan_memory(changed, architecture, site, lengths.sequence)
         except UserError:
