@@ -9,7 +9,7 @@ The rule, for a recipe on `nodes` machines of 8 GPUs each:
     servers                            one a node, of as many workers as the node has ranks: 2 replicas, of 2
                                        workers each if there are four
     model                              of the same family and ties, 2 layers of width 128; 8 experts, 2 a token
-    lengths, data, steps               LENGTHS, SHORT, 24 problems, 3 steps, a checkpoint after the second
+    lengths, data, steps               LENGTHS, SHORT, 8 problems, so that step 2 prunes; a checkpoint after it
 
 A size that is above one stays above one, so every group that the recipe has is there with two members at least, and
 what the recipe does not have is not there. All other settings are the recipe's. What is not kept: the learning rate,
@@ -39,7 +39,7 @@ RECIPES = [
     _CONFIGS / "qwen3_4b.yaml",
     *sorted(_CONFIGS.glob("math/*.yaml")),
 ]
-PROBLEMS, VOCABULARY = 24, 512
+PROBLEMS, VOCABULARY = 8, 512
 LENGTHS = {"data.max_prompt_tokens": 192, "rollout.sampling.max_completion_tokens": 12}
 SHORT = {
     "steps": 3,
@@ -103,6 +103,8 @@ class Miniature:
     sizes: Sizes
     family: str
     tied: bool
+    prunes: bool
+    """Prompts, from the second step on."""
     settings: tuple[str, ...]
     """Overrides of the recipe, but for the paths of this machine."""
 
@@ -133,7 +135,14 @@ def miniature(recipe: Path) -> Miniature:
         layout.expert_tensor_parallel or layout.tensor_parallel,
     )
     sizes = reduced(full)
-    small = Miniature(recipe, sizes, "qwen3_moe" if full.expert > 1 else "qwen3", "4b" in recipe.name, ())
+    small = Miniature(
+        recipe,
+        sizes,
+        "qwen3_moe" if full.expert > 1 else "qwen3",
+        "4b" in recipe.name,
+        config.pruning.prompt.method != "none",
+        (),
+    )
     values = SHORT | LENGTHS | _parallel(config, small)
     values["rollout.completions_per_prompt"] = min(4, config.rollout.completions_per_prompt)
     if full.expert > 1:
