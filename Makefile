@@ -9,7 +9,10 @@
 # All make .venv first if it is not there, test also .venv-vllm, test-sglang .venv-sglang. NPROC, TP, PP, SEED and CONFIG change
 # the quickstart, WORKERS and TESTS the tests: make test-quick WORKERS=4 TESTS='tests/rewards -x'.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The first of these that runs and is new enough: pyenv has a python3.12 on the PATH for versions that are not chosen
+first-python = $(shell for python in $(2) $(HOME)/.pyenv/versions/3.*/bin/python; do \
+  $$python -c 'import sys; sys.exit(sys.version_info < (3, $(1)))' 2> /dev/null && { command -v $$python; break; }; done)
+PYTHON ?= $(call first-python,11,python3.11 python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
@@ -18,7 +21,7 @@ WORKERS ?= 2
 TESTS ?= tests
 NEWEST_VENV ?= .venv-newest
 DOCS_VENV ?= .venv-docs
-PYTHON_NEWEST ?= $(shell command -v python3.12 || command -v python3.13 || echo python3.12)
+PYTHON_NEWEST ?= $(call first-python,12,python3.12 python3.13 python3)
 MEGATRON_NEWEST ?= 0.19.2
 MEGATRON_TESTS := $(addprefix tests/,$(addsuffix .py,test_platform test_platform_megatron test_hf_parity \
   test_actor_layouts test_rotary test_optimizer_state test_fused_adam test_checkpoints test_resume test_unbiased_actor \
@@ -51,8 +54,8 @@ test-slurm: $(VENV)/.installed
 	DPPO_TEST_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s --timeout 1800 tests/slurm
 
 test-newest:
-	@command -v $(PYTHON_NEWEST) > /dev/null || { \
-	  echo "test-newest: megatron-core $(MEGATRON_NEWEST) needs Python 3.12 or newer; none found (PYTHON_NEWEST=...)"; exit 2; }
+	@test -n "$(PYTHON_NEWEST)" || { \
+	  echo "test-newest: megatron-core $(MEGATRON_NEWEST) needs Python 3.12 or newer; none runs (PYTHON_NEWEST=...)"; exit 2; }
 	test -x $(NEWEST_VENV)/bin/python || $(PYTHON_NEWEST) -m venv $(NEWEST_VENV)
 	$(NEWEST_VENV)/bin/pip install --quiet torch==2.13.0
 	$(NEWEST_VENV)/bin/pip install --quiet '.[dev]' megatron-core==$(MEGATRON_NEWEST)

@@ -6,7 +6,10 @@ is said in a sentence before the ranks meet, which would otherwise wait minutes 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import resource
 from pathlib import Path
 
 from dppo_megatron.types import UserError
@@ -22,6 +25,16 @@ def set_cuda_variables() -> None:
     knows better.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def raise_file_limit() -> int:
+    """Open files that this process may have, after its soft limit was raised to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1 << 20 if hard == resource.RLIM_INFINITY else hard
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
 def launched_world_size() -> int:
@@ -76,6 +89,29 @@ def check_launched() -> None:
         raise _mistake(f"{' and '.join(missing)} not set, but others of {', '.join(needed)} are")
     if _number("MASTER_PORT", 0, least=1) >= 1 << 16:
         raise _mistake(f"MASTER_PORT={os.environ['MASTER_PORT']} is no port: 1 to 65535")
+
+
+def place_from_slurm() -> None:
+    """Set torchrun's variables from Slurm's, where srun has started the ranks themselves: for a check. A run needs
+    torchrun, which ends all ranks with one. What is set stays; else they meet on the step's first host, at a port of
+    its own."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "RANK" in os.environ or not tasks.isdecimal() or int(tasks) == 1 or "SLURM_PTY_WIN_COL" in os.environ:
+        return
+    # on each node in turn, as in `8(x2),4`; hosts as in `node[01-02,07],login`
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", tasks))
+    here = [int(count) for count, times in runs for _ in range(int(times or 1))]
+    first = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^,\[]*))?", os.environ.get("SLURM_STEP_NODELIST", "localhost"))
+    job = 37 * _number("SLURM_JOB_ID", 0, least=0) + _number("SLURM_STEP_ID", 0, least=0)
+    found = {
+        "RANK": os.environ.get("SLURM_PROCID", ""),
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": os.environ.get("SLURM_LOCALID", ""),
+        "LOCAL_WORLD_SIZE": str(here[_number("SLURM_NODEID", 0, least=0)]),
+        "MASTER_ADDR": "".join(part or "" for part in first.groups()) if first else "",
+        "MASTER_PORT": str(20_000 + job % 10_000),
+    }
+    os.environ.update({name: value for name, value in found.items() if name not in os.environ})
 
 
 def _check_srun() -> None:

@@ -20,6 +20,7 @@ ROOM_PAGES = {
     "compare": "choosing.md",
     "convert": "checkpoints.md",
     "data": "data.md",
+    "doctor": "cluster.md",
     "evaluation": "evaluation.md",
     "job": "configuration.md",
     "launched": "cluster.md",

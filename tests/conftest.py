@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 import pytest
+from support.cases import CHOSEN, PASSED, PROPERTY, cases  # noqa: F401 (a fixture)
 
 # Before torch: ranks are forked from this process, and an OpenMP pool does not survive a fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -106,6 +107,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """For the fixture `cases`."""
+    if call.when == "call":
+        item.user_properties += [(PROPERTY, str(one)) for one in item.stash.get(CHOSEN, [])]
+    report = yield
+    if call.when == "call":
+        item.stash[PASSED] = report.passed
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many random cases each property was tried on."""
+    reports = [one for name in ("passed", "failed") for one in terminalreporter.stats.get(name, [])]
+    lines = sorted(
+        f"{report.nodeid}: {text}"
+        for report in reports
+        if report.when == "call"
+        for name, text in report.user_properties
+        if name == PROPERTY
+    )
+    if lines:
+        terminalreporter.section("random cases tried")
+        terminalreporter.write("\n".join(lines) + "\n")
 
 
 def pytest_collection_finish() -> None:

@@ -26,6 +26,7 @@ from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.batch import build_microbatch
 from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.actor.layout import Layout, build_layout
+from dppo_megatron.actor.logprobs import LogprobStore
 from dppo_megatron.actor.loss import LossHook
 from dppo_megatron.actor.megatron_fields import DECIDED, RECIPES, REFUSED, TESTED
 from dppo_megatron.actor.model import _ddp_settings
@@ -454,5 +455,6 @@ def test_a_pack_travels_without_waiting() -> None:
     with Copies():
         pack = build_microbatch(random_samples(4, 37), microbatch, device=torch.device("meta"))
         rotation = pack.packed.rotation(Rotary(16, 10000.0), torch.bfloat16)
+    LogprobStore().add(pack, torch.zeros(len(pack.targets), device="meta"))  # which nobody can read
     assert pack.packed.cu_seqlens_q.device == rotation.cos.device == torch.device("meta")
     assert len(copies) >= 8 and all(copies)

@@ -53,6 +53,15 @@ class TestParents:
         )
         assert config.data.eval_paths == {"a": "1.jsonl", "b": "2.jsonl"} and config.run_dir == "here"
 
+    def test_an_empty_section_changes_nothing(self, tmp_path: Path) -> None:
+        """All of its lines are commented out; a value in its place is still refused, and so is an empty setting."""
+        _write(tmp_path / "root.yaml", "rollout: {sampling: {top_k: 3}}\n")
+        text = "defaults: root.yaml\nrollout:\n  sampling:\n    # top_k: 7\neval:\n# every_steps: 3\n"
+        assert _read(tmp_path, text) == _read(tmp_path, "defaults: root.yaml\n")
+        for wrong in ("rollout: null\n", "rollout: 3\n", "rollout: {sampling: ''}\n", "data:\n  eval_paths:\n"):
+            with pytest.raises(UserError, match=r"a section of settings|must be"):
+                _read(tmp_path, wrong)
+
     def test_a_circle_is_named(self, tmp_path: Path) -> None:
         """With every file on the way, also over a link."""
         _write(tmp_path / "a.yaml", "defaults: b.yaml\n")

@@ -3,7 +3,8 @@
 Files are harmed at random (`support/damage.py`). Some runs are opened a first time on a disk that fails, is full, is or
 becomes read-only, or are killed while they are opened (`support/trouble.py`), and some while another trainer has them.
 
-`DPPO_FUZZ=5000 pytest tests/test_damage.py` tries more damages, and a real resumed run for each hundred of them.
+`DPPO_FUZZ=5000 pytest tests/test_damage.py` tries more damages, and a real resumed run for each hundred of them
+(`support/cases.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from safetensors.torch import load_file
+from support.cases import Choose, chosen_count, first_case
 from support.damage import FILES, RECORDS, harm, listed, obstructed, unharmed_lines, unharmed_steps
 from support.job import job_config, read_metrics, write_job_files
 from support.killing import run_whole
@@ -33,7 +35,8 @@ from dppo_megatron.types import UserError
 
 pytestmark = pytest.mark.slow
 
-FUZZ = int(os.environ.get("DPPO_FUZZ", "80"))
+OPENED = ("resumed", "resumed from an older one", "refused", "began again")
+"""What may come of a run whose files were harmed."""
 NAME = re.compile(r"step_([0-9]{6,})")
 SAMPLES = re.compile(r"steps_[0-9]+-([0-9]+)\.rank[0-9]+\.parquet")
 SETTINGS = {
@@ -114,20 +117,20 @@ def _sampled(folder: Path) -> dict[int, int]:
     return {int(step): int(count) for step, count in rows["step"].value_counts().items()}
 
 
-def _open_many(files: Path, original: Path, run_dir: Path, first: int, count: int) -> dict[str, int]:
+def _open_many(files: Path, original: Path, run_dir: Path, seeds: range) -> dict[str, int]:
     """On a rank: harm copies of the run and open each as `train` does, with everything but the model."""
     from dppo_megatron import run as run_module
     from dppo_megatron.job import prepare_job
 
-    outcomes = dict.fromkeys(("resumed", "resumed from an older one", "refused", "began again", "held", *KINDS), 0)
+    outcomes = dict.fromkeys((*OPENED, "held", *KINDS), 0)
     job = prepare_job(job_config(files, run_dir, **SETTINGS), 1)
     with pytest.MonkeyPatch.context() as patch:
         # what is built after the directory has been opened, and takes a second
         patch.setattr(run_module, "Loop", lambda *_: SimpleNamespace(actor=SimpleNamespace(description="")))
-        for seed in range(first, first + count):
+        for seed in seeds:
             rng = random.Random(seed)
             _copy(original, run_dir)
-            story = f"seed {seed}: {'; '.join(harm(run_dir, rng))}".replace(str(run_dir), "")
+            story = f"damage {seed}: {'; '.join(harm(run_dir, rng))}".replace(str(run_dir), "")
             before, said = Harmed.look(run_dir, original), list[str]()
             _show(run_dir, story)
             if rng.random() < 0.4:
@@ -234,16 +237,17 @@ def _bytes(path: Path) -> bytes:
     return path.read_bytes() if path.is_file() else b""
 
 
-def test_any_damage_leaves_the_newest_good_checkpoint_and_every_good_line(files: Path, original: Path) -> None:
-    """A long one goes on where `DPPO_FUZZ_FROM` says."""
-    first = int(os.environ.get("DPPO_FUZZ_FROM", "0"))
-    run_dir = original.with_name("run")
-    outcomes = run_ranks(_open_many, 1, files, original, run_dir, first, FUZZ, timeout_s=300 + 5 * FUZZ)[0]
-    assert all(outcomes.values()) or FUZZ < 80, f"the damages are too much alike: {outcomes}"
-    print(f"{FUZZ} damaged runs: {outcomes}")
+def test_any_damage_leaves_the_newest_good_checkpoint_and_every_good_line(
+    files: Path, original: Path, cases: Choose
+) -> None:
+    chosen, run_dir = cases("damage", 80), original.with_name("run")
+    limit_s = 300 + 5 * len(chosen)
+    outcomes = run_ranks(_open_many, 1, files, original, run_dir, chosen.numbers, timeout_s=limit_s)[0]
+    chosen.tried = sum(outcomes[name] for name in OPENED)
+    assert chosen.are_few or all(outcomes.values()), f"the damages are too much alike: {outcomes}"
 
 
-@pytest.mark.parametrize("seed", range(max(2, FUZZ // 100)))
+@pytest.mark.parametrize("seed", range(first_case(), first_case() + max(2, chosen_count(80) // 100)))
 def test_a_harmed_run_ends_as_the_one_that_was_not(files: Path, original: Path, tmp_path: Path, seed: int) -> None:
     """The last checkpoint goes, and damages at random: metrics bit for bit, but for lines that the damage took."""
     rng, run_dir = random.Random(1000 + seed), _copy(original, tmp_path / "run")

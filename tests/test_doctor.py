@@ -142,7 +142,11 @@ def test_versions_that_do_not_go_together(engine: str, megatron: str, said: str)
     ("variables", "device", "said"),
     [
         ({}, "cpu", "nothing to set on a CPU"),
-        ({}, "cuda", "CUDA_DEVICE_MAX_CONNECTIONS=1 (set by the trainer); without expandable segments"),
+        (
+            {},
+            "cuda",
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 (set by the trainer); without expandable segments (PYTORCH_ALLOC_CONF), unless",
+        ),
         (
             {"CUDA_DEVICE_MAX_CONNECTIONS": "8"},
             "cuda",
@@ -151,7 +155,7 @@ def test_versions_that_do_not_go_together(engine: str, megatron: str, said: str)
         (
             {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
             "cuda",
-            "CUDA_DEVICE_MAX_CONNECTIONS=1; expandable segments: CUDA IPC to servers then needs ptrace rights",
+            "CUDA_DEVICE_MAX_CONNECTIONS=1; PYTORCH_CUDA_ALLOC_CONF has expandable_segments, with which CUDA IPC needs",
         ),
     ],
 )

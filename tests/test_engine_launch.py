@@ -73,7 +73,7 @@ def test_a_run_starts_its_server_and_starts_it_again(files: Path, tmp_path: Path
         rollout__servers__colocate="true",
         **QUICK | local_settings(engine, *REPLICAS[engine]),
     )
-    said = run_ranks(_train_and_kill_the_server, 2, config, killed, timeout_s=900)
+    said = run_ranks(_train_and_kill_the_server, 2, config, killed, timeout_s=500)
     assert "weight sync: ipc (the servers are the trainer's own" in said[0]
     rows = read_metrics(tmp_path / "run")[1:]
     assert len(rows) == 3 and (rows[1]["rollout/retries"] > 0) == (killed == "generating")

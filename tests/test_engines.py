@@ -178,15 +178,22 @@ def test_expandable_segments_are_said_with_ipc(monkeypatch: pytest.MonkeyPatch) 
 def test_a_server_does_not_inherit_the_trainers_place_or_cuda_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither torchrun's variables nor what is for the trainer's CUDA alone, unless it is given for the server."""
+    """Neither torchrun's variables nor what is for the trainer's CUDA alone, unless it is given for the server, nor the
+    cores that torchrun's --numa-binding has left to rank 0."""
     for variable in ("RANK", "MASTER_ADDR", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "KEPT"):
         monkeypatch.setenv(variable, "trainer's")
-    command = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
-    server = LaunchedServer(command, {"PYTORCH_ALLOC_CONF": "server's"}, tmp_path / "log")
-    server.start()
+    asked = "import json, os; print(json.dumps(dict(os.environ) | {'cores': list(os.sched_getaffinity(0))}))"
+    server = LaunchedServer([sys.executable, "-c", asked], {"PYTORCH_ALLOC_CONF": "server's"}, tmp_path / "log")
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        server.start()
+    finally:
+        os.sched_setaffinity(0, cores)
     assert server.process is not None
     server.process.wait()
     found = json.loads((tmp_path / "log").read_text())
+    assert set(found["cores"]) == os.sched_getaffinity(os.getppid())
     assert found["KEPT"] == "trainer's" and found["PYTORCH_ALLOC_CONF"] == "server's"
     assert not {"RANK", "MASTER_ADDR", "CUDA_DEVICE_MAX_CONNECTIONS"} & set(found)
 

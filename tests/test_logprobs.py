@@ -15,6 +15,7 @@ import torch
 from support.job import REPOSITORY
 from support.launch import run_ranks
 from support.live_bytes import LiveBytes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dppo_megatron.actor.logprobs import Projection, Softmax, TorchSoftmax, chunked_logprobs
 
@@ -86,6 +87,58 @@ def test_peak_memory_is_that_of_a_chunk() -> None:
     assert twice - peak < 40 * 4 * 4096
     whole = run_ranks(_peak_bytes, 1, 4096, 4096, vocab)[0]
     assert whole > 1.5 * 4 * 4096 * vocab, "the counter does not see what one chunk of everything holds"
+
+
+class _Float32OfShape(TorchDispatchMode):
+    """Counts the float32 tensors of a shape that operations make."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        taken = {tensor.data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float32 and out.data_ptr() not in taken:
+            self.count += tuple(out.shape) == self.shape
+        return out
+
+
+def _accumulated(buffer: bool, tied: bool, microbatches: int) -> tuple[float, int]:
+    """The weight's gradient over micro-batches of bfloat16, as Megatron's hook leaves it in the float32 buffer: its
+    error against float64, relative to its norm; and the float32 tensors of its size that were made."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.nn.Parameter(torch.randn(PADDED, HIDDEN, generator=generator).bfloat16())
+    main_grad = torch.zeros(PADDED, HIDDEN)
+    weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, tied
+    exact = weight.detach().double().requires_grad_()
+    if buffer:
+        weight.main_grad = main_grad
+    projection = Projection(VOCAB, 1.0, 8, torch.distributed.group.WORLD, TorchSoftmax())
+    count = 0
+    for _ in range(microbatches):
+        hidden = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16()
+        targets = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+        lookup = 1.0 if tied else 0.0
+        expected = (hidden.double() @ exact[:VOCAB].t()).log_softmax(-1).gather(1, targets[:, None]).sum()
+        (expected + lookup * exact[3].sum()).backward()
+        with _Float32OfShape((PADDED, HIDDEN)) as made:
+            loss = chunked_logprobs(hidden, weight, targets, projection)[0].sum()
+            (loss + lookup * weight[3].sum() if tied else loss).backward()
+        count += made.count
+        if not weight.grad_added_to_main_grad or weight.zero_out_wgrad:  # DistributedDataParallel's hook
+            main_grad += weight.grad
+        weight.grad = None
+    return float((main_grad.double() - exact.grad).norm() / exact.grad.norm()), count
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_weights_gradient_goes_into_megatrons_buffer(tied: bool) -> None:
+    """In float32 from the first chunk to the last micro-batch: closer to float64 than when each micro-batch is rounded
+    to bfloat16 on the way, and without a float32 tensor of the weight's size. A tied embedding's own is kept."""
+    into, rounded = (run_ranks(_accumulated, 1, buffer, tied, 64)[0] for buffer in (True, False))
+    assert into[1] == 0 and rounded[1] >= 64
+    assert into[0] < 0.9 * rounded[0], (into, rounded)
 
 
 # ------------------------------------------------------------------------------------------------- the fused kernels

@@ -18,7 +18,7 @@ from megatron.core import parallel_state, tensor_parallel
 from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig
 from dppo_megatron.distributed import check_nccl_interface, connect, on_loopback_if_one_machine
-from dppo_megatron.launched import launched_local_rank, set_cuda_variables
+from dppo_megatron.launched import launched_local_rank, raise_file_limit, set_cuda_variables
 from dppo_megatron.types import GuardStop, UserError
 from dppo_megatron.weights.architecture import Architecture
 
@@ -60,6 +60,7 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
     """
     if dist.is_initialized():
         return
+    raise_file_limit()  # a socket for each rank that this one talks to, and 1,024 are usual
     # gloo beside NCCL: plans, scalars and tokens travel on the host, and nobody waits in a kernel (distributed.py)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():

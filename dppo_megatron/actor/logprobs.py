@@ -3,16 +3,16 @@
 A pack of 16k tokens at a vocabulary of 150k has 10 GB of float32 logits, and their gradient as much again. So the
 output projection, the softmax and their backward pass run over chunks of tokens: the forward pass keeps two numbers a
 token, the backward pass multiplies again. Only positions that predict a completion token are computed, which makes up
-for part of the second multiplication. Peak memory beside the model: some four float32 tensors of
-[chunk, V / tp], plus one float32 tensor of the weight's shape for its gradient.
+for part of the second multiplication. Peak memory beside the model: some four float32 tensors of [chunk, V / tp]. The
+weight's gradient goes straight into Megatron's float32 buffer for it; without one, into a float32 tensor of its shape.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,15 +30,27 @@ class LogprobStore:
     They stay on the ranks that computed them, a replica's last pipeline stage: those whose loss reads them.
     """
 
-    values: dict[int, FloatArray] = field(default_factory=dict)
-    """Place of the sample in the plan -> [completion tokens], float64; empty on other stages."""
+    _arrays: dict[int, FloatArray] = field(default_factory=dict)
+    _on_device: list[tuple[Sequence[int], Sequence[int], Tensor]] = field(default_factory=list)
+    """Samples, their lengths and values of packs not yet fetched: to fetch each at once would have the host wait for
+    the device in every micro-batch."""
 
     def add(self, microbatch: Microbatch, logprobs: Tensor) -> None:
         """Add those of one pack [T]."""
-        flat = logprobs.detach()[microbatch.trained].double().cpu().numpy()
-        edges = [0, *accumulate(microbatch.trained_lengths)]
-        for sample, (start, end) in zip(microbatch.samples, pairwise(edges), strict=True):
-            self.values[sample] = flat[start:end]
+        trained = logprobs.detach()[microbatch.trained]
+        self._on_device.append((microbatch.samples, microbatch.trained_lengths, trained))
+
+    @property
+    def values(self) -> dict[int, FloatArray]:
+        """Place of the sample in the plan -> [completion tokens], float64; empty on other stages."""
+        if self._on_device:
+            samples, lengths, parts = zip(*self._on_device, strict=True)
+            flat = torch.cat(parts).double().cpu().numpy()
+            edges = [0, *accumulate(chain(*lengths))]
+            for sample, (start, end) in zip(chain(*samples), pairwise(edges), strict=True):
+                self._arrays[sample] = flat[start:end]
+            self._on_device.clear()
+        return self._arrays
 
     def as_old(self, samples: Mapping[int, TrainSample]) -> dict[int, TrainSample]:
         """The samples with these as `old_logprobs`; unchanged where this rank has none."""
@@ -131,15 +143,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, targets, entropy, log_normalizer = ctx.saved_tensors
         projection: Projection = ctx.projection
         grad_hidden = torch.zeros_like(hidden)
-        # accumulates over chunks: in bfloat16 small contributions would be lost
-        grad_weight = torch.zeros_like(weight, dtype=log_normalizer.dtype)
+        # accumulates over chunks and micro-batches: in bfloat16 small contributions would be lost
+        grad_weight: Tensor | None = getattr(weight, "main_grad", None)
+        in_place = grad_weight is not None and grad_weight.dtype == log_normalizer.dtype
+        if grad_weight is None or not in_place:
+            grad_weight = torch.zeros_like(weight, dtype=log_normalizer.dtype)
         for rows in _chunks(len(hidden), projection.chunk_tokens):
             own = (None if grad is None else grad[rows] for grad in grads)
             chunk = BackwardChunk(targets[rows], log_normalizer[rows], entropy[rows], *own)
             grad_logits = projection.softmax.gradient(hidden[rows] @ weight.t(), chunk, projection)
             grad_hidden[rows] = grad_logits @ weight
             grad_weight += grad_logits.t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        return grad_hidden, _as_added(weight) if in_place else grad_weight.to(weight.dtype), None, None
+
+
+def _as_added(weight: Tensor) -> Tensor:
+    """What Megatron's hook is given of a gradient that is in `main_grad` already, by its own convention: it demands a
+    tensor, and adds it only to a tied embedding's, where autograd has added the lookup's gradient to this one."""
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
 def _over_ranks(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:

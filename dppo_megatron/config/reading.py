@@ -134,6 +134,8 @@ class Reader:
         if _kind(node) == "null" and hint is not Any:
             if may_be_null:
                 return None
+            if is_dataclass(hint) and self._has_lines and isinstance(node, ScalarNode) and not node.value:
+                return {}  # every line under the section's name is a comment
             raise self._refuse(node, key, f"{_wanted(hint)}; there is nothing to take null for")
         if is_dataclass(hint):
             return self.section(hint, node, f"{key}.")  # type: ignore[arg-type]

@@ -11,7 +11,9 @@ import torch
 
 from dppo_megatron.actor.logprobs import choose_softmax
 from dppo_megatron.actor.varlen import find_kernel
+from dppo_megatron.doctor.rows import Row
 from dppo_megatron.platform.capabilities import Machine, this_machine, transformer_engine_warning
+from dppo_megatron.rollout.servers.connect import ipc_warning
 
 _PACKAGES = {
     "torch": "required",
@@ -55,18 +57,30 @@ def environment(variables: Mapping[str, str], device: str) -> str:
     if device == "cpu":
         return "nothing to set on a CPU"
     connections = variables.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    allocator = variables.get("PYTORCH_ALLOC_CONF", variables.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     said = ["CUDA_DEVICE_MAX_CONNECTIONS=1" + ("" if connections else " (set by the trainer)")]
     if connections not in ("", "1"):
         said = [
             f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: with tensor or context parallelism Megatron overlaps"
             " communication only at 1"
         ]
-    if "expandable_segments:true" in allocator.replace(" ", "").lower():
-        said.append("expandable segments: CUDA IPC to servers then needs ptrace rights in a container")
-    else:
-        said.append("without expandable segments packs of varied length fragment memory (PYTORCH_ALLOC_CONF)")
-    return "; ".join(said)
+    return "; ".join([*said, allocator_row(variables, device, colocated=None).said])
+
+
+def allocator_row(variables: Mapping[str, str], device: str, colocated: bool | None) -> Row:
+    """Whether expandable segments fit the job.
+
+    Args:
+        colocated: `rollout.servers.colocate`; None: no job is known.
+    """
+    if device == "cpu":
+        return Row("allocator", "ok", "nothing to set on a CPU")
+    if said := ipc_warning(variables).removeprefix("; "):
+        return Row("allocator", "warning" if colocated else "ok", said)
+    if colocated:
+        return Row("allocator", "ok", "no expandable segments, which suits CUDA IPC to colocated servers")
+    condition = "" if colocated is False else ", unless servers are colocated,"
+    said = f"without expandable segments (PYTORCH_ALLOC_CONF){condition} packs of varied length fragment memory"
+    return Row("allocator", "ok" if colocated is None else "warning", said)
 
 
 def _version(package: str, purpose: str) -> str:

@@ -312,7 +312,8 @@ class ServerEngine:
 
     def _await_clients(self, say: Callable[[str], None]) -> None:
         assert self._clients is not None
-        self._clients.start(say, self._config.rollout.limits.max_concurrent_sequences)
+        widest = max((member.width for member in self._fleet.members), default=1)
+        self._clients.start(say, self._config.rollout.limits.max_concurrent_sequences * widest)
 
     def _start_client(self, meeting: Meeting, detokenizer: Detokenizer, hook: HookFactory | None) -> None:
         """On the first rank of each node whose client has servers to ask."""

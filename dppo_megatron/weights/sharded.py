@@ -2,23 +2,28 @@
 
 Both directions walk Megatron's sharded state dict, which knows for every local tensor its global key and offset.
 Export gathers one bucket of full tensors at a time, and only on the ranks that ask for it, so no rank ever holds the
-whole model twice. Each bucket is one exchange of flat buffers: a holder packs all its shards of the bucket into one
-message for each rank that lacks them. What a rank holds itself is never sent to it, and of several replicas the
-nearest one sends: under pure data parallelism nothing is sent at all.
+whole model twice. What a rank holds itself is never sent to it, and what a node lacks comes to it over the network once
+(`routes.py`): under pure data parallelism nothing is sent at all.
 
     rank that only holds    pack 0, send 0 | pack 1, send 1 | pack 2, ...   waits for the send of k before k + 2
-    rank that asks          receive 0      | receive 1 while 0 is handed on | receive 2 while 1 is ...
+    rank that asks          receive 0, pass on 0 | receive 1 while 0 is handed on | pass on 1 | receive 2 while 1 is ...
 
-Two buckets are in flight: the exchange of k + 1 runs in the background (gloo's threads, NCCL's stream) while the
-reader of k is busy with it.
+Who waits for whom: an exchange is two batches of sends and receives, over the network and inside nodes. All ranks begin
+the batches of all buckets in one order (first 0, second 0, first 1, second 1, ...), each leaving out those in which it
+has no part, and wait only for batches that they have begun. Whatever is sent in a batch is received in the same batch,
+so the earliest unfinished one never waits for a later one, be it in gloo's threads or on NCCL's stream; and between
+two ranks the messages of a batch follow the one order of blocks that all know. A rank begins the first batch of k + 1
+before it gives its reader k, so that readers who wait for each other at k wait for nobody's exchange.
 """
 
 from __future__ import annotations
 
 import math
+import pickle
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,47 +32,25 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch import Tensor
 
+from dppo_megatron.launched import launched_local_rank
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import check_finite
 from dppo_megatron.weights.mapping import PADDED_TO_VOCAB, Place, hf_names, join, split
+from dppo_megatron.weights.routes import Block, Bucket, Catalogue, Item, Told, Unit
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 _EXCHANGES_AT_A_TIME = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Shard:
-    """Where one shard lies in the full tensor of (key, place)."""
-
-    key: str
-    place: Place
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    shape: tuple[int, ...]
-    """Of the full tensor, with the padding of a vocabulary."""
-
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """Its part of the full tensor."""
-        return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
-
-    @property
-    def numel(self) -> int:
-        """Its number of elements."""
-        return math.prod(self.size)
-
-
-@dataclass(frozen=True, slots=True)
 class _Exchange:
     """One bucket on its way."""
 
-    keys: list[tuple[str, Place]]
+    bucket: Bucket
+    flat: list[Tensor]
+    """Of each unit, kept until it has been sent or read."""
     works: list[dist.Work]
-    in_use: list[Tensor]
-    """The flat messages, kept until they have been sent or read."""
-    arriving: dict[_Shard, Tensor]
-    """Views of what is being received."""
 
 
 @torch.no_grad()
@@ -95,49 +78,51 @@ def load_hf_weights(model: Sequence[torch.nn.Module], architecture: Architecture
 
 
 def _load_shard(shard: ShardedTensor, architecture: Architecture, get: Callable[[str], Tensor]) -> None:
-    piece = _describe(shard)
     assert shard.data is not None
+    key, axes = shard.key, shard.prepend_axis_num
+    place, start = tuple(shard.global_offset[:axes]), tuple(shard.global_offset[axes:])
+    shape = tuple(shard.global_shape[axes:])
     parts = []
-    for name in hf_names(piece.key, piece.place, architecture):
+    for name in hf_names(key, place, architecture):
         # in the actor's own type: a float64 that bfloat16 cannot hold becomes an infinity here
         part = get(name).to(shard.data.dtype)
         check_finite(name, part)
         parts.append(part)
-    full = join(piece.key, parts, architecture)
-    if piece.key in PADDED_TO_VOCAB:
-        padding = full.new_zeros(piece.shape[0] - full.shape[0], *full.shape[1:])
+    full = join(key, parts, architecture)
+    if key in PADDED_TO_VOCAB:
+        padding = full.new_zeros(shape[0] - full.shape[0], *full.shape[1:])
         full = torch.cat([full, padding])
-    if tuple(full.shape) != piece.shape:
-        raise ValueError(f"{piece.key}: checkpoint has shape {tuple(full.shape)}, the model {piece.shape}")
-    shard.data.copy_(full[piece.index])
+    if tuple(full.shape) != shape:
+        raise ValueError(f"{key}: checkpoint has shape {tuple(full.shape)}, the model {shape}")
+    shard.data.copy_(full[_index(start, shard.data.shape)])
 
 
 class WeightStream:
     """Streams full tensors under their Hugging Face names to the ranks that ask for them.
 
-    The plan of who holds what is exchanged once, when the stream is made; a pass moves tensors only.
+    Who holds what is exchanged once, when the stream is made, and routes are computed once for a set of receivers; a
+    pass moves tensors only.
     """
 
     def __init__(self, model: Sequence[torch.nn.Module], architecture: Architecture) -> None:
         self._architecture = architecture
-        self._local: dict[_Shard, Tensor] = {}
-        for shard in _local_shards(model):
-            assert shard.data is not None
-            self._local[_describe(shard)] = shard.data
+        self._me = dist.get_rank()
+        mine = _blocks_of(model)
         parameter = next(iter(model[0].parameters()))
         self._dtype, self._device = parameter.dtype, parameter.device
-        gathered: list[list[_Shard]] = [list(self._local)]
+        # as text: what many ranks tell alike is read once, not once a rank
+        told = [Told(self._me - launched_local_rank(), [pickle.dumps(block) for block in mine])]
         if dist.get_world_size() > 1:
-            gathered = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(gathered, list(self._local))
-        self._holders: dict[_Shard, list[int]] = {}
-        for rank, shards in enumerate(gathered):
-            for shard in shards:
-                self._holders.setdefault(shard, []).append(rank)
-        self._shards: dict[tuple[str, Place], list[_Shard]] = {}
-        for shard in self._holders:
-            self._shards.setdefault((shard.key, shard.place), []).append(shard)
-        self._order = sorted(self._shards, key=lambda item: (item[1], item[0]))
+            told = told * dist.get_world_size()
+            dist.all_gather_object(told, told[0])
+        self._catalogue = Catalogue(told)
+        self._blocks = self._catalogue.blocks
+        self._local: dict[tuple[int, Place], list[Tensor]] = {}
+        for number, block in enumerate(self._blocks):
+            if block in mine:
+                self._local |= {(number, place): data for place, data in zip(block.places, mine[block], strict=True)}
+        self._hf_shapes = {block.key: _hf_shapes(block.key, block.shape, architecture) for block in self._blocks}
+        self._planned: tuple[Any, list[Bucket]] = (None, [])
 
     @torch.no_grad()
     def tensors(
@@ -153,83 +138,89 @@ class WeightStream:
             (name, full tensor) in a fixed order. Tensors of a bucket lie end to end in one piece of memory, which is
             the receiver's to keep.
         """
-        receivers = sorted(set(range(dist.get_world_size()) if to is None else to))
+        receivers = tuple(sorted(set(range(dist.get_world_size()) if to is None else to)))
+        if self._planned[0] != (receivers, bucket_bytes):
+            max_numel = bucket_bytes // self._dtype.itemsize
+            self._planned = (receivers, bucket_bytes), self._catalogue.plan(receivers, max_numel, self._me)
         begun: deque[_Exchange] = deque()
-        for keys in self._buckets(bucket_bytes):
-            begun.append(self._begin(keys, receivers))
+        for bucket in self._planned[1]:
+            if begun:
+                self._pass_on(begun[-1])
+            begun.append(self._begin(bucket))
             if len(begun) == _EXCHANGES_AT_A_TIME:
                 yield from self._finish(begun.popleft(), receivers)
         while begun:
+            self._pass_on(begun[-1])
             yield from self._finish(begun.popleft(), receivers)
 
     def num_buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> int:
         """Exchanges of one pass."""
-        return len(self._buckets(bucket_bytes))
+        return len(self._catalogue.buckets(bucket_bytes // self._dtype.itemsize))
 
-    def _buckets(self, max_bytes: int) -> list[list[tuple[str, Place]]]:
-        """Consecutive keys that together have at most `max_bytes`, unless one alone has more."""
-        buckets: list[list[tuple[str, Place]]] = []
-        size = 0
-        for item in self._order:
-            num_bytes = math.prod(self._shards[item][0].shape) * self._dtype.itemsize
-            if not buckets or size + num_bytes > max_bytes:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(item)
-            size += num_bytes
-        return buckets
-
-    def _begin(self, keys: list[tuple[str, Place]], receivers: Sequence[int]) -> _Exchange:
-        """Start sending what others lack of these keys and we hold, and receiving what we lack."""
-        me = dist.get_rank()
-        routes: dict[tuple[int, int], list[_Shard]] = {}
-        for item in keys:
-            for shard in self._shards[item]:
-                for receiver in receivers:
-                    source = nearest(self._holders[shard], receiver)
-                    if source != receiver and me in (source, receiver):
-                        routes.setdefault((source, receiver), []).append(shard)
+    def _begin(self, bucket: Bucket) -> _Exchange:
+        """Start sending what others lack of a bucket and we hold, and receiving what we lack."""
+        lacking = [unit for unit in bucket.units if not self._holds(unit)]
+        sizes = [len(unit.places) * self._blocks[unit.block].numel for unit in lacking]
+        arriving = iter(torch.split(torch.empty(sum(sizes), dtype=self._dtype, device=self._device), sizes))
+        flat = [self._packed(unit) if self._holds(unit) else next(arriving) for unit in bucket.units]
         operations: list[dist.P2POp] = []
-        arriving: dict[_Shard, Tensor] = {}
-        for (source, receiver), shards in routes.items():
-            flat = torch.empty(sum(shard.numel for shard in shards), dtype=self._dtype, device=self._device)
-            parts = dict(zip(shards, torch.split(flat, [shard.numel for shard in shards]), strict=True))
-            if source == me:
-                for shard, part in parts.items():
-                    part.view(shard.size).copy_(self._local[shard])
-                operations.append(dist.P2POp(dist.isend, flat, receiver))
-            else:
-                arriving |= parts
-                operations.append(dist.P2POp(dist.irecv, flat, source))
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return _Exchange(keys, works, [operation.tensor for operation in operations], arriving)
+        for unit, memory in zip(bucket.units, flat, strict=True):
+            for piece, role in zip(memory.tensor_split(len(unit.roles)), unit.roles, strict=True):
+                operations += [dist.P2POp(dist.isend, piece, rank) for rank in role.to]
+                if role.source is not None:
+                    operations.append(dist.P2POp(dist.irecv, piece, role.source))
+        return _Exchange(bucket, flat, dist.batch_isend_irecv(operations) if operations else [])
+
+    def _pass_on(self, exchange: _Exchange) -> None:
+        """Start sending what we have fetched to the others of our node, and receiving what they have."""
+        operations: list[dist.P2POp] = []
+        fetched = False
+        for unit, memory in zip(exchange.bucket.units, exchange.flat, strict=True):
+            for piece, role in zip(memory.tensor_split(len(unit.roles)), unit.roles, strict=True):
+                operations += [dist.P2POp(dist.isend, piece, rank) for rank in role.onward]
+                fetched |= bool(role.onward)
+                if role.relay is not None:
+                    operations.append(dist.P2POp(dist.irecv, piece, role.relay))
+        if fetched:
+            _wait(exchange.works)
+        if operations:
+            exchange.works.extend(dist.batch_isend_irecv(operations))
 
     def _finish(self, exchange: _Exchange, receivers: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
         """Wait for an exchange; on a rank that asks, put its tensors together end to end and yield them."""
-        for work in exchange.works:
-            work.wait()
-        if dist.get_rank() not in receivers:
+        _wait(exchange.works)
+        if self._me not in receivers:
             return
-        named = [(name, shape) for item in exchange.keys for name, shape in self._hf_shapes(item)]
-        sizes = [math.prod(shape) for _, shape in named]
+        arrived: dict[tuple[int, Place], Tensor] = {}
+        for unit, memory in zip(exchange.bucket.units, exchange.flat, strict=True):
+            if not self._holds(unit):
+                shards = torch.split(memory, self._blocks[unit.block].numel)
+                arrived |= {(unit.block, place): shard for place, shard in zip(unit.places, shards, strict=True)}
+        exchange.flat.clear()
+        items = exchange.bucket.items
+        shapes = [shape for key, _ in items for shape in self._hf_shapes[key]]
+        sizes = list(map(math.prod, shapes))
         memory = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
-        views = [part.view(shape) for part, (_, shape) in zip(torch.split(memory, sizes), named, strict=True)]
+        views = [part.view(shape) for part, shape in zip(torch.split(memory, sizes), shapes, strict=True)]
         waiting = iter(views)
-        for item in exchange.keys:
-            targets = [next(waiting) for _ in hf_names(*item, self._architecture)]
-            self._fill(item, targets, exchange.arriving)
-        exchange.arriving.clear()
-        yield from zip((name for name, _ in named), views, strict=True)
+        for item in items:
+            self._fill(item, [next(waiting) for _ in self._hf_shapes[item[0]]], arrived)
+        arrived.clear()
+        yield from zip((name for item in items for name in hf_names(*item, self._architecture)), views, strict=True)
 
-    def _fill(self, item: tuple[str, Place], targets: list[Tensor], arriving: dict[_Shard, Tensor]) -> None:
+    def _fill(self, item: Item, targets: list[Tensor], arrived: dict[tuple[int, Place], Tensor]) -> None:
         """Copy the shards of one key into the Hugging Face tensors that it is made of."""
-        key, _ = item
-        shards = self._shards[item]
-        direct = len(targets) == 1 and tuple(targets[0].shape) == shards[0].shape
-        full = targets[0] if direct else torch.empty(shards[0].shape, dtype=self._dtype, device=self._device)
-        for shard in shards:
-            data = self._local.get(shard)
-            full[shard.index].copy_(arriving[shard].view(shard.size) if data is None else data)
+        key, place = item
+        shape = self._blocks[self._catalogue.parts[item][0]].shape
+        direct = len(targets) == 1 and tuple(targets[0].shape) == shape
+        full = targets[0] if direct else torch.empty(shape, dtype=self._dtype, device=self._device)
+        for number in self._catalogue.parts[item]:
+            block = self._blocks[number]
+            shards: Iterable[Tensor] | None = self._local.get((number, place))
+            if shards is None:
+                shards = torch.split(arrived[number, place], block.sizes)
+            for (start, size), shard in zip(block.parts, shards, strict=True):
+                full[_index(start, size)].copy_(shard.view(size))
         if direct:
             return
         if key in PADDED_TO_VOCAB:
@@ -237,24 +228,47 @@ class WeightStream:
         for target, part in zip(targets, split(key, full, self._architecture), strict=True):
             target.copy_(part)
 
-    def _hf_shapes(self, item: tuple[str, Place]) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the Hugging Face tensors behind one key."""
-        key, place = item
-        whole = torch.empty(self._shards[item][0].shape, device="meta")
-        if key in PADDED_TO_VOCAB:
-            whole = whole[: self._architecture.vocab_size]
-        parts = split(key, whole, self._architecture)
-        return list(zip(hf_names(key, place, self._architecture), [tuple(p.shape) for p in parts], strict=True))
+    def _holds(self, unit: Unit) -> bool:
+        return (unit.block, unit.places[0]) in self._local
+
+    def _packed(self, unit: Unit) -> Tensor:
+        parts = [data for place in unit.places for data in self._local[unit.block, place]]
+        return torch.cat([data.to(self._dtype).flatten() for data in parts])
 
 
-def nearest(holders: Sequence[int], receiver: int) -> int:
-    """Which of the ranks that hold a shard sends it: the receiver itself, else the one next to it by number, since
-    launchers number the ranks of a machine in a row.
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+    works.clear()
 
-    Example:
-        nearest([0, 2, 4, 6], 2) == 2        nearest([1, 5], 4) == 5        nearest([1, 5], 3) == 1
-    """
-    return min(holders, key=lambda rank: (abs(rank - receiver), rank))
+
+def _hf_shapes(key: str, shape: tuple[int, ...], architecture: Architecture) -> list[tuple[int, ...]]:
+    """Shapes of the Hugging Face tensors behind one key."""
+    whole = torch.empty(shape, device="meta")
+    if key in PADDED_TO_VOCAB:
+        whole = whole[: architecture.vocab_size]
+    return [tuple(part.shape) for part in split(key, whole, architecture)]
+
+
+def _blocks_of(model: Sequence[torch.nn.Module]) -> dict[Block, list[list[Tensor]]]:
+    """What this rank holds: the shards of each block by place, then by part."""
+    at: dict[tuple[str, tuple[int, ...], Place], dict[tuple[int, ...], Tensor]] = {}
+    for shard in _local_shards(model):
+        assert shard.data is not None
+        axes = shard.prepend_axis_num
+        item = shard.key, tuple(shard.global_shape[axes:]), tuple(shard.global_offset[:axes])
+        at.setdefault(item, {})[tuple(shard.global_offset[axes:])] = shard.data
+    alike: dict[tuple[Any, ...], dict[Place, list[Tensor]]] = {}
+    for (key, shape, place), shards in sorted(at.items(), key=lambda found: found[0]):
+        parts = tuple((start, tuple(shards[start].shape)) for start in sorted(shards))
+        alike.setdefault((key, shape, parts), {})[place] = [shards[start] for start, _ in parts]
+    return {
+        Block(key, shape, parts, tuple(found)): list(found.values()) for (key, shape, parts), found in alike.items()
+    }
+
+
+def _index(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
 
 
 def _local_shards(model: Sequence[torch.nn.Module]) -> Iterator[ShardedTensor]:
@@ -266,15 +280,3 @@ def _local_shards(model: Sequence[torch.nn.Module]) -> Iterator[ShardedTensor]:
         state = chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
         apply_factories(state)  # the fused gate and up projection become two shards that view the parameter
         yield from (value for value in nested_values(state) if isinstance(value, ShardedTensor))
-
-
-def _describe(shard: ShardedTensor) -> _Shard:
-    axes = shard.prepend_axis_num
-    assert shard.data is not None
-    return _Shard(
-        shard.key,
-        tuple(shard.global_offset[:axes]),
-        tuple(shard.global_offset[axes:]),
-        tuple(shard.data.shape),
-        tuple(shard.global_shape[axes:]),
-    )

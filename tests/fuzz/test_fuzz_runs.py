@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from fuzzing import fuzz_cases
+from support.cases import Choose
 from support.job import QUICK, job_config, write_job_files
 from support.launch import run_ranks
 
@@ -36,9 +36,9 @@ from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError, unwatched
 
-CASES = fuzz_cases(150)
-RESCORED = max(1, CASES // 15)
-"""A grader of its own process for each."""
+COUNT = 150
+RESCORED = 15
+"""Of so many one is graded again: a process of its own for each."""
 ODD: tuple[Any, ...] = (None, True, False, 0, 1, -1, 3, 10**12, 10**30, 10**400, 0.5, -0.0, 1e300, float("nan"))
 ODD += (float("inf"), "", "x", "1", "nan", "\ud800", "\0", "../x", [], [1], [None], [[]], {}, {"a": 1}, [{}])
 ODD += ("é" * 3000,)
@@ -216,10 +216,13 @@ def _run(capsys: pytest.CaptureFixture[str], where: str, *arguments: str | Path)
     return code == 0
 
 
-def test_runs_that_are_only_read(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_are_only_read(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], cases: Choose
+) -> None:
     """`report`, `watch`, `simulate`, and what `compare` reads of a run that it keeps."""
     taken = dict.fromkeys(("report", "watch", "simulate", "compare"), 0)
-    for case in range(CASES):
+    chosen = cases("run", COUNT)
+    for case in chosen:
         rng, copy = random.Random(f"run {case}"), tmp_path / "run"
         shutil.copytree(run_dir, copy)
         where = f"run {case}: {_damage(rng, copy) if case else 'whole, trace too'}"
@@ -240,7 +243,7 @@ def test_runs_that_are_only_read(run_dir: Path, tmp_path: Path, capsys: pytest.C
         except UserError as error:
             assert str(copy) in str(error) and "\n" not in str(error), where
         shutil.rmtree(copy)
-    assert min(taken.values()) > 0 and taken["report"] > CASES / 2, taken
+    assert chosen.are_few or (min(taken.values()) > 0 and taken["report"] > len(chosen) / 2), taken
 
 
 def _is_a_trace(where: str, path: Path) -> None:
@@ -266,18 +269,23 @@ def _is_a_trace(where: str, path: Path) -> None:
 
 
 def test_evaluations_that_are_only_read(
-    evaluation: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    evaluation: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    cases: Choose,
 ) -> None:
     """`eval --compare` of a damaged one with a whole one, and `eval --rescore`."""
     taken = {"compare": 0, "rescore": 0}
-    for case in range(CASES):
+    chosen = cases("evaluation", COUNT)
+    for case in chosen:
         rng, copy = random.Random(f"evaluation {case}"), tmp_path / "evaluation"
         shutil.copytree(evaluation, copy)
         where = f"evaluation {case}: {_damage(rng, copy) if case else 'whole'}"
         taken["compare"] += _run(capsys, where, "eval", "--compare", evaluation, copy)
-        if case < RESCORED:
+        if case % RESCORED == 0:
             again = ("eval", "--rescore", copy, "--out", tmp_path / "again", "reward.processes=1")
             taken["rescore"] += _run(capsys, where, *again)
         shutil.rmtree(copy)
         shutil.rmtree(tmp_path / "again", ignore_errors=True)
-    assert taken["compare"] > CASES / 10 and taken["rescore"] > 0, taken
+    assert chosen.are_few or (taken["compare"] > len(chosen) / 10 and taken["rescore"] > 0), taken

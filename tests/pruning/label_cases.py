@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from dppo_megatron.pruning import StepCost, completion_base, prompt_base, prompt
 from dppo_megatron.selection import Decision, Rollouts, Selector
 from dppo_megatron.types import UserError
 
-SEED = int(os.environ.get("DPPO_LABEL_SEED", "20261122"))
+SEED = 20261122
 ALMOST_ONE = 1.0 - 2.0**-53
 
 

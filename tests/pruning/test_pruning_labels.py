@@ -1,17 +1,16 @@
 """Labels are true and the same in every draw, for whatever the configuration admits.
 
 Each case is a random configuration somewhere in a run (`label_cases`). All draws of the step are run through
-`Selector.begin`, `refill` and `finish`; DPPO_LABEL_CONFIGS=5000 runs more cases than the suite does.
+`Selector.begin`, `refill` and `finish`. `support/cases.py` says how more cases are tried, and others.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -32,6 +31,7 @@ from label_cases import (
     planned_prompts,
 )
 from label_configs import OWN_COMPLETIONS, OWN_PROMPTS, check_sections, make_outcomes
+from support.cases import Choose
 
 from dppo_megatron.config.objective import KLConfig, ObjectiveConfig, OverlongConfig
 from dppo_megatron.config.schema import Config
@@ -45,8 +45,6 @@ from dppo_megatron.selection import Decision, Rollouts, Selector
 from dppo_megatron.types import UserError
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-COUNT = int(os.environ.get("DPPO_LABEL_CONFIGS", os.environ.get("DPPO_FUZZ", "500")))
-FAST = min(COUNT, 150)
 ORDER = ("exact", "unbiased", "ratio", "biased")
 
 
@@ -142,7 +140,7 @@ def check_expectation(case: Case, expected: Expected, nominal: np.ndarray, *, ex
                 assert drawn.get(key, 0.0) == pytest.approx(full[key], rel=1e-9, abs=1e-12 * scale), key
 
 
-def check_all(indices: range) -> Counter[str]:
+def check_all(indices: Iterable[int]) -> Counter[str]:
     """Labels of the cases; the first that fails is named, so that it can be run alone."""
     labels: Counter[str] = Counter()
     for index in indices:
@@ -233,18 +231,11 @@ def test_every_setting_is_generated() -> None:
 
 
 @pytest.mark.slow
-def test_labels_are_true_in_every_draw() -> None:
-    """The first cases of the generator, and it is not idle: every label comes up often."""
-    labels = check_all(range(FAST))
-    if FAST >= 150:
-        assert all(labels[name] > 5 for name in ORDER), labels
-
-
-@pytest.mark.slow
-def test_labels_are_true_in_every_draw_of_many_more() -> None:
-    """The rest."""
-    labels = check_all(range(FAST, COUNT))
-    assert sum(labels.values()) == COUNT - FAST
+def test_labels_are_true_in_every_draw(cases: Choose) -> None:
+    """And the generator is not idle: every label comes up often."""
+    chosen = cases("case", 500)
+    labels = check_all(chosen)
+    assert chosen.are_few or all(labels[name] > 5 for name in ORDER), labels
 
 
 # -------------------------------------------------------------------------- by Monte Carlo, where there are too many

@@ -88,6 +88,7 @@ class Job:
             PATH=path,
             PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]),
             OMP_NUM_THREADS="1",
+            RANKS_PER_NODE="1",
             **variables,
         )
 

@@ -19,7 +19,6 @@ import contextlib
 import ctypes
 import os
 import pickle
-import resource
 import secrets
 import shutil
 import signal
@@ -33,6 +32,7 @@ from typing import Any
 
 import msgspec
 
+from dppo_megatron.launched import raise_file_limit
 from dppo_megatron.rollout.client import frames
 from dppo_megatron.rollout.client.asking import STALE_TRIES, Asker, OurFault, Stale
 from dppo_megatron.rollout.client.grading import Detokenizer, GradeLanes, HookFactory
@@ -229,16 +229,6 @@ def _with_own_id(ask: Ask) -> Ask:
     on the server, and SGLang refuses an id that it has."""
     unique = f"{ask.group.request_id}.{secrets.token_hex(4)}"
     return msgspec.structs.replace(ask, group=msgspec.structs.replace(ask.group, request_id=unique))
-
-
-def raise_file_limit() -> int:
-    """Open files that this process may have, after its soft limit was raised to the hard one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1 << 20 if hard == resource.RLIM_INFINITY else hard
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
 def _leave(setup: Setup) -> None:

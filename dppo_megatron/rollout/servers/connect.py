@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -207,11 +207,11 @@ def routed(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> tupl
     return servers, routers
 
 
-def ipc_warning() -> str:
+def ipc_warning(variables: Mapping[str, str] = os.environ) -> str:
     """What the description says where torch hands its memory over as file descriptors: a container may not let a
     server take them (it needs the right to trace processes)."""
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if "expandable_segments:true" in os.environ.get(variable, "").replace(" ", "").lower():
+        if "expandable_segments:true" in variables.get(variable, "").replace(" ", "").lower():
             return (
                 f"; {variable} has expandable_segments, with which CUDA IPC needs ptrace rights in a container: if the"
                 " first sync fails, unset it or choose rollout.sync.channel = disk"

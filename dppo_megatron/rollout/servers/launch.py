@@ -18,6 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dppo_megatron.distributed import loopback_interface
@@ -135,6 +136,14 @@ class LaunchedServer(ServerProcess):
         return self.variables.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     @property
+    def environment(self) -> dict[str, str]:
+        """All variables of its process."""
+        inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
+        if self.host == "127.0.0.1":  # its processes and whoever sends it weights are here
+            inherited |= loopback_interface()
+        return inherited | self.variables
+
+    @property
     def is_running(self) -> bool:
         """The process has not ended."""
         return self.process is not None and self.process.poll() is None
@@ -153,20 +162,17 @@ class LaunchedServer(ServerProcess):
             log = open(self.log, "ab")  # noqa: SIM115 - the next statement closes it
         except OSError as error:
             raise UserError(f"run_dir: '{self.log}', a server's log, cannot be written: {error.strerror}") from None
-        inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
-        if self.host == "127.0.0.1":  # its processes and whoever sends it weights are here
-            inherited |= loopback_interface()
         command = [part.replace("{port}", str(self.port)) for part in self.command]
         with log:
             try:
                 self.process = subprocess.Popen(
                     command,
-                    env=inherited | self.variables,
+                    env=self.environment,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    preexec_fn=_prepare_child,
+                    preexec_fn=partial(_prepare_child, _cores_of_launcher()),
                 )
             except OSError as error:
                 raise UserError(f"rollout.servers.python: '{command[0]}' cannot be started: {error}") from None
@@ -228,9 +234,20 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _prepare_child() -> None:
+def _cores_of_launcher() -> set[int]:
+    """Cores that this process's parent may use. torchrun's --numa-binding gives each rank those beside its own GPU: a
+    server of all eight GPUs, started by rank 0, would share the first one's."""
+    try:
+        return os.sched_getaffinity(os.getppid())
+    except (AttributeError, OSError):  # no such call on macOS; a parent that has ended
+        return set()
+
+
+def _prepare_child(cores: set[int]) -> None:
     """Between fork and exec. Slurm sends the warning before a time limit to every process of a step: it asks the
     trainer to save, and an engine that knows no SIGUSR1 would end by it."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if cores:
+        os.sched_setaffinity(0, cores)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -78,7 +78,7 @@ class VLLMServer:
         self.replicas = int((engine_config.get("parallel_config") or {}).get("data_parallel_size") or 1)
         world_size = int(self.http.get("/get_world_size", timeout_s=timeout_s)["world_size"])
         models = self._workers(world_size, timeout_s)
-        if models:
+        if self._extended:
             architecture, vocab_size = models[0]["architecture"], models[0]["vocab_size"]
         else:
             architecture, vocab_size = architecture_of(card.get("root") or "")

@@ -12,7 +12,6 @@ code over gloo, which is what lets a machine without a GPU test it.
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dppo_nccl import settings as nccl_settings
-from dppo_wire import Arrival, Broadcast, Chain
+from dppo_wire import Arrival, Broadcast, Chain, map_memory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -130,7 +129,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if name not in self._mapped:
             while len(self._mapped) >= _BUFFERS:  # the oldest: a server that has missed a sync has old ones
                 self._mapped.pop(next(iter(self._mapped)))
-            self._mapped[name] = _map_cuda(memory) if "uuid" in memory else _map_file(memory)
+            self._mapped[name] = map_memory(memory)
         return self._mapped[name]
 
     def finish_weight_update(self) -> None:
@@ -229,29 +228,6 @@ def refresh_packed(model: torch.nn.Module) -> int:
 def _kernel(module: torch.nn.Module) -> Any:
     """Of a layer of experts."""
     return getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-
-
-def _map_file(memory: dict[str, Any]) -> torch.Tensor:
-    return torch.from_file(memory["path"], shared=True, size=memory["bytes"], dtype=torch.uint8)
-
-
-def _map_cuda(memory: dict[str, Any]) -> torch.Tensor:
-    """Devices are found by UUID: CUDA_VISIBLE_DEVICES may number them differently here than in the trainer."""
-    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
-    if memory["uuid"] not in uuids:
-        raise RuntimeError(f"the weights lie on GPU {memory['uuid']}; this worker sees only {', '.join(uuids)}")
-    handle, counter, event = (base64.b64decode(memory[name]) for name in ("handle", "counter", "event"))
-    storage = torch.UntypedStorage._new_shared_cuda(
-        uuids.index(memory["uuid"]),
-        handle,
-        memory["size"],
-        memory["offset"],
-        counter,
-        memory["counter_offset"],
-        event,
-        memory["event_sync"],
-    )
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: memory["bytes"]]
 
 
 WeightTransferEngineFactory.register_engine("dppo", Receiver)

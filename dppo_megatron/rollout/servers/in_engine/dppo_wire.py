@@ -14,6 +14,7 @@ Imports torch only: it runs in the engine's environment, and in the receivers of
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import threading
 import time
@@ -194,3 +195,25 @@ def _abort_when_given_up(store: dist.Store, group: Any) -> None:
     with contextlib.suppress(RuntimeError):
         store.wait([GIVEN_UP], timedelta(days=365))
         group.abort()
+
+
+def map_memory(memory: dict[str, Any]) -> torch.Tensor:
+    """The trainer's buffer of bytes, from `SharedBuffer.handle()`. GPUs are found by UUID: CUDA_VISIBLE_DEVICES may
+    number them differently here than in the trainer. Raises RuntimeError."""
+    if "path" in memory:
+        return torch.from_file(memory["path"], shared=True, size=memory["bytes"], dtype=torch.uint8)
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    if memory["uuid"] not in uuids:
+        raise RuntimeError(f"the weights lie on GPU {memory['uuid']}; this worker sees only {', '.join(uuids)}")
+    handle, counter, event = (base64.b64decode(memory[name]) for name in ("handle", "counter", "event"))
+    storage = torch.UntypedStorage._new_shared_cuda(
+        uuids.index(memory["uuid"]),
+        handle,
+        memory["size"],
+        memory["offset"],
+        counter,
+        memory["counter_offset"],
+        event,
+        memory["event_sync"],
+    )
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: memory["bytes"]]

@@ -1,0 +1,166 @@
+"""Routes of a weight sync at cluster size: what they cost a rank, and how many bytes the busiest card then sends.
+
+Ranks are only counted, not started: what each of them would tell is written down from the layout, as Megatron lays its
+ranks out (`tests/rehearsal/test_cluster_scale.py` compares it with what a real actor tells). Models are in bfloat16,
+nodes have eight cards, and every rank is a receiver, as in a colocated job.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from dppo_megatron.weights.routes import Block, Bucket, Catalogue, Told
+from plane.common import Bar
+
+NODE = 8
+NETWORK_GB_S = 50
+"""Of one card: 400 Gbit/s."""
+_LAYER = "decoder.layers."
+_EXPERT = _LAYER + "mlp.experts.experts."
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Qwen3 model and its layout; dense without experts."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    ffn: int
+    experts: int = 0
+    vocab: int = 151936
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+
+QWEN3_32B = Shape(64, 5120, 64, 8, 128, 25600)
+QWEN3_30B = Shape(48, 2048, 32, 4, 128, 768, experts=128)
+QWEN3_235B = Shape(94, 4096, 64, 4, 128, 1536, experts=128)
+
+
+def told_by_all(world: int, shape: Shape, node: int = NODE) -> list[Told]:
+    """What every rank tells. The tensor-parallel rank changes fastest, then context and data, then the stage."""
+    texts: dict[tuple[int, ...], list[bytes]] = {}
+    told = []
+    for rank in range(world):
+        place = rank // (world // shape.pp), rank % shape.tp, rank % shape.ep  # experts are not split
+        if place not in texts:
+            texts[place] = [pickle.dumps(block) for block in _blocks(shape, *place)]
+        told.append(Told(rank // node * node, texts[place]))
+    return told
+
+
+def _blocks(shape: Shape, stage: int, tp: int, ep: int) -> Iterator[Block]:
+    """Of one rank, in the order of their keys."""
+    hidden, layers = shape.hidden, [n for n in range(shape.layers) if n * shape.pp // shape.layers == stage]
+    own = tuple((layer,) for layer in layers)
+
+    def whole(key: str, *size: int, places: tuple[tuple[int, ...], ...] = own) -> Block:
+        return Block(key, size, (((0,) * len(size), size),), places)
+
+    def rows(key: str, size: int, count: int = 1, places: tuple[tuple[int, ...], ...] = own) -> Block:
+        """`count` matrices under each other, the rows of each split."""
+        part = size // shape.tp
+        starts = [(size * n + part * tp, 0) for n in range(count)]
+        return Block(key, (size * count, hidden), tuple((start, (part, hidden)) for start in starts), places)
+
+    def columns(key: str, size: int) -> Block:
+        part = size // shape.tp
+        return Block(key, (hidden, size), (((0, part * tp), (hidden, part)),), own)
+
+    if stage == shape.pp - 1:
+        yield whole("decoder.final_layernorm.weight", hidden, places=((),))
+    if shape.experts:
+        here = shape.experts // shape.ep
+        places = tuple((layer, expert) for layer in layers for expert in range(here * ep, here * ep + here))
+        halves = tuple(((shape.ffn * n, 0), (shape.ffn, hidden)) for n in (0, 1))
+        yield Block(_EXPERT + "linear_fc1.weight", (2 * shape.ffn, hidden), halves, places)
+        yield whole(_EXPERT + "linear_fc2.weight", hidden, shape.ffn, places=places)
+        yield whole(_LAYER + "mlp.router.weight", shape.experts, hidden)
+        yield whole(_LAYER + "pre_mlp_layernorm.weight", hidden)
+    else:
+        yield whole(_LAYER + "mlp.linear_fc1.layer_norm_weight", hidden)
+        yield rows(_LAYER + "mlp.linear_fc1.weight", shape.ffn, 2)
+        yield columns(_LAYER + "mlp.linear_fc2.weight", shape.ffn)
+    yield whole(_LAYER + "self_attention.k_layernorm.weight", shape.head)
+    yield columns(_LAYER + "self_attention.linear_proj.weight", shape.heads * shape.head)
+    yield whole(_LAYER + "self_attention.linear_qkv.layer_norm_weight", hidden)
+    yield rows(_LAYER + "self_attention.linear_qkv.weight", (shape.heads + 2 * shape.kv_heads) * shape.head)
+    yield whole(_LAYER + "self_attention.q_layernorm.weight", shape.head)
+    if stage == 0:
+        yield rows("embedding.word_embeddings.weight", shape.vocab, places=((),))
+    if stage == shape.pp - 1:
+        yield rows("output_layer.weight", shape.vocab, places=((),))
+
+
+def messages(plan: Sequence[Bucket]) -> int:
+    """Sends and receives of one rank in a pass."""
+    roles = [role for bucket in plan for unit in bucket.units for role in unit.roles]
+    return sum(len(r.to) + len(r.onward) + (r.source is not None) + (r.relay is not None) for r in roles)
+
+
+@dataclass(frozen=True, slots=True)
+class Egress:
+    """Bytes over the network."""
+
+    busiest: float
+    """Sent by one card in a pass."""
+    mean: float
+    one_after_the_other: float
+    """Sent or received by each bucket's busiest card, summed over the buckets."""
+
+
+def egress(world: int, shape: Shape, bucket_mb: int) -> Egress:
+    """Of a colocated sync, from the routes of all ranks."""
+    catalogue = Catalogue(told_by_all(world, shape))
+    sent: list[Counter[int]] = []
+    taken: list[Counter[int]] = []
+    for me in range(world):
+        for index, bucket in enumerate(catalogue.plan(range(world), bucket_mb << 19, me)):
+            if me == 0:
+                sent.append(Counter())
+                taken.append(Counter())
+            for unit in bucket.units:
+                size = 2 * len(unit.places) * catalogue.blocks[unit.block].numel // len(unit.roles)
+                for receiver in (receiver for role in unit.roles for receiver in role.to):
+                    if receiver // NODE != me // NODE:
+                        sent[index][me] += size
+                        taken[index][receiver] += size
+    total: Counter[int] = sum(sent, Counter())
+    in_turn = sum(max([0, *out.values(), *into.values()]) for out, into in zip(sent, taken, strict=True))
+    return Egress(max(total.values()), total.total() / world, in_turn)
+
+
+def run(smoke: bool) -> list[Bar]:
+    """Qwen3-235B on 1,024 ranks for the cost; three jobs for the bytes."""
+    large = replace(QWEN3_235B, tp=8, pp=4, ep=8)
+    if smoke:
+        large = replace(large, layers=8)
+    told, bars = told_by_all(1024, large), []
+    for name, bucket_mb in (("1 GiB", 1024), ("256 MiB", 256)):
+        started = time.process_time()
+        catalogue = Catalogue(told)
+        read = time.process_time()
+        plan = catalogue.plan(range(1024), bucket_mb << 19, 777)
+        routed = time.process_time()
+        what = f"{large.layers} layers of 235B, tp8 pp4 ep8, 1,024 ranks, buckets of {name}"
+        bars.append(Bar("routes", f"{what}: routes", routed - read, 0.2, "CPU s", is_time=True))
+        bars.append(Bar("routes", f"{what}: who holds what, once a job", read - started, 0.5, "CPU s", is_time=True))
+        bars.append(Bar("routes", f"{what}: messages a bucket", messages(plan) / len(plan), 128))
+    jobs = [("32B tp4 pp4, 32 GPUs", 32, replace(QWEN3_32B, tp=4, pp=4), 1.0)]
+    if not smoke:
+        jobs.append(("235B tp2 pp2 ep32, 128 GPUs", 128, replace(QWEN3_235B, tp=2, pp=2, ep=32), 5.0))
+    for name, world, shape, limit in jobs:
+        found = egress(world, shape, 1024)
+        bars.append(Bar("routes", f"{name}: the busiest card sends, over the mean", found.busiest / found.mean, 1.25))
+        bars.append(Bar("routes", f"{name}: it sends over the network", found.busiest / 1e9, 60, "GB"))
+        seconds = found.one_after_the_other / 1e9 / NETWORK_GB_S
+        bars.append(Bar("routes", f"{name}: at {NETWORK_GB_S} GB/s a card, buckets in turn", seconds, limit, "s"))
+    return bars

@@ -1,0 +1,68 @@
+"""What a check of a cluster finds: a row each, and how the rows of all ranks become one report.
+
+A rank knows only itself. That a card, a link or a node is slow shows beside the others, so speeds travel as numbers
+and rank 0 judges them; there is no list of what each machine should reach.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["ok", "warning", "fault"]
+_BY_WEIGHT: tuple[Verdict, ...] = ("ok", "warning", "fault")
+_SLOW = 0.5
+"""Of the others' median: a link that fell back to a slower path is slower by a factor, others by a few per cent."""
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One finding, of one rank or of the whole job."""
+
+    what: str
+    verdict: Verdict
+    said: str
+    """What was found; for a warning or a fault also what would be right."""
+    gb_s: float | None = None
+    """A speed; rank 0 compares it with the other ranks'."""
+    ranks: str = ""
+    """Whose it is, in the job's report; empty: everybody's."""
+
+
+def report_of(found: Mapping[int, Sequence[Row]], hosts: Mapping[int, str]) -> Iterator[Row]:
+    """For each thing that was looked at, every kind of the worst trouble with it; where all are well, one of them: of a
+    speed the slowest.
+
+    Args:
+        found: rows by rank.
+    """
+    for what in dict.fromkeys(row.what for rows in found.values() for row in rows):
+        own = {rank: row for rank, rows in found.items() for row in rows if row.what == what}
+        worst = max((row.verdict for row in own.values()), key=_BY_WEIGHT.index)
+        bad = {rank: row for rank, row in own.items() if row.verdict == worst}
+        speeds = {rank: row.gb_s for rank, row in bad.items() if row.gb_s is not None}
+        if worst == "ok" and speeds:
+            yield _slowest(own, speeds, hosts)
+            continue
+        for said in [next(iter(bad.values())).said] if worst == "ok" else dict.fromkeys(r.said for r in bad.values()):
+            ranks = [rank for rank, row in bad.items() if row.said == said]
+            yield Row(
+                what, worst, said, None, "" if worst == "ok" or len(ranks) == len(found) else _named(ranks, hosts)
+            )
+
+
+def _slowest(own: Mapping[int, Row], speeds: Mapping[int, float], hosts: Mapping[int, str]) -> Row:
+    slowest = min(speeds, key=lambda rank: speeds[rank])
+    row, middle = own[slowest], statistics.median(speeds.values())
+    is_slow = speeds[slowest] < _SLOW * middle
+    said = f"{row.said}; less than half of the ranks' median, {middle:.3g} GB/s" if is_slow else row.said
+    whose = f"slowest: {_named([slowest], hosts)}" if len(set(speeds.values())) > 1 else ""
+    return Row(row.what, "warning" if is_slow else "ok", said, row.gb_s, whose)
+
+
+def _named(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
+    said = ", ".join(f"rank {rank}{f' on {hosts[rank]}' if rank in hosts else ''}" for rank in ranks[:_NAMED])
+    return f"{said} and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else said

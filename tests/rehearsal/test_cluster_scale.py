@@ -1,0 +1,198 @@
+"""One rank of a job of 256 and of 1,024, alone in its process: what a cluster's size costs each of its ranks.
+
+torch's `fake` process group says that all the others are there. What they would tell is written down from the layout
+(`benchmarks/plane/routes.py`) and compared with what this rank's real actor tells. Seconds are in that benchmark; here
+stand counts, memory and descriptors.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.launch import run_ranks
+from support.tiny import random_samples
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import Qwen3MoeConfig
+
+from dppo_megatron.actor.actor import Actor
+from dppo_megatron.actor.layout import build_layout, start_process_group
+from dppo_megatron.config.schema import ActorConfig, LayoutConfig
+from dppo_megatron.distributed import (
+    barrier,
+    clock_offset,
+    from_rank_zero,
+    gather_all,
+    on_loopback_if_one_machine,
+    to_rank_zero,
+)
+from dppo_megatron.packing.alignment import packing_layout
+from dppo_megatron.packing.planner import plan_microbatches
+from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.weights.routes import Catalogue, Told
+from dppo_megatron.weights.shapes import hf_shapes
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from plane.routes import QWEN3_235B, Shape, messages, told_by_all
+
+SMALL = replace(QWEN3_235B, layers=8, hidden=256, heads=64, kv_heads=8, head=8, ffn=64, vocab=1024, tp=8, pp=4, ep=8)
+"""8 layers of Qwen3-235B-A22B with its 128 experts, narrow: widths change no count. 8 key-value heads, since its 4
+cannot be split in 8."""
+LAYOUT = LayoutConfig(
+    tensor_parallel=8, pipeline_parallel=4, context_parallel=2, expert_parallel=8, expert_tensor_parallel=1
+)
+GB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shape")
+    Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        hidden_size=SMALL.hidden,
+        intermediate_size=128,
+        moe_intermediate_size=SMALL.ffn,
+        num_hidden_layers=SMALL.layers,
+        num_attention_heads=SMALL.heads,
+        num_key_value_heads=SMALL.kv_heads,
+        head_dim=SMALL.head,
+        num_experts=SMALL.experts,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        vocab_size=SMALL.vocab,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    ).save_pretrained(folder)
+    return folder
+
+
+def _anonymous_bytes() -> int:
+    """Memory of this process that is its own."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+def _one_rank(rank: int, world: int, model: Path, shape: Shape) -> dict[str, Any]:
+    """Groups, actor, optimizer, routes and plan of `rank`, as `train` makes them."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    os.environ["LOCAL_RANK"] = str(rank % 8)
+    everybody = told_by_all(world, shape)
+    told_by_me: list[Told] = []
+    gather = dist.all_gather_object
+
+    def gather_told(out: list[Any], mine: Any, *rest: Any, **named: Any) -> None:
+        """The fake group gives everybody what this rank has."""
+        gather(out, mine, *rest, **named)
+        if isinstance(mine, Told):
+            told_by_me.append(mine)
+            out[:] = everybody
+
+    dist.all_gather_object = gather_told
+    before = _anonymous_bytes()
+    config = ActorConfig(layout=LAYOUT)
+    config.optimizer.distributed = True
+    layout = build_layout(LAYOUT, 0)
+    architecture = read_architecture(model)
+    shapes = hf_shapes(architecture)
+    actor = Actor(config, layout, architecture, lambda name: torch.zeros(shapes[name]), dtype=torch.bfloat16)
+    actor.start_phase(config.optimizer, 10)
+    routes = actor._stream._catalogue.plan(range(world), 1 << 22, rank)
+    samples = random_samples(2048, 1000)
+    packs = plan_microbatches(samples, layout=packing_layout(config, world), max_tokens_per_microbatch=4096)
+    mine, theirs = ({pickle.loads(text) for text in told.blocks} for told in (told_by_me[0], everybody[rank]))
+    return {
+        "told": mine == theirs and told_by_me[0].node == everybody[rank].node,
+        "groups": [group.size() for group in dist.distributed_c10d._world.pg_map],
+        "memory": _anonymous_bytes() - before,
+        "messages": messages(routes) / len(routes),
+        "packed": sum(len(pack.members) for packs in packs.microbatches for pack in packs),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [256, 1024])
+def test_one_rank_of_many(world: int, model: Path) -> None:
+    """Of a rank in a middle stage: memory, groups, messages, plan; and it tells what the benchmark writes down."""
+    found = run_ranks(_one_rank, 1, world // 2 + 5, world, model, SMALL)[0]
+    assert found["told"]
+    assert found["memory"] <= GB
+    assert len(found["groups"]) <= 20
+    assert found["messages"] <= 256, "sends and receives of a bucket, whatever the size of the job"
+    assert found["packed"] == 2048
+
+
+def test_what_a_rank_looks_at_does_not_grow_with_the_job() -> None:
+    """Blocks, of which 32 sets of ranks hold the experts and the split weights; and descriptions that are read."""
+    full = replace(QWEN3_235B, tp=8, pp=4, ep=8)
+    small, large = (Catalogue(told_by_all(world, full)) for world in (256, 1024))
+    assert len(small.blocks) == len(large.blocks) <= 200
+    looked = [
+        sum(len(bucket.units) for bucket in c.plan(range(w), 1 << 29, 7)) for c, w in ((small, 256), (large, 1024))
+    ]
+    assert looked[0] == looked[1] <= 20_000
+
+
+def _descriptors(path: Path) -> list[int]:
+    """Open before the group, after it was made with 17 more beside it, and after all that ranks say to each other."""
+
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    dist.destroy_process_group()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    counts = [count()]
+    with on_loopback_if_one_machine():
+        dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+        groups = [dist.new_group(list(range(world))) for _ in range(17)]
+    counts.append(count())
+    barrier()
+    assert from_rank_zero(lambda: 7) == 7
+    assert gather_all([rank]) == list(range(world))
+    found: list[int] = [0] * world
+    dist.all_gather_object(found, rank, group=groups[3])
+    flag = torch.tensor([rank])
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    assert found == list(range(world)) and flag.item() == world - 1
+    counts.append(count())
+    assert to_rank_zero(rank) == (list(range(world)) if rank == 0 else [])
+    arriving = torch.empty(world, dtype=torch.int64)
+    dist.all_to_all_single(arriving, torch.arange(world) * world + rank)
+    assert arriving.tolist() == list(range(rank * world, rank * world + world))
+    clock_offset(lambda: 0.0)
+    counts.append(count())
+    return counts
+
+
+@pytest.mark.slow
+def test_ranks_connect_to_those_they_talk_to(tmp_path: Path) -> None:
+    """18 groups of 32 ranks, as many as Megatron makes: a few descriptors each, not 31. What all ranks say together
+    goes to logarithmically many; only the exchange of tokens connects each with each, in one group."""
+    world = 32
+    for before, made, together, after in run_ranks(_descriptors, world, tmp_path / "meeting"):
+        assert made - before <= 18 * 5
+        assert together - made <= 2 * 2 * 5 + 5
+        assert after - made <= 2 * (world - 1) + 10
+
+
+def _limit() -> tuple[int, int]:
+    dist.destroy_process_group()
+    del os.environ["RANK"]
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    start_process_group()
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def test_a_rank_may_open_what_it_is_allowed() -> None:
+    """The exchange of tokens connects each rank with all others, and 1,024 open files are a usual limit."""
+    soft, hard = run_ranks(_limit, 1)[0]
+    assert soft == (1 << 20 if hard == resource.RLIM_INFINITY else hard)

@@ -1,0 +1,173 @@
+"""The files of examples/slurm and examples/kubernetes, rendered: what would be started, with which arguments, and
+whether Slurm, pyxis, Kubernetes, torchrun and the trainer know each of them. `make test-slurm` runs the scripts on a
+real Slurm; nothing has run on Kubernetes or under pyxis."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.job import REPOSITORY
+from torch.distributed.run import get_args_parser
+
+from dppo_megatron.config.load import load_config
+
+RECIPE = "configs/h100/qwen3_8b_16gpus_dppo.yaml"
+SCRIPTS = sorted((REPOSITORY / "examples" / "slurm").glob("*.sbatch"))
+STEPS = {"colocated.sbatch": 1, "requeue.sbatch": 1, "split.sbatch": 2}
+"""How many job steps each script starts."""
+
+_RECORDER = """\
+#!{python}
+import json, os, sys, time
+with open(os.environ["RECORD"], "a") as file:
+    file.write(json.dumps(sys.argv[1:]) + "\\n")
+while len(open(os.environ["RECORD"]).readlines()) < int(os.environ.get("STEPS", "1")):
+    time.sleep(0.01)
+"""
+"""Ends when all steps have come: split.sbatch ends the others with the first."""
+_PYXIS = {  # SPANK options of pyxis 0.24 (its args.c): whether each takes a value
+    "container-image": True,
+    "container-mounts": True,
+    "container-workdir": True,
+    "no-container-entrypoint": False,
+    "container-writable": False,
+}
+
+
+_HOSTS = "#!/bin/sh\nprintf 'n1\\nn2\\n'\n"
+
+
+def _srun_parser() -> argparse.ArgumentParser:
+    """Options of srun's and pyxis' that the scripts use, by their manuals; any other one is an error."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for name in ("nodes", "ntasks", "relative", "kill-on-bad-exit", "wait", "cpus-per-task"):
+        parser.add_argument(f"--{name}", type=int)
+    for name in ("output", "cpu-bind"):
+        parser.add_argument(f"--{name}")
+    for name, takes_value in _PYXIS.items():
+        parser.add_argument(f"--{name}", **({} if takes_value else {"action": "store_true"}))  # type: ignore[arg-type]
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    return parser
+
+
+def _render(script: Path, tmp_path: Path, **variables: str) -> tuple[list[argparse.Namespace], str, int]:
+    """The steps that a job of `script` would start, what it prints, and its exit code."""
+    programs, record = tmp_path / "bin", tmp_path / "record"
+    programs.mkdir(exist_ok=True)
+    record.unlink(missing_ok=True)
+    for name, text in (("srun", _RECORDER.format(python=sys.executable)), ("scontrol", _HOSTS)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(stat.S_IRWXU)
+    slurm = {
+        "SLURM_JOB_ID": "31007",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_CPUS_ON_NODE": "96",
+    }
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "RECORD": str(record)} | slurm | variables
+    environment["STEPS"] = str(STEPS[script.name])
+    done = subprocess.run(
+        ["bash", str(script), RECIPE, "run_dir=/shared/runs/first", "seed=1"],
+        cwd=tmp_path,
+        env={name: value for name, value in environment.items() if value},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = record.read_text().splitlines() if record.exists() else []
+    return [_srun_parser().parse_args(json.loads(line)) for line in lines], done.stdout + done.stderr, done.returncode
+
+
+def _torchrun(command: list[str]) -> Any:
+    """Its arguments as torchrun itself reads them; `command` may have a shell in front."""
+    return get_args_parser().parse_args(command[len(command) - command[::-1].index("torchrun") :])
+
+
+def _config(arguments: list[str], model: Path) -> Any:
+    """The configuration that `train` or `serve` would read, all of its checks passed but those of files."""
+    given = [*arguments[1:], f"model.hf_path={model}"]
+    return load_config(str(REPOSITORY / arguments[0]), given, purpose="plan", writes_run=False)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_slurm_scripts_render(script: Path, tmp_path: Path) -> None:
+    """A rank for each GPU, all of the node's cores, another port at each attempt, in a container where one is named."""
+    container = {"CONTAINER_IMAGE": "/images/dppo.sqsh", "CONTAINER_MOUNTS": "/shared:/shared", "NUMA_BINDING": "node"}
+    ports = []
+    for variables in ({}, {"SLURM_RESTART_COUNT": "1"}, container):
+        steps, said, code = _render(script, tmp_path, **variables)
+        assert code == 0 and len(steps) == STEPS[script.name], said
+        for step in steps:
+            assert step.cpus_per_task == 96 and step.cpu_bind == "none"
+            assert step.container_image == variables.get("CONTAINER_IMAGE")
+            assert step.no_container_entrypoint == bool(step.container_image), "the image's own is dppo-megatron"
+            if step.container_mounts:
+                assert re.fullmatch(r"[^:,]+:[^:,]+(,[^:,]+:[^:,]+)*", step.container_mounts)
+        [train] = [step for step in steps if "torchrun" in step.command]
+        run = _torchrun(train.command)
+        assert run.nproc_per_node == "8" and run.module and run.training_script == "dppo_megatron"
+        assert run.numa_binding == variables.get("NUMA_BINDING")
+        config = _config(run.training_script_args[1:], tmp_path)
+        assert config.rollout.servers.allow_remote_endpoints
+        if script.name == "split.sbatch":
+            [serve] = [step for step in steps if "torchrun" not in step.command]
+            assert serve.relative == 0 and train.relative == 1 and run.nnodes == "1"
+            assert not config.rollout.servers.colocate
+            given = serve.command[serve.command.index("serve") + 1 :]
+            assert _config(given, tmp_path).rollout.servers.addresses_from == config.rollout.servers.addresses_from
+        else:
+            assert config.rollout.servers.colocate and run.nnodes == "2"
+        ports.append(run.rdzv_endpoint)
+    assert ports[0] != ports[1] and ports[0] == ports[2]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+@pytest.mark.parametrize("gpus", ["", "0"])
+def test_no_gpus_told_is_no_job_of_one_rank(script: Path, gpus: str, tmp_path: Path) -> None:
+    """Nothing is started; the user names the number, and it counts."""
+    steps, said, code = _render(script, tmp_path, SLURM_GPUS_ON_NODE=gpus)
+    assert (steps, code) == ([], 2) and "RANKS_PER_NODE" in said
+    steps, said, code = _render(script, tmp_path, SLURM_GPUS_ON_NODE=gpus, RANKS_PER_NODE="4")
+    assert code == 0, said
+    assert [_torchrun(step.command).nproc_per_node for step in steps if "torchrun" in step.command] == ["4"]
+
+
+def test_kubernetes_jobset(tmp_path: Path) -> None:
+    """Every field is one that JobSet's and Kubernetes' API have, as kubeflow's client generates it from them (it drops
+    what they lack); the command is one that torchrun and the trainer take."""
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+
+    written = yaml.safe_load((REPOSITORY / "examples" / "kubernetes" / "jobset.yaml").read_text())
+    assert written["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    understood = JobsetV1alpha2JobSet.from_dict(written)
+    assert understood is not None and understood.to_dict() == written
+
+    [job] = written["spec"]["replicatedJobs"]
+    pods = job["template"]["spec"]
+    [container] = pods["template"]["spec"]["containers"]
+    values = {one["name"]: one.get("value", "1") for one in container["env"]}
+    assert int(values["NODES"]) == pods["parallelism"] == pods["completions"]
+    assert int(values["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pods["template"]["spec"]["terminationGracePeriodSeconds"]
+    (tmp_path / "torchrun").write_text(_RECORDER.format(python=sys.executable))
+    (tmp_path / "torchrun").chmod(stat.S_IRWXU)
+    environment = values | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(tmp_path / "record")}
+    subprocess.run([*container["command"], *container["args"]], env=environment, check=True, timeout=60)
+    run = _torchrun(["torchrun", *json.loads((tmp_path / "record").read_text())])
+    name, subdomain = written["metadata"]["name"], written["metadata"]["name"]  # JobSet's default for the latter
+    assert run.rdzv_endpoint == f"{name}-{job['name']}-0-0.{subdomain}:29501"
+    assert int(run.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    config = _config(run.training_script_args[1:], tmp_path)
+    assert config.rollout.servers.colocate and config.rollout.servers.python
+    mounted = {one["name"] for one in container["volumeMounts"]}
+    assert mounted == {one["name"] for one in pods["template"]["spec"]["volumes"]}
