@@ -3,7 +3,7 @@
 # make test-quick   without the tests marked slow: the inner loop
 # make test-sglang  the engine tests against real SGLang servers on this CPU (3.4 GB more to install)
 # make test-newest  the Megatron part of the suite with the newest megatron-core and Triton (Python 3.12; torch brings CUDA libraries)
-# make test-rehearsal every recipe of configs/ as a miniature of itself, one by one (make test runs one of each layout)
+# make test-rehearsal every recipe of configs/ as a miniature of itself, one by one (make test runs three)
 # make test-slurm   examples/slurm on a real Slurm of two nodes on this machine (root; apt-get install slurm-wlm munge)
 # make docs         the documentation site in site/, with every link checked
 # All make .venv first if it is not there, test also .venv-vllm, test-sglang .venv-sglang. NPROC, TP, PP, SEED and CONFIG change

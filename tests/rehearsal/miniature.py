@@ -113,10 +113,10 @@ class Miniature:
         """Also the workers of a node's server."""
         return self.sizes.world // self.sizes.nodes
 
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        """What two recipes have in common that are one job but for lengths, methods and tied embeddings."""
-        return (self.sizes, self.family)
+    def stands_for(self, other: Miniature) -> bool:
+        """Whether this is a job of the same family that has every kind of group which `other` has."""
+        own, theirs = vars(self.sizes), vars(other.sizes)
+        return self.family == other.family and all(own[kind] > 1 or size == 1 for kind, size in theirs.items())
 
 
 def miniature(recipe: Path) -> Miniature:
