@@ -6,11 +6,14 @@ Apart from `packing/cost.py`, which knows numbers and no models, so that the pur
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dppo_megatron.packing.cost import CostModel
-from dppo_megatron.weights.architecture import Architecture
+
+if TYPE_CHECKING:  # it imports transformers' classes
+    from dppo_megatron.weights.architecture import Architecture
 
 
 def cost_model(architecture: Architecture) -> CostModel:

@@ -103,10 +103,9 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
         costs.append(seconds / float(tokens.sum()))
     rollout = RolloutCost.proportional(costs[0])
     if rollout_cost is None:
-        kept, seconds = generated / generated.mean(), np.array([step.seconds["rollout"] for step in trace.steps])
-        products = (np.ones_like(kept), kept, seconds, kept**2, kept * seconds, seconds**2)
-        floor = floor_share([float(each.sum()) for each in products])
-        mean_s = float(seconds.mean())
+        kept, took = generated / generated.mean(), np.array([step.seconds["rollout"] for step in trace.steps])
+        products = (np.ones_like(kept), kept, took, kept**2, kept * took, took**2)
+        floor, mean_s = floor_share([float(np.sum(each)) for each in products]), float(took.mean())
         rollout = RolloutCost((0.0, 1000 * float(generated.mean())), (floor * mean_s, mean_s))
     return CostModel(rollout, costs[1], fixed)
 

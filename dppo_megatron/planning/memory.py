@@ -151,7 +151,7 @@ def host_copies(share: Share, degrees: Degrees, actor: ActorConfig, dtype: str) 
     found = {"optimizer": 0.0, "weights": 0.0}
     for of_experts, ranks in {True: degrees.sharing_expert_state, False: degrees.sharing_state}.items():
         tensors = [one for one in share.tensors if one.is_expert == of_experts]
-        own = sum(one.numel * one.count for one in tensors)
+        own = float(sum(one.numel * one.count for one in tensors))
         if optimizer.distributed:
             own /= ranks
             found["weights"] += pinned(share.count(experts=of_experts, padded_to=64) * (2 if half else 4)) if own else 0

@@ -40,7 +40,7 @@ EXPERTS_S = 100e-6
 """Routing, sorting and the second launch of a layer of experts. Fitted likewise."""
 _EMBEDDED_LAYER_S = 5e-4
 """A layer of the embedded engine, which launches each kernel from Python. An assumption."""
-_STEPS = 96
+_STEPS = 48
 """Pieces into which the longest completion is cut; an iteration's seconds are taken as constant within one."""
 _ELEMENTS = 8192
 """Sequences that are simulated at most: of a larger rollout as many replicas as hold them, since all are alike."""

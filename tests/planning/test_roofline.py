@@ -53,7 +53,7 @@ class _Server:
             computed += self.waiting[0].context if self.waiting[0].made else 0
             self.running.append(self.waiting.popleft())
         batch = len(self.running)
-        touched = 1 - one.missed ** (batch * one.together)
+        touched = 1.0 - float(one.missed ** (batch * one.together))
         self.clock += one.fixed_s + batch * one.sequence_s + cached * one.cached_s + computed * one.token_s
         self.clock += max(one.weights_s + one.experts_s * touched, batch * one.token_s)
         for sequence in self.running:
@@ -67,7 +67,7 @@ def play(replica: Replica, lengths: Groups, prompt: int, replicas: int) -> float
     """Seconds until the last group has ended. Rank 0 sends a group to the server with the fewest outstanding that has
     room for it; behind one server each completion goes to the replica with the fewest."""
     servers = [_Server(replica) for _ in range(replicas)]
-    size = lengths.shape[1]
+    size = int(lengths.shape[1])
     queue, left = deque(range(len(lengths))), dict.fromkeys(range(len(lengths)), size)
     owner: dict[int, int] = {}
 
