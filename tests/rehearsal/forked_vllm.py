@@ -18,6 +18,7 @@ The server is vLLM's own module with the trainer's own command line, and a small
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import runpy
@@ -31,6 +32,7 @@ from types import FrameType
 from typing import Any
 
 _MAX_MESSAGE = 1 << 20
+_PR_SET_PDEATHSIG = 1
 _IN_ENGINE = Path(__file__).parents[2] / "dppo_megatron" / "rollout" / "servers" / "in_engine"
 
 
@@ -67,6 +69,8 @@ def interpreter(python: str, directory: Path) -> Iterator[Path]:
 
 def _client(address: str, arguments: list[str]) -> int:
     """In the trainer's child: have a server forked, stay while it lives, end it when asked to."""
+    # A server whose replicas have died ignores SIGTERM: nothing of it may outlive a test that is interrupted.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as parent:
         parent.connect(address)
         message = json.dumps({"arguments": arguments, "environment": dict(os.environ)}).encode()
