@@ -16,7 +16,7 @@ from torch.utils.benchmark import Timer
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import connect
-from dppo_megatron.doctor.rows import Row
+from dppo_megatron.doctor.rows import Row, Verdict
 from dppo_megatron.rollout.servers.connect import ipc_warning, make_servers
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
@@ -45,7 +45,7 @@ def server_rows(config: Config | None, device: torch.device, timeout_s: float) -
         answer = _ask(python, variables, json.dumps(buffer.handle()), timeout_s)
         came_back = torch.equal(buffer.memory.cpu(), 255 - content)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # the last: torch loads slowly (--limit-s)
-        verdict = "warning" if isinstance(error, subprocess.TimeoutExpired) else "fault"
+        verdict: Verdict = "warning" if isinstance(error, subprocess.TimeoutExpired) else "fault"
         return [Row("servers' Python", verdict, f"rollout.servers.python: {python} cannot be asked: {error}")]
     finally:
         buffer.close()

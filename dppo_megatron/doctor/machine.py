@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from dppo_megatron.doctor.rows import Row
+from dppo_megatron.doctor.rows import Row, Verdict
 
 _DOCKERS_SHM, _ENOUGH_SHM = 64 << 20, 1 << 30
 """What Docker gives by default; NCCL's segments beside vLLM's ring of 10 chunks of 16 MiB a server."""
@@ -50,7 +50,7 @@ def shm_row(free: int) -> Row:
     if free >= _ENOUGH_SHM:
         return Row("/dev/shm", "ok", f"{free >> 20:,} MiB free")
     said = "NCCL and vLLM (160 MiB a server) share memory there; remove what is left in it, or give more"
-    verdict = "fault" if free < _DOCKERS_SHM else "warning"
+    verdict: Verdict = "fault" if free < _DOCKERS_SHM else "warning"
     return Row("/dev/shm", verdict, f"{free >> 20:,} MiB free: {said} (Docker: --shm-size=16g)")
 
 
