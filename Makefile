@@ -3,6 +3,7 @@
 # make test-quick   without the tests marked slow: the inner loop
 # make test-sglang  the engine tests against real SGLang servers on this CPU (3.4 GB more to install)
 # make test-newest  the Megatron part of the suite with the newest megatron-core and Triton (Python 3.12; torch brings CUDA libraries)
+# make test-rehearsal every recipe of configs/ as a miniature of itself, one by one (make test runs three)
 # make test-slurm   examples/slurm on a real Slurm of two nodes on this machine (root; apt-get install slurm-wlm munge)
 # make docs         the documentation site in site/, with every link checked
 # All make .venv first if it is not there, test also .venv-vllm, test-sglang .venv-sglang. NPROC, TP, PP, SEED and CONFIG change
@@ -32,7 +33,7 @@ PP ?= 1
 CONFIG ?= configs/quickstart.yaml
 RUN ?= runs/quickstart
 
-.PHONY: quickstart test test-quick test-sglang test-slurm test-newest lint docs clean
+.PHONY: quickstart test test-quick test-sglang test-rehearsal test-slurm test-newest lint docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/dppo-megatron quickstart --config $(CONFIG) --run-dir $(RUN) --seed $(SEED) --nproc $(NPROC) --tp $(TP) --pp $(PP)
@@ -45,6 +46,9 @@ test-quick: $(VENV)/.installed
 
 test-sglang: $(VENV)/.installed $(SGLANG_VENV)/.installed
 	DPPO_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(BIN)/python -m pytest tests -k sglang
+
+test-rehearsal: $(VENV)/.installed $(VLLM_VENV)/.installed
+	DPPO_REHEARSE_ALL=1 DPPO_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/rehearsal
 
 test-slurm: $(VENV)/.installed
 	DPPO_TEST_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s --timeout 1800 tests/slurm

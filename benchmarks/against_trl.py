@@ -174,21 +174,21 @@ def write_batch(folder: Path, samples: Sequence[Any], threads: int) -> None:
 def write_model(folder: Path) -> None:
     """The same random weights that our actor gets, as a checkpoint."""
     from transformers import Qwen3ForCausalLM
-    from workload import TEN_MILLION, RandomWeights, hf_config
+
+    from dppo_megatron.accept.workload import TEN_MILLION, RandomWeights, architecture_of, hf_config
 
     model = Qwen3ForCausalLM(hf_config(TEN_MILLION))
-    weights = RandomWeights(TEN_MILLION)
+    weights = RandomWeights(architecture_of(TEN_MILLION))
     model.load_state_dict({name: weights(name) for name in model.state_dict()})
     model.save_pretrained(folder / "model")
 
 
 def our_side(samples: Sequence[Any], max_tokens_per_microbatch: int) -> Callable[[], dict[str, float]]:
     """A function that plans, lays out and updates once; the same figures and `useful_share`."""
-    from workload import TEN_MILLION, RandomWeights, architecture_of
-
     from dppo_megatron import platform
 
     platform.prepare("cpu")
+    from dppo_megatron.accept.workload import TEN_MILLION, RandomWeights, architecture_of
     from dppo_megatron.actor.actor import Actor
     from dppo_megatron.actor.layout import build_layout, start_process_group
     from dppo_megatron.algorithms.objectives import clipped_surrogate
@@ -199,7 +199,8 @@ def our_side(samples: Sequence[Any], max_tokens_per_microbatch: int) -> Callable
     start_process_group()
     config = ActorConfig(optimizer=OptimizerConfig(learning_rate=LEARNING_RATE, max_grad_norm=1.0))
     layout = build_layout(config.layout, seed=0)
-    actor = Actor(config, layout, architecture_of(TEN_MILLION), RandomWeights(TEN_MILLION), dtype=torch.float32)
+    architecture = architecture_of(TEN_MILLION)
+    actor = Actor(config, layout, architecture, RandomWeights(architecture), dtype=torch.float32)
     actor.start_phase(config.optimizer, total_steps=10**6)
     objective = clipped_surrogate(CLIP, CLIP, 0.0)
 
@@ -254,7 +255,9 @@ def take_turns(sides: dict[str, Callable[[], dict[str, float]]], rounds: int) ->
 
 def compare(args: argparse.Namespace) -> int:
     """Tune TRL's batch size, check that the sides agree, let them take turns, print the table."""
-    from workload import TEN_MILLION, Lengths, Spread, random_samples, trained_tokens, write_json
+    from workload import Spread, trained_tokens, write_json
+
+    from dppo_megatron.accept.workload import TEN_MILLION, Lengths, random_samples
 
     torch.set_num_threads(args.threads)
     lengths = Lengths(args.samples, args.median_tokens, args.sigma, args.max_tokens)

@@ -29,16 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from workload import (
-    TEN_MILLION,
-    Lengths,
-    RandomWeights,
-    Spread,
-    architecture_of,
-    random_samples,
-    trained_tokens,
-    write_json,
-)
+from workload import Spread, trained_tokens, write_json
 
 from dppo_megatron import platform
 
@@ -56,6 +47,13 @@ from megatron.core.optimizer import get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from dppo_megatron.accept.workload import (  # noqa: E402
+    TEN_MILLION,
+    Lengths,
+    RandomWeights,
+    architecture_of,
+    random_samples,
+)
 from dppo_megatron.actor.actor import Actor  # noqa: E402
 from dppo_megatron.actor.batch import Microbatch, build_microbatch  # noqa: E402
 from dppo_megatron.actor.layout import Layout, build_layout, start_process_group, stop_process_group  # noqa: E402
@@ -181,7 +179,7 @@ def measure(layout_name: str, args: argparse.Namespace) -> dict[str, Any]:
         layout=packing_layout(config, layout.world_size),
         max_tokens_per_microbatch=args.max_tokens_per_microbatch,
     )
-    weights = RandomWeights(TEN_MILLION)
+    weights = RandomWeights(architecture_of(TEN_MILLION))
     actor = Actor(config, layout, architecture_of(TEN_MILLION), weights, dtype=torch.float32)
     actor.start_phase(config.optimizer, total_steps=10**6)
     bare = BareLoop(config, layout, samples, plan, weights)

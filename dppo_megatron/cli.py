@@ -14,6 +14,7 @@ import sys
 
 from dppo_megatron import __version__
 from dppo_megatron.commands import (
+    accept,
     compare,
     completion,
     config,
@@ -36,7 +37,7 @@ from dppo_megatron.types import GuardStop, UserError, Watch
 
 _COMMANDS = (  # in the order of --help
     *(train, compare, quickstart, plan, evaluate, report, serve, watch),
-    *(simulate, doctor, convert, data, config, completion),
+    *(simulate, doctor, accept, convert, data, config, completion),
 )
 
 

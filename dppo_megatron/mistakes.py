@@ -14,6 +14,7 @@ from dppo_megatron.config.reference import page_for
 from dppo_megatron.types import UserError
 
 ROOM_PAGES = {
+    "accept": "testing.md",
     "actor": "actor.md",
     "algorithms": "objectives.md",
     "checkpoint": "checkpoints.md",
@@ -41,6 +42,7 @@ ROOM_PAGES = {
 }
 """What a room is about."""
 COMMAND_PAGES = {
+    "accept": "testing.md",
     "compare": "choosing.md",
     "completion": "configuration.md",
     "config": "configuration.md",

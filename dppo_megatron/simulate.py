@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from dppo_megatron.cost import RolloutCost
+from dppo_megatron.pruning.budget import floor_share
 from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.pruning.methods import with_method
 from dppo_megatron.randomness import generator
@@ -25,19 +27,24 @@ _MOSTLY_ROLLOUT = 0.9
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of a step: fixed + rollout x generated tokens + update x trained tokens."""
+    """Seconds of a step by its tokens."""
 
-    rollout_s_per_1k_tokens: float
+    rollout: RolloutCost
+    """Of one round of generation."""
     update_s_per_1k_tokens: float
     fixed_s: float
     """Per step, whatever is pruned: syncing, selecting, packing."""
+    overlaps: bool = False
+    """Generation runs beside the rest (async_steps=1)."""
 
-    def seconds(self, tokens_generated: float, tokens_trained: float) -> tuple[float, float]:
-        """(generation, update) seconds without the fixed part."""
-        return (
-            self.rollout_s_per_1k_tokens * tokens_generated / 1000,
-            self.update_s_per_1k_tokens * tokens_trained / 1000,
-        )
+    def update_s(self, tokens: float) -> float:
+        """Training on so many tokens."""
+        return self.update_s_per_1k_tokens * tokens / 1000
+
+    def step_s(self, rollout_s: float, update_s: float) -> float:
+        """The whole step."""
+        rest = update_s + self.fixed_s
+        return max(rollout_s, rest) if self.overlaps else rollout_s + rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +78,9 @@ class Prediction:
 def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | None) -> CostModel:
     """A cost model from the trace's own seconds; a given cost (seconds for 1,000 tokens) replaces the measured one.
 
-    Generation and update are taken as proportional to their tokens. A fit with an intercept was worse: steps of an
-    unpruned trace have nearly equal token counts, so noise flattens the slope and the intercept absorbs the rest.
+    The update is taken as proportional to its tokens, and so is generation, but for the floor that the steps show
+    (`pruning/budget.py`). An intercept that is not tested against its error was worse: steps of an unpruned trace have
+    nearly equal token counts, so noise flattens the slope and the intercept absorbs the rest.
 
     Raises:
         UserError: a cost is not given, and the trace has no tokens to measure it by.
@@ -93,7 +101,13 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
             )
         seconds = sum(step.seconds[name] for step in trace.steps)
         costs.append(seconds / float(tokens.sum()))
-    return CostModel(costs[0], costs[1], fixed)
+    rollout = RolloutCost.proportional(costs[0])
+    if rollout_cost is None:
+        kept, took = generated / generated.mean(), np.array([step.seconds["rollout"] for step in trace.steps])
+        products = (np.ones_like(kept), kept, took, kept**2, kept * took, took**2)
+        floor, mean_s = floor_share([float(np.sum(each)) for each in products]), float(took.mean())
+        rollout = RolloutCost((0.0, 1000 * float(generated.mean())), (floor * mean_s, mean_s))
+    return CostModel(rollout, costs[1], fixed)
 
 
 def simulate(trace: Trace, method: str, costs: CostModel, watch: Watch = unwatched) -> Prediction:
@@ -115,13 +129,16 @@ def _replay(trace: Trace, method: str, costs: CostModel, advance: Advance) -> Pr
     for traced in counted(trace.steps, advance):
         step = traced.step
         rollouts = outcomes.of(selector.begin(step).prompt_index, step)
+        rollout_s = costs.rollout.of(float(rollouts.lengths.sum()))
         while (more := selector.refill(rollouts.rewards, step)) is not None:
-            rollouts = _append(rollouts, outcomes.of(more.prompt_index, step))
+            added = outcomes.of(more.prompt_index, step)
+            rollout_s += costs.rollout.of(float(added.lengths.sum()))
+            rollouts = _append(rollouts, added)
         decision = selector.finish(rollouts, step)
         labels.update(row.label for row in decision.ledger)
         generated, trained = float(rollouts.lengths.sum()), float(rollouts.lengths.ravel()[decision.kept].sum())
-        rollout_s, update_s = costs.seconds(generated, trained)
-        seconds += costs.fixed_s + rollout_s + update_s
+        update_s = costs.update_s(trained)
+        seconds += costs.step_s(rollout_s, update_s)
         for name, amount in (
             ("prompts", len(rollouts.rewards)),
             ("completions", rollouts.rewards.size),
@@ -177,7 +194,7 @@ def like_for_like(one: Prediction, base: Prediction) -> tuple[float, float] | No
 def limits(predictions: list[Prediction], costs: CostModel) -> list[str]:
     """What bounds the gain on this trace, from the first method (meant to be unpruned), a line each."""
     base = predictions[0]
-    rollout_s, update_s = costs.seconds(base.tokens_generated, base.tokens_trained)
+    rollout_s, update_s = costs.rollout.of(base.tokens_generated), costs.update_s(base.tokens_trained)
     share = 1.0 - update_s / (rollout_s + update_s + costs.fixed_s)
     exact = 1.0 / (share + (1.0 - share) * (1.0 - base.without_gradient))
     lines = [
@@ -215,7 +232,7 @@ def table(predictions: list[Prediction], costs: CostModel) -> str:
         f" {'imputed':>8}"
     )
     lines = [
-        f"cost model: {costs.rollout_s_per_1k_tokens:.3g} s for 1,000 generated tokens,"
+        f"cost model: {1000 * costs.rollout.average:.3g} s for 1,000 generated tokens,"
         f" {costs.update_s_per_1k_tokens:.3g} s for 1,000 trained tokens, {costs.fixed_s:.3g} s a step",
         header,
     ]
@@ -234,7 +251,8 @@ def table(predictions: list[Prediction], costs: CostModel) -> str:
 def as_json(predictions: list[Prediction], costs: CostModel) -> dict[str, object]:
     """As JSON, for other tools."""
     methods = [asdict(p) | {"like_for_like": like_for_like(p, predictions[0])} for p in predictions]
-    return {"costs": asdict(costs), "methods": methods, "limits": limits(predictions, costs)}
+    described = asdict(costs) | {"rollout_s_per_1k_tokens": 1000 * costs.rollout.average}
+    return {"costs": described, "methods": methods, "limits": limits(predictions, costs)}
 
 
 class _Outcomes:

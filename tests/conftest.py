@@ -25,6 +25,7 @@ ENGINES = ("test_server_generation", "test_server_sync", "test_server_troubles",
 """Files that start real servers: one worker has them all, so that at most two servers need their 2 GB at a time."""
 LONGEST = (
     *ENGINES,
+    "test_recipes_run",
     "test_resume",
     "test_actor_layouts",
     "test_lint",

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.job import REPOSITORY
 
+from dppo_megatron.accept.workload import SHAPES, Lengths, architecture_of, padded_plan, random_samples
 from dppo_megatron.config.schema import Config
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
@@ -24,7 +25,6 @@ from dppo_megatron.planning.site import CHIPS, Site
 sys.path.insert(0, str(REPOSITORY / "benchmarks" / "gpu"))
 import common
 import train_step
-from workload import Lengths, architecture_of, random_samples
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has CUDA")
 GPU_TESTS = {"tests/test_gpu.py": 12, "tests/test_engines_gpu.py": 8}
@@ -64,7 +64,7 @@ def _flops(command: list[str]) -> float:
     cap, flops = args.max_tokens_per_microbatch, 0.0
     layout = packing_layout(train_step.actor_config(args), 1)
     for shape in args.shapes:
-        architecture = architecture_of(common.SHAPES[shape])
+        architecture = architecture_of(SHAPES[shape])
         if args.command == "mfu":
             of = [
                 random_samples(Lengths(args.microbatches * (cap // n), n, 0.0, n, (1, 1)), architecture.vocab_size)
@@ -78,7 +78,7 @@ def _flops(command: list[str]) -> float:
             packed = plan_microbatches(samples, layout=layout, max_tokens_per_microbatch=cap)
             plans = [(samples, packed)] * (1 + len(args.recipes) if args.command == "fp8" else 1)
             if args.command == "packed-vs-padded":
-                padded = [train_step.padded_plan(samples, layout, cap, by_length=by) for by in (False, True)]
+                padded = [padded_plan(samples, layout, cap, by_length=by) for by in (False, True)]
                 plans += [(samples, plan) for plan in padded]
         for samples, plan in plans:
             slots = sum(pack.num_tokens for pack in plan.microbatches[0])
@@ -97,7 +97,7 @@ def _bytes_needed(command: list[str]) -> float:
     config.model.dtype = "bfloat16"
     config.rollout.engine, config.rollout.servers.endpoints = "vllm", ["http://elsewhere"]
     config.packing.max_tokens_per_microbatch = args.max_tokens_per_microbatch
-    shapes = [architecture_of(common.SHAPES[shape]) for shape in args.shapes]
+    shapes = [architecture_of(SHAPES[shape]) for shape in args.shapes]
     return max(plan_memory(config, shape, H200, 1024.0).largest.total for shape in shapes)
 
 

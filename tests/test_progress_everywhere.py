@@ -51,6 +51,7 @@ PHASES = {
     "convert": {"loading libraries", "converting", "verifying", "flushing"},
     "data": {"reading", "writing"},
     "doctor": {"looking at this machine"},
+    "accept": {"environment"},  # test_accept.py, since it measures
     "serve": {"rollout servers"},
     "compare": {"compare", "comparing"},  # test_compare_runs.py, since it trains
     "quickstart": {"making"},

@@ -197,7 +197,10 @@ def test_seconds_are_divided_by_what_their_own_step_had_kept(ahead: int) -> None
         metrics = selector.finish(outcomes, step).metrics
         if ahead:
             chosen = selector.begin(step + 1)
-        rollout, update, other = rng.uniform(0.5, 9, 3).tolist()
+        # in proportion to what was kept, or a part of them would count as fixed
+        rollout, update, other = (
+            rng.uniform(0.5, 9, 3) * [*[metrics.get("prune/prompt_kept_cost", 1.0)] * 2, 1]
+        ).tolist()
         selector.feedback(StepCost(step, rollout, update, other, grad_norm=1.0))
         heard = ratios["prompt"]  # a step that begins ahead has not heard of the one before it
         for level, saved in (("prompt", rollout + update), ("completion", update)):

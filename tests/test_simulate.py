@@ -13,6 +13,7 @@ from support.job import job_config, read_metrics, write_warm_job_files
 from support.launch import run_ranks
 
 from dppo_megatron.cli import main
+from dppo_megatron.cost import RolloutCost
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning.methods import METHODS
 from dppo_megatron.run import Run
@@ -23,7 +24,7 @@ from dppo_megatron.types import UserError
 
 pytestmark = pytest.mark.slow
 
-COSTS = CostModel(rollout_s_per_1k_tokens=2.0, update_s_per_1k_tokens=5.0, fixed_s=0.5)
+COSTS = CostModel(RolloutCost.proportional(2.0), update_s_per_1k_tokens=5.0, fixed_s=0.5)
 STEPS = 9  # three epochs of three steps
 
 
@@ -177,7 +178,7 @@ def test_what_bounds_the_gain_is_said() -> None:
     assert first.startswith("33% of a step of grpo is rollout and what is fixed")
     assert "at most 3.00x" in first and "50% of the tokens have no gradient" in first and "is 1.50x" in first
     assert second.endswith("the score helps") and "does not help here, a smaller batch would do as well" in third
-    slow = CostModel(100 * COSTS.rollout_s_per_1k_tokens, COSTS.update_s_per_1k_tokens, COSTS.fixed_s)
+    slow = CostModel(COSTS.rollout.scaled(1, 100), COSTS.update_s_per_1k_tokens, COSTS.fixed_s)
     assert limits([base], slow)[1].startswith("pruning completions cannot help here")
     [warned] = limits([_prediction(tokens_trained=10.0)], COSTS)
     assert "begin --methods with grpo" in warned

@@ -26,40 +26,26 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
-from common import SHAPES, built_actor, matmul_parameters, require_cuda, time_steps
-from workload import Lengths, architecture_of, random_samples, trained_tokens, write_json
+from common import figures, matmul_parameters, require_cuda
+from workload import trained_tokens, write_json
 
+from dppo_megatron.accept.timed import built_actor, time_steps
+from dppo_megatron.accept.workload import (
+    SHAPES,
+    Lengths,
+    architecture_of,
+    equal_samples,
+    padded_plan,
+    random_samples,
+)
 from dppo_megatron.actor.layout import Layout, build_layout, start_process_group, stop_process_group
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
-from dppo_megatron.packing.alignment import PackingLayout, packing_layout
+from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
-from dppo_megatron.types import PackedMicrobatch, PackPlan, TrainSample, UserError
+from dppo_megatron.types import TrainSample, UserError
 
 Row: TypeAlias = dict[str, Any]
 Recipe: TypeAlias = Literal["off", "tensorwise", "delayed", "blockwise", "mxfp8"]
-
-
-def padded_plan(
-    samples: Sequence[TrainSample], layout: PackingLayout, max_tokens_per_microbatch: int, *, by_length: bool
-) -> PackPlan:
-    """Slots as long as the longest sample of the step, or, sorted by length first, of the micro-batch.
-
-    The same micro-batches as a padded tensor [B, L] of at most `max_tokens_per_microbatch` slots, laid out flat.
-    """
-    lengths = [sample.num_tokens for sample in samples]
-    order = sorted(range(len(samples)), key=lambda i: -lengths[i]) if by_length else list(range(len(samples)))
-    microbatches = []
-    while order:
-        longest = lengths[order[0]] if by_length else max(lengths)
-        slot = -(-longest // layout.microbatch_multiple) * layout.microbatch_multiple
-        rows = max(1, max_tokens_per_microbatch // slot)
-        members, order = order[:rows], order[rows:]
-        true = [0]
-        for member in members:
-            true.append(true[-1] + lengths[member])
-        padded = tuple(slot * i for i in range(len(members) + 1))
-        microbatches.append(PackedMicrobatch(tuple(members), tuple(true), padded))
-    return PackPlan((tuple(microbatches),), max_tokens_per_microbatch, sum(lengths), {})
 
 
 def packed_vs_padded(shape: str, args: argparse.Namespace, layout: Layout) -> Iterator[Row]:
@@ -77,8 +63,8 @@ def packed_vs_padded(shape: str, args: argparse.Namespace, layout: Layout) -> It
         for name, plan in plans.items():
             timing = time_steps(actor, samples, plan, warmup_steps=args.warmup_steps, timed_steps=args.timed_steps)
             slots = sum(pack.num_tokens for pack in plan.microbatches[0])
-            figures = timing.figures(architecture_of(SHAPES[shape]), samples, fp8=False)
-            yield {"what": name, "tokens_in_slots": plan.num_tokens / slots} | figures
+            of_it = figures(timing, architecture_of(SHAPES[shape]), samples, fp8=False)
+            yield {"what": name, "tokens_in_slots": plan.num_tokens / slots} | of_it
 
 
 def fp8_step_time(shape: str, args: argparse.Namespace, layout: Layout) -> Iterator[Row]:
@@ -94,8 +80,8 @@ def fp8_step_time(shape: str, args: argparse.Namespace, layout: Layout) -> Itera
         )
         with built_actor(SHAPES[shape], config, layout, torch.bfloat16) as actor:
             timing = time_steps(actor, samples, plan, warmup_steps=args.warmup_steps, timed_steps=args.timed_steps)
-        figures = timing.figures(architecture_of(SHAPES[shape]), samples, fp8=recipe != "off")
-        yield {"what": "bf16" if recipe == "off" else f"fp8 {recipe}"} | figures
+        of_it = figures(timing, architecture_of(SHAPES[shape]), samples, fp8=recipe != "off")
+        yield {"what": "bf16" if recipe == "off" else f"fp8 {recipe}"} | of_it
 
 
 def utilization(shape: str, args: argparse.Namespace, layout: Layout) -> Iterator[Row]:
@@ -105,15 +91,11 @@ def utilization(shape: str, args: argparse.Namespace, layout: Layout) -> Iterato
     cap = args.max_tokens_per_microbatch
     with built_actor(SHAPES[shape], config, layout, torch.bfloat16) as actor:
         for length in args.sequence_tokens:
-            count = args.microbatches * (cap // length)
-            prompt = length // 8
-            # the last token is only a target: length + 1 tokens are length inputs
-            lengths = Lengths(count, length + 1 - prompt, 0.0, length + 1 - prompt, (prompt, prompt))
-            samples = random_samples(lengths, architecture.vocab_size)
+            samples = equal_samples(architecture, length, args.microbatches, cap)
             plan = plan_microbatches(samples, layout=packing_layout(config, 1), max_tokens_per_microbatch=cap)
             timing = time_steps(actor, samples, plan, warmup_steps=args.warmup_steps, timed_steps=args.timed_steps)
-            figures = timing.figures(architecture, samples, fp8=False)
-            yield {"what": f"{count} x {length}", "microbatches": plan.num_microbatches} | figures
+            of_it = figures(timing, architecture, samples, fp8=False)
+            yield {"what": f"{len(samples)} x {length}", "microbatches": plan.num_microbatches} | of_it
 
 
 @dataclass(frozen=True, slots=True)

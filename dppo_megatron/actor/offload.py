@@ -10,7 +10,8 @@ order, which is that of verl, slime and NeMo-RL, a GPU never holds both the trai
 The weights leave when every rank has handed them over and before any server takes memory for its cache
 (`rollout/sync/weight_sync.py`); `loop.py` calls it, for `actor.offload`. It has not run on a GPU.
 
-Gradients are freed, not copied: the next step zeroes them anyway. Optimizer tensors point to a host copy while they are
+Gradients and Transformer Engine's 8-bit copies of weights are freed, not copied: the next step zeroes or makes them
+anyway. Optimizer tensors point to a host copy while they are
 away, so a checkpoint can be written from it. Weights keep their tensors, since the model's parameters are views of one
 buffer, and only release the storage. On CUDA the host copies are pinned, and kept for reuse. Copies are asynchronous,
 with one wait at the end: the allocator reuses freed memory in stream order.
@@ -62,6 +63,7 @@ class Offload:
         if "gradients" not in self._away:
             for buffer in self._buffers():
                 self._give_up(buffer.grad_data)
+            self._drop_fp8_copies()
             self._away.add("gradients")
         if optimizer is not None and "optimizer" not in self._away:
             for owner, name in self._optimizer_tensors(optimizer):
@@ -118,6 +120,13 @@ class Offload:
             if id(main) not in own and (main.untyped_storage()._cdata, "weights") in self._host:
                 self._borrowing.append((main, main.data))
                 main.data = self.host_view(main)
+
+    def _drop_fp8_copies(self) -> None:
+        """Free Transformer Engine's 8-bit copies of the weights, 2 bytes a parameter that it keeps for the next
+        micro-batch; a module without one makes it again in its next forward pass."""
+        for model in self._model:
+            for module in model.modules():
+                getattr(module, "_fp8_workspaces", {}).clear()
 
     def _mains(self, optimizer: Any) -> Iterator[Tensor]:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]) if optimizer is not None else ():

@@ -122,7 +122,7 @@ def _run(arguments: argparse.Namespace) -> int:
         config,
         architecture,
         site,
-        speeds_for(architecture, site, **{name: getattr(arguments, name) for name in _SPEEDS}),
+        speeds_for(architecture, **{name: getattr(arguments, name) for name in _SPEEDS}),
         completion_tokens=arguments.completion_tokens,
         prompt_tokens=arguments.prompt_tokens,
         methods=methods,
@@ -154,6 +154,7 @@ def _site(arguments: argparse.Namespace) -> Site:
         peak_flops=chip.peak_flops,
         host_memory=(arguments.host_memory or 1900) * GIB,
         engine_gpus=arguments.engine_gpus or 0,
+        bandwidth=chip.bandwidth,
     )
 
 

@@ -16,6 +16,8 @@ _TENSOR = ("--tensor-parallel-size", "-tp", "--tp-size", "--tp")
 _REPLICAS = ("--data-parallel-size", "-dp", "--dp-size", "--dp")
 _SHARE = ("--gpu-memory-utilization", "--mem-fraction-static")
 _CACHE = ("--kv-cache-dtype",)
+_QUANTIZATION = ("--quantization", "-q")
+_AT_A_TIME = ("--max-num-seqs", "--max-running-requests")
 DEFAULT_SHARE = 0.9
 """vLLM's and SGLang's own defaults lie at 0.85 to 0.92 by version and model; give it in rollout.servers.args."""
 _GROWTH = 1.5
@@ -42,6 +44,23 @@ class EnginePlan:
     """Bytes of one token's keys and values on one GPU."""
     longest: int
     """Tokens of the longest sequence."""
+    max_sequences: int
+    """Completions that a replica is given at a time."""
+    expert_weights: float = 0.0
+    """Bytes of experts, part of `weights`."""
+    expert_split: int = 1
+    """Over how many GPUs a mixture's experts are split; of a dense model `tensor`."""
+    bytes_each: int = 2
+    """Of a parameter that is not quantized."""
+    weights_fp8: bool = False
+    """Products run in 8 bits."""
+    behind_one: int = 1
+    """Replicas behind one server whose balancer chooses one for each completion (vLLM)."""
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model that generate."""
+        return max(1, self.gpus // self.tensor)
 
     @property
     def sequences(self) -> float:
@@ -61,7 +80,14 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
     named = [gpu for group in rollout.servers.gpus for gpu in group.split(",")]
     on_node = len(named) or rollout.servers.count * tensor * replicas
     launched = rollout.servers.launch == "local"
-    weights = whole_model(architecture) * each / tensor
+    fp8 = (_value(arguments, _QUANTIZATION) or "").startswith("fp8")
+    split = tensor * (replicas if architecture.experts and rollout.engine == "vllm" else 1)
+    # quantization leaves embedding and output layer as they are
+    ends = (1 if architecture.tied_embeddings else 2) * architecture.vocab_size * architecture.hidden_size
+    width, experts = 1 if fp8 else each, whole_model(architecture, experts=True)
+    of_experts = experts * width / split
+    weights = (ends * each + (whole_model(architecture, experts=False) - ends) * width) / tensor + of_experts
+    limit = rollout.limits.max_concurrent_sequences
     budget = share * site.gpu_memory
     return EnginePlan(
         kind=rollout.engine,
@@ -73,6 +99,12 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
         budget=budget,
         cache_per_token=cache_per_token(architecture, tensor, cached),
         longest=longest,
+        max_sequences=min(limit, int(_number(arguments, _AT_A_TIME, limit, "[1, 1e6]"))),
+        expert_weights=of_experts,
+        expert_split=split,
+        bytes_each=each,
+        weights_fp8=fp8,
+        behind_one=replicas if rollout.engine == "vllm" else 1,
     )
 
 
@@ -90,7 +122,8 @@ def _embedded(config: Config, architecture: Architecture, site: Site, longest: i
     weights = float(whole_model(architecture) * each)
     cache = _GROWTH * per_token * batch * longest
     logits = batch * architecture.vocab_size * (each + 8)  # and in float32, and their exponentials
-    return EnginePlan("hf", site.gpus, 1, True, weights, cache, weights + cache + logits, per_token, longest)
+    budget = weights + cache + logits
+    return EnginePlan("hf", site.gpus, 1, True, weights, cache, budget, per_token, longest, batch, bytes_each=each)
 
 
 def _value(arguments: Sequence[str], names: Sequence[str]) -> str | None:

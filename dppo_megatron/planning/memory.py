@@ -14,6 +14,7 @@ two rows hold no training state, and the log-probabilities hold weights only.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from dppo_megatron.config.evaluation import longest_sequence
@@ -42,7 +43,8 @@ from dppo_megatron.weights.pipeline import split_layers
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HOST = "optimizer on the host"
 PHASES = ("generate", "sync", "log-probs", "forward", "backward", "step", "checkpoint")
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "engine", "other")
+_FP8 = "fp8 copies"
+PARTS = ("weights", _FP8, "gradients", "optimizer", "activations", "logits", "engine", "other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,41 @@ def state_bytes(share: Share, degrees: Degrees, actor: ActorConfig, dtype: str) 
         for of_experts, ranks in sharing.items()
     )
     on_host, gradients = state * optimizer.cpu_offload, numel * _gradient_bytes(actor, dtype)
-    return {"weights": numel * (2 if half else 4), "gradients": gradients, "optimizer": state - on_host, _HOST: on_host}
+    parts = {"weights": numel * (2 if half else 4), "gradients": gradients, "optimizer": state - on_host}
+    if actor.fp8 != "off" and not actor.megatron.get("disable_parameter_transpose_cache", False):
+        # Transformer Engine keeps each weight by rows and by columns from an update's first micro-batch on
+        parts[_FP8] = 2 * sum(one.numel * one.count for one in share.tensors if one.is_linear)
+    return parts | {_HOST: on_host}
+
+
+def pinned(size: float) -> int:
+    """Bytes that torch takes for a pinned block: its CachingHostAllocator rounds up to a power of two.
+
+    Example: 5 GiB take 8.
+    """
+    return 1 << max(0, math.ceil(size) - 1).bit_length()
+
+
+def host_copies(share: Share, degrees: Degrees, actor: ActorConfig, dtype: str) -> dict[str, float]:
+    """Pinned bytes for a rank's optimizer state and weights while servers have the GPU (`actor/offload.py`): a block
+    for each piece of a parameter that the rank updates and each of its states, and one for each buffer of weights."""
+    optimizer, half = actor.optimizer, dtype == "bfloat16"
+    kinds = [_BYTES[optimizer.moments]] * 2 + ([_BYTES[optimizer.main_parameters]] if half else [])
+    found = {"optimizer": 0.0, "weights": 0.0}
+    for of_experts, ranks in {True: degrees.sharing_expert_state, False: degrees.sharing_state}.items():
+        tensors = [one for one in share.tensors if one.is_expert == of_experts]
+        own = float(sum(one.numel * one.count for one in tensors))
+        if optimizer.distributed:
+            own /= ranks
+            found["weights"] += pinned(share.count(experts=of_experts, padded_to=64) * (2 if half else 4)) if own else 0
+        for one in tensors:
+            piece = min(one.numel, max(own, 1.0))
+            pieces = one.numel * one.count / (ranks if optimizer.distributed else 1) / piece
+            found["optimizer"] += pieces * sum(pinned(piece * each) for each in kinds)
+            if not optimizer.distributed:
+                found["weights"] += one.count * pinned(one.numel * (2 if half else 4))
+    on_gpu = 1.0 - optimizer.cpu_offload
+    return found | {"optimizer": found["optimizer"] * on_gpu}
 
 
 def _gradient_bytes(actor: ActorConfig, dtype: str) -> int:
@@ -136,7 +172,8 @@ def _gradient_bytes(actor: ActorConfig, dtype: str) -> int:
 def leaves_for_servers(config: Config) -> tuple[str, ...]:
     """The parts of the training state that are not on the GPU while colocated servers hold it."""
     how = config.actor.offload if config.rollout.servers.colocate else "none"
-    return {"none": (), "optimizer": ("gradients", "optimizer")}.get(how, ("gradients", "optimizer", "weights"))
+    first = ("gradients", "optimizer", _FP8)
+    return {"none": (), "optimizer": first}.get(how, (*first, "weights"))
 
 
 class _Stage:
@@ -158,6 +195,7 @@ class _Stage:
         whole = state_bytes(self._share, degrees, config.actor, config.model.dtype)
         self.state = {part: size for part, size in whole.items() if part != _HOST}
         self.on_host = whole[_HOST]
+        self.pinned = host_copies(self._share, degrees, config.actor, config.model.dtype)
         kernels: Kernels = "local" if config.actor.layer_spec == "local" else "te"
         packs = config.packing.mode != "none"
         self._pass = Pass(
@@ -176,12 +214,13 @@ class _Stage:
         away = leaves_for_servers(self._config)
         stays = {part: size for part, size in state.items() if part not in away}
         scores = {"weights": state["weights"]} | {p: s for p, s in stays.items() if p != "weights"}
+        forth = scores | {part: size for part, size in state.items() if part == _FP8}
         kept, layer, head = self._kept(), self._layer(), self._head
         forward, backward = head(backward=False), head(backward=True)
         rows = [
             ("generate", stays | {"engine": self._generating(), "other": CONTEXT_BYTES}),
             ("sync", scores | {"engine": self._holding_weights(), "other": CONTEXT_BYTES + self._buckets()}),
-            ("log-probs", scores | self._working(0.0, layer[0], forward) | asleep),
+            ("log-probs", forth | self._working(0.0, layer[0], forward) | asleep),
             ("forward", state | self._working(kept, layer[0], forward) | asleep),
             ("backward", state | self._working(kept, layer[1], backward) | asleep),
             ("step", state | {"other": CONTEXT_BYTES + self._main_gradients()} | asleep),
@@ -249,10 +288,10 @@ def _host(config: Config, site: Site, engine: EnginePlan, stage: _Stage) -> tupl
     always: dict[str, float] = {"processes": (ranks + servers) * PROCESS_HOST_BYTES}
     if config.objective.kl.coef > 0:
         always["reference policy"] = ranks * state["weights"]
-    moved = stage.on_host + (state["optimizer"] if "optimizer" in away else 0.0)
+    moved = stage.on_host + (stage.pinned["optimizer"] if "optimizer" in away else 0.0)
     if moved:
         always[_HOST] = ranks * moved
     if "weights" in away:
-        always["weights on the host"] = ranks * state["weights"]
+        always["weights on the host"] = ranks * stage.pinned["weights"]
     written = {"copies for the checkpoint": ranks * (state["weights"] + state["optimizer"] + stage.on_host)}
     return tuple(Phase(name, always | (written if name == "checkpoint" else {})) for name in PHASES)

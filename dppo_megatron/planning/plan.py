@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.data import longest_prompt_tokens
 from dppo_megatron.config.schema import Config
-from dppo_megatron.planning.advice import Advice, advise
+from dppo_megatron.planning.advice import Advice, Faster, advise, advise_speed
+from dppo_megatron.planning.lengths import Lengths, capped
 from dppo_megatron.planning.memory import MemoryPlan, Phase, plan_memory
 from dppo_megatron.planning.savings import predict
 from dppo_megatron.planning.shares import active_parameters, whole_model
 from dppo_megatron.planning.site import GIB, Site
-from dppo_megatron.planning.timing import Lengths, Speeds, Timing, plan_timing
+from dppo_megatron.planning.timing import Speeds, Timing, plan_timing
 from dppo_megatron.simulate import Prediction
 from dppo_megatron.trace import Trace
 from dppo_megatron.types import UserError, Watch, unwatched
@@ -21,6 +24,9 @@ from dppo_megatron.weights.architecture import Architecture
 
 _PROMPT_TOKENS = 150
 """Of a problem of mathematics in a chat template. An assumption."""
+
+SKIPPED = (0.15, 0.3, 0.5)
+"""Shares of prompts for which a plan says what skipping them saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,7 @@ class Plan:
     speeds: Speeds
     predictions: tuple[Prediction, ...]
     advice: tuple[Advice, ...]
+    faster: tuple[Faster, ...]
     has_trace: bool
 
     @property
@@ -74,9 +81,16 @@ class Plan:
             "host": {p.name: p.parts | {"total": p.total} for p in self.memory.host},
             "largest": self.memory.largest.name,
             "advice": {one.change: one.total for one in self.advice},
+            "faster": {one.change: {"step_s": one.step_s, "total": one.total} for one in self.faster},
             "seconds": None if timing is None else timing.seconds | {"step": timing.step_s},
+            "skipping_saves": None if timing is None else _saved(timing),
             "methods": {p.method: {"step_s": p.step_s, "label": p.label} for p in self.predictions},
         }
+
+
+def _saved(timing: Timing) -> dict[str, float]:
+    """Share of the seconds of generation by the share of prompts that is skipped."""
+    return {str(share): timing.rollout.saved(timing.tokens_generated, share) for share in SKIPPED}
 
 
 def most(phase: Phase) -> str:
@@ -123,9 +137,14 @@ def make_plan(
         completion_tokens = min(float(sum(recorded) / len(recorded)), limit)
     if prompt_tokens is None:
         prompt_tokens = min(_PROMPT_TOKENS, longest_prompt)
-    lengths = Lengths(prompt_tokens, completion_tokens)
+    size = config.rollout.completions_per_prompt
+    lengths = Lengths.assumed(prompt_tokens, completion_tokens, limit, size)
+    if trace:
+        drawn = capped(np.concatenate([step.rollouts.lengths for step in trace.steps]), completion_tokens, limit)
+        lengths = Lengths(prompt_tokens, completion_tokens, drawn)
     memory = plan_memory(config, architecture, site, lengths.sequence)
     timing = plan_timing(config, architecture, site, memory.engine, lengths, speeds)
+    faster = advise_speed(config, architecture, site, lengths, speeds, timing) if timing else []
     predictions = predict(config, timing, lengths, methods, trace, watch) if methods and timing else []
     return Plan(
         parameters=whole_model(architecture),
@@ -137,5 +156,6 @@ def make_plan(
         speeds=speeds,
         predictions=tuple(predictions),
         advice=tuple(advise(config, architecture, site, lengths.sequence)),
+        faster=tuple(faster),
         has_trace=trace is not None,
     )

@@ -13,7 +13,8 @@ import numpy as np
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import planned_prompts
-from dppo_megatron.planning.timing import Lengths, Timing
+from dppo_megatron.planning.lengths import SPREAD, Lengths, capped
+from dppo_megatron.planning.timing import Timing
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts
 from dppo_megatron.simulate import CostModel, Prediction, simulate
@@ -23,8 +24,6 @@ from dppo_megatron.types import Watch, unwatched
 _STEPS = 32
 _PROMPTS = 64
 """Of a replayed step: enough for the averages, and a large batch would only take longer."""
-_SPREAD = 0.6
-"""Sigma of the logarithm of lengths."""
 
 
 def predict(
@@ -39,15 +38,12 @@ def predict(
     if trace is None:
         trace = made_up_trace(config, lengths)
     tokens = float(np.mean([step.rollouts.lengths.sum() for step in trace.steps]))
-    seconds, scale = timing.seconds, timing.tokens_generated / tokens
-    # a replayed step has fewer tokens than a real one: each stands for `scale` of them
+    seconds, scale = timing.seconds, tokens / timing.tokens_generated
+    # a replayed step has fewer tokens than a real one: each stands for 1 / `scale` of them
     update_s = seconds["log-probs"] + seconds["update"]
     fixed_s = seconds["sync"] + seconds["checkpoint"] + seconds["other"]
-    costs = CostModel(
-        seconds["generate"] * scale / timing.tokens_generated * 1000,
-        update_s * scale / timing.tokens_trained * 1000,
-        fixed_s,
-    )
+    update_s_per_1k = update_s / scale / timing.tokens_trained * 1000
+    costs = CostModel(timing.rollout.scaled(scale), update_s_per_1k, fixed_s, timing.overlaps)
     return [simulate(trace, method, costs, watch) for method in methods]
 
 
@@ -61,14 +57,14 @@ def made_up_trace(config: Config, lengths: Lengths) -> Trace:
     num_prompts = 4 * planned
     random = generator(0, "plan")
     solved = random.beta(0.5, 0.5, num_prompts)
-    usual = random.lognormal(0.0, _SPREAD, num_prompts)
+    usual = random.lognormal(0.0, SPREAD, num_prompts)
     limit = small.rollout.sampling.max_completion_tokens
     steps = []
     for step in range(_STEPS):
         prompts = random.permutation(num_prompts)[:planned]
         rewards = (random.random((planned, size)) < solved[prompts, None]).astype(np.float64)
-        drawn = usual[prompts, None] * random.lognormal(0.0, _SPREAD, (planned, size))
-        tokens = np.clip(drawn / np.exp(_SPREAD**2) * lengths.completion, 1, limit).astype(np.int64)
+        drawn = usual[prompts, None] * random.lognormal(0.0, SPREAD, (planned, size))
+        tokens = capped(drawn, lengths.completion, limit)
         rollouts = Rollouts(rewards, tokens, np.sqrt(tokens.astype(np.float64)))
         kept = np.ones(planned * size, dtype=np.bool_)
         steps.append(TracedStep(step, prompts, rollouts, kept, {"rollout": 1.0, "update": 1.0, "other": 0.0}))

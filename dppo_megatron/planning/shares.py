@@ -69,6 +69,8 @@ class Tensors:
     """Elements of each."""
     count: int
     is_expert: bool
+    is_linear: bool = False
+    """The weight of a product in a layer, which FP8 runs in 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +95,9 @@ def share_of(architecture: Architecture, degrees: Degrees, stage: int, layers: i
     return Share(tuple(_tensors(architecture, degrees, stage, layers)))
 
 
-def whole_model(architecture: Architecture) -> int:
-    """All parameters, a tied output layer counted once."""
-    return share_of(architecture, Degrees(1, 1, 1, 1, 1, 1, 1, False), 0).count()
+def whole_model(architecture: Architecture, *, experts: bool | None = None) -> int:
+    """All parameters, or only (no) experts, a tied output layer counted once."""
+    return share_of(architecture, Degrees(1, 1, 1, 1, 1, 1, 1, False), 0).count(experts=experts)
 
 
 def active_parameters(architecture: Architecture) -> int:
@@ -128,9 +130,10 @@ def _tensors(architecture: Architecture, degrees: Degrees, stage: int, layers: i
             if last:  # the final norm
                 yield Tensors(numel, 1, False)
         elif axes == 1:
-            yield Tensors(-(-numel // split), layers, False)
+            is_linear = len(full_shape(key, architecture)) > 1 and not key.endswith(_ON_EVERY_RANK)
+            yield Tensors(-(-numel // split), layers, False, is_linear)
         else:
-            yield Tensors(numel // degrees.expert_tensor, layers * experts, True)
+            yield Tensors(numel // degrees.expert_tensor, layers * experts, True, True)
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -32,15 +32,17 @@ class Chip:
     """What programs see; less than the name says."""
     peak_flops: float
     """Dense bfloat16, NVIDIA's data sheets."""
+    bandwidth: float
+    """Bytes per second of its memory, NVIDIA's data sheets."""
     capability: tuple[int, int]
     """CUDA's name for what it can do."""
 
 
 CHIPS = {
-    "h100": Chip(79.1 * GIB, 989e12, (9, 0)),  # out-of-memory messages of torch: "a total capacity of 79.10 GiB"
-    "h200": Chip(139.8 * GIB, 989e12, (9, 0)),
-    "a100": Chip(79.1 * GIB, 312e12, (8, 0)),
-    "b200": Chip(178.0 * GIB, 2250e12, (10, 0)),
+    "h100": Chip(79.1 * GIB, 989e12, 3.35e12, (9, 0)),  # torch: "a total capacity of 79.10 GiB"
+    "h200": Chip(139.8 * GIB, 989e12, 4.8e12, (9, 0)),
+    "a100": Chip(79.1 * GIB, 312e12, 2.039e12, (8, 0)),
+    "b200": Chip(178.0 * GIB, 2250e12, 8e12, (10, 0)),
 }
 
 
@@ -58,6 +60,8 @@ class Site:
     """Bytes of one node."""
     engine_gpus: int = 0
     """GPUs behind `rollout.servers.endpoints`; 0: not known."""
+    bandwidth: float = CHIPS["h100"].bandwidth
+    """Bytes per second of a GPU's memory."""
 
     @property
     def nodes(self) -> int:

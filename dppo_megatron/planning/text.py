@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from dppo_megatron.planning.memory import PARTS, Phase
-from dppo_megatron.planning.plan import Plan, most
+from dppo_megatron.planning.plan import SKIPPED, Plan, most
+from dppo_megatron.planning.roofline import ROOFLINE
 from dppo_megatron.planning.site import CONTEXT_BYTES, ENGINE_WORK_BYTES, GIB, SLEEPING_BYTES
 from dppo_megatron.simulate import like_for_like
 
@@ -32,11 +33,12 @@ def lines(plan: Plan, name: str) -> list[str]:
 
 def _gpu(plan: Plan) -> Iterator[str]:
     yield ""
-    yield f"{'GiB of a GPU':<14}" + "".join(f"{part:>12}" for part in PARTS) + f"{'total':>9}{'a node':>9}"
+    parts = [part for part in PARTS if part != "fp8 copies" or any(part in p.parts for p in plan.memory.phases)]
+    yield f"{'GiB of a GPU':<14}" + "".join(f"{part:>12}" for part in parts) + f"{'total':>9}{'a node':>9}"
     for phase, node in zip(plan.memory.phases, plan.memory.host, strict=True):
         over = "  <- does not fit" if phase.total > plan.site.gpu_memory else ""
         stage = f"  (stage {phase.stage})" if any(p.stage for p in plan.memory.phases) else ""
-        cells = "".join(f"{_gib(phase, part):>12}" for part in PARTS)
+        cells = "".join(f"{_gib(phase, part):>12}" for part in parts)
         yield f"{phase.name:<14}{cells}{phase.total / GIB:>9.1f}{node.total / GIB:>9.0f}{stage}{over}"
     largest = plan.memory.largest
     yield f"largest: {largest.name}, {largest.total / GIB:.1f} GiB, most of it {most(largest)}"
@@ -81,6 +83,11 @@ def _seconds(plan: Plan) -> Iterator[str]:
         f"seconds of a step without pruning, {plan.lengths.completion:.0f} tokens a completion:"
         f" {timing.step_s:.0f} ({parts})"
     )
+    saved = ", ".join(f"{timing.rollout.saved(timing.tokens_generated, share):.0%}" for share in SKIPPED)
+    skipped = ", ".join(f"{share:.0%}" for share in SKIPPED)
+    yield f"  skipping {skipped} of the prompts saves {saved} of generation: what is left waits for its longest"
+    for one in plan.faster[:_ADVICE]:
+        yield f"  {one.change}: {timing.step_s - one.step_s:.0f} s faster a step, and {one.total / GIB:.1f} GiB at most"
 
 
 def _savings(plan: Plan) -> Iterator[str]:
@@ -99,7 +106,9 @@ def _assumed(plan: Plan) -> Iterator[str]:
     yield ""
     units = {"decode": "tokens/s a GPU", "sync_gb_per_s": "GB/s", "save_gb_per_s": "GB/s", "other_s": "s"}
     for item in fields(plan.speeds):
-        speed = getattr(plan.speeds, item.name)
+        if (speed := getattr(plan.speeds, item.name)) is None:
+            yield ROOFLINE
+            continue
         what = item.name.partition("_")[0]
         yield f"{what} {speed.value:g} {units.get(item.name, '')}: {speed.source}".replace(" : ", ": ")
     yield (

@@ -1,29 +1,38 @@
-"""Seconds of a step from speeds that were measured, published or assumed.
+"""Seconds of a step from data sheets, and from efficiencies that were fitted, published or assumed.
 
-generate     tokens to generate / (decode speed x GPUs that generate)
+generate     the roofline's (`planning/roofline.py`), or tokens / (a given speed x GPUs that generate)
 log-probs    a third of an update's FLOPs for each pass
-update       useful FLOPs / (peak x MFU x GPUs), x 4/3 under full recomputation, x the pipeline's bubble
+update       useful FLOPs / (peak x MFU x GPUs), x 4/3 under full recomputation, and what tensor parallelism sends,
+             x the pipeline's bubble
 sync         bytes of the model / sync speed
 checkpoint   bytes of the model and its optimizer / write speed, spread over the steps between two
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from dppo_megatron.config.objective import needs_old_logprobs
 from dppo_megatron.config.schema import Config
-from dppo_megatron.cost import cost_model
+from dppo_megatron.cost import RolloutCost, cost_model
 from dppo_megatron.planning.engine import EnginePlan
+from dppo_megatron.planning.lengths import Lengths
 from dppo_megatron.planning.memory import microbatches
+from dppo_megatron.planning.roofline import LINK_BYTES_S, replica_of, rollout_cost
 from dppo_megatron.planning.shares import Degrees, whole_model
 from dppo_megatron.planning.site import Site
 from dppo_megatron.weights.architecture import Architecture
 
-_NEMO = "derived from NeMo RL 0.4's published step times at our MFU"
+_FITTED = "fitted to NeMo RL 0.5's published steps (docs/plan.md)"
+_FP8 = 1.2
+"""Updates in FP8 are faster by this. NVIDIA reports steps 15 to 25 % shorter with all of training and rollout in it."""
+_SENT = {"none": 10, "selective": 10, "full": 14}
+"""Times that a layer sends the hidden state over tensor parallelism in an update, by `actor.recompute`: four in a
+forward pass (gather and scatter around attention and around the feed-forward layer), six in a backward pass, which
+gathers the inputs once more."""
+_SENT_FORWARD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,59 +47,28 @@ class Speed:
 class Speeds:
     """All of them."""
 
-    decode: Speed
-    """Tokens per second that one GPU generates, over a whole rollout, its slow end included."""
+    decode: Speed | None
+    """Tokens per second that one GPU generates, over a whole rollout, its slow end included. None: the roofline's."""
     mfu: Speed
-    """Useful FLOPs of an update over the chip's peak, without recomputation."""
+    """Useful FLOPs of an update over the chip's peak, without recomputation and without what tensor parallelism
+    sends."""
     sync_gb_per_s: Speed
     save_gb_per_s: Speed
     other_s: Speed
-    """A step's grading, selection and packing."""
+    """A step's grading, selection and packing, and moving what sleeps off the GPU and back."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    parameters: float
-    is_mixture: bool
-    decode: float
-    what: str
-
-
-_DECODE = (
-    _Row(8.0e9, False, 1800.0, "Llama-3.1-8B on 16 H100, 97.7 s"),
-    _Row(32.8e9, False, 950.0, "Qwen3-32B on 32 H100, 393 s"),
-    _Row(30.5e9, True, 1050.0, "Qwen3-30B-A3B on 32 H100, 225 s"),
-)
-"""docs/plan.md has the arithmetic. A model takes the row whose size is nearest; a smaller one is faster than that."""
-
-
-def speeds_for(architecture: Architecture, site: Site, **given: float | None) -> Speeds:
-    """The table's speeds, and those of `given` in their place (None: the table's)."""
-    mixture = architecture.experts is not None
-    rows = [row for row in _DECODE if row.is_mixture == mixture]
-    size = whole_model(architecture)
-    row = min(rows, key=lambda row: abs(math.log(row.parameters / size)))
-    found = {
-        "decode": Speed(row.decode, f"{_NEMO}: {row.what}"),
-        "mfu": Speed(0.25 if mixture else 0.40, "assumed; `benchmarks/gpu/train_step.py mfu` measures yours"),
+def speeds_for(architecture: Architecture, **given: float | None) -> Speeds:
+    """The usual speeds, and those of `given` in their place (None: the usual one)."""
+    found: dict[str, Speed | None] = {
+        "decode": None,
+        "mfu": Speed(0.12 if architecture.experts else 0.50, _FITTED + "; `benchmarks/gpu/train_step.py mfu` measures"),
         "sync_gb_per_s": Speed(8.0, "published for verl with NCCL, 30B to 30 receivers (8.25 GB/s)"),
         "save_gb_per_s": Speed(2.0, "assumed, for all ranks together"),
-        "other_s": Speed(5.0, "assumed"),
+        "other_s": Speed(8.0, _FITTED),
     }
-    return Speeds(**found | {name: Speed(value, "given") for name, value in given.items() if value is not None})
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Mean tokens of a prompt and of a completion."""
-
-    prompt: float
-    completion: float
-
-    @property
-    def sequence(self) -> float:
-        """Both."""
-        return self.prompt + self.completion
+    found |= {name: Speed(value, "given") for name, value in given.items() if value is not None}
+    return Speeds(**found)  # type: ignore[arg-type]  # only decode may be None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +79,8 @@ class Timing:
     """By phase; those of `checkpoint` are its share of a step."""
     tokens_generated: float
     tokens_trained: float
+    rollout: RolloutCost
+    """Seconds of a round of generation by its tokens, whose value at `tokens_generated` is that of `generate`."""
     overlaps: bool
     """Generation runs during the update (async_steps=1)."""
 
@@ -114,29 +94,78 @@ class Timing:
 
 
 def plan_timing(
-    config: Config, architecture: Architecture, site: Site, engine: EnginePlan, lengths: Lengths, speeds: Speeds
+    config: Config,
+    architecture: Architecture,
+    site: Site,
+    engine: EnginePlan,
+    lengths: Lengths,
+    speeds: Speeds,
+    cost: RolloutCost | None = None,
 ) -> Timing | None:
-    """Seconds of every phase; None where the number of generating GPUs is not known."""
+    """Seconds of every phase; None where the number of generating GPUs is not known.
+
+    Args:
+        cost: of a round of generation; None: it is computed.
+    """
     if not engine.gpus:
         return None
     rollout, degrees = config.rollout, Degrees.of(config.actor.layout, site.gpus)
     sequences = rollout.prompts_per_step * rollout.completions_per_prompt
-    flops = float(cost_model(architecture).of(np.array([lengths.sequence]))[0]) * sequences
-    pace = site.peak_flops * speeds.mfu.value * site.gpus
-    count = microbatches(config, degrees, lengths.sequence)
-    bubble = 1 + (degrees.pipeline - 1) / (count * degrees.virtual)
-    again = 4 / 3 if config.actor.recompute == "full" else 1.0
+    generated = sequences * lengths.completion
+    if cost is not None:
+        pass
+    elif speeds.decode is not None:
+        cost = RolloutCost.proportional(1000 / (speeds.decode.value * engine.gpus))
+    else:
+        replica = replica_of(architecture, site, engine)
+        cost = rollout_cost(replica, engine.replicas, lengths, rollout.prompts_per_step)
+    forward_s, update_s = _training_s(config, architecture, site, degrees, lengths, speeds)
     passes = int(needs_old_logprobs(config.objective)) + int(config.objective.kl.coef > 0)
     parameters = whole_model(architecture)
     each = 2 if config.model.dtype == "bfloat16" else 4
     every = config.checkpoint.every_steps
     seconds = {
-        "generate": sequences * lengths.completion / (speeds.decode.value * engine.gpus),
-        "log-probs": passes * flops / 3 / pace * bubble,
-        "update": flops * again / pace * bubble,
+        "generate": cost.of(generated),
+        "log-probs": passes * forward_s,
+        "update": update_s,
         "sync": parameters * each / (speeds.sync_gb_per_s.value * 1e9),
         "checkpoint": parameters * 14 / (speeds.save_gb_per_s.value * 1e9) / every if every else 0.0,
         "other": speeds.other_s.value,
     }
-    overlaps = config.rollout.async_steps > 0
-    return Timing(seconds, sequences * lengths.completion, sequences * lengths.completion, overlaps)
+    return Timing(seconds, generated, generated, cost, config.rollout.async_steps > 0)
+
+
+def _training_s(
+    config: Config, architecture: Architecture, site: Site, degrees: Degrees, lengths: Lengths, speeds: Speeds
+) -> tuple[float, float]:
+    """Seconds of one forward pass over a step's sequences, and of its updates."""
+    sequences = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
+    flops = float(cost_model(architecture).of(np.array([lengths.sequence]))[0]) * sequences
+    computing = flops / (site.peak_flops * speeds.mfu.value * (_FP8 if config.actor.fp8 != "off" else 1.0) * site.gpus)
+    tokens = sequences * lengths.sequence / (degrees.data * degrees.context)
+    layers, split = architecture.num_layers / degrees.pipeline, (degrees.tensor - 1) / degrees.tensor
+    sending = tokens * layers * architecture.hidden_size * 2 * split / LINK_BYTES_S
+    count = microbatches(config, degrees, lengths.sequence)
+    bubble = 1 + (degrees.pipeline - 1) / (count * degrees.virtual)
+    forward_s = computing / 3 + _SENT_FORWARD * sending
+    again = _recomputed(config, architecture, lengths)
+    update_s = computing + again * computing / 3 + _SENT[config.actor.recompute] * sending
+    return forward_s * bubble, update_s * bubble
+
+
+def _recomputed(config: Config, architecture: Architecture, lengths: Lengths) -> float:
+    """Share of a forward pass's FLOPs that a backward pass repeats. Norms and activations count as nothing."""
+    actor, experts = config.actor, architecture.experts
+    if actor.recompute != "selective":
+        return 1.0 if actor.recompute == "full" else 0.0
+    cost, tokens = cost_model(architecture), lengths.sequence
+    width = experts.ffn_size * experts.per_token if experts else architecture.ffn_size
+    parts = {
+        "core_attn": cost.quadratic * lengths.sequence**2,
+        ("moe" if experts else "mlp"): 18.0
+        * architecture.num_layers
+        * architecture.hidden_size
+        * width
+        * lengths.sequence,
+    }
+    return sum(parts.get(name, 0.0) for name in actor.recompute_modules) / float(cost.of(np.array([tokens]))[0])

@@ -7,7 +7,7 @@ step, so that loop is closed through a scale on the rate: quick to fall, slow to
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ NOISE_REFERENCE_STEPS = 4
 """So many unpruned steps with a gradient must a `max_noise_ratio` have to compare with before anything is pruned."""
 _FALL, _RISE, _SMALLEST = 0.7, 0.02, 0.01
 _COST_DECAY = _NOISE_DECAY = 0.9
+_FLOOR_FADE, _FLOOR_STEPS, _FLOOR_ERRORS, _LARGEST_FLOOR = 0.98, 8.0, 2.0, 0.9
 
 
 @dataclass(slots=True)
@@ -64,6 +65,31 @@ class NoiseReference:
             self.mean, self.steps = float(state), [0] * NOISE_REFERENCE_STEPS if state else []
 
 
+def floor_share(sums: Sequence[float]) -> float:
+    """Share of full seconds that remains however little is kept, from sums of 1, x, y, x^2, xy and y^2 over steps: y
+    seconds, x the kept share. In [0, 0.9], and 0 unless steps differ enough to tell.
+
+    A rollout waits for its longest completions, so seconds do not fall to nothing with their tokens. The intercept of a
+    straight line, drawn to 0 by as much as it may be chance: steps of equal size say nothing about it.
+
+    Example: steps that kept all took 10 s and those that kept half 8: the line's intercept is 6 s, the share 0.6.
+    """
+    count, x, y, xx, xy, yy = sums
+    if count < _FLOOR_STEPS:
+        return 0.0
+    spread, along = xx - x * x / count, xy - x * y / count
+    if spread <= 1e-9 * xx:
+        return 0.0
+    slope = along / spread
+    intercept = (y - slope * x) / count
+    left = max(yy - y * y / count - slope * along, 0.0) / (count - 2)
+    error = _FLOOR_ERRORS * math.sqrt(left * xx / (count * spread))
+    if intercept <= error or slope <= 0:  # seconds that fall with what is kept are not this line's
+        return 0.0
+    trust = 1.0 - (error / intercept) ** 2
+    return min(trust * intercept / (intercept + slope), _LARGEST_FLOOR)
+
+
 @dataclass(slots=True)
 class RateControl:
     """State of both loops."""
@@ -72,6 +98,8 @@ class RateControl:
     """Factor on the configured rate, in [0, 1]."""
     cost_ratio: float = 0.0
     """Running mean of fixed over variable seconds at full batch; 0 before the first measurement."""
+    seconds: list[float] = field(default_factory=lambda: [0.0] * 6)
+    """Fading sums for `floor_share`."""
 
     @property
     def note(self) -> str:
@@ -96,11 +124,20 @@ class RateControl:
             f" max_noise_ratio = {max_noise_ratio:g}; rate scaled by {self.rate_scale:.2f} (was {before:.2f})"
         )
 
-    def observe_cost(self, fixed_s: float, variable_s: float, kept_cost: float) -> None:
-        """Seconds of a step that pruning saves nothing of, and those of the rest, of which it had kept `kept_cost`."""
+    def observe_cost(self, fixed_s: float, variable_s: float, kept_cost: float, *, has_floor: bool = False) -> None:
+        """Seconds of a step that pruning saves nothing of, and those of the rest, of which it had kept `kept_cost`.
+
+        has_floor: the rest is not proportional to what is kept; the part that is not, as measured, counts as fixed.
+        """
         if variable_s <= 0 or fixed_s < 0 or kept_cost <= 0:
             return
-        ratio = fixed_s / (variable_s / kept_cost)
+        floor = 0.0
+        if has_floor:
+            seen = (1.0, kept_cost, variable_s, kept_cost**2, kept_cost * variable_s, variable_s**2)
+            self.seconds = [_FLOOR_FADE * old + new for old, new in zip(self.seconds, seen, strict=True)]
+            floor = floor_share(self.seconds)
+        full = variable_s / (floor + (1.0 - floor) * kept_cost)
+        ratio = (fixed_s + floor * full) / ((1.0 - floor) * full)
         self.cost_ratio = ratio if self.cost_ratio == 0 else _COST_DECAY * self.cost_ratio + (1 - _COST_DECAY) * ratio
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,7 +145,9 @@ class RateControl:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore; raises ValueError on other keys."""
-        check_state(dict(state), set(asdict(self)), "the rate control")
+        """Restore, also of a checkpoint from before there was a floor; raises ValueError on other keys."""
+        state = {"seconds": [0.0] * 6} | dict(state)
+        check_state(state, set(asdict(self)), "the rate control")
         self.rate_scale = float(state["rate_scale"])
         self.cost_ratio = float(state["cost_ratio"])
+        self.seconds = [float(each) for each in state["seconds"]]

@@ -87,8 +87,8 @@ class DppoPromptPolicy(PromptPolicyBase):
         return config.score == "beta"
 
     def feedback(self, cost: StepCost) -> list[str]:
-        """Skipping a prompt saves its rollout and its update; the rest of a step is its fixed cost."""
-        self.control.observe_cost(cost.other_s, cost.rollout_s + cost.update_s, cost.kept_cost)
+        """Skipping a prompt saves its update and its part of the rollout; the rest of a step is its fixed cost."""
+        self.control.observe_cost(cost.other_s, cost.rollout_s + cost.update_s, cost.kept_cost, has_floor=True)
         said, self._said = self._said, ""
         noisy = self.control.observe_noise(cost, self.config.max_noise_ratio, "pruning.prompt")
         return [line for line in (said, noisy) if line]

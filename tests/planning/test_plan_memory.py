@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.launch import run_ranks
 from support.live_bytes import LiveBytes
 from support.random_shapes import Drawn, draw
@@ -18,7 +20,7 @@ from dppo_megatron.actor.attention import PackedSequences
 from dppo_megatron.actor.logprobs import Projection, TorchSoftmax, chunked_logprobs
 from dppo_megatron.config.schema import ActorConfig
 from dppo_megatron.planning.activations import Pass, head_bytes, layer_kept
-from dppo_megatron.planning.memory import state_bytes
+from dppo_megatron.planning.memory import host_copies, pinned, state_bytes
 from dppo_megatron.planning.shares import Degrees, share_of
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.pipeline import FIRST, LAYOUT, split_layers
@@ -39,6 +41,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 # ------------------------------------------------------------------------------------------------ training state
 
 
+def _rounded_by_torch(size: int) -> int:
+    """What torch 2.13 takes for a pinned block (CachingHostAllocator.h: `PowerOf2Ceil` up to a threshold that is
+    unlimited by default), found by doubling."""
+    block = 1
+    while block < size:
+        block *= 2
+    return block
+
+
 def _state(path: Path, parallel: Parallel) -> dict[str, int]:
     """Bytes of the parts after an optimizer step, each storage once."""
     actor = build_actor(path, parallel)
@@ -53,13 +64,20 @@ def _state(path: Path, parallel: Parallel) -> dict[str, int]:
     for owner, name in actor._memory._optimizer_tensors(actor._optimizer):
         tensor = owner.data if name == "data" else owner[name]
         optimizer[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-    return {
+    measured = {
         "weights": sum(weights.values()),
         "gradients": sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers),
         "optimizer": sum(optimizer.values()),
         "count": sum(p.numel() for p in actor._parameters()),
         "stage": actor.layout.rank if parallel.pp > 1 else 0,
+        "pinned weights": 0,
+        "pinned optimizer": 0,
     }
+    actor.offload(weights=True)
+    for (_, name), host in actor._memory._host.items():
+        part = "pinned weights" if name == "weights" else "pinned optimizer"
+        measured[part] += _rounded_by_torch(host.untyped_storage().nbytes())
+    return measured
 
 
 @pytest.mark.parametrize(
@@ -92,6 +110,32 @@ def test_training_state(models: dict[str, Path], family: str, parallel: Parallel
         planned = state_bytes(share, degrees, actor, str(parallel.dtype).removeprefix("torch."))
         for part in ("weights", "gradients", "optimizer"):
             assert planned[part] == pytest.approx(measured[part], rel=0.01), part
+        blocks = host_copies(share, degrees, actor, str(parallel.dtype).removeprefix("torch."))
+        assert blocks["weights"] == measured["pinned weights"] >= measured["weights"]
+        # a parameter that is cut between two ranks is two blocks, which the plan takes for one
+        assert blocks["optimizer"] == pytest.approx(measured["pinned optimizer"], rel=0.1)
+
+
+@given(st.integers(1, 1 << 40))
+def test_a_pinned_block(size: int) -> None:
+    """torch's rule."""
+    assert pinned(size) == _rounded_by_torch(size)
+
+
+def test_fp8_copies(models: dict[str, Path]) -> None:
+    """Two bytes for each weight that a layer multiplies by, on a rank: no embedding, output layer, norm or router. None
+    if Transformer Engine is told to keep none."""
+    architecture = read_architecture(models["qwen3_moe"])
+    degrees, actor = Degrees(4, 2, 1, 1, 1, 2, 1, True), ActorConfig(fp8="blockwise")
+    share, experts = share_of(architecture, degrees, 0), architecture.experts
+    assert experts is not None
+    heads = (2 * architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
+    attention = architecture.hidden_size * heads // degrees.tensor
+    of_experts = 3 * architecture.hidden_size * experts.ffn_size * experts.count // degrees.expert
+    copies = state_bytes(share, degrees, actor, "bfloat16")["fp8 copies"]
+    assert copies == 2 * architecture.num_layers * (attention + of_experts)
+    actor.megatron["disable_parameter_transpose_cache"] = True
+    assert "fp8 copies" not in state_bytes(share, degrees, actor, "bfloat16")
 
 
 # ------------------------------------------------------------------------------------------------ activations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from support.true_shapes import MODELS, write_config
@@ -10,10 +10,11 @@ from support.true_shapes import MODELS, write_config
 from dppo_megatron.config.schema import ActorConfig, Config
 from dppo_megatron.planning.activations import Pass, layer_saved
 from dppo_megatron.planning.engine import cache_per_token, plan_engine
+from dppo_megatron.planning.lengths import Lengths
 from dppo_megatron.planning.memory import state_bytes
 from dppo_megatron.planning.shares import Degrees, share_of, whole_model
 from dppo_megatron.planning.site import CHIPS, GIB, Site
-from dppo_megatron.planning.timing import Lengths, plan_timing, speeds_for
+from dppo_megatron.planning.timing import plan_timing, speeds_for
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 
 
@@ -78,33 +79,102 @@ def test_activations_against_megatrons_formula(shapes: dict[str, Architecture]) 
     assert sum(layer_saved(one).values()) == pytest.approx(published, rel=0.25)
 
 
-@pytest.mark.parametrize(
-    ("name", "gpus", "tokens", "step_s", "layout", "recompute"),
-    [
-        ("qwen3_32b", 32, 3206, 393, (1, 1), "none"),
-        ("qwen3_30b_a3b", 32, 3154, 225, (1, 8), "none"),
-        ("llama", 16, 1060, 97.7, (1, 1), "none"),
-    ],
-)
-def test_seconds_of_nemo_rl(
-    shapes: dict[str, Architecture],
-    name: str,
-    gpus: int,
-    tokens: int,
-    step_s: float,
-    layout: tuple[int, int],
-    recompute: str,
-) -> None:
-    """The step times that the decode speeds were derived from come out again, within 10 %: no pipeline bubble, no
-    recomputation, old and reference log-probabilities, no checkpoint."""
-    shape = replace(shapes["qwen3_8b"], **LLAMA) if name == "llama" else shapes[name]  # type: ignore[arg-type]
-    config = Config()
-    config.actor.layout.tensor_parallel, config.actor.layout.expert_parallel = layout
-    config.rollout.engine, config.rollout.servers.launch = "vllm", "local"
-    config.rollout.servers.args = ["--tensor-parallel-size=4", "--data-parallel-size=2"]
-    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 64, 32
-    config.objective.kl.coef, config.objective.old_logprobs = 0.01, "recompute"
-    site = Site(gpus, 8, CHIPS["h100"].memory_bytes, CHIPS["h100"].peak_flops, 1e15)
-    engine = plan_engine(config, shape, site, 4096)
-    timing = plan_timing(config, shape, site, engine, Lengths(150, tokens - 150), speeds_for(shape, site))
-    assert timing is not None and timing.step_s == pytest.approx(step_s, rel=0.1)
+@dataclass(frozen=True)
+class Step:
+    """One row of NeMo RL's performance summaries, and what its recipe at that release says."""
+
+    release: str
+    model: str
+    published_s: float
+    tokens: float
+    """Mean of the generated sequences. The prompts, 120 tokens, follow from the page's tokens/s."""
+    gpus: int
+    """Of the trainer; `split` jobs generate on as many others."""
+    engine: int
+    """GPUs of a replica."""
+    layout: tuple[int, int, int] = (1, 1, 1)
+    """Tensor, pipeline and context parallel."""
+    split: bool = False
+    """One step off-policy, servers on GPUs of their own with 0.8 of the memory; else colocated, with 0.6."""
+    recompute: str = "none"
+    fp8: bool = False
+    chip: str = "h100"
+    prompts: int = 64
+    cap: int = 4096
+
+    def seconds(self, shape: Architecture) -> float:
+        """The plan's."""
+        config = Config()
+        rollout, layout, actor = config.rollout, config.actor.layout, config.actor
+        rollout.engine, rollout.async_steps = "vllm", int(self.split)
+        memory = f"--gpu-memory-utilization={0.8 if self.split else 0.6}"
+        rollout.servers.args = [f"--tensor-parallel-size={self.engine}", memory]
+        rollout.limits.max_concurrent_sequences = 1024
+        rollout.prompts_per_step, rollout.completions_per_prompt = self.prompts, 32
+        layout.tensor_parallel, layout.pipeline_parallel, layout.context_parallel = self.layout
+        config.model.dtype, actor.recompute = "bfloat16", self.recompute  # type: ignore[assignment]
+        config.packing.max_tokens_per_microbatch, config.checkpoint.every_steps = self.cap, 0
+        config.objective.updates_per_step = self.prompts * 32 // 512
+        config.objective.kl.coef, config.objective.old_logprobs = 0.01, "recompute"
+        if self.fp8:
+            actor.fp8 = "blockwise"
+            rollout.servers.args.append("--quantization=fp8")
+        chip = CHIPS[self.chip]
+        memory_bytes, peak = chip.memory_bytes, chip.peak_flops
+        site = Site(self.gpus, 8, memory_bytes, peak, 1e15, engine_gpus=self.gpus, bandwidth=chip.bandwidth)
+        lengths = Lengths.assumed(120, self.tokens, self.cap - 120, 32)
+        timing = plan_timing(
+            config, shape, site, plan_engine(config, shape, site, self.cap), lengths, speeds_for(shape)
+        )
+        assert timing is not None
+        return timing.step_s
+
+
+FITTED = [
+    Step("0.5", "llama", 92.8, 1019, 16, 1, (1, 2, 1), recompute="full"),
+    Step("0.5", "llama", 64.8, 1123, 8, 1, split=True, recompute="full"),
+    Step("0.5", "qwen3_32b", 376, 3251, 32, 4, (4, 4, 1)),
+    Step("0.5", "qwen3_30b_a3b", 198, 3196, 32, 2),
+    Step("0.5", "qwen3_30b_a3b", 154, 3201, 16, 2, (1, 2, 1), split=True),
+]
+SEEN = [  # jobs of the fitted rows at another release
+    Step("0.4", "llama", 97.7, 1060, 16, 1, (1, 2, 1), recompute="full"),
+    Step("0.4", "qwen3_32b", 393, 3206, 32, 4, (4, 4, 1)),
+    Step("0.6", "qwen3_30b_a3b", 192, 3203, 32, 2),
+    Step("0.6", "qwen3_30b_a3b", 152, 3201, 16, 2, (1, 2, 1), split=True),
+]
+HELD_OUT = [  # another model, layout, split, precision or chip
+    Step("0.4", "llama", 74.6, 1129, 8, 1, (1, 2, 1), split=True, recompute="full"),
+    Step("0.5", "llama", 53.0, 1128, 8, 1, split=True, recompute="full", fp8=True),
+    Step("0.4", "qwen3_32b", 215, 3207, 32, 4, (4, 4, 1), split=True),
+    Step("0.5", "qwen3_32b", 200, 3252, 32, 4, (4, 4, 1), split=True),
+    Step("0.6", "qwen3_235b", 395, 5698, 128, 16, (2, 8, 2), prompts=16, cap=8192, recompute="full"),
+    Step("0.6", "qwen3_235b", 312, 5713, 256, 16, (2, 8, 2), prompts=16, cap=8192, recompute="full"),
+    Step("0.4", "qwen3_235b", 506, 5671, 128, 16, (2, 8, 2), prompts=16, cap=8192, recompute="full"),
+    Step("0.5", "llama", 91.0, 1066, 8, 1, recompute="full", chip="b200"),
+    Step("0.5", "qwen3_32b", 381, 3253, 16, 1, (2, 1, 1), chip="b200"),
+]
+MISSED = [  # and why: docs/plan.md
+    (Step("0.4", "qwen3_30b_a3b", 225, 3154, 32, 4, (2, 1, 1)), -0.20),
+    (Step("0.4", "qwen3_30b_a3b", 244, 3158, 16, 4, (2, 1, 1), split=True), -0.38),
+    (Step("0.5", "qwen3_30b_a3b", 232, 3198, 16, 1, chip="b200"), -0.25),
+    (Step("0.6", "qwen3_30b_a3b", 221, 3199, 16, 1, chip="b200"), -0.21),
+    (Step("0.6", "qwen3_235b", 231, 5721, 128, 8, (4, 8, 1), True, "full", prompts=16, cap=8192), 0.91),
+]
+
+
+def test_seconds_of_nemo_rl(shapes: dict[str, Architecture]) -> None:
+    """Every row for a model family we train, but for jobs more than one step off-policy, which we do not have: those
+    that constants were fitted to within 13 %, those that were not within 20 %, and by how much the rest is missed."""
+    experts = shapes["qwen3_30b_a3b"].experts
+    assert experts is not None
+    large = {"num_layers": 94, "hidden_size": 4096, "num_heads": 64, "experts": replace(experts, ffn_size=1536)}
+    known = shapes | {
+        "llama": replace(shapes["qwen3_8b"], **LLAMA),  # type: ignore[arg-type]
+        "qwen3_235b": replace(shapes["qwen3_30b_a3b"], **large),  # type: ignore[arg-type]
+    }
+    for steps, within in ((FITTED, 0.13), (SEEN, 0.2), (HELD_OUT, 0.2)):
+        for step in steps:
+            assert step.seconds(known[step.model]) == pytest.approx(step.published_s, rel=within), step
+    for step, off in MISSED:
+        assert step.seconds(known[step.model]) / step.published_s - 1 == pytest.approx(off, abs=0.03), step

@@ -123,7 +123,7 @@ def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.Captur
     [
         (["--gpu-memory", "40"], "backward needs"),
         (["--gpu-memory", "40"], "What helps: actor.optimizer.cpu_offload=1"),
-        (["--host-memory", "300"], "generate needs 523 GiB of a node's 300 (most of it optimizer on the host)"),
+        (["--host-memory", "300"], "generate needs 568 GiB of a node's 300 (most of it optimizer on the host)"),
         (["packing.max_tokens_per_microbatch=100"], "must fit"),
         (["actor.fp8=mxfp8"], "actor.fp8 = mxfp8: it needs a chip of sm_100 or newer; this one is sm_90"),
         (["actor.megatron={hidden_size: 8}"], "actor.megatron.hidden_size: is decided by"),
@@ -152,6 +152,26 @@ def test_what_cannot_be_is_exit_2(
     settings = [recipe, f"model.hf_path={model}"]
     assert main(["plan", *settings, *options, "--methods", "grpo"]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_what_would_be_faster_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each change that is said to save seconds is planned again by hand: it fits, and the step takes what was said."""
+    model, at = write_config(tmp_path, "qwen3_8b"), tmp_path / "plan.json"
+    recipe = str(REPOSITORY / "configs" / "h100" / "qwen3_8b_8gpus_grpo.yaml")
+    settings = ["plan", recipe, f"model.hf_path={model}", "--methods", "grpo", "--json", str(at)]
+    assert main(settings) == 0
+    plan = json.loads(at.read_text(encoding="utf-8"))
+    saved = list(plan["skipping_saves"].values())
+    assert 0 < saved[0] < 0.15 and saved[0] < saved[1] < 0.3 and saved[1] < saved[2] < 0.5
+    changes = {change: said for change, said in plan["faster"].items() if change.startswith("actor.")}
+    assert "actor.recompute=none packing.max_tokens_per_microbatch=6144" in changes
+    for change, said in changes.items():
+        assert said["step_s"] < 0.99 * plan["seconds"]["step"]
+        assert main([*settings, *change.split()]) == 0
+        again = json.loads(at.read_text(encoding="utf-8"))
+        assert again["fits"] and again["seconds"]["step"] == pytest.approx(said["step_s"])
+    most = plan["seconds"]["step"] - min(said["step_s"] for said in changes.values())
+    assert f": {most:.0f} s faster a step" in capsys.readouterr().out
 
 
 def test_advice_can_be_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

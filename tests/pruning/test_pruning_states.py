@@ -10,6 +10,7 @@ import pytest
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning import StepCost
+from dppo_megatron.pruning.budget import RateControl, floor_share
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES
 from dppo_megatron.selection import Chosen, Decision, Rollouts, Selector
 
@@ -104,3 +105,31 @@ def test_the_order_of_the_calls_is_checked() -> None:
     selector.feedback(cost(2))
     with pytest.raises(ValueError, match="step 2 has not begun, or is done"):
         selector.finish(Rollouts(np.zeros((1, G)), np.ones((1, G), int), np.ones((1, G))), 2)
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.3, 0.6])
+def test_floor_is_measured_and_not_imagined(floor: float) -> None:
+    """Seconds with a floor, 3 % noise and kept shares that differ: the floor within 0.1, and the ratio that of
+    numpy's line. Without one, or where all steps keep the same, the ratio is that of proportional seconds, exactly."""
+    rng = np.random.default_rng(7)
+    kept = np.concatenate([np.ones(10), rng.uniform(0.5, 0.8, 30)])
+    seconds = 10 * (floor + (1 - floor) * kept) * rng.normal(1, 0.03, 40)
+    control, plain, alike = RateControl(), RateControl(), RateControl()
+    for share, took in zip(kept.tolist(), seconds.tolist(), strict=True):
+        control.observe_cost(1.0, took, share, has_floor=True)
+        plain.observe_cost(1.0, took, share)
+        alike.observe_cost(1.0, took, 0.7, has_floor=True)
+    found = floor_share(control.seconds)
+    assert found == pytest.approx(floor, abs=0.1)
+    assert floor_share(alike.seconds) == 0
+    if floor:
+        slope, intercept = np.polyfit(kept, seconds, 1, w=0.98 ** (np.arange(39, -1, -1) / 2))
+        assert found == pytest.approx(intercept / (intercept + slope), rel=0.15)
+        assert control.cost_ratio > plain.cost_ratio
+    else:
+        assert found == 0 and control.cost_ratio == plain.cost_ratio
+    resumed = RateControl()
+    resumed.load_state_dict(control.state_dict())
+    assert resumed == control
+    resumed.load_state_dict({"rate_scale": 0.5, "cost_ratio": 2.0})  # of before there was a floor
+    assert resumed == RateControl(0.5, 2.0)

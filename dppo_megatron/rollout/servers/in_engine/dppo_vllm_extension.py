@@ -204,7 +204,8 @@ def refresh_packed(model: torch.nn.Module) -> int:
     """Rebuild the packed (oneDNN) copy that CPU layers keep beside a weight they did not load themselves.
 
     An output layer tied to the embedding shares its parameter, but packs its own copy when the model is first loaded;
-    a reload goes through the embedding alone and leaves that copy with the old weights (seen in vLLM 0.32.0).
+    a reload goes through the embedding alone and leaves that copy with the old weights (seen in vLLM 0.32.0). Experts
+    are packed in place when they are first loaded, and their kernel then takes what a reload brings for packed.
 
     Returns:
         How many layers were rebuilt; 0 on GPUs, where nothing is packed.
@@ -218,7 +219,15 @@ def refresh_packed(model: torch.nn.Module) -> int:
     ]
     for layer in layers:
         layer.quant_method.process_weights_after_loading(layer)
-    return len(layers)
+    mixtures = [module for module in model.modules() if _kernel(module) is not None]
+    for module in mixtures:
+        _kernel(module).fused_experts.process_weights_after_loading(module)
+    return len(layers) + len(mixtures)
+
+
+def _kernel(module: torch.nn.Module) -> Any:
+    """Of a layer of experts."""
+    return getattr(getattr(module, "quant_method", None), "moe_kernel", None)
 
 
 WeightTransferEngineFactory.register_engine("dppo", Receiver)

@@ -1,0 +1,174 @@
+"""The roofline of generation against servers that play it iteration by iteration."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.true_shapes import MODELS, write_config
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.cost import RolloutCost
+from dppo_megatron.planning.engine import plan_engine
+from dppo_megatron.planning.lengths import Lengths
+from dppo_megatron.planning.roofline import Replica, replica_of, rollout_cost, rollout_s
+from dppo_megatron.planning.site import CHIPS, Site
+from dppo_megatron.weights.architecture import Architecture, read_architecture
+
+Groups = npt.NDArray[np.int64]
+
+
+@dataclass
+class _Sequence:
+    group: int
+    length: int
+    context: int
+    made: int = 0
+
+
+@dataclass
+class _Server:
+    """A replica as vLLM schedules one: arrivals in order, the last one gives way where the cache is full."""
+
+    replica: Replica
+    clock: float = 0.0
+    waiting: deque[_Sequence] = field(default_factory=deque)
+    running: list[_Sequence] = field(default_factory=list)
+
+    def iterate(self) -> list[_Sequence]:
+        """One iteration; who has ended."""
+        one, computed = self.replica, 0
+        cached = sum(s.context for s in self.running)
+        while len(self.running) > 1 and cached + len(self.running) > one.max_cached:
+            cached -= self.running[-1].context
+            self.waiting.appendleft(self.running.pop())
+        while self.waiting and (
+            not self.running or cached + self.waiting[0].context + len(self.running) + 1 <= one.max_cached
+        ):
+            cached += self.waiting[0].context
+            computed += self.waiting[0].context if self.waiting[0].made else 0
+            self.running.append(self.waiting.popleft())
+        batch = len(self.running)
+        touched = 1.0 - float(one.missed ** (batch * one.together))
+        self.clock += one.fixed_s + batch * one.sequence_s + cached * one.cached_s + computed * one.token_s
+        self.clock += max(one.weights_s + one.experts_s * touched, batch * one.token_s)
+        for sequence in self.running:
+            sequence.made, sequence.context = sequence.made + 1, sequence.context + 1
+        ended = [s for s in self.running if s.made >= s.length]
+        self.running = [s for s in self.running if s.made < s.length]
+        return ended
+
+
+def play(replica: Replica, lengths: Groups, prompt: int, replicas: int) -> float:
+    """Seconds until the last group has ended. Rank 0 sends a group to the server with the fewest outstanding that has
+    room for it; behind one server each completion goes to the replica with the fewest."""
+    servers = [_Server(replica) for _ in range(replicas)]
+    size = int(lengths.shape[1])
+    queue, left = deque(range(len(lengths))), dict.fromkeys(range(len(lengths)), size)
+    owner: dict[int, int] = {}
+
+    def outstanding(server: int) -> int:
+        """Completions of groups that have not ended."""
+        return size * sum(1 for group, at in owner.items() if at == server and left[group])
+
+    def send() -> None:
+        """All that there is room for."""
+        while queue:
+            room = [at for at in range(replicas) if outstanding(at) + size <= replica.max_sequences]
+            if replica.behind_one > 1:
+                if size * sum(1 for group in owner if left[group]) + size > replica.max_sequences * replicas:
+                    return
+            elif not room:
+                return
+            group = queue.popleft()
+            owner[group] = min(room, key=outstanding) if replica.behind_one == 1 else 0
+            for length in lengths[group]:
+                at = owner[group]
+                if replica.behind_one > 1:
+                    at = min(range(replicas), key=lambda at: len(servers[at].waiting) + len(servers[at].running))
+                servers[at].waiting.append(_Sequence(group, int(length), prompt))
+
+    send()
+    for server in servers:
+        prompts = len({s.group for s in server.waiting})
+        server.clock = prompts * prompt * replica.token_s
+    while any(left.values()):
+        busy = [s for s in servers if s.running or s.waiting]
+        server = min(busy, key=lambda s: s.clock)
+        ended = server.iterate()
+        for sequence in ended:
+            left[sequence.group] -= 1
+        if ended and queue:
+            idle = [s for s in servers if not s.running and not s.waiting]
+            send()
+            for one in idle:
+                one.clock = max(one.clock, server.clock)
+    return max(s.clock for s in servers)
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Architecture]:
+    folder: Path = tmp_path_factory.mktemp("shapes")
+    return {name: read_architecture(write_config(folder / name, name)) for name in MODELS}
+
+
+def _drawn(random: np.random.Generator, groups: int, size: int, cap: int, mean: float) -> Groups:
+    """Log-normal lengths with the mean `mean` once they end at `cap`, written down a second time."""
+    shape = np.exp(random.normal(0, 0.6, (groups, 1)) + random.normal(0, 0.6, (groups, size)))
+    factors = mean * np.linspace(0.3, 6, 400)
+    means = [np.minimum(shape * factor, cap).mean() for factor in factors]
+    return np.minimum(np.maximum(shape * np.interp(mean, means, factors), 1), cap).astype(np.int64)
+
+
+CASES = {  # model, engine's arguments, prompts, completions, cap, mean, GPUs, tolerance
+    "recipe 8B": ("qwen3_8b", ["--tensor-parallel-size=2", "--data-parallel-size=4"], 128, 16, 4096, 2048, 8, 0.1),
+    "4B of the paper": ("qwen3_4b", [], 512, 5, 1024, 450, 8, 0.1),
+    "8B long": ("qwen3_8b", [], 64, 16, 8192, 3000, 8, 0.1),
+    "30B-A3B": ("qwen3_30b_a3b", ["--tensor-parallel-size=2"], 64, 16, 4096, 2048, 8, 0.1),
+    # who gets a later group is decided by the clock there, and by the tokens given out here
+    "three waves": ("qwen3_4b", ["--max-num-seqs=64"], 96, 8, 2048, 800, 4, 0.2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_skipping_saves(shapes: dict[str, Architecture], case: str) -> None:
+    """Seconds saved by skipping 15, 30 and 50 % of the prompts, within 10 % of the replay of the same roofline; the
+    curve that `plan` multiplies by, drawn from its own population, within 15 % of three replayed rollouts."""
+    name, arguments, prompts, size, cap, mean, gpus, within = CASES[case]
+    config, chip = Config(), CHIPS["h100"]
+    config.model.dtype = "bfloat16"
+    config.rollout.engine, config.rollout.servers.args = "vllm", [*arguments, "--gpu-memory-utilization=0.6"]
+    config.rollout.limits.max_concurrent_sequences = 1024
+    site = Site(gpus, 8, chip.memory_bytes, chip.peak_flops, 1e15, gpus, chip.bandwidth)
+    engine = plan_engine(config, shapes[name], site, cap)
+    replica = replica_of(shapes[name], site, engine)
+    played, planned = np.zeros(4), np.zeros(4)
+    for seed in range(3):
+        lengths = _drawn(np.random.default_rng(seed), prompts, size, cap, mean)
+        for at, share in enumerate((1.0, 0.85, 0.7, 0.5)):
+            kept = lengths[: round(share * prompts)]
+            played[at] += play(replica, kept, 150, engine.replicas) / 3
+            planned[at] += rollout_s(replica, kept, 150, engine.replicas) / 3
+    assert planned[0] == pytest.approx(played[0], rel=within / 2)
+    assert planned[0] - planned[1:] == pytest.approx(played[0] - played[1:], rel=within)
+    cost = rollout_cost(replica, engine.replicas, Lengths.assumed(150, mean, cap, size), prompts)
+    assert cost.of(prompts * size * mean) == pytest.approx(played[0], rel=0.15)
+
+
+def test_a_curve_of_seconds() -> None:
+    """Lines between the points, the last one continued; a round of nothing takes nothing."""
+    cost = RolloutCost((0.0, 10.0, 30.0), (0.0, 4.0, 8.0))
+    assert [cost.of(tokens) for tokens in (0, 5, 10, 20, 50)] == [0, 2, 4, 6, 12]
+    assert cost.saved(30, 0.5) == pytest.approx(1 - 5 / 8) and cost.saved(0, 0.5) == 0 and cost.average == 8 / 30
+    assert cost.scaled(2, 3).of(60) == 24
+
+
+def test_mean_of_capped_lengths() -> None:
+    """The mean that was asked for is the mean after the cap."""
+    drawn = Lengths.assumed(150, 3200, 3976, 8).drawn
+    assert drawn.mean() == pytest.approx(3200, rel=1e-3) and drawn.max() == 3976 and drawn.min() >= 1

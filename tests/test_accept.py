@@ -1,0 +1,287 @@
+"""`dppo-megatron accept`: every figure is a row whatever happens to its step, and the same command goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.launch import run_ranks
+
+from dppo_megatron.accept import child, runner
+from dppo_megatron.accept.bars import STEPS, Step
+from dppo_megatron.accept.page import write_page
+from dppo_megatron.accept.record import Ran, Record, read_figures, read_record
+from dppo_megatron.accept.workload import Lengths
+from dppo_megatron.cli import main
+from dppo_megatron.types import UserError, unwatched
+
+OPTIONS = {"model": "", "server_python": ""}
+ON_CPU = {"gpus": 0, "device": "no CUDA device", "lacks_transformer_engine": "there is no CUDA device", "report": []}
+ON_H200 = ON_CPU | {"gpus": 1, "device": "NVIDIA H200", "lacks_transformer_engine": ""}
+CHILD = """
+import json, os, subprocess, sys, time
+step, directory, options = sys.argv[1:]
+def note(figure, **values):
+    with open(directory + "/figures.jsonl", "a") as file:
+        file.write(json.dumps({"figure": figure} | values) + "\\n")
+if step == "environment":
+    note("facts", gpus=1, device="a <b>card</b>", lacks_transformer_engine="none here", report=[["torch", "9"]])
+    note("matmul", value=700.0, prediction=989.0)
+elif step == "ipc":
+    note("right", value=3.0, prediction=3)
+elif step == "ipc-expandable":
+    hanging = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print(hanging.pid, flush=True)
+    time.sleep(600)
+else:
+    note("float32 local_before", value=1e-5)
+    print("RuntimeError: the device is on fire")
+    os._exit(7)
+"""
+
+
+@pytest.fixture
+def fake_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    monkeypatch.setattr(runner, "CHILD", (sys.executable, str(script)))
+
+
+def _row(record: Record, step: str, what: str) -> tuple[str, str]:
+    found = [row for row in record.rows() if row.step == step and what in row.what]
+    assert len(found) == 1, (step, what)
+    return found[0].verdict, found[0].note
+
+
+def _run(record: Record, directory: Path, **settings: object) -> list[str]:
+    """The steps that were begun."""
+    begun: list[str] = []
+
+    def watch(what: str, total: int, unit: str) -> Any:
+        begun.append(what.partition(":")[0])
+        return unwatched(what, total, unit)
+
+    options = {"hours": 0.5} | settings
+    directory.mkdir(exist_ok=True)
+    runner.run_steps(record, directory, watch=watch, saved=lambda: None, **options)
+    return begun
+
+
+def _lives(pid: int) -> bool:
+    """Not as a zombie: where nobody reaps, the killed stay as names."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_table_fits_half_an_hour_and_every_bar_has_a_source() -> None:
+    assert sum(step.limit_s for step in STEPS) == 3600 * runner.HOURS
+    assert STEPS[0].name == runner.ENVIRONMENT and len({step.name for step in STEPS}) == len(STEPS) > 10
+    figures = [figure for step in STEPS for figure in step.figures.values()]
+    judged = [figure for figure in figures if figure.least is not None or figure.most is not None]
+    assert len(judged) > 40 and all(figure.source for figure in judged)
+    assert all(figure.on_cpu != "judged" or figure in judged for figure in figures)
+
+
+def test_the_page_of_the_documentation_has_the_same_steps_and_limits() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "testing.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]+`) \| [^|]+ \| ([\d, ]+) \| [^|]*\|$", page, re.MULTILINE)
+    said = [pair for names, limits in rows for pair in zip(names.split(", "), limits.split(", "), strict=True)]
+    ours = [(f"`{step.name}`", f"{step.limit_s:g}") for step in STEPS]
+    assert sorted(said) == sorted(ours)
+    assert set(child._MEASURED_BY) == {step.name for step in STEPS}
+
+
+def test_what_is_judged() -> None:
+    """By the table alone: absolute and relative bounds, a NaN, a CPU's tiny figures, a machine without a prediction."""
+    record = Record(OPTIONS, dict(ON_H200))
+    found = {"matmul": {"value": 740.0, "prediction": 989.0, "note": ""}, "fp8_recipes": {"why": "no such thing"}}
+    record.steps["environment"] = Ran("done", figures=found)
+    assert _row(record, "environment", "product") == ("fail", "")  # below three quarters of the data sheet
+    found["matmul"]["value"] = 742.0
+    assert _row(record, "environment", "product") == ("pass", "")
+    found["matmul"]["prediction"] = None
+    assert _row(record, "environment", "product")[0] == "shown"
+    assert _row(record, "environment", "FP8") == ("not run", "no such thing")
+    over = {"value": 3.0, "prediction": 3.8, "note": "tiny"}
+    record.steps["packed"] = Ran("done", figures={"over_padded": over})
+    assert _row(record, "packed", "padded")[0] == "fail"
+    assert _row(record, "packed", "sorted") == ("fail", "the step ended without it")
+    record.facts = dict(ON_CPU)
+    assert _row(record, "packed", "padded") == ("shown", "tiny")
+    record.steps["parity"] = Ran("done", figures={"float32 local_before": {"value": math.nan, "prediction": 0.0}})
+    assert _row(record, "parity", "float32 local: mean")[0] == "fail"
+    assert _row(record, "parity", "bfloat16 local: mean") == ("not run", "no CUDA device")
+    assert _row(record, "job", "on record") == ("not run", "not asked for")
+
+
+def test_one_gpu_two_gpus_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why a step cannot run, for each kind of machine."""
+    steps = {step.name: step for step in STEPS}
+
+    def why(name: str, **facts: object) -> str:
+        return runner.lacking(steps[name], Record(dict(OPTIONS), ON_H200 | facts))
+
+    assert why("layouts") == "one GPU" and not why("layouts", gpus=2) and not why("layouts", gpus=0)
+    assert why("memory", gpus=0) == "no CUDA device" and not why("memory")
+    assert why("parity-te", lacks_transformer_engine="not installed") == "not installed"
+    assert "--server-python" in why("servers") and why("servers-nccl") == "one GPU"
+    monkeypatch.setattr(runner, "tests_directory", lambda: None)
+    assert "not here" in why("gpu-tests")
+    assert runner.lacking(steps["job"], Record(dict(OPTIONS))) == "the environment was not found out"
+
+
+@pytest.mark.usefixtures("fake_child")
+def test_a_crash_and_a_hang_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured before the crash counts; nothing that a hanging step started is left; the others run."""
+    short = [step if step.name != "ipc-expandable" else Step(step.name, "", 1.0, step.figures) for step in STEPS]
+    monkeypatch.setattr(runner, "STEPS", tuple(short))
+    monkeypatch.setattr(runner, "_GRACE_S", 2.0)
+    record, out = Record(dict(OPTIONS)), tmp_path / "out"
+    _run(record, out, only=("ipc", "ipc-expandable", "parity"))
+    assert _row(record, "ipc", "round trips") == ("pass", "")
+    verdict, note = _row(record, "ipc-expandable", "round trips")
+    assert verdict == "fail" and "no end within 1 s" in note
+    hanging = int((out / "steps" / "ipc-expandable" / "log").read_text())
+    assert not _lives(hanging)
+    assert _row(record, "parity", "float32 local: mean")[0] == "pass"
+    verdict, note = _row(record, "parity", "float32 local: first")
+    assert verdict == "fail" and "exit code 7" in note and "the device is on fire" in note
+    assert _row(record, "memory", "backward") == ("not run", "not asked for")
+
+
+@pytest.mark.usefixtures("fake_child")
+def test_the_same_command_goes_on(tmp_path: Path) -> None:
+    """What has ended is not done again, what was interrupted is, what lacked time or a server is tried again."""
+    out, record = tmp_path / "out", Record(dict(OPTIONS))
+    _run(record, out, only=("environment",))
+    assert not _run(record, out, hours=39 / 3600)  # less than any step may take
+    assert _row(record, "parity", "float32 local: mean") == ("not run", "no time left (needs 90 s)")
+    record.steps["ipc"] = Ran("begun")  # as a kill leaves it
+    record.write(out)
+    record = read_record(out, dict(OPTIONS))
+    assert _row(record, "ipc", "round trips")[1].startswith("interrupted")
+    said = _run(record, out, only=("ipc", "parity"))
+    assert said == ["ipc", "parity"]
+    assert record.facts["gpus"] == 1  # from the file
+    assert not _run(record, out, only=("ipc", "parity"))
+    again = _run(record, out, only=("ipc", "parity"), again=("parity",))
+    assert again == ["parity"]
+    with pytest.raises(UserError, match="another directory"):
+        read_record(out, OPTIONS | {"model": "elsewhere"})
+    (out / "accept.json").write_text("{")
+    with pytest.raises(UserError, match=r"accept\.json cannot be read"):
+        read_record(out, dict(OPTIONS))
+
+
+@pytest.mark.usefixtures("fake_child")
+def test_the_page_has_every_figure_and_loads_nothing(tmp_path: Path) -> None:
+    record = Record(dict(OPTIONS))
+    _run(record, tmp_path / "out", only=("parity",))
+    write_page(tmp_path / "accept.html", record)
+    page = (tmp_path / "accept.html").read_text()
+    rows = re.findall(r"<tr><td>(.*?)</td>", page)
+    assert len(rows) == len(record.rows()) + 1  # and torch's version
+    assert "a &lt;b&gt;card&lt;/b&gt;" in page and "<b>" not in page
+    assert not re.search(r"src=|href=|url\(|<script", page) and "default-src 'none'" in page
+    assert "the device is on fire" in page
+
+
+def _far_from_references() -> dict[str, float]:
+    import torch
+
+    from dppo_megatron.accept.parity import differences, measure
+    from dppo_megatron.config.schema import LayoutConfig
+
+    return differences(measure("mixture", LayoutConfig(), torch.float32, "local"), "mixture")
+
+
+@pytest.mark.slow
+def test_the_references_are_what_the_script_makes() -> None:
+    """And small. A CPU with other instructions adds in another order: 1e-5 is a tenth of the bar."""
+    size = len((files("dppo_megatron.accept") / "assets" / "references.npz").read_bytes())
+    assert size < 100_000
+    (far,) = run_ranks(_far_from_references, 1)
+    assert far and all(value < 1e-5 for value in far.values()), far
+
+
+def _with_a_made_up_card(measured_by: str, directory: Path) -> None:
+    """A step of speed.py on a CPU: sizes become tiny, CUDA's answers are invented, layers and formats are the CPU's."""
+    import torch
+
+    from dppo_megatron.accept import speed
+    from dppo_megatron.accept.workload import SHAPES
+    from dppo_megatron.config.schema import ActorConfig, OptimizerConfig
+
+    card = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30)
+    for name, answer in {
+        "get_device_name": lambda *_: card.name,
+        "get_device_properties": lambda *_: card,
+        "mem_get_info": lambda *_: (138 * 2**30, 140 * 2**30),
+        "max_memory_reserved": lambda *_: 30 * 2**30,
+        "memory_allocated": lambda *_: 20 * 2**30,
+        "memory_reserved": lambda *_: 20 * 2**30,
+        "reset_peak_memory_stats": lambda *_: None,
+    }.items():
+        setattr(torch.cuda, name, answer)
+    SHAPES["4b"] = SHAPES["0.6b"] = speed.TEN_MILLION = SHAPES["smoke"]
+    speed._CAP, speed._WARMUP, speed._TIMED = 1024, 1, 1
+    speed.equal_samples = partial(_fewer, speed.equal_samples)
+    speed.Lengths = lambda samples, median, sigma, most, prompts: Lengths(8, 64, sigma, 256, (4, 16))
+    speed._actor_config = lambda **_: ActorConfig(optimizer=OptimizerConfig(learning_rate=1e-8))
+    sheet = child.Sheet(measured_by, directory, cuda=True, model="", server_python="")
+    child.measured_by(measured_by)(sheet)
+
+
+def _fewer(equal_samples: Callable[..., Any], architecture: Any, tokens: int, microbatches: int, cap: int) -> Any:
+    return equal_samples(architecture, min(tokens, 128), min(microbatches, 2), min(cap, 256))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["mfu-4b-te", "memory", "fp8", "mfu-0.6b"])
+def test_steps_for_a_card_reach_their_end(tmp_path: Path, step: str) -> None:
+    """All that a CPU can show of them: they run, and each figure of the table is measured."""
+    run_ranks(_with_a_made_up_card, 1, step, tmp_path)
+    found = dict(read_figures(tmp_path / "figures.jsonl"))
+    (declared,) = [one.figures for one in STEPS if one.name == step]
+    assert set(found) == set(declared)
+    assert all(math.isfinite(values["value"]) for values in found.values()), found
+
+
+@pytest.mark.slow
+def test_on_a_cpu_for_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Killed in its first step, it leaves no process and goes on: what a CPU can measure passes, each other row says
+    why it was not run."""
+    out = tmp_path / "accept"
+    command = [sys.executable, "-m", "dppo_megatron", "accept", "--out", str(out), "--only", "parity"]
+    first = subprocess.Popen(command)
+    deadline = time.monotonic() + 60
+    while not (out / "steps" / "environment" / "log").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(60) == 143
+    left = subprocess.run(["pgrep", "-f", f"accept.child environment {out}"], capture_output=True, text=True)
+    assert left.stdout == ""
+    assert json.loads((out / "accept.json").read_text())["steps"]["environment"]["state"] == "begun"
+
+    assert main(["accept", "--hours", "2", "--out", str(out), "--only", "parity"]) == 0
+    rows = json.loads((out / "accept.json").read_text())["rows"]
+    assert len(rows) == sum(len(step.figures) for step in STEPS)
+    verdicts = {(row["step"], row["what"]): row["verdict"] for row in rows}
+    passed = [step for (step, _), verdict in verdicts.items() if verdict == "pass"]
+    assert passed == ["parity"] * 3 and "fail" not in verdicts.values()
+    assert all(row["note"] for row in rows if row["verdict"] == "not run")
+    assert "no CUDA device" in capsys.readouterr().out and (out / "accept.html").exists()
