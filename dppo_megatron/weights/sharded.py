@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch import Tensor
 
-from dppo_megatron.launched import launched_local_rank
+from dppo_megatron.launched import launched_node
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import check_finite
@@ -111,7 +111,7 @@ class WeightStream:
         parameter = next(iter(model[0].parameters()))
         self._dtype, self._device = parameter.dtype, parameter.device
         # as text: what many ranks tell alike is read once, not once a rank
-        told = [Told(self._me - launched_local_rank(), [pickle.dumps(block) for block in mine])]
+        told = [Told(launched_node(self._me), [pickle.dumps(block) for block in mine])]
         if dist.get_world_size() > 1:
             told = told * dist.get_world_size()
             dist.all_gather_object(told, told[0])
