@@ -102,7 +102,7 @@ def _blocks(shape: Shape, stage: int, tp: int, ep: int) -> Iterator[Block]:
 
 def messages(plan: Sequence[Bucket]) -> int:
     """Sends and receives of one rank in a pass."""
-    roles = [role for bucket in plan for unit in bucket.units for role in unit.roles]
+    roles = [role for bucket in plan for own in bucket.roles.values() for role in own]
     return sum(len(r.to) + len(r.onward) + (r.source is not None) + (r.relay is not None) for r in roles)
 
 
@@ -127,7 +127,7 @@ def egress(world: int, shape: Shape, bucket_mb: int) -> Egress:
             if me == 0:
                 sent.append(Counter())
                 taken.append(Counter())
-            for unit in bucket.units:
+            for unit in catalogue.units(bucket):
                 size = 2 * len(unit.places) * catalogue.blocks[unit.block].numel // len(unit.roles)
                 for receiver in (receiver for role in unit.roles for receiver in role.to):
                     if receiver // NODE != me // NODE:

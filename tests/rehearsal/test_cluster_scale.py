@@ -142,7 +142,7 @@ def test_what_a_rank_looks_at_does_not_grow_with_the_job() -> None:
     small, large = (Catalogue(told_by_all(world, full)) for world in (256, 1024))
     assert len(small.blocks) == len(large.blocks) <= 200
     looked = [
-        sum(len(bucket.units) for bucket in c.plan(range(w), 1 << 29, 7)) for c, w in ((small, 256), (large, 1024))
+        sum(len(bucket.roles) for bucket in c.plan(range(w), 1 << 29, 7)) for c, w in ((small, 256), (large, 1024))
     ]
     assert looked[0] == looked[1] <= 20_000
 
