@@ -224,8 +224,8 @@ def clock_offset(clock: Callable[[], float]) -> tuple[float, float]:
 
 
 def _tree() -> tuple[int, list[int]]:
-    """This rank's parent and children on the way to rank 0, in which nobody has more than log2 of all. A child at r + 2^k
-    stands for ranks r + 2^k to r + 2^(k + 1) - 1. In gloo's own gather rank 0 connects to all."""
+    """This rank's parent and children on the way to rank 0, log2 of all ranks at most: in gloo's own gather rank 0
+    connects to everybody. A child at r + 2^k stands for ranks r + 2^k to r + 2^(k + 1) - 1."""
     me, world = rank(), _world_size()
     steps = [1 << bit for bit in range(world.bit_length())]
     return me & (me - 1), [me + step for step in steps if me + step < world and (me == 0 or step < me & -me)]
