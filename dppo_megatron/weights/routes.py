@@ -173,7 +173,7 @@ class Catalogue:
                 turns[item] = count[place[:1]]
                 count[place[:1]] += 1
         # a layer's experts in turns over their holders, so that all of these send in each bucket
-        self._order = sorted(self.parts, key=lambda item: (item[1][:1], turns[item], item[1], item[0]))
+        self._order = sorted(self.parts, key=lambda item: (item[1][:1], turns[item], item[0], item[1]))
 
         self._numel = {block.key: math.prod(block.shape) for block in self.blocks}
 
