@@ -165,7 +165,7 @@ def test_a_node_is_sent_a_completion_once(monkeypatch: pytest.MonkeyPatch, seed:
 
 @pytest.mark.parametrize("ranks_of_a_replica", [1, 8, 64])
 def test_connections_of_a_rank_of_1024(monkeypatch: pytest.MonkeyPatch, ranks_of_a_replica: int) -> None:
-    """Of 128 nodes of eight, 32,768 completions of anybody for anybody: one rank of each other node, and its own node's."""
+    """32,768 completions of anybody for anybody, 128 nodes of eight: one rank of each other node, and its own node."""
     rng, count = np.random.default_rng(0), 1 << 15
     node, of_rank = np.arange(1024) // 8 * 8, np.arange(1024) // ranks_of_a_replica
     nothing, lengths = np.zeros(count, np.int64), np.ones(count, np.int64)

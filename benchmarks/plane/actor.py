@@ -73,7 +73,7 @@ def one_rank(rank: int, world: int, model: Path) -> dict[str, Any]:
             told_by_me.append(mine)
             out[:] = everybody
 
-    dist.all_gather_object = gather_told
+    dist.all_gather_object = gather_told  # type: ignore[assignment]
     layout_config = LayoutConfig(
         tensor_parallel=8, pipeline_parallel=4, context_parallel=2, expert_parallel=8, expert_tensor_parallel=1
     )
