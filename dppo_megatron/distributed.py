@@ -11,6 +11,7 @@ spin in a kernel, on the GPU that a colocated engine generates on.
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -184,9 +185,16 @@ def to_rank_zero(mine: T) -> list[T]:
     """Every rank's value, in rank order, on rank 0; empty elsewhere. Collective."""
     if _world_size() == 1:
         return [mine]
-    parts: list[T] | None = [mine] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, parts)
-    return parts or []
+    parent, children = _tree()
+    parts = [pickle.dumps(mine)]
+    for child in children:
+        box: list[list[bytes]] = [[]]
+        dist.recv_object_list(box, child)
+        parts += box[0]
+    if rank() > 0:
+        dist.send_object_list([parts], parent)
+        return []
+    return [pickle.loads(part) for part in parts]
 
 
 def barrier() -> None:
@@ -203,26 +211,34 @@ def rank() -> int:
 def clock_offset(clock: Callable[[], float]) -> tuple[float, float]:
     """What to add to this rank's `clock` to get rank 0's, and the bound of its error, in seconds. Collective.
 
-    Rank 0 answers each rank in turn. Of a few round trips the shortest counts: rank 0 read its clock somewhere in it.
+    A rank asks its parent in the tree, which knows its own by then; errors add up on the way. Of a few round trips the
+    shortest counts: the parent read its clock somewhere in it.
 
     Example: asked at 5.0, answered 105.1, back at 5.2 -> offset 100.0, error 0.1.
     """
-    mine, theirs = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    if rank() == 0:
-        for other in range(1, _world_size()):
-            for _ in range(_ROUND_TRIPS):
-                dist.recv(theirs, src=other)
-                mine[0] = clock()
-                dist.send(mine, dst=other)
-        return 0.0, 0.0
-    best = (0.0, float("inf"))
-    for _ in range(_ROUND_TRIPS):
+    question, answer = torch.zeros(1), torch.zeros(2, dtype=torch.float64)
+    parent, children = _tree()
+    best = (0.0, float("inf") if rank() > 0 else 0.0)
+    for _ in range(_ROUND_TRIPS if rank() > 0 else 0):
         asked = clock()
-        dist.send(mine, dst=0)
-        dist.recv(theirs, src=0)
-        half = (clock() - asked) / 2
-        best = min(best, (float(theirs[0]) - asked - half, half), key=lambda found: found[1])
+        dist.send(question, dst=parent)
+        dist.recv(answer, src=parent)
+        half, (theirs, within) = (clock() - asked) / 2, answer.tolist()
+        best = min(best, (theirs - asked - half, within + half), key=lambda found: found[1])
+    for child in children:
+        for _ in range(_ROUND_TRIPS):
+            dist.recv(question, src=child)
+            answer[0], answer[1] = clock() + best[0], best[1]
+            dist.send(answer, dst=child)
     return best
+
+
+def _tree() -> tuple[int, list[int]]:
+    """This rank's parent and children on the way to rank 0, log2 of all ranks at most: in gloo's own gather rank 0
+    connects to everybody. A child at r + 2^k stands for ranks r + 2^k to r + 2^(k + 1) - 1."""
+    me, world = rank(), _world_size()
+    steps = [1 << bit for bit in range(world.bit_length())]
+    return me & (me - 1), [me + step for step in steps if me + step < world and (me == 0 or step < me & -me)]
 
 
 def is_peer_lost(error: BaseException) -> bool:

@@ -52,6 +52,11 @@ def launched_local_rank() -> int:
     return _number("LOCAL_RANK", 0, least=0)
 
 
+def launched_node(rank: int) -> int:
+    """The first rank on the machine of this one, which has `rank`, by which ranks know their node."""
+    return rank - launched_local_rank()
+
+
 def launched_here() -> int:
     """Processes of the job on this machine; 1 without a launcher."""
     return _number("LOCAL_WORLD_SIZE", 1, least=1)

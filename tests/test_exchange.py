@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from support.launch import run_ranks
 
+import dppo_megatron.exchange
 from dppo_megatron.exchange import Replicas, TokenValues, exchange
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import plan_microbatches
@@ -54,12 +57,19 @@ def _values(k: int, j: int, group: Group) -> TokenValues:
     return TokenValues(*draw)
 
 
+def _nodes(rng: np.random.Generator, world: int) -> np.ndarray:
+    """The first rank on each rank's node, of uneven nodes: from one to as many as ranks."""
+    starts = rng.random(world) < rng.choice([0.0, 0.3, 0.6, 1.0])
+    return np.maximum.accumulate(np.where(starts, np.arange(world), 0))
+
+
 def _exchange(tensor_parallel: int, cases: int) -> list[tuple[int, int]]:
     """On ranks: the samples of every case, every other one with values for each token, checked against the step that
-    all ranks can make. Returns what each rank got."""
+    all ranks can make. Nodes are other ones in each case. Returns what each rank got."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = rank // tensor_parallel
-    replicas = Replicas.agree(mine)
+    agreed = Replicas.agree(mine)
+    assert agreed.node.tolist() == [0] * world
     got = []
     for case in range(cases):
         rng = np.random.default_rng(case)
@@ -69,6 +79,7 @@ def _exchange(tensor_parallel: int, cases: int) -> list[tuple[int, int]]:
         # one holder for all in every third case, as where one node has the servers; else anybody
         holders = rng.integers(0, world, len(groups)) if case % 3 else np.full(len(groups), case % world)
         held = {k: group for k, group in enumerate(groups) if holders[k] == rank}
+        replicas = replace(agreed, node=_nodes(rng, world))
         per_token = bool(case % 2)
         values = {k: [_values(k, j, group) for j in range(size)] for k, group in held.items()} if per_token else None
         updates = exchange(plans, held, holders, selected, size, replicas, values)
@@ -94,12 +105,75 @@ def _exchange(tensor_parallel: int, cases: int) -> list[tuple[int, int]]:
     return got
 
 
-@pytest.mark.parametrize(("world", "tensor_parallel"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "tensor_parallel"), [(1, 1), (2, 1), (6, 2)])
 def test_each_rank_gets_its_own_and_nothing_else(world: int, tensor_parallel: int) -> None:
     """Bit for bit, over random steps, holders and plans: nothing kept, no group, completions of no token among them."""
     results = run_ranks(_exchange, world, tensor_parallel, 30)
     everything: Any = sum((np.array(rank)[:, 1].sum() for rank in results[::tensor_parallel]), 0)
     assert everything > 100, "hardly anything was exchanged"
+
+
+def _hops(monkeypatch: pytest.MonkeyPatch, parcels: Any, replicas: Replicas) -> list[dict[tuple[int, int], list[int]]]:
+    """What a rank sends in the first hop and what it takes (pair -> parcels), then of the second; nothing is sent. What
+    it sends it has by then, and in the end what it trains on."""
+    hops = []
+
+    def note(length: Any, to: Any, source: Any, here: dict[int, Any], words: int) -> None:
+        del length, words
+        assert all(index in here for indices in to.values() for index in indices.tolist())
+        here |= {index: [] for indices in source.values() for index in indices.tolist()}
+        me = replicas.rank
+        hops.append({(me, rank): indices.tolist() for rank, indices in to.items() if len(indices)})
+        hops.append({(rank, me): indices.tolist() for rank, indices in source.items() if len(indices)})
+
+    monkeypatch.setattr(dppo_megatron.exchange, "_send", note)
+    here: dict[int, Any] = {index: [] for index in np.flatnonzero(parcels.holder == replicas.rank).tolist()}
+    dppo_megatron.exchange._by_nodes(parcels, here, replicas, 2)
+    assert set(np.flatnonzero(parcels.replica == replicas.of_rank[replicas.rank]).tolist()) <= set(here)
+    return hops
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_node_is_sent_a_completion_once(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """On any nodes, replicas and loads both ends say the same in the same order; a node gets over the network what one
+    of its ranks trains on and none of them holds, in one copy; a rank is sent nothing twice, and is passed on by others
+    of its node what it trains on, no more."""
+    rng = np.random.default_rng(seed)
+    world = int(rng.integers(2, 25))
+    node, of_rank = _nodes(rng, world), rng.permutation(np.arange(world) % rng.integers(1, world + 1))
+    size = 2
+    selected, groups = _step(rng, size)
+    plans = _plans(rng, selected, groups, size, int(of_rank.max()) + 1)
+    parcels = dppo_megatron.exchange._Parcels.of(plans, rng.integers(0, world, len(groups)), size)
+    hops = [_hops(monkeypatch, parcels, Replicas(of_rank, node, rank)) for rank in range(world)]
+    network: Counter[tuple[int, int]] = Counter()
+    got: Counter[tuple[int, int]] = Counter()
+    for hop in (0, 1):
+        sent = {pair: indices for rank in hops for pair, indices in rank[2 * hop].items()}
+        assert sent == {pair: indices for rank in hops for pair, indices in rank[2 * hop + 1].items()}
+        for (sender, receiver), indices in sent.items():
+            assert (node[sender] != node[receiver]) == (hop == 0)
+            network.update((int(node[receiver]), index) for index in indices if hop == 0)
+            got.update((receiver, index) for index in indices)
+            assert hop == 0 or all(parcels.replica[index] == of_rank[receiver] for index in indices)
+    assert set(got.values()) <= {1}
+    for index, (holder, replica) in enumerate(zip(parcels.holder, parcels.replica, strict=True)):
+        wanted = {int(place) for place in node[of_rank == replica]} - {int(node[holder])}
+        assert {place for place, what in network if what == index} == wanted
+    assert not network or set(network.values()) == {1}
+
+
+@pytest.mark.parametrize("ranks_of_a_replica", [1, 8, 64])
+def test_connections_of_a_rank_of_1024(monkeypatch: pytest.MonkeyPatch, ranks_of_a_replica: int) -> None:
+    """32,768 completions of anybody for anybody, 128 nodes of eight: one rank of each other node, and its own node."""
+    rng, count = np.random.default_rng(0), 1 << 15
+    node, of_rank = np.arange(1024) // 8 * 8, np.arange(1024) // ranks_of_a_replica
+    nothing, lengths = np.zeros(count, np.int64), np.ones(count, np.int64)
+    holder, replica = np.sort(rng.integers(0, 1024, count)), rng.integers(0, of_rank.max() + 1, count)
+    parcels = dppo_megatron.exchange._Parcels(nothing, np.arange(count), nothing, holder, replica, lengths)
+    for rank in (0, 517, 1023):
+        hops = _hops(monkeypatch, parcels, Replicas(of_rank, node, rank))
+        assert 50 < len({other for hop in hops for pair in hop for other in pair} - {rank}) <= 127 + 7
 
 
 @pytest.mark.parametrize("before", ORDER)

@@ -63,7 +63,7 @@ def _both_ends(catalogue: Catalogue, world: int, receivers: list[int], max_numel
         assert len(plan) == len(plans[0])
         for index, bucket in enumerate(plan):
             assert bucket.items == plans[0][index].items
-            for unit in bucket.units:
+            for unit in catalogue.units(bucket):
                 for piece, role in enumerate(unit.roles):
                     what = (unit.block, tuple(unit.places), piece, len(unit.roles))
                     for hop, to, source in ((0, role.to, role.source), (1, role.onward, role.relay)):

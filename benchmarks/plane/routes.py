@@ -38,6 +38,7 @@ class Shape:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    etp: int = 1
 
 
 QWEN3_32B = Shape(64, 5120, 64, 8, 128, 25600)
@@ -50,14 +51,14 @@ def told_by_all(world: int, shape: Shape, node: int = NODE) -> list[Told]:
     texts: dict[tuple[int, ...], list[bytes]] = {}
     told = []
     for rank in range(world):
-        place = rank // (world // shape.pp), rank % shape.tp, rank % shape.ep  # experts are not split
+        place = rank // (world // shape.pp), rank % shape.tp, rank // shape.etp % shape.ep, rank % shape.etp
         if place not in texts:
             texts[place] = [pickle.dumps(block) for block in _blocks(shape, *place)]
         told.append(Told(rank // node * node, texts[place]))
     return told
 
 
-def _blocks(shape: Shape, stage: int, tp: int, ep: int) -> Iterator[Block]:
+def _blocks(shape: Shape, stage: int, tp: int, ep: int, etp: int) -> Iterator[Block]:
     """Of one rank, in the order of their keys."""
     hidden, layers = shape.hidden, [n for n in range(shape.layers) if n * shape.pp // shape.layers == stage]
     own = tuple((layer,) for layer in layers)
@@ -80,9 +81,10 @@ def _blocks(shape: Shape, stage: int, tp: int, ep: int) -> Iterator[Block]:
     if shape.experts:
         here = shape.experts // shape.ep
         places = tuple((layer, expert) for layer in layers for expert in range(here * ep, here * ep + here))
-        halves = tuple(((shape.ffn * n, 0), (shape.ffn, hidden)) for n in (0, 1))
+        part = shape.ffn // shape.etp
+        halves = tuple(((shape.ffn * n + part * etp, 0), (part, hidden)) for n in (0, 1))
         yield Block(_EXPERT + "linear_fc1.weight", (2 * shape.ffn, hidden), halves, places)
-        yield whole(_EXPERT + "linear_fc2.weight", hidden, shape.ffn, places=places)
+        yield Block(_EXPERT + "linear_fc2.weight", (hidden, shape.ffn), (((0, part * etp), (hidden, part)),), places)
         yield whole(_LAYER + "mlp.router.weight", shape.experts, hidden)
         yield whole(_LAYER + "pre_mlp_layernorm.weight", hidden)
     else:
@@ -102,7 +104,7 @@ def _blocks(shape: Shape, stage: int, tp: int, ep: int) -> Iterator[Block]:
 
 def messages(plan: Sequence[Bucket]) -> int:
     """Sends and receives of one rank in a pass."""
-    roles = [role for bucket in plan for unit in bucket.units for role in unit.roles]
+    roles = [role for bucket in plan for own in bucket.roles.values() for role in own]
     return sum(len(r.to) + len(r.onward) + (r.source is not None) + (r.relay is not None) for r in roles)
 
 
@@ -127,7 +129,7 @@ def egress(world: int, shape: Shape, bucket_mb: int) -> Egress:
             if me == 0:
                 sent.append(Counter())
                 taken.append(Counter())
-            for unit in bucket.units:
+            for unit in catalogue.units(bucket):
                 size = 2 * len(unit.places) * catalogue.blocks[unit.block].numel // len(unit.roles)
                 for receiver in (receiver for role in unit.roles for receiver in role.to):
                     if receiver // NODE != me // NODE:
@@ -143,17 +145,22 @@ def run(smoke: bool) -> list[Bar]:
     large = replace(QWEN3_235B, tp=8, pp=4, ep=8)
     if smoke:
         large = replace(large, layers=8)
-    told, bars = told_by_all(1024, large), []
-    for name, bucket_mb in (("1 GiB", 1024), ("256 MiB", 256)):
+    split, bars = replace(large, etp=8), []
+    for etp, shape, name, bucket_mb in (
+        ("", large, "1 GiB", 1024),
+        ("", large, "256 MiB", 256),
+        (" etp8", split, "256 MiB", 256),
+    ):
+        told = told_by_all(1024, shape)
         started = time.process_time()
         catalogue = Catalogue(told)
         read = time.process_time()
         plan = catalogue.plan(range(1024), bucket_mb << 19, 777)
         routed = time.process_time()
-        what = f"{large.layers} layers of 235B, tp8 pp4 ep8, 1,024 ranks, buckets of {name}"
+        what = f"{large.layers} layers of 235B, tp8 pp4 ep8{etp}, 1,024 ranks, buckets of {name}"
         bars.append(Bar("routes", f"{what}: routes", routed - read, 0.2, "CPU s", is_time=True))
         bars.append(Bar("routes", f"{what}: who holds what, once a job", read - started, 0.5, "CPU s", is_time=True))
-        bars.append(Bar("routes", f"{what}: messages a bucket", messages(plan) / len(plan), 128))
+        bars.append(Bar("routes", f"{what}: messages a bucket", messages(plan) / len(plan), 128 * shape.etp))
     jobs = [("32B tp4 pp4, 32 GPUs", 32, replace(QWEN3_32B, tp=4, pp=4), 1.0)]
     if not smoke:
         jobs.append(("235B tp2 pp2 ep32, 128 GPUs", 128, replace(QWEN3_235B, tp=2, pp=2, ep=32), 5.0))

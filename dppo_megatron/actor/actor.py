@@ -37,6 +37,7 @@ from dppo_megatron.actor.overrides import not_tried
 from dppo_megatron.actor.timing import ScheduleTimers
 from dppo_megatron.algorithms.objectives import Objective
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
+from dppo_megatron.distributed import to_rank_zero
 from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.spans import Spans
 from dppo_megatron.types import PackPlan, TrainSample
@@ -228,9 +229,8 @@ class Actor:
             On rank 0 one array [num_completion_tokens] a sample, in the order of `samples`; None elsewhere.
         """
         collected = self.own_logprobs(samples, plan, temperature=temperature).values
-        gathered: list[Any] | None = [None] * self.layout.world_size if self.layout.rank == 0 else None
-        dist.gather_object(collected if self.layout.reports else {}, gathered)
-        if gathered is None:
+        gathered = to_rank_zero(collected if self.layout.reports else {})
+        if self.layout.rank != 0:
             return None
         merged = {sample: values for part in gathered for sample, values in part.items()}
         return [merged[i] for i in range(len(samples))]

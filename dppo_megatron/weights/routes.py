@@ -20,6 +20,7 @@ import pickle
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 from dppo_megatron.weights.mapping import Place
@@ -139,7 +140,9 @@ class Bucket(NamedTuple):
     """What one rank does for one bucket."""
 
     items: list[Item]
-    units: list[Unit]
+    roles: dict[int, tuple[Role, ...]]
+    """Its own by block, where it has any. Units are made of them when the bucket's turn comes: kept, the 26,000 of 235B
+    had Python's collector go through the whole process, which took twice the time of the routes."""
 
 
 class Catalogue:
@@ -159,17 +162,18 @@ class Catalogue:
         found.sort(key=lambda entry: (entry[0].key, entry[0].parts, entry[1]))
         self.blocks: list[Block] = [block for block, _ in found]
         self._holders = [holders for _, holders in found]
-        self.parts: dict[Item, list[int]] = {}
+        self.parts: dict[Item, tuple[int, ...]] = {}
         """Numbers of the blocks that make up each full tensor."""
         turns: dict[Item, int] = {}
         for number, block in enumerate(self.blocks):
             count: Counter[Place] = Counter()
             for place in block.places:
-                self.parts.setdefault((block.key, place), []).append(number)
-                turns[block.key, place] = count[place[:1]]
+                item = block.key, place
+                self.parts[item] = (*self.parts.get(item, ()), number)
+                turns[item] = count[place[:1]]
                 count[place[:1]] += 1
         # a layer's experts in turns over their holders, so that all of these send in each bucket
-        self._order = sorted(self.parts, key=lambda item: (item[1][:1], turns[item], item[1], item[0]))
+        self._order = sorted(self.parts, key=lambda item: (item[1][:1], turns[item], item[0], item[1]))
 
         self._numel = {block.key: math.prod(block.shape) for block in self.blocks}
 
@@ -198,18 +202,23 @@ class Catalogue:
         turns = list(range(len(self.blocks)))  # from numbers of their own: blocks of the same holders are staggered
         plan = []
         for items in self.buckets(max_numel):
-            places: dict[int, list[Place]] = defaultdict(list)
-            for item in items:
-                for number in self.parts[item]:
-                    if concerns[number]:
-                        places[number].append(item[1])
             largest = math.ceil(sum(self._numel[key] for key, _ in items) / _PIECES)
-            units = []
-            for number, own in places.items():
-                route, numel = route_of[number], len(own) * sizes[number]
-                pieces = math.ceil(numel / largest) if route.crosses else 1
-                if roles := route.roles(turns[number], pieces):
-                    units.append(Unit(number, own, roles))
-                turns[number] += pieces
-            plan.append(Bucket(items, units))
+            own = {}
+            for number, count in Counter(chain.from_iterable(map(self.parts.__getitem__, items))).items():
+                if concerns[number]:
+                    route = route_of[number]
+                    pieces = math.ceil(count * sizes[number] / largest) if route.crosses else 1
+                    if roles := route.roles(turns[number], pieces):
+                        own[number] = roles
+                    turns[number] += pieces
+            plan.append(Bucket(items, own))
         return plan
+
+    def units(self, bucket: Bucket) -> list[Unit]:
+        """Those in which a rank has a part, from its plan."""
+        places: dict[int, list[Place]] = defaultdict(list)
+        for item in bucket.items:
+            for number in self.parts[item]:
+                if number in bucket.roles:
+                    places[number].append(item[1])
+        return [Unit(number, own, bucket.roles[number]) for number, own in places.items()]

@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch import Tensor
 
-from dppo_megatron.launched import launched_local_rank
+from dppo_megatron.launched import launched_node
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import check_finite
@@ -47,7 +47,8 @@ _EXCHANGES_AT_A_TIME = 2
 class _Exchange:
     """One bucket on its way."""
 
-    bucket: Bucket
+    items: list[Item]
+    units: list[Unit]
     flat: list[Tensor]
     """Of each unit, kept until it has been sent or read."""
     works: list[dist.Work]
@@ -111,7 +112,7 @@ class WeightStream:
         parameter = next(iter(model[0].parameters()))
         self._dtype, self._device = parameter.dtype, parameter.device
         # as text: what many ranks tell alike is read once, not once a rank
-        told = [Told(self._me - launched_local_rank(), [pickle.dumps(block) for block in mine])]
+        told = [Told(launched_node(self._me), [pickle.dumps(block) for block in mine])]
         if dist.get_world_size() > 1:
             told = told * dist.get_world_size()
             dist.all_gather_object(told, told[0])
@@ -159,23 +160,24 @@ class WeightStream:
 
     def _begin(self, bucket: Bucket) -> _Exchange:
         """Start sending what others lack of a bucket and we hold, and receiving what we lack."""
-        lacking = [unit for unit in bucket.units if not self._holds(unit)]
+        units = self._catalogue.units(bucket)
+        lacking = [unit for unit in units if not self._holds(unit)]
         sizes = [len(unit.places) * self._blocks[unit.block].numel for unit in lacking]
         arriving = iter(torch.split(torch.empty(sum(sizes), dtype=self._dtype, device=self._device), sizes))
-        flat = [self._packed(unit) if self._holds(unit) else next(arriving) for unit in bucket.units]
+        flat = [self._packed(unit) if self._holds(unit) else next(arriving) for unit in units]
         operations: list[dist.P2POp] = []
-        for unit, memory in zip(bucket.units, flat, strict=True):
+        for unit, memory in zip(units, flat, strict=True):
             for piece, role in zip(memory.tensor_split(len(unit.roles)), unit.roles, strict=True):
                 operations += [dist.P2POp(dist.isend, piece, rank) for rank in role.to]
                 if role.source is not None:
                     operations.append(dist.P2POp(dist.irecv, piece, role.source))
-        return _Exchange(bucket, flat, dist.batch_isend_irecv(operations) if operations else [])
+        return _Exchange(bucket.items, units, flat, dist.batch_isend_irecv(operations) if operations else [])
 
     def _pass_on(self, exchange: _Exchange) -> None:
         """Start sending what we have fetched to the others of our node, and receiving what they have."""
         operations: list[dist.P2POp] = []
         fetched = False
-        for unit, memory in zip(exchange.bucket.units, exchange.flat, strict=True):
+        for unit, memory in zip(exchange.units, exchange.flat, strict=True):
             for piece, role in zip(memory.tensor_split(len(unit.roles)), unit.roles, strict=True):
                 operations += [dist.P2POp(dist.isend, piece, rank) for rank in role.onward]
                 fetched |= bool(role.onward)
@@ -192,12 +194,12 @@ class WeightStream:
         if self._me not in receivers:
             return
         arrived: dict[tuple[int, Place], Tensor] = {}
-        for unit, memory in zip(exchange.bucket.units, exchange.flat, strict=True):
+        for unit, memory in zip(exchange.units, exchange.flat, strict=True):
             if not self._holds(unit):
                 shards = torch.split(memory, self._blocks[unit.block].numel)
                 arrived |= {(unit.block, place): shard for place, shard in zip(unit.places, shards, strict=True)}
         exchange.flat.clear()
-        items = exchange.bucket.items
+        items = exchange.items
         shapes = [shape for key, _ in items for shape in self._hf_shapes[key]]
         sizes = list(map(math.prod, shapes))
         memory = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
