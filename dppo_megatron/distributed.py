@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from dppo_megatron.launched import is_on_one_machine
+from dppo_megatron.launched import is_on_one_machine, launched_rank
 from dppo_megatron.types import GuardStop, UserError
 
 T = TypeVar("T")
@@ -67,22 +67,37 @@ NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 (whole names)."""
 
 
-def check_nccl_interface(names: Collection[str] | None = None) -> None:
-    """Raise UserError if this machine (`names`: its interfaces) has none that NCCL may use: NCCL 2.27 then connects to
-    an address that it has not initialised, and says so."""
-    chosen = os.environ.get(NCCL_INTERFACE, "")
+def check_interfaces(*, uses_nccl: bool, names: Collection[str] | None = None) -> None:
+    """Raise UserError if this machine (`names`: its interfaces) lacks one that gloo has to use (all that are named), or
+    has none that NCCL may use: NCCL 2.27 then connects to an address that it has not initialised, and says so."""
     names = [name for _, name in socket.if_nameindex()] if names is None else names
-    rest = chosen.removeprefix("^")
+    gloo, nccl = os.environ.get(GLOO_INTERFACE, ""), os.environ.get(NCCL_INTERFACE, "") if uses_nccl else ""
+    rest = nccl.removeprefix("^")
     wanted = [part.partition(":")[0] for part in rest.removeprefix("=").split(",")]
 
     def is_named(name: str) -> bool:
         return any(name == part if rest.startswith("=") else name.startswith(part) for part in wanted)
 
-    if chosen and not any(is_named(name) != chosen.startswith("^") for name in names):
+    lacks_nccls = bool(nccl) and not any(is_named(name) != nccl.startswith("^") for name in names)
+    lacks_gloos = not set(filter(None, gloo.split(","))) <= set(names)
+    if lacks_gloos or lacks_nccls:
+        said = f"{GLOO_INTERFACE}={gloo}" if lacks_gloos else f"{NCCL_INTERFACE}={nccl}"
         raise UserError(
-            f"{NCCL_INTERFACE}={chosen} fits no network interface of {socket.gethostname()}, which has"
-            f" {', '.join(names)}: unset it, or name one by which the machines of the job reach each other"
+            f"{said} fits no network interface of {socket.gethostname()}, which has {', '.join(names)}: unset it, or"
+            " name one by which the machines of the job reach each other"
         )
+
+
+@contextmanager
+def said_by_each_rank() -> Iterator[None]:
+    """What stops a rank inside is printed there: the command line speaks for rank 0, which may not know of it."""
+    try:
+        yield
+    except (UserError, GuardStop) as error:
+        if launched_rank():
+            kind = "error" if isinstance(error, UserError) else "stopped"
+            print(f"{kind}: rank {launched_rank()}: {error}", file=sys.stderr, flush=True)
+        raise
 
 
 def connect(groups: Sequence[dist.ProcessGroup], device: torch.device, timeout_s: float) -> None:
@@ -125,18 +140,13 @@ def connect(groups: Sequence[dist.ProcessGroup], device: torch.device, timeout_s
         return
     said = errors[0] if errors else f"not within guard.rendezvous_timeout_s = {timeout_s:g} s"
     ranks = ", ".join(map(str, dist.get_process_group_ranks(current[0])))
-    what = f"rank {rank()} could not connect {current[0].group_desc} (ranks {ranks}): {said}"
-    failure: UserError | GuardStop = GuardStop(
+    what = f"could not connect {current[0].group_desc} (ranks {ranks}): {said}"
+    if "Duplicate GPU" in said:
+        raise UserError(f"{what}. Start as many processes on a machine as it has GPUs, and let each see all of them")
+    raise GuardStop(
         f"{what}. Do the machines of these ranks reach each other by the interface that NCCL uses"
         f" ({NCCL_INTERFACE}={os.environ.get(NCCL_INTERFACE, '')})? NCCL_DEBUG=INFO prints what it tries"
     )
-    if "Duplicate GPU" in said:
-        failure = UserError(
-            f"{what}. Start as many processes on a machine as it has GPUs, and let each see all of them"
-        )
-    if rank():  # usually rank 0 reports, but only these ranks may know
-        print(f"stopped: {failure}", file=sys.stderr, flush=True)
-    raise failure
 
 
 def from_rank_zero(decide: Callable[[], T]) -> T:

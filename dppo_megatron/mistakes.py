@@ -22,7 +22,6 @@ ROOM_PAGES = {
     "convert": "checkpoints.md",
     "data": "data.md",
     "distributed": "cluster.md",
-    "doctor": "cluster.md",
     "evaluation": "evaluation.md",
     "job": "configuration.md",
     "launched": "cluster.md",

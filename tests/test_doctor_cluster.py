@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,8 +25,7 @@ from support.launch import RankError, run_ranks
 
 from dppo_megatron.cli import main
 from dppo_megatron.doctor.environment import allocator_row
-from dppo_megatron.doctor.links import unreachable
-from dppo_megatron.doctor.machine import files_row, gpu_rows, locked_row, memory_row, shm_row, threads_row
+from dppo_megatron.doctor.machine import files_row, gpu_rows, locked_row, shm_row
 from dppo_megatron.doctor.rows import Row, report_of
 from dppo_megatron.launched import check_launched, place_from_slurm
 
@@ -81,7 +79,6 @@ def _as_srun(rank: int) -> None:
         "SLURM_NODEID": str(rank),
         "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
         "SLURM_STEP_NODELIST": "node[07-08]",
-        "GROUP_RANK": str(rank),  # this machine stands for both, which else are told apart by name
     }
 
 
@@ -92,8 +89,6 @@ def test_two_tasks_of_srun_are_a_job(tmp_path: Path) -> None:
     job = _job(tmp_path, "actor.layout.tensor_parallel=2", *servers, f"rollout.servers.python={sys.executable}")
     code, lines = _report([*job, "--json", f"{tmp_path}/found.json", "--limit-s", "250"], _as_srun, tmp_path)
     assert code == 0, lines
-    assert "2 on 2 machines" in _line(lines, "ranks")
-    assert "every machine reaches every other one" in _line(lines, "ports")
     assert "reads and writes this rank's" in _line(lines, "shared memory")
     assert _line(lines, "NCCL of both ends").startswith("ok")
     for group in ("WORLD", "tp"):
@@ -138,7 +133,7 @@ def _nccl_says(text: str) -> Callable[[int], None]:
             _wrong_interface,
             60,
             "process group",
-            r"GLOO_SOCKET_IFNAME=nonexistent0 is no network interface .* which has .*lo.*\[rank 1 on ",
+            r"GLOO_SOCKET_IFNAME=nonexistent0 fits no network interface of .* which has .*lo.*\[rank 1 on ",
         ),
         pytest.param(
             *(_never_comes, 16, "ranks", r"1 of 2 ranks did not come \(rank 1\): were they started"),
@@ -220,15 +215,15 @@ def test_faults_of_a_launch(tmp_path: Path) -> None:
     assert "NCCL is 2.27.3 there and 2.29.7 in the trainer" in _line(lines, "NCCL of both ends")
     assert "reads and writes this rank's" in _line(lines, "shared memory")
     if can_mount:
-        assert re.match(r"fault +/dev/shm +0 of 0 MiB free: NCCL and vLLM", _line(lines, "/dev/shm"))
+        assert re.match(r"fault +/dev/shm +0 MiB free: NCCL and vLLM", _line(lines, "/dev/shm"))
     assert lines[-1].startswith(f"{2 + can_mount} fault, 0 warning, "), lines
 
 
 _SMI = """\
-0, 1980, 1980, 0x0000000000000004, 0, 61
-1, 1155, 1980, 0x0000000000000048, 0, 87
-2, 345, 1980, 0x0000000000000001, 3, 34
-3, 1980, 1980, [N/A], [N/A], 60
+0, 1980, 1980, 0x0000000000000004, 0
+1, 1155, 1980, 0x0000000000000048, 0
+2, 345, 1980, 0x0000000000000001, 3
+3, 1980, 1980, [N/A], [N/A]
 """
 """In the form of nvidia-smi's csv,noheader,nounits; made by hand: at its power cap, hot, idle, without ECC."""
 
@@ -236,8 +231,7 @@ _SMI = """\
 def test_what_nvidia_smi_says_is_judged() -> None:
     """A power cap under load and an idle clock are no trouble, heat is; an uncorrected error stops a job some day."""
     clocks, ecc = gpu_rows(_SMI)
-    assert clocks.verdict == "warning"
-    assert clocks.said.startswith("GPU 1: hardware slowdown, too hot (hardware), 87 C: ")
+    assert clocks.verdict == "warning" and clocks.said.startswith("GPU 1: hardware slowdown, too hot (hardware): look")
     assert (ecc.verdict, ecc.said.partition(":")[0]) == ("fault", "uncorrected errors (GPU 2")
     first, last = _SMI.splitlines()[0], _SMI.splitlines()[-1]
     assert [row.verdict for row in gpu_rows(f"{first}\n{last}\n")] == ["ok", "ok"]
@@ -247,38 +241,19 @@ def test_what_nvidia_smi_says_is_judged() -> None:
     ("row", "verdict"),
     [
         (files_row(1024, 1024), "fault"),
-        (files_row(1024, 8), "warning"),
-        (files_row(1 << 20, 1024), "ok"),
+        (files_row(1024, 512), "ok"),
         (files_row(-1, 1024), "ok"),
         (locked_row(8 << 20, has_infiniband=True), "warning"),
         (locked_row(8 << 20, has_infiniband=False), "ok"),
         (locked_row(-1, has_infiniband=True), "ok"),
-        (threads_row(1024), "warning"),
-        (threads_row(-1), "ok"),
+        (shm_row(0), "fault"),
+        (shm_row(200 << 20), "warning"),
+        (shm_row(2 << 30), "ok"),
     ],
 )
 def test_limits_are_judged_by_what_needs_them(row: Row, verdict: str) -> None:
-    assert row.verdict == verdict and ("would be right" in row.said) == (verdict == "warning" and "-l" not in row.what)
-
-
-@pytest.mark.parametrize(("free", "verdict"), [(0, "fault"), (200 << 20, "warning"), (2 << 30, "ok")])
-def test_free_shared_memory(monkeypatch: pytest.MonkeyPatch, free: int, verdict: str) -> None:
-    """Docker's 64 MB are too few for NCCL; vLLM takes 160 MiB for each server."""
-    found = SimpleNamespace(f_bavail=free // 4096, f_frsize=4096, f_blocks=1 << 20)
-    monkeypatch.setattr(os, "statvfs", lambda _: found)
-    assert shm_row().verdict == verdict
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_least_limit_of_the_control_groups_counts(tmp_path: Path, version: int) -> None:
-    """Of the process's own group and those around it, in both forms of Linux."""
-    root, name = (tmp_path / "memory", "memory.limit_in_bytes") if version == 1 else (tmp_path, "memory.max")
-    (root / "slurm" / "job").mkdir(parents=True)
-    (root / "slurm" / name).write_text(f"{3 << 30}\n")
-    (root / "slurm" / "job" / name).write_text("max\n" if version == 2 else f"{1 << 62}\n")
-    membership = tmp_path / "cgroup"
-    membership.write_text("0::/slurm/job\n" if version == 2 else "12:cpuset:/\n7:memory:/slurm/job\n")
-    assert memory_row(tmp_path, membership).said.startswith("3 GiB (the control group's limit)")
+    """Docker's 64 MB of shared memory are too few for NCCL; vLLM takes 160 MiB for each server."""
+    assert row.verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -311,15 +286,6 @@ def test_of_many_ranks_each_trouble_is_told_once() -> None:
     assert slow.verdict == "warning" and slow.said.startswith("slow; less than half of the ranks' median, 95.5 GB/s")
     everywhere = {rank: [Row("a", "fault", "broken")] for rank in range(8)}
     assert [row.ranks for row in report_of(everywhere, hosts)] == [""]
-
-
-def test_a_closed_port_is_named() -> None:
-    """Where somebody listens the kernel answers, although nobody accepts."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        assert unreachable({"rank 8's machine": f"127.0.0.1 {port}"}) == []
-    [said] = unreachable({"rank 8's machine": f"127.0.0.1 {port}"})
-    assert said.startswith(f"rank 8's machine at 127.0.0.1 port {port} (") and "refused" in said
 
 
 def test_the_place_that_slurm_gives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -456,8 +456,8 @@ def test_a_rank_that_is_alone_ends() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = [str(free.getsockname()[1]) for free in (one, other)]
-    for rank, said in enumerate(run_ranks(_alone, 2, ports)):
-        assert f"rank {rank} of 2 could not meet the others within guard.rendezvous_timeout_s = 2 s" in said
+    for said in run_ranks(_alone, 2, ports):
+        assert "could not meet the other ranks of 2 within guard.rendezvous_timeout_s = 2 s" in said
 
 
 def test_a_start_that_fails_leaves_nothing_that_binds_the_next(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ The commands run for real, in a process of their own, because the exit code and 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -12,7 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from support.job import REPOSITORY, settings, write_job_files
+from support.launch import run_ranks
 
 from dppo_megatron.cli import main
 from dppo_megatron.launched import check_launched
@@ -264,3 +268,21 @@ def test_a_stream_that_is_closed(closed: int, said: str) -> None:
     done = _command("-c", begin, "-m", "dppo_megatron", "config", "seed", DPPO_PROGRESS="on")
     assert (done.returncode, done.stdout[: len(said) or None]) == (0, said)
     assert "Traceback" not in done.stderr  # on a slow machine there are lines of progress
+
+
+def _interface_that_is_not_there(overrides: list[str]) -> tuple[int, str]:
+    if dist.get_rank() == 0:
+        return 0, ""
+    dist.destroy_process_group()
+    os.environ["GLOO_SOCKET_IFNAME"] = "nonexistent0"
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = main(["train", CONFIG, *overrides])
+    return code, said.getvalue()
+
+
+def test_a_mistake_of_another_rank_is_seen_once(files: Path, tmp_path: Path) -> None:
+    """Rank 0 speaks for all where they agree; of what is wrong on another machine alone it knows nothing."""
+    code, said = run_ranks(_interface_that_is_not_there, 2, settings(files, tmp_path / "run"))[1]
+    assert code == 2
+    assert said.startswith("error: rank 1: GLOO_SOCKET_IFNAME=nonexistent0 fits no network interface of ")
+    assert said.count("\n") == 1 and said.endswith("by which the machines of the job reach each other\n")

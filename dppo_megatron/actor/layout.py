@@ -7,7 +7,6 @@ The only place that calls Megatron's `parallel_state` to build groups. Everythin
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,7 +16,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig
-from dppo_megatron.distributed import check_nccl_interface, connect, on_loopback_if_one_machine
+from dppo_megatron.distributed import check_interfaces, connect, on_loopback_if_one_machine, said_by_each_rank
 from dppo_megatron.launched import launched_local_rank, raise_file_limit, set_cuda_variables
 from dppo_megatron.types import GuardStop, UserError
 from dppo_megatron.weights.architecture import Architecture
@@ -48,6 +47,7 @@ hours; torch's default is 10 minutes. `observe/watchdog.py` detects dead ranks, 
 timeouts."""
 
 
+@said_by_each_rank()
 def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
     """Join the job's process group: NCCL with CUDA, gloo without. Needs no launcher for a single process.
 
@@ -56,7 +56,7 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
 
     Raises:
         GuardStop: not all of them came in that time, or they could not be connected.
-        UserError: this rank has no GPU of its own, or NCCL no network interface.
+        UserError: this rank has no GPU of its own, or gloo or NCCL no network interface.
     """
     if dist.is_initialized():
         return
@@ -70,22 +70,18 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
         with on_loopback_if_one_machine():
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         return
-    if torch.cuda.is_available():
-        check_nccl_interface()
+    check_interfaces(uses_nccl=torch.cuda.is_available())
     timeout = min(timedelta(seconds=rendezvous_timeout_s), _PATIENCE)
     try:
         with on_loopback_if_one_machine():
             dist.init_process_group(backend, timeout=timeout)
         dist.barrier()  # over gloo: all have come
     except (RuntimeError, ValueError) as error:  # torch raises one or the other, depending on what it waited for
-        message = (
-            f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE', '?')} could not meet the others within"
-            f" guard.rendezvous_timeout_s = {rendezvous_timeout_s:g} s ({str(error).splitlines()[0]}). Has every rank"
-            " been started, with the same MASTER_ADDR and MASTER_PORT?"
-        )
-        if os.environ["RANK"] != "0":  # usually rank 0 reports, but it may be the one that is missing
-            print(f"stopped: {message}", file=sys.stderr, flush=True)
-        raise GuardStop(message) from None
+        raise GuardStop(
+            f"could not meet the other ranks of {os.environ.get('WORLD_SIZE', '?')} within guard.rendezvous_timeout_s ="
+            f" {rendezvous_timeout_s:g} s ({str(error).splitlines()[0]}). Has every rank been started, with the same"
+            " MASTER_ADDR and MASTER_PORT?"
+        ) from None
     assert dist.group.WORLD is not None
     dist.distributed_c10d._set_pg_timeout(_PATIENCE, dist.group.WORLD)  # of its NCCL too, for operations from here on
     dist.distributed_c10d._get_default_store().set_timeout(_PATIENCE)
@@ -131,6 +127,7 @@ def build_layout(config: LayoutConfig, seed: int) -> Layout:
     )
 
 
+@said_by_each_rank()
 def connect_groups(actor: ActorConfig, architecture: Architecture, timeout_s: float = 600.0) -> None:
     """Have the communicators made of those of Megatron's groups through which this model trains; see `connect`.
 

@@ -86,17 +86,16 @@ def _cluster(arguments: argparse.Namespace, config_path: str, settings: list[str
         check_world_size(config, launched_world_size())
     with arguments.watch("loading libraries", 0, ""):
         from dppo_megatron.doctor.cluster import check_cluster
-    began = time.monotonic()
+    size, began = launched_world_size(), time.monotonic()
 
-    def report(rows: list[Row], hosts: dict[int, str]) -> None:
-        """Rank 0's, in a thread."""
+    def report(rows: list[Row]) -> None:
         for row in rows:
             print(f"{row.verdict:<9}{row.what:<24}{row.said}{f' [{row.ranks}]' if row.ranks else ''}")
         counts = ", ".join(f"{sum(row.verdict == one for row in rows)} {one}" for one in ("fault", "warning", "ok"))
-        print(f"{counts}; {launched_world_size()} ranks, {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{counts}; {size} ranks, {time.monotonic() - began:.0f} s", flush=True)
         if arguments.json:
-            found = {"rows": [asdict(row) for row in rows], "hosts": hosts, "world_size": launched_world_size()}
-            Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            found = json.dumps({"world_size": size, "rows": [asdict(row) for row in rows]}, indent=1)
+            Path(arguments.json).write_text(f"{found}\n", encoding="utf-8")
 
     with arguments.watch("checking the job's machines", 0, ""):
         return check_cluster(config, arguments.limit_s, report)
@@ -111,11 +110,12 @@ def _gate(arguments: argparse.Namespace) -> int:
         from dppo_megatron.job import prepare_job
     job = prepare_job(config, launched_world_size(), watch=watch)
     with watch("loading Megatron", 0, ""):
-        from dppo_megatron.actor.layout import build_layout, start_process_group, stop_process_group
+        from dppo_megatron.actor.layout import build_layout, connect_groups, start_process_group, stop_process_group
         from dppo_megatron.doctor.fp8_gate import run_gate
     with watch("waiting for all ranks", 0, ""):
-        start_process_group()
+        start_process_group(config.guard.rendezvous_timeout_s)
     layout = build_layout(config.actor.layout, config.seed)
+    connect_groups(config.actor, job.architecture, config.guard.rendezvous_timeout_s)
     with watch("gate: packed against unpacked, forwards and backwards", 0, ""):
         findings = run_gate(config, layout, job.architecture, job.checkpoint.get)
     if launched_rank() == 0:

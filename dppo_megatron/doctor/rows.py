@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Verdict = Literal["ok", "warning", "fault"]
@@ -33,7 +33,7 @@ class Row:
 
 
 def report_of(found: Mapping[int, Sequence[Row]], hosts: Mapping[int, str]) -> Iterator[Row]:
-    """For each thing that was looked at, every kind of the worst trouble with it; where all are well, one of them: of a
+    """For each thing that was looked at, every kind of the worst trouble with it; where all are well, one of them. Of a
     speed the slowest.
 
     Args:
@@ -42,27 +42,20 @@ def report_of(found: Mapping[int, Sequence[Row]], hosts: Mapping[int, str]) -> I
     for what in dict.fromkeys(row.what for rows in found.values() for row in rows):
         own = {rank: row for rank, rows in found.items() for row in rows if row.what == what}
         worst = max((row.verdict for row in own.values()), key=_BY_WEIGHT.index)
-        bad = {rank: row for rank, row in own.items() if row.verdict == worst}
-        speeds = {rank: row.gb_s for rank, row in bad.items() if row.gb_s is not None}
+        speeds = {rank: row.gb_s for rank, row in own.items() if row.gb_s is not None}
         if worst == "ok" and speeds:
-            yield _slowest(own, speeds, hosts)
-            continue
-        for said in [next(iter(bad.values())).said] if worst == "ok" else dict.fromkeys(r.said for r in bad.values()):
-            ranks = [rank for rank, row in bad.items() if row.said == said]
-            yield Row(
-                what, worst, said, None, "" if worst == "ok" or len(ranks) == len(found) else _named(ranks, hosts)
-            )
-
-
-def _slowest(own: Mapping[int, Row], speeds: Mapping[int, float], hosts: Mapping[int, str]) -> Row:
-    slowest = min(speeds, key=lambda rank: speeds[rank])
-    row, middle = own[slowest], statistics.median(speeds.values())
-    is_slow = speeds[slowest] < _SLOW * middle
-    said = f"{row.said}; less than half of the ranks' median, {middle:.3g} GB/s" if is_slow else row.said
-    whose = f"slowest: {_named([slowest], hosts)}" if len(set(speeds.values())) > 1 else ""
-    return Row(row.what, "warning" if is_slow else "ok", said, row.gb_s, whose)
+            slowest, middle = min(speeds, key=lambda rank: speeds[rank]), statistics.median(speeds.values())
+            row = replace(own[slowest], ranks=f"slowest: {_named([slowest], hosts)}" if len(speeds) > 1 else "")
+            said = f"{row.said}; less than half of the ranks' median, {middle:.3g} GB/s"
+            yield replace(row, verdict="warning", said=said) if speeds[slowest] < _SLOW * middle else row
+        elif worst == "ok":
+            yield next(iter(own.values()))
+        else:
+            for said in dict.fromkeys(row.said for row in own.values() if row.verdict == worst):
+                ranks = [rank for rank, row in own.items() if row.said == said]
+                yield Row(what, worst, said, None, _named(ranks, hosts) if len(ranks) < len(found) else "")
 
 
 def _named(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
-    said = ", ".join(f"rank {rank}{f' on {hosts[rank]}' if rank in hosts else ''}" for rank in ranks[:_NAMED])
+    said = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks[:_NAMED])
     return f"{said} and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else said

@@ -24,6 +24,7 @@ from dppo_megatron.planning.roofline import LINK_BYTES_S, replica_of, rollout_co
 from dppo_megatron.planning.shares import Degrees, whole_model
 from dppo_megatron.planning.site import Site
 from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.weights.pipeline import split_layers
 
 _FITTED = "fitted to NeMo RL 0.5's published steps (docs/plan.md)"
 _FP8 = 1.2
@@ -147,6 +148,8 @@ def _training_s(
     sending = tokens * layers * architecture.hidden_size * 2 * split / LINK_BYTES_S
     count = microbatches(config, degrees, lengths.sequence)
     bubble = 1 + (degrees.pipeline - 1) / (count * degrees.virtual)
+    # every stage waits for the one with the most layers
+    bubble *= max(map(sum, split_layers(architecture.num_layers, config.actor))) / layers
     forward_s = computing / 3 + _SENT_FORWARD * sending
     again = _recomputed(config, architecture, lengths)
     update_s = computing + again * computing / 3 + _SENT[config.actor.recompute] * sending

@@ -112,6 +112,8 @@ class Step:
         rollout.limits.max_concurrent_sequences = 1024
         rollout.prompts_per_step, rollout.completions_per_prompt = self.prompts, 32
         layout.tensor_parallel, layout.pipeline_parallel, layout.context_parallel = self.layout
+        if shape.num_layers % layout.pipeline_parallel:  # 94 layers over 8 stages, as their recipe divides them
+            actor.megatron = {"num_layers_in_first_pipeline_stage": 11, "num_layers_in_last_pipeline_stage": 11}
         config.model.dtype, actor.recompute = "bfloat16", self.recompute  # type: ignore[assignment]
         config.packing.max_tokens_per_microbatch, config.checkpoint.every_steps = self.cap, 0
         config.objective.updates_per_step = self.prompts * 32 // 512
@@ -161,6 +163,24 @@ MISSED = [  # and why: docs/plan.md
     (Step("0.6", "qwen3_30b_a3b", 221, 3199, 16, 1, chip="b200"), -0.21),
     (Step("0.6", "qwen3_235b", 231, 5721, 128, 8, (4, 8, 1), True, "full", prompts=16, cap=8192), 0.91),
 ]
+
+
+def test_the_fullest_stage_decides(shapes: dict[str, Architecture]) -> None:
+    """An update at PP4 takes as long as its stage of 20 layers would over stages of 20 each."""
+    speeds, site = speeds_for(shapes["qwen3_8b"]), Site(8, 8, CHIPS["h100"].memory_bytes, 989e12, 1e15, engine_gpus=8)
+
+    def update_s(layers: int, **megatron: int) -> float:
+        """Seconds a layer in all."""
+        config, shape = Config(), replace(shapes["qwen3_8b"], num_layers=layers)
+        config.rollout.engine, config.model.dtype = "vllm", "bfloat16"
+        config.actor.layout.pipeline_parallel, config.actor.megatron = 4, dict(megatron)
+        engine, lengths = plan_engine(config, shape, site, 4096), Lengths.assumed(120, 1000, 3976, 32)
+        timing = plan_timing(config, shape, site, engine, lengths, speeds)
+        assert timing is not None
+        return timing.seconds["update"] / whole_model(shape)
+
+    uneven = update_s(64, num_layers_in_first_pipeline_stage=12, num_layers_in_last_pipeline_stage=12)
+    assert uneven == pytest.approx(update_s(64) * 20 / 16)
 
 
 def test_seconds_of_nemo_rl(shapes: dict[str, Architecture]) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from support.launch import RankError, run_ranks
 
-from dppo_megatron.distributed import check_nccl_interface, clock_offset, connect, gather_all
+from dppo_megatron.distributed import check_interfaces, clock_offset, connect, gather_all
 from dppo_megatron.platform import prepare
 from dppo_megatron.types import GuardStop, UserError
 from rehearsal.nccl_rule import AT_START, ON_THE_HOST, RuleBroken, install, start_as_the_job_does, under_rule
@@ -132,9 +132,10 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
     """As NCCL reads the variable: prefixes, `=` for whole names, `^` for all others."""
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)
     if fits:
-        return check_nccl_interface(["lo", "eth0"])
+        return check_interfaces(uses_nccl=True, names=["lo", "eth0"])
     with pytest.raises(UserError, match=r"fits no network interface of \S+, which has lo, eth0: unset it"):
-        check_nccl_interface(["lo", "eth0"])
+        check_interfaces(uses_nccl=True, names=["lo", "eth0"])
+    check_interfaces(uses_nccl=False, names=["lo", "eth0"])
 
 
 def _connecting(all_reduce: Any, timeout_s: float = 30.0) -> str:
@@ -154,14 +155,10 @@ def _raises(text: str, kind: type[Exception] = RuntimeError) -> Any:
 def test_what_keeps_a_group_from_being_connected_is_a_sentence() -> None:
     """NCCL's words as it says them; a peer that does not answer is a matter of the limit."""
     shared = "NCCL error in: NCCLUtils.hpp:268, invalid usage\nncclInvalidUsage: This ...\nLast error:\nDuplicate GPU"
-    for rank, said in enumerate(
-        run_ranks(_connecting, 2, _raises(shared + " detected : rank 1 and rank 0 both on ..."))
-    ):
-        assert said.startswith(
-            f"UserError: rank {rank} could not connect default_pg (ranks 0, 1): Duplicate GPU detected"
-        )
+    for said in run_ranks(_connecting, 2, _raises(shared + " detected : rank 1 and rank 0 both on ...")):
+        assert said.startswith("UserError: could not connect default_pg (ranks 0, 1): Duplicate GPU detected")
     silent = run_ranks(_connecting, 2, lambda *_, **__: threading.Event().wait(20), 0.2)
-    assert "GuardStop: rank 1 could not connect default_pg (ranks 0, 1): not within guard.rendezvous_t" in silent[1]
+    assert "GuardStop: could not connect default_pg (ranks 0, 1): not within guard.rendezvous_t" in silent[1]
     refused = run_ranks(_connecting, 2, _raises("x\nLast error:\nsocketPollConnect: connect to 10.0.0.7<1> failed"))
     assert "(ranks 0, 1): socketPollConnect: connect to 10.0.0.7<1> failed. Do the machines" in refused[0]
     wordless = run_ranks(_connecting, 2, _raises("", ValueError))  # not taken for connected

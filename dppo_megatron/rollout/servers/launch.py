@@ -136,14 +136,6 @@ class LaunchedServer(ServerProcess):
         return self.variables.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     @property
-    def environment(self) -> dict[str, str]:
-        """All variables of its process."""
-        inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
-        if self.host == "127.0.0.1":  # its processes and whoever sends it weights are here
-            inherited |= loopback_interface()
-        return inherited | self.variables
-
-    @property
     def is_running(self) -> bool:
         """The process has not ended."""
         return self.process is not None and self.process.poll() is None
@@ -162,12 +154,15 @@ class LaunchedServer(ServerProcess):
             log = open(self.log, "ab")  # noqa: SIM115 - the next statement closes it
         except OSError as error:
             raise UserError(f"run_dir: '{self.log}', a server's log, cannot be written: {error.strerror}") from None
+        inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
+        if self.host == "127.0.0.1":  # its processes and whoever sends it weights are here
+            inherited |= loopback_interface()
         command = [part.replace("{port}", str(self.port)) for part in self.command]
         with log:
             try:
                 self.process = subprocess.Popen(
                     command,
-                    env=self.environment,
+                    env=inherited | self.variables,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
