@@ -117,7 +117,7 @@ def connect(groups: Sequence[dist.ProcessGroup], device: torch.device, timeout_s
         UserError: two ranks use one GPU.
         GuardStop: a group cannot be connected, or not in that time.
     """
-    current: list[dist.ProcessGroup] = []
+    current = list(groups[:1])
     errors: list[str] = []
 
     def connect_all() -> None:
