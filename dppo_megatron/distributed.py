@@ -118,7 +118,7 @@ def connect(groups: Sequence[dist.ProcessGroup], device: torch.device, timeout_s
         UserError: two ranks use one GPU.
         GuardStop: a group cannot be connected, or not in that time.
     """
-    current: list[dist.ProcessGroup] = []
+    current = list(groups[:1])
     errors: list[str] = []
 
     def connect_all() -> None:
@@ -131,8 +131,8 @@ def connect(groups: Sequence[dist.ProcessGroup], device: torch.device, timeout_s
                     flag = torch.ones(1, device=device)
                     dist.all_reduce(flag, group=group)
                     flag.item()  # waits for the kernel
-        except RuntimeError as error:
-            errors.append(str(error).strip().rpartition("Last error:\n")[2].splitlines()[0])
+        except Exception as error:  # whatever it is: a thread that ends without a word would count as connected
+            errors.append((str(error).strip().rpartition("Last error:\n")[2] or repr(error)).splitlines()[0])
 
     thread = threading.Thread(target=connect_all, name="connecting", daemon=True)
     thread.start()

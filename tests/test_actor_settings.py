@@ -28,7 +28,7 @@ from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.actor.layout import Layout, build_layout
 from dppo_megatron.actor.logprobs import LogprobStore
 from dppo_megatron.actor.loss import LossHook
-from dppo_megatron.actor.megatron_fields import DECIDED, RECIPES, REFUSED, TESTED
+from dppo_megatron.actor.megatron_fields import DECIDED, ELSEWHERE, RECIPES, REFUSED, TESTED
 from dppo_megatron.actor.model import _ddp_settings
 from dppo_megatron.actor.model import _settings as model_settings
 from dppo_megatron.actor.overrides import not_tried, overridden
@@ -265,6 +265,10 @@ def test_a_refused_field_may_keep_its_value() -> None:
     assert _settings_of(TransformerConfig, "actor.megatron", harmless) == {"moe_router_load_balancing_type": "none"}
     with pytest.raises(UserError, match="losses of the router are off"):
         _settings_of(TransformerConfig, "actor.megatron", {"moe_router_load_balancing_type": "aux_loss"})
+    off = {"moe_z_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0, "moe_aux_loss_coeff": 0.0}  # NeMo RL's recipes
+    assert _settings_of(TransformerConfig, "actor.megatron", off).keys() == {"moe_router_load_balancing_type"}
+    with pytest.raises(UserError, match="losses of the router are off"):
+        _settings_of(TransformerConfig, "actor.megatron", {"moe_z_loss_coeff": 1e-3})
     refused = 0
     for name, cls in (("actor.megatron", TransformerConfig), ("actor.ddp", DistributedDataParallelConfig)):
         for field in dataclasses.fields(cls):
@@ -294,6 +298,14 @@ def test_what_is_not_tried_is_said() -> None:
     [line] = not_tried(actor)
     assert line.endswith(": actor.ddp.nccl_ub, actor.megatron.moe_permute_fusion")
     assert not_tried(ActorConfig(megatron={"bias_activation_fusion": True})) == []
+
+
+def test_names_of_other_programs_are_known() -> None:
+    """No letter-by-letter guess: freeze_moe_router is not meant for moe_router_topk."""
+    for key, said in ELSEWHERE.items():
+        for cls in (TransformerConfig, DistributedDataParallelConfig):
+            with pytest.raises(UserError, match=re.escape(f"has no such field; {said}")):
+                overridden("actor.megatron", cls, {}, {key: True}, "off")
 
 
 @pytest.mark.parametrize(

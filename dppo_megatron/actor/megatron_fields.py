@@ -159,6 +159,17 @@ REFUSED = _by_name(
 )
 """Why any other than the default value would be without effect, or wrong."""
 
+HARMLESS = {"moe_z_loss_coeff": 0, "moe_router_bias_update_rate": 0}
+"""Values of refused fields, beside the default, that switch off what is refused; recipes of others spell them out."""
+
+ELSEWHERE = {
+    "accumulate_allreduce_grads_in_fp32": "it is actor.ddp.grad_reduce_in_fp32, which is on with bfloat16",
+    "freeze_moe_router": "it is NeMo RL's own; routers are trained here",
+    "rotary_base": "it is rope_theta of the model's config.json",
+    "use_flash_attn": "attention_backend: flash is what it became",
+}
+"""What other programs' recipes call by these names, which none of Megatron's dataclasses has."""
+
 RECIPES = {
     "fp8_margin": "delayed",
     "fp8_wgrad": "delayed",

@@ -13,7 +13,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from dppo_megatron.actor.megatron_fields import DECIDED, RECIPES, REFUSED, TESTED
+from dppo_megatron.actor.megatron_fields import DECIDED, ELSEWHERE, HARMLESS, RECIPES, REFUSED, TESTED
 from dppo_megatron.config.schema import ActorConfig
 from dppo_megatron.types import UserError
 
@@ -21,7 +21,8 @@ from dppo_megatron.types import UserError
 def overridden(name: str, cls: type, ours: Mapping[str, Any], given: Mapping[str, Any], fp8: str) -> dict[str, Any]:
     """`ours` with the fields of `given`, which is the setting `name` and meant for the dataclass `cls`.
 
-    A refused field may have the value that it has anyway: ours, or Megatron's default.
+    A refused field may have the value that it has anyway (ours, or where we set none Megatron's default), or one that
+    switches it off.
 
     Args:
         fp8: actor.fp8.
@@ -34,14 +35,15 @@ def overridden(name: str, cls: type, ours: Mapping[str, Any], given: Mapping[str
     for key, value in given.items():
         if key not in known:
             close = difflib.get_close_matches(key, known, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = f"; {ELSEWHERE[key]}" if key in ELSEWHERE else f"; did you mean {close[0]}?" if close else ""
             raise UserError(f"{name}.{key}: the installed megatron-core's {cls.__name__} has no such field{hint}")
         default = known[key].default
         if isinstance(default, enum.Enum) and isinstance(value, str):
             if value not in type(default).__members__:
                 raise UserError(f"{name}.{key} = {value}: must be one of {', '.join(type(default).__members__)}")
             value = type(default)[value]
-        if value != ours.get(key, default):
+        off = key in HARMLESS and value == HARMLESS[key]
+        if value != ours.get(key, default) and not off:
             if reason := _refusal(key, fp8):
                 raise UserError(f"{name}.{key}: {reason}")
             found[key] = value

@@ -145,9 +145,9 @@ def _connecting(all_reduce: Any, timeout_s: float = 30.0) -> str:
     return f"{stop.type.__name__}: {stop.value}"
 
 
-def _raises(text: str) -> Any:
+def _raises(text: str, kind: type[Exception] = RuntimeError) -> Any:
     def all_reduce(*_: Any, **__: Any) -> None:
-        raise RuntimeError(text)
+        raise kind(text)
 
     return all_reduce
 
@@ -161,6 +161,8 @@ def test_what_keeps_a_group_from_being_connected_is_a_sentence() -> None:
     assert "GuardStop: could not connect default_pg (ranks 0, 1): not within guard.rendezvous_t" in silent[1]
     refused = run_ranks(_connecting, 2, _raises("x\nLast error:\nsocketPollConnect: connect to 10.0.0.7<1> failed"))
     assert "(ranks 0, 1): socketPollConnect: connect to 10.0.0.7<1> failed. Do the machines" in refused[0]
+    wordless = run_ranks(_connecting, 2, _raises("", ValueError))  # not taken for connected
+    assert "(ranks 0, 1): ValueError(''). Do the machines" in wordless[0]
 
 
 def _starts_on_cuda(local_ranks: list[int]) -> Any:
