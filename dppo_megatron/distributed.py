@@ -10,6 +10,7 @@ spin in a kernel, on the GPU that a colocated engine generates on.
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import socket
@@ -142,12 +143,21 @@ def connect(groups: Sequence[dist.ProcessGroup], device: torch.device, timeout_s
     said = errors[0] if errors else f"not within guard.rendezvous_timeout_s = {timeout_s:g} s"
     ranks = ", ".join(map(str, dist.get_process_group_ranks(current[0])))
     what = f"could not connect {current[0].group_desc} (ranks {ranks}): {said}"
+    if thread.is_alive():  # it cannot be ended, and NCCL may wait for it while the interpreter shuts down
+        atexit.register(_leave)
     if "Duplicate GPU" in said:
         raise UserError(f"{what}. Start as many processes on a machine as it has GPUs, and let each see all of them")
     raise GuardStop(
         f"{what}. Do the machines of these ranks reach each other by the interface that NCCL uses"
         f" ({NCCL_INTERFACE}={os.environ.get(NCCL_INTERFACE, '')})? NCCL_DEBUG=INFO prints what it tries"
     )
+
+
+def _leave() -> None:
+    """End the process at once, as for a guard's stop."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(3)
 
 
 def from_rank_zero(decide: Callable[[], T]) -> T:

@@ -17,7 +17,7 @@ NOISE_REFERENCE_STEPS = 4
 """So many unpruned steps with a gradient must a `max_noise_ratio` have to compare with before anything is pruned."""
 _FALL, _RISE, _SMALLEST = 0.7, 0.02, 0.01
 _COST_DECAY = _NOISE_DECAY = 0.9
-_FLOOR_FADE, _FLOOR_STEPS, _FLOOR_ERRORS, _LARGEST_FLOOR = 0.98, 8.0, 2.0, 0.9
+_FLOOR_FADE, _FLOOR_STEPS, _FLOOR_ERRORS, _LARGEST_FLOOR = 0.98, 8.0, 2.0, 0.75
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class NoiseReference:
 
 def floor_share(sums: Sequence[float]) -> float:
     """Share of full seconds that remains however little is kept, from sums of 1, x, y, x^2, xy and y^2 over steps: y
-    seconds, x the kept share. In [0, 0.9], and 0 unless steps differ enough to tell.
+    seconds, x the kept share. In [0, 0.75], and 0 unless steps differ enough to tell.
 
     A rollout waits for its longest completions, so seconds do not fall to nothing with their tokens. The intercept of a
     straight line, drawn to 0 by as much as it may be chance: steps of equal size say nothing about it.

@@ -47,6 +47,11 @@ _FLUSH = {"flush_cache": True, "torch_empty_cache": False}
 CPU) or empty the device's allocator, and cannot be asked not to: on a CPU it cost as much as the bytes."""
 
 
+_OWN_NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""What SGLang 0.5.23 sets in itself where nobody has set it (srt/entrypoints/engine.py). A server that was not started
+with our file does not say."""
+
+
 @dataclass
 class SGLangServer:
     """One `sglang.launch_server`. See `server.Server` for the calls."""
@@ -94,7 +99,7 @@ class SGLangServer:
             logprobs_are_processed=None,
             max_top_k=int(info.get("sampling_mask_max_tokens") or 0),
             cuts_in_order=False,
-            nccl=(self._ask(SGLANG_NCCL_PATH, timeout_s) if self._arrays else None) or {},
+            nccl=(self._ask(SGLANG_NCCL_PATH, timeout_s) if self._arrays else None) or _OWN_NCCL,
         )
 
     def healthy(self, *, timeout_s: float) -> None:

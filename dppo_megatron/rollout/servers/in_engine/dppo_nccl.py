@@ -20,14 +20,14 @@ def settings() -> dict[str, str]:
 
 
 def difference(theirs: dict[str, str]) -> str:
-    """Why `theirs` and this process cannot be in one communicator; empty if they can, or if one does not say. NCCL
+    """Why `theirs` and this process cannot be in one communicator; empty if they can, or if one says nothing. NCCL
     refuses another version when it connects; with cuMem on at one end only it fails in the first transfer."""
     own = settings()
     if not own or not theirs:
         return ""
-    if own["version"] != theirs["version"]:
+    if theirs.get("version", own["version"]) != own["version"]:
         return f"NCCL is {theirs['version']} there and {own['version']} in the trainer"
-    for name in DEFAULTS:
+    for name in DEFAULTS.keys() & theirs.keys():
         if (own[name] == "0") != (theirs[name] == "0"):
             return f"{name} is {theirs[name]} there and {own[name]} in the trainer"
     return ""
