@@ -52,13 +52,12 @@ def time_steps(
 ) -> Timing:
     """`Actor.update` from the samples on; the host's share of a step is part of it."""
     objective = clipped_surrogate(0.2, 0.2, 0.0)
-    metrics = {"loss": float("nan"), "grad_norm": float("nan")}
     for _ in range(warmup_steps):
-        metrics = actor.update(samples, plan, objective)
+        actor.update(samples, plan, objective)
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    seconds = []
+    seconds, metrics = [], {"loss": float("nan"), "grad_norm": float("nan")}
     for _ in range(timed_steps):
         synchronize()
         started = time.perf_counter()
