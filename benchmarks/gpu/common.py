@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from workload import Spread, trained_tokens
 
-from dppo_megatron.accept.timed import Timing
+from dppo_megatron.accept.speed import Timing
 from dppo_megatron.accept.workload import peak_flops
 from dppo_megatron.types import TrainSample
 from dppo_megatron.weights.architecture import Architecture

@@ -1,12 +1,12 @@
 """What takes whole runs: a job that is killed and resumed, servers beside it, the repository's own tests.
 
-The task is the quickstart's and the models are made here, so nothing is downloaded.
+The task is the quickstart's and the models are made here, so nothing is downloaded. Processes find this package as
+the one does that starts them: `runner.py` has set its variables.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -33,7 +33,6 @@ from dppo_megatron.config.shipped import shipped
 from dppo_megatron.data.arithmetic import write_task
 from dppo_megatron.data.tiny_model import make_tokenizer, write_model_directory, write_tiny_qwen3
 from dppo_megatron.job import prepare_job
-from dppo_megatron.launched import environment_of_ours
 from dppo_megatron.planning.memory import plan_memory
 from dppo_megatron.planning.shares import whole_model
 from dppo_megatron.planning.site import GIB
@@ -50,7 +49,7 @@ def gpu_tests(sheet: Sheet) -> None:
     assert tests is not None
     found = sheet.directory / "tests.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(tests / "test_gpu.py"), "-p", "no:cacheprovider"]
-    subprocess.run([*command, f"--junitxml={found}"], cwd=tests.parent, env=environment_of_ours())
+    subprocess.run([*command, f"--junitxml={found}"], cwd=tests.parent)
     counts = next(ElementTree.parse(found).iter("testsuite")).attrib
     failed, skipped = int(counts["failures"]) + int(counts["errors"]), int(counts["skipped"])
     sheet.note("failed", failed)
@@ -68,13 +67,13 @@ def killed_and_resumed(sheet: Sheet) -> None:
             "checkpoint.async_save": str(sheet.cuda).lower(),
             "warm_start.steps": 200 if sheet.cuda else 20,
         }
-        first = subprocess.Popen(_train(settings), env=environment_of_ours())
+        first = subprocess.Popen(_train(settings))
         while first.poll() is None and (not (rows := _metrics(files)) or max(rows) < kill_at):
             time.sleep(0.1)
         first.kill()  # no warning, as a lost machine
         first.wait()
         before = _metrics(files)
-        subprocess.run(_train(settings), env=environment_of_ours(), check=True)
+        subprocess.run(_train(settings), check=True)
         after = _metrics(files)
     repeated = [step for step in sorted(before) if after[step]["time/step_s"] != before[step]["time/step_s"]]
     sheet.note("steps", len(after), steps)
@@ -100,7 +99,7 @@ def three_steps(sheet: Sheet, more: dict[str, str], ranks: int = 1, arguments: t
     with _task(sheet) as files:
         settings = _settings(files, sheet) | _serving(sheet, *arguments) | more
         settings |= {"steps": 3, "warm_start.steps": 30, "rollout.sync.verify_every": 1}
-        subprocess.run(_train(settings, ranks), env=environment_of_ours() | {"PYTHONSAFEPATH": "1"}, check=True)
+        subprocess.run(_train(settings, ranks), check=True)
         rows = _metrics(files)
     sheet.note("steps", len(rows))
     sheet.note("mismatch", _mismatch(rows))
@@ -207,9 +206,7 @@ def _settings(files: Path, sheet: Sheet) -> dict[str, Any]:
 def _serving(sheet: Sheet, *arguments: str) -> dict[str, Any]:
     """Servers that the job launches, of the engine that the given Python can import."""
     asked = "import importlib.util as u; print('vllm' if u.find_spec('vllm') else 'sglang')"
-    engine = subprocess.run(
-        [sheet.server_python, "-c", asked], capture_output=True, text=True, check=True, env=dict(os.environ)
-    ).stdout.strip()
+    engine = subprocess.check_output([sheet.server_python, "-c", asked], text=True).strip()
     share = {"vllm": ["--gpu-memory-utilization", "0.3", "--enforce-eager"], "sglang": ["--mem-fraction-static", "0.3"]}
     of = [*(share[engine] if sheet.cuda else []), *arguments]
     return {

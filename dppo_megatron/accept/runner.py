@@ -100,7 +100,7 @@ def tests_directory() -> Path | None:
 
 
 def python_of_ours(ranks: int) -> list[str]:
-    """The beginning of a command that goes on with a module's name."""
+    """The beginning of a command that goes on with a module's name; for a step, or a process of one."""
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
     return [sys.executable, "-P", "-m", *(torchrun if ranks > 1 else [])]
 
@@ -153,4 +153,5 @@ def _last_words(log: Path) -> str:
     """The last line that speaks of an error, or the last one."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line or line.startswith(("error:", "stopped:"))]
-    return (errors or lines or [""])[-1][:300]
+    ours = [line for line in errors if "torch.distributed.elastic" not in line]  # torchrun only says that a rank failed
+    return (ours or lines or [""])[-1][:300]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from dppo_megatron.accept.child import Sheet
-from dppo_megatron.accept.timed import Timing, built_actor, synchronize, time_steps
 from dppo_megatron.accept.workload import (
     CAP,
     SHAPES,
     TEN_MILLION,
     Lengths,
     RandomWeights,
+    Shape,
     architecture_of,
     equal_samples,
     padded_plan,
@@ -24,6 +28,7 @@ from dppo_megatron.accept.workload import (
     shape_named,
     useful_flops,
 )
+from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.layout import Layout, build_layout, start_process_group
 from dppo_megatron.algorithms.objectives import clipped_surrogate
 from dppo_megatron.config.schema import ActorConfig, Config, LayoutConfig, OptimizerConfig
@@ -31,8 +36,59 @@ from dppo_megatron.doctor.fp8_gate import run_gate
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.planning.site import GIB
+from dppo_megatron.types import PackPlan, TrainSample
 
 _STEPS = {"warmup_steps": 2, "timed_steps": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What one plan took on one actor."""
+
+    seconds: list[float]
+    """Wall time of each timed step, the device synchronized before and after."""
+    peak_memory_gib: float
+    """torch's peak of allocated memory over the timed steps; 0 without CUDA."""
+    actor: str
+    """The actor's own description: layout, layers and why, FP8 recipe."""
+    metrics: dict[str, float]
+    """What the last step returned; a wrong loss makes a time worthless."""
+
+
+@contextmanager
+def built_actor(shape: Shape, config: ActorConfig, layout: Layout, dtype: torch.dtype) -> Iterator[Actor]:
+    """An actor with random weights and a fresh optimizer; its memory is free again after the block."""
+    architecture = architecture_of(shape)
+    actor = Actor(config, layout, architecture, RandomWeights(architecture, layout.device), dtype=dtype)
+    actor.start_phase(config.optimizer, total_steps=10**6)
+    try:
+        yield actor
+    finally:
+        del actor
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def time_steps(
+    actor: Actor, samples: Sequence[TrainSample], plan: PackPlan, *, warmup_steps: int, timed_steps: int
+) -> Timing:
+    """`Actor.update` from the samples on; the host's share of a step is part of it."""
+    objective = clipped_surrogate(0.2, 0.2, 0.0)
+    for _ in range(warmup_steps):
+        actor.update(samples, plan, objective)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    seconds, metrics = [], {"loss": float("nan"), "grad_norm": float("nan")}
+    for _ in range(timed_steps):
+        _synchronize()
+        started = time.perf_counter()
+        metrics = actor.update(samples, plan, objective)
+        _synchronize()
+        seconds.append(time.perf_counter() - started)
+    peak_memory_gib = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+    return Timing(seconds, peak_memory_gib, actor.description, metrics)
 
 
 def utilization(sheet: Sheet, spec: str) -> None:
@@ -136,8 +192,13 @@ def _peak_gib(run: Callable[[], object]) -> float:
     free, total = torch.cuda.mem_get_info()
     beside = total - free - torch.cuda.memory_reserved()
     run()
-    synchronize()
+    torch.cuda.synchronize()
     return float(torch.cuda.max_memory_reserved() + beside) / GIB
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _one_rank() -> Layout:
