@@ -192,7 +192,7 @@ def _peak_gib(run: Callable[[], object]) -> float:
     free, total = torch.cuda.mem_get_info()
     beside = total - free - torch.cuda.memory_reserved()
     run()
-    torch.cuda.synchronize()
+    _synchronize()
     return float(torch.cuda.max_memory_reserved() + beside) / GIB
 
 
