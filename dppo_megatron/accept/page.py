@@ -21,7 +21,8 @@ def write_page(path: Path, record: Record) -> None:
     counts = Counter(row.verdict for row in rows)
     chips = " ".join(_chip(verdict, f"{counts[verdict]} {verdict}") for verdict in _CHIP)
     device = _text(record.facts.get("device", "not found out"))
-    parts = [f'<section><h2>Accept: {device}</h2><p class="row">{chips}</p></section>']
+    of = "" if record.facts.get("gpus") else "<p class='lead'>Predictions of `plan` are for an H200.</p>"
+    parts = [f'<section><h2>Accept: {device}</h2>{of}<p class="row">{chips}</p></section>']
     for step in STEPS:
         ran = record.steps.get(step.name)
         took = f", {ran.seconds:.0f} s" if ran and ran.seconds else ""

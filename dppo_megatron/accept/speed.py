@@ -93,22 +93,25 @@ def time_steps(
 
 def utilization(sheet: Sheet, spec: str) -> None:
     """4B, or the user's model."""
-    timing = _timed(sheet, "mfu", sheet.model or "4b", 8192, 8, CAP, layer_spec=spec)
+    timing = _timed(sheet, "mfu", _one_rank(), sheet.model or "4b", _actor_config(layer_spec=spec), (8192, 8, CAP))
     sheet.note("peak_gib", timing.peak_memory_gib)
     sheet.note("step_s", float(np.median(timing.seconds)))
 
 
 def lengths(sheet: Sheet) -> None:
     """0.6B at two lengths of equal total."""
+    layout = _one_rank()
     for tokens in (4096, 16384):
-        _timed(sheet, f"mfu_{tokens}", "0.6b", tokens, 4, 16384)
+        _timed(sheet, f"mfu_{tokens}", layout, "0.6b", _actor_config(), (tokens, 4, 16384))
 
 
-def _timed(sheet: Sheet, figure: str, of: str, tokens: int, microbatches: int, cap: int, **settings: Any) -> Timing:
-    """Notes the utilization of a step of equal samples."""
-    shape, config, layout = shape_named(of), _actor_config(**settings), _one_rank()
-    samples = equal_samples(architecture_of(shape), tokens, microbatches, cap)
-    plan = plan_microbatches(samples, layout=packing_layout(config, 1), max_tokens_per_microbatch=cap)
+def _timed(
+    sheet: Sheet, figure: str, layout: Layout, model: str, config: ActorConfig, of: tuple[int, int, int]
+) -> Timing:
+    """Notes the utilization of a step of equal samples: `of` is their length, the micro-batches, the cap of one."""
+    shape = shape_named(model)
+    samples = equal_samples(architecture_of(shape), *of)
+    plan = plan_microbatches(samples, layout=packing_layout(config, 1), max_tokens_per_microbatch=of[-1])
     with built_actor(shape, config, layout, torch.bfloat16) as actor:
         timing = time_steps(actor, samples, plan, **_STEPS)
     rate, device = useful_flops(shape, samples) / float(np.median(timing.seconds)), torch.cuda.get_device_name()
