@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -20,7 +22,7 @@ import pytest
 from support.launch import run_ranks
 
 from dppo_megatron.accept import child, runner
-from dppo_megatron.accept.bars import STEPS, Step
+from dppo_megatron.accept.bars import STEPS
 from dppo_megatron.accept.page import write_page
 from dppo_megatron.accept.record import Ran, Record, read_figures, read_record
 from dppo_megatron.accept.workload import Lengths
@@ -56,7 +58,8 @@ else:
 def fake_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
-    monkeypatch.setattr(runner, "CHILD", (sys.executable, str(script)))
+    monkeypatch.setattr(runner, "CHILD", "child")
+    monkeypatch.setattr(runner, "environment_of_ours", lambda: dict(os.environ) | {"PYTHONPATH": str(tmp_path)})
 
 
 def _row(record: Record, step: str, what: str) -> tuple[str, str]:
@@ -102,13 +105,15 @@ def test_the_page_of_the_documentation_has_the_same_steps_and_limits() -> None:
     said = [pair for names, limits in rows for pair in zip(names.split(", "), limits.split(", "), strict=True)]
     ours = [(f"`{step.name}`", f"{step.limit_s:g}") for step in STEPS]
     assert sorted(said) == sorted(ours)
-    assert set(child._MEASURED_BY) == {step.name for step in STEPS}
 
 
 def test_what_is_judged() -> None:
     """By the table alone: absolute and relative bounds, a NaN, a CPU's tiny figures, a machine without a prediction."""
     record = Record(OPTIONS, dict(ON_H200))
-    found = {"matmul": {"value": 740.0, "prediction": 989.0, "note": ""}, "fp8_recipes": {"why": "no such thing"}}
+    found = {
+        "matmul": {"value": 740.0, "prediction": 989.0, "note": ""},
+        "fp8_recipes": {"value": None, "note": "no such thing"},
+    }
     record.steps["environment"] = Ran("done", figures=found)
     assert _row(record, "environment", "product") == ("fail", "")  # below three quarters of the data sheet
     found["matmul"]["value"] = 742.0
@@ -147,7 +152,7 @@ def test_one_gpu_two_gpus_none(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fake_child")
 def test_a_crash_and_a_hang_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured before the crash counts; nothing that a hanging step started is left; the others run."""
-    short = [step if step.name != "ipc-expandable" else Step(step.name, "", 1.0, step.figures) for step in STEPS]
+    short = [step if step.name != "ipc-expandable" else replace(step, limit_s=1.0) for step in STEPS]
     monkeypatch.setattr(runner, "STEPS", tuple(short))
     monkeypatch.setattr(runner, "_GRACE_S", 2.0)
     record, out = Record(dict(OPTIONS)), tmp_path / "out"
@@ -218,7 +223,7 @@ def test_the_references_are_what_the_script_makes() -> None:
     assert far and all(value < 1e-5 for value in far.values()), far
 
 
-def _with_a_made_up_card(measured_by: str, directory: Path) -> None:
+def _with_a_made_up_card(name: str, directory: Path) -> None:
     """A step of speed.py on a CPU: sizes become tiny, CUDA's answers are invented, layers and formats are the CPU's."""
     import torch
 
@@ -227,7 +232,7 @@ def _with_a_made_up_card(measured_by: str, directory: Path) -> None:
     from dppo_megatron.config.schema import ActorConfig, OptimizerConfig
 
     card = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30)
-    for name, answer in {
+    for asked, answer in {
         "get_device_name": lambda *_: card.name,
         "get_device_properties": lambda *_: card,
         "mem_get_info": lambda *_: (138 * 2**30, 140 * 2**30),
@@ -236,14 +241,14 @@ def _with_a_made_up_card(measured_by: str, directory: Path) -> None:
         "memory_reserved": lambda *_: 20 * 2**30,
         "reset_peak_memory_stats": lambda *_: None,
     }.items():
-        setattr(torch.cuda, name, answer)
+        setattr(torch.cuda, asked, answer)
     SHAPES["4b"] = SHAPES["0.6b"] = speed.TEN_MILLION = SHAPES["smoke"]
-    speed._CAP, speed._WARMUP, speed._TIMED = 1024, 1, 1
+    speed.CAP, speed._STEPS = 1024, {"warmup_steps": 1, "timed_steps": 1}
     speed.equal_samples = partial(_fewer, speed.equal_samples)
     speed.Lengths = lambda samples, median, sigma, most, prompts: Lengths(8, 64, sigma, 256, (4, 16))
     speed._actor_config = lambda **_: ActorConfig(optimizer=OptimizerConfig(learning_rate=1e-8))
-    sheet = child.Sheet(measured_by, directory, cuda=True, model="", server_python="")
-    child.measured_by(measured_by)(sheet)
+    (step,) = (one for one in STEPS if one.name == name)
+    child.measure(child.Sheet(step, directory, cuda=True, model="", server_python=""))
 
 
 def _fewer(equal_samples: Callable[..., Any], architecture: Any, tokens: int, microbatches: int, cap: int) -> Any:

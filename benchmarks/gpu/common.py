@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from workload import Spread, trained_tokens
 
-from dppo_megatron.accept.timed import Timing
+from dppo_megatron.accept.speed import Timing
 from dppo_megatron.accept.workload import peak_flops
 from dppo_megatron.types import TrainSample
 from dppo_megatron.weights.architecture import Architecture
@@ -49,15 +49,15 @@ def figures(timing: Timing, architecture: Architecture, samples: Sequence[TrainS
     spread = Spread.of(timing.seconds)
     flops = useful_flops(architecture, samples) / spread.median
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    bf16_peak, fp8_peak = peak_flops(name, False), peak_flops(name, True)
+    peak = peak_flops(name)
     return {
         "step_s": spread.as_dict(),
         "all_step_s": timing.seconds,
         "tokens_per_s": sum(sample.num_tokens for sample in samples) / spread.median,
         "trained_tokens_per_s": trained_tokens(samples) / spread.median,
         "useful_tflops_per_s": flops / 1e12,
-        "mfu_of_bf16_peak": flops / bf16_peak if bf16_peak else None,
-        "mfu_of_fp8_peak": flops / fp8_peak if fp8 and fp8_peak else None,
+        "mfu_of_bf16_peak": flops / peak if peak else None,
+        "mfu_of_fp8_peak": flops / (2 * peak) if fp8 and peak else None,
         "peak_memory_gib": timing.peak_memory_gib,
         "actor": timing.actor,
         "loss": timing.metrics["loss"],

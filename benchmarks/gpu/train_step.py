@@ -29,7 +29,7 @@ import torch
 from common import figures, matmul_parameters, require_cuda
 from workload import trained_tokens, write_json
 
-from dppo_megatron.accept.timed import built_actor, time_steps
+from dppo_megatron.accept.speed import built_actor, time_steps
 from dppo_megatron.accept.workload import (
     SHAPES,
     Lengths,

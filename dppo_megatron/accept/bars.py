@@ -7,7 +7,7 @@ a figure without a value says why. Without torch: the command's help reads this 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 Need: TypeAlias = Literal["cuda", "transformer_engine", "two_gpus", "no_single_gpu", "tests", "server"]
 """`no_single_gpu`: two ranks share a CPU over gloo, but NCCL refuses two on one GPU."""
@@ -28,6 +28,8 @@ class Figure:
     source: str = ""
     """Where the bound comes from."""
     on_cpu: OnCpu = ""
+    predicted: float | None = None
+    """What is expected everywhere; else `plan` or the step itself says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,17 @@ class Step:
 
     name: str
     what: str
+    by: str
+    """The module beside this one and its function."""
     limit_s: float
     """It is ended after this long, and not begun with less left."""
     figures: dict[str, Figure]
     needs: tuple[Need, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that its process is started with."""
+    given: tuple[Any, ...] = ()
+    """What the function is called with."""
+    ranks: int = 1
 
 
 _FAR, _NORM = "mean |difference| of log-probabilities", "first grad_norm, relative difference"
@@ -50,42 +57,34 @@ _HALF = "bfloat16 has 8 bits: a CPU's differs from its float32 by 2.5e-3, its th
 _STALE = "bfloat16 in the engine; of weights that did not arrive it is above 0.5"
 _SPLIT = "the target for 4B at packs of 8,192"
 _ROUNDING = "rounding of a few per cent a layer"
-_RUNS = "it runs"
 _EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 def _most(what: str, bound: float, source: str, on_cpu: OnCpu = "") -> Figure:
-    return Figure(what, most=bound, source=source, on_cpu=on_cpu)
+    return Figure(what, most=bound, source=source, on_cpu=on_cpu, predicted=0.0)
 
 
-def _least(what: str, bound: float, source: str, on_cpu: OnCpu = "", unit: str = "") -> Figure:
-    return Figure(what, unit, least=bound, source=source, on_cpu=on_cpu)
-
-
-def _parity(case: str, far: float, norm: float, source: str, on_cpu: OnCpu = "") -> dict[str, Figure]:
+def _far(case: str, far: float, norm: float, source: str, on_cpu: OnCpu = "") -> dict[str, Figure]:
     return {
         f"{case}_before": _most(f"{case}: {_FAR}", far, source, on_cpu),
-        f"{case}_after": _most(f"{case}: the same after 3 updates", 3 * far, source, on_cpu),
         f"{case}_grad_norm": _most(f"{case}: {_NORM}", norm, source, on_cpu),
     }
 
 
-def _two_ranks(layout: str, far: float, norm: float, source: str) -> dict[str, Figure]:
-    return {
-        f"{layout}_before": _most(f"{layout}: {_FAR}", far, source, "judged"),
-        f"{layout}_grad_norm": _most(f"{layout}: {_NORM}", norm, source, "judged"),
-    }
+def _parity(case: str, far: float, norm: float, source: str, on_cpu: OnCpu = "") -> dict[str, Figure]:
+    after = _most(f"{case}: the same after 3 updates", 3 * far, source, on_cpu)
+    return _far(case, far, norm, source, on_cpu) | {f"{case}_after": after}
 
 
 # fmt: off
 def _ipc(on_cpu: OnCpu) -> dict[str, Figure]:
     what = "round trips of 3 through another process"
-    return {"right": _least(what, 3, "a wrong byte is a wrong weight", on_cpu)}
+    return {"right": Figure(what, "", 3, source="a wrong byte is a wrong weight", on_cpu=on_cpu, predicted=3)}
 
 
 def _mfu(least: float) -> dict[str, Figure]:
     return {
-        "mfu": _least("useful FLOPs over the bfloat16 peak", least, _SPLIT),
+        "mfu": Figure("useful FLOPs over the bfloat16 peak", "", least, source=_SPLIT),
         "step_s": Figure("a step of 8 micro-batches", "s"),
         "peak_gib": Figure("peak of allocated memory", "GiB", most=130, source="an H200 has 140"),
     }
@@ -94,7 +93,7 @@ def _mfu(least: float) -> dict[str, Figure]:
 def _fp8(recipe: str, speed: float) -> dict[str, Figure]:
     return {
         f"{recipe}_gate": _most(f"{recipe}: largest share of a bound of the gate", 1, "doctor --fp8-gate"),
-        f"{recipe}_speed": _least(f"{recipe} over bfloat16", speed, "or it is not worth its rounding", unit="x"),
+        f"{recipe}_speed": Figure(f"{recipe} over bfloat16", "x", speed, source="or it is not worth its rounding"),
         f"{recipe}_loss": _most(f"{recipe}: loss, relative difference", 0.02, _ROUNDING),
         f"{recipe}_grad_norm": _most(f"{recipe}: grad_norm, relative difference", 0.1, _ROUNDING),
     }
@@ -102,67 +101,75 @@ def _fp8(recipe: str, speed: float) -> dict[str, Figure]:
 
 def _run(on_cpu: OnCpu) -> dict[str, Figure]:
     return {
-        "steps": _least("steps of a training run", 3, _RUNS, on_cpu),
+        "steps": Figure("steps of a training run", "", 3, source="it runs", on_cpu=on_cpu, predicted=3),
         "mismatch": _most("its largest mismatch/logprob_abs_diff_mean", 0.05, _STALE, on_cpu),
         "train_sync_s": Figure("seconds of its last sync", "s", on_cpu="shown" if on_cpu else ""),
     }
 
 
 STEPS: tuple[Step, ...] = (
-    Step("environment", "What is installed, and a matrix product", 60, {
+    Step("environment", "What is installed, and a matrix product", "machine.environment", 60, {
         "matmul": Figure("8192 x 8192 bfloat16 product", "TFLOP/s", 0.75, None, True, "else throttled or shared"),
         "faults": _most("faults that `doctor` finds", 0, "each says what would be right", "shown"),
-        "fp8_recipes": Figure("FP8 recipes that run here", "", 1, None, True, "three from Hopper on"),
+        "fp8_recipes": Figure("FP8 recipes that run here", "", 1, None, True, "three from Hopper on", predicted=3),
     }),
-    Step("ipc", "Memory of one process mapped by another", 40, _ipc("judged")),
-    Step("ipc-expandable", "The same from expandable segments", 40, _ipc(""), ("cuda",), _EXPANDABLE),
-    Step("parity", "Against stored float32 references of a CPU, local layers", 90,
-         _parity("float32 local", 1e-4, 1e-4, _EXACT, "judged") | _parity("bfloat16 local", 0.02, 0.03, _HALF)),
-    Step("parity-te", "The same with Transformer Engine's layers", 60,
-         _parity("bfloat16 te", 0.02, 0.03, _HALF), ("cuda", "transformer_engine")),
-    Step("gpu-tests", "The repository's `-m gpu` tests of one process", 180, {
+    Step("ipc", "Memory of one process mapped by another", "machine.ipc", 40, _ipc("judged")),
+    Step("ipc-expandable", "The same from expandable segments", "machine.ipc", 40, _ipc(""), ("cuda",), _EXPANDABLE),
+    Step("parity", "Against stored float32 references of a CPU, local layers", "parity.against_references", 90,
+         _parity("float32 local", 1e-4, 1e-4, _EXACT, "judged") | _parity("bfloat16 local", 0.02, 0.03, _HALF),
+         given=("local", "float32", "bfloat16")),
+    Step("parity-te", "The same with Transformer Engine's layers", "parity.against_references", 60,
+         _parity("bfloat16 te", 0.02, 0.03, _HALF), ("cuda", "transformer_engine"), given=("te", "bfloat16")),
+    Step("gpu-tests", "The repository's `-m gpu` tests of one process", "jobs.gpu_tests", 180, {
         "failed": _most("failed", 0, "each is a claim of the documentation"),
-        "passed": _least("passed", 1, "a check that ran nothing is red"),
+        "passed": Figure("passed", "", 1, source="a check that ran nothing is red"),
         "skipped": Figure("skipped"),
     }, ("cuda", "tests")),
-    Step("servers", "A colocated server: sleep, two syncs, three steps of training", 300, {
-        "freed_share": _least("memory of the card that sleep frees", 0.1, "a server was given 0.3 of the card"),
+    Step("servers", "A colocated server: sleep, two syncs, three steps of training", "jobs.servers", 300, {
+        "freed_share": Figure("memory of the card that sleep frees", "", 0.1, source="a server was given 0.3 of it"),
         "first_diff": _most(f"first sync: {_FAR}", 0.05, _STALE, "judged"),
         "second_diff": _most(f"second sync: {_FAR}", 0.05, _STALE, "judged"),
         "sync_s": Figure("seconds of the second sync", "s", on_cpu="shown"),
+        "sync": Figure("device after a sync, without a trainer's actor", "GiB"),
+        "generate": Figure("device after generation, without a trainer's actor", "GiB"),
     } | _run("judged"), ("server",)),
-    Step("mfu-4b-te", "A step of 4B, Transformer Engine's layers", 95,
-         _mfu(0.45), ("cuda", "transformer_engine"), _EXPANDABLE),
-    Step("mfu-4b-local", "A step of 4B, local layers", 95, _mfu(0.38), ("cuda",), _EXPANDABLE),
-    Step("packed", "One batch of 0.6B packed, padded, and padded after sorting", 70, {
+    Step("mfu-4b-te", "A step of 4B, Transformer Engine's layers", "speed.utilization", 95,
+         _mfu(0.45), ("cuda", "transformer_engine"), _EXPANDABLE, given=("te",)),
+    Step("mfu-4b-local", "A step of 4B, local layers", "speed.utilization", 95,
+         _mfu(0.38), ("cuda",), _EXPANDABLE, given=("local",)),
+    Step("packed", "One batch of 0.6B packed, padded, and padded after sorting", "speed.packed", 70, {
         f"over_{other}": Figure(f"packed over {other}", "x", 0.9, None, True, "slots, less a tenth", "shown")
         for other in ("padded", "sorted")
     }, environment=_EXPANDABLE),
-    Step("memory", "Peak of each phase of 4B against `plan`", 80, {
+    Step("memory", "Peak of each phase of 4B against `plan` (generation and sync: `servers`)", "speed.memory", 80, {
         phase: Figure(f"{phase}, device", "GiB", 0.9, 1.1, True, "`plan` decides by it whether a job fits")
         for phase in ("log-probs", "backward", "step")
     } | {
         "left": _most("share that stays while servers have the card", 0.1, "servers need the room"),
     }, ("cuda",), _EXPANDABLE),
-    Step("job", "40 steps, killed at half, resumed", 190, {
+    Step("job", "40 steps, killed at half, resumed", "jobs.killed_and_resumed", 190, {
         "steps": Figure("steps on record", "", 1, None, True, "all of them", "judged"),
-        "repeated": _least("steps done again after the kill", 1, "or nothing was compared", "judged"),
+        "repeated": Figure("steps done again after the kill", "", 1, source="or nothing was compared", on_cpu="judged"),
         "kept": Figure("steps that the checkpoint kept", "", 1, None, True, "a resume, not a new start", "judged"),
         "loss": _most("first of them: |loss difference|", 1e-3, "the same draws", "judged"),
         "grad_norm": _most("first of them: grad_norm, relative difference", 0.03, _HALF, "judged"),
         "mismatch": _most("largest mismatch/logprob_abs_diff_mean", 0.02, _HALF, "judged"),
     }),
-    Step("fp8", "FP8 on the gate, and its speed at 4B", 180,
+    Step("fp8", "FP8 on the gate, and its speed at 4B", "speed.fp8", 180,
          _fp8("tensorwise", 1.2) | _fp8("blockwise", 1.1), ("cuda", "transformer_engine"), _EXPANDABLE),
-    Step("mfu-0.6b", "A step of 0.6B at two lengths", 50, {
+    Step("mfu-0.6b", "A step of 0.6B at two lengths", "speed.lengths", 50, {
         f"mfu_{tokens}": Figure(f"useful FLOPs over the bfloat16 peak, {tokens} tokens") for tokens in (4096, 16384)
     }, ("cuda",), _EXPANDABLE),
-    Step("layouts", "Two ranks against one: DP, TP, PP, CP, EP", 120,
-         _two_ranks("dp2", 1e-4, 1e-4, _EXACT) | _two_ranks("tp2", 1e-4, 1e-4, _EXACT)
-         | _two_ranks("pp2", 1e-4, 1e-4, _EXACT) | _two_ranks("cp2", 1e-4, 1e-4, _EXACT)
-         | _two_ranks("ep2", 0.02, 0.05, "bfloat16 on CUDA, for Transformer Engine"), ("no_single_gpu",)),
-    Step("servers-nccl", "A server on the second GPU, weights by NCCL: three steps", 75,
-         _run(""), ("two_gpus", "server")),
-    Step("servers-dp", "One colocated server with a replica on each of two GPUs: three steps", 75,
-         _run(""), ("two_gpus", "server")),
+    Step("layouts", "Two ranks against one: DP, TP, PP, CP, EP", "parity.layouts", 120,
+         _far("dp2", 1e-4, 1e-4, _EXACT, "judged") | _far("tp2", 1e-4, 1e-4, _EXACT, "judged")
+         | _far("pp2", 1e-4, 1e-4, _EXACT, "judged") | _far("cp2", 1e-4, 1e-4, _EXACT, "judged")
+         | _far("ep2", 0.02, 0.05, "bfloat16 on CUDA, for Transformer Engine", "judged"),
+         ("no_single_gpu",), {"OMP_NUM_THREADS": "1"}, ranks=2),
+    Step("servers-nccl", "A server on the second GPU, weights by NCCL: three steps", "jobs.three_steps", 75,
+         _run(""), ("two_gpus", "server"),
+         given=({"rollout.servers.gpus": "['1']", "rollout.sync.channel": "nccl"},)),
+    Step("servers-dp", "One colocated server with a replica on each of two GPUs: three steps", "jobs.three_steps", 75,
+         _run(""), ("two_gpus", "server"),
+         given=({"rollout.servers.gpus": "['0,1']", "rollout.servers.colocate": "true"}, 2,
+                ("--data-parallel-size", "2"))),
 )

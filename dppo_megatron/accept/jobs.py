@@ -1,18 +1,20 @@
 """What takes whole runs: a job that is killed and resumed, servers beside it, the repository's own tests.
 
-The task is the quickstart's and the models are made here, so nothing is downloaded.
+The task is the quickstart's and the models are made here, so nothing is downloaded. Processes find this package as
+the one does that starts them: `runner.py` has set its variables.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.accept.child import Sheet
-from dppo_megatron.accept.runner import tests_directory
+from dppo_megatron.accept.machine import this_site
+from dppo_megatron.accept.runner import python_of_ours, tests_directory
 from dppo_megatron.accept.workload import RandomWeights
 from dppo_megatron.actor.layout import start_process_group, stop_process_group
 from dppo_megatron.config import load_config
@@ -30,8 +33,9 @@ from dppo_megatron.config.shipped import shipped
 from dppo_megatron.data.arithmetic import write_task
 from dppo_megatron.data.tiny_model import make_tokenizer, write_model_directory, write_tiny_qwen3
 from dppo_megatron.job import prepare_job
-from dppo_megatron.launched import environment_of_ours
+from dppo_megatron.planning.memory import plan_memory
 from dppo_megatron.planning.shares import whole_model
+from dppo_megatron.planning.site import GIB
 from dppo_megatron.planning.timing import speeds_for
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
@@ -45,10 +49,10 @@ def gpu_tests(sheet: Sheet) -> None:
     assert tests is not None
     found = sheet.directory / "tests.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(tests / "test_gpu.py"), "-p", "no:cacheprovider"]
-    subprocess.run([*command, f"--junitxml={found}"], cwd=tests.parent, env=environment_of_ours())
+    subprocess.run([*command, f"--junitxml={found}"], cwd=tests.parent)
     counts = next(ElementTree.parse(found).iter("testsuite")).attrib
     failed, skipped = int(counts["failures"]) + int(counts["errors"]), int(counts["skipped"])
-    sheet.note("failed", failed, 0)
+    sheet.note("failed", failed)
     sheet.note("passed", int(counts["tests"]) - failed - skipped)
     sheet.note("skipped", skipped)
 
@@ -56,65 +60,56 @@ def gpu_tests(sheet: Sheet) -> None:
 def killed_and_resumed(sheet: Sheet) -> None:
     """The quickstart's job; what the second process does again must be what the first one did."""
     steps, every, kill_at = (40, 16, 20) if sheet.cuda else (8, 4, 5)
-    with tempfile.TemporaryDirectory() as scratch:
-        files = _task(Path(scratch))
+    with _task(sheet) as files:
         settings = _settings(files, sheet) | {
             "steps": steps,
             "checkpoint.every_steps": every,
             "checkpoint.async_save": str(sheet.cuda).lower(),
             "warm_start.steps": 200 if sheet.cuda else 20,
         }
-        run = files / "run"
-        first = subprocess.Popen(_train(settings), env=environment_of_ours())
-        while first.poll() is None and (not (rows := _metrics(run)) or max(rows) < kill_at):
+        first = subprocess.Popen(_train(settings))
+        while first.poll() is None and (not (rows := _metrics(files)) or max(rows) < kill_at):
             time.sleep(0.1)
         first.kill()  # no warning, as a lost machine
         first.wait()
-        before = _metrics(run)
-        subprocess.run(_train(settings), env=environment_of_ours(), check=True)
-        after = _metrics(run)
-        shutil.copy(run / "metrics.jsonl", sheet.directory)
+        before = _metrics(files)
+        subprocess.run(_train(settings), check=True)
+        after = _metrics(files)
     repeated = [step for step in sorted(before) if after[step]["time/step_s"] != before[step]["time/step_s"]]
     sheet.note("steps", len(after), steps)
     sheet.note("repeated", len(repeated), note=f"killed after step {max(before)}; done again: {repeated}")
     sheet.note("kept", len(before) - len(repeated), every, "from the checkpoint")
     if repeated:
         old, new = before[repeated[0]], after[repeated[0]]
-        sheet.note("loss", abs(new["train/loss"] - old["train/loss"]), 0.0)
-        sheet.note("grad_norm", abs(new["train/grad_norm"] / old["train/grad_norm"] - 1), 0.0)
-    sheet.note("mismatch", _mismatch(after), 0.0)
+        sheet.note("loss", abs(new["train/loss"] - old["train/loss"]))
+        sheet.note("grad_norm", abs(new["train/grad_norm"] / old["train/grad_norm"] - 1))
+    sheet.note("mismatch", _mismatch(after))
 
 
 def servers(sheet: Sheet) -> None:
     """One engine by its own interface, then three steps through the command line."""
-    with tempfile.TemporaryDirectory() as scratch:
-        files = _task(Path(scratch))
-        try:
-            _syncs(sheet, files)
-        finally:
-            _keep_logs(sheet, files)
-        _three_steps(sheet, files, {"rollout.servers.colocate": str(sheet.cuda).lower()})
+    colocate = {"rollout.servers.colocate": str(sheet.cuda).lower()}
+    with _task(sheet) as files:
+        _syncs(sheet, files, colocate)
+    three_steps(sheet, colocate)
 
 
-def server_elsewhere(sheet: Sheet) -> None:
-    """Trainer on the first GPU, server on the second."""
-    with tempfile.TemporaryDirectory() as scratch:
-        of = {"rollout.servers.gpus": "['1']", "rollout.sync.channel": "nccl"}
-        _three_steps(sheet, _task(Path(scratch)), of)
+def three_steps(sheet: Sheet, more: dict[str, str], ranks: int = 1, arguments: tuple[str, ...] = ()) -> None:
+    """A training run beside a server that it launches; `arguments` are the server's."""
+    with _task(sheet) as files:
+        settings = _settings(files, sheet) | _serving(sheet, *arguments) | more
+        settings |= {"steps": 3, "warm_start.steps": 30, "rollout.sync.verify_every": 1}
+        subprocess.run(_train(settings, ranks), check=True)
+        rows = _metrics(files)
+    sheet.note("steps", len(rows))
+    sheet.note("mismatch", _mismatch(rows))
+    sheet.note("train_sync_s", rows[max(rows)]["rollout/sync_s"])
 
 
-def server_of_two(sheet: Sheet) -> None:
-    """A trainer of two ranks, and on the same GPUs one server with two replicas."""
-    with tempfile.TemporaryDirectory() as scratch:
-        of = {"rollout.servers.gpus": "['0,1']", "rollout.servers.colocate": "true"}
-        _three_steps(sheet, _task(Path(scratch)), of, ranks=2, arguments=("--data-parallel-size", "2"))
-
-
-def _syncs(sheet: Sheet, files: Path) -> None:
+def _syncs(sheet: Sheet, files: Path, colocate: dict[str, str]) -> None:
     """Two syncs of other weights, each followed by completions whose log-probabilities must be those weights'."""
     model = Path(sheet.model) if sheet.model else _random_model(files / "random", sheet)
-    settings = _settings(files, sheet) | _serving(sheet)
-    settings |= {"model.hf_path": model, "rollout.servers.colocate": str(sheet.cuda).lower()}
+    settings = _settings(files, sheet) | _serving(sheet) | colocate | {"model.hf_path": model}
     config = load_config(_CONFIG, [f"{key}={value}" for key, value in settings.items()])
     start_process_group()
     job = prepare_job(config, 1)
@@ -124,24 +119,35 @@ def _syncs(sheet: Sheet, files: Path) -> None:
     try:
         for seed, name in ((1, "first"), (2, "second")):
             weights = RandomWeights(job.architecture, device, seed)
-            awake = torch.cuda.mem_get_info()[0] if sheet.cuda else 0
+            awake = _used_gib()
             engine.rest()
             if sheet.cuda:
-                free, total = torch.cuda.mem_get_info()
-                sheet.note("freed_share", (free - awake) / total)
+                sheet.note("freed_share", (awake - _used_gib()) * GIB / torch.cuda.mem_get_info()[1])
             started = time.perf_counter()
             engine.load_weights(partial(weights.all, dtype))
             seconds = time.perf_counter() - started
+            in_use = {"sync": _used_gib()}
             completions = engine.generate(requests, Sampling(16, 1.0, 0))
+            in_use["generate"] = _used_gib()
             expected = _logprobs(model, weights, device, requests, completions)
             said = np.concatenate([one.logprobs for one in completions])
-            sheet.note(f"{name}_diff", float(np.abs(said - expected).mean()), 0.0)
+            sheet.note(f"{name}_diff", float(np.abs(said - expected).mean()))
     finally:
         engine.close()
         stop_process_group()
+    if sheet.cuda:
+        planned = {one.name: one.total / GIB for one in plan_memory(config, job.architecture, this_site(), 32.0).phases}
+        for phase, used_gib in in_use.items():
+            sheet.note(phase, used_gib, planned[phase], "the prediction includes an actor")
     expected_gb_s = speeds_for(job.architecture).sync_gb_per_s.value
     expected_s = whole_model(job.architecture) * dtype.itemsize / 1e9 / expected_gb_s
     sheet.note("sync_s", seconds, expected_s, "random weights are drawn meanwhile")
+
+
+def _used_gib() -> float:
+    """Of the device, by all processes; 0 without one."""
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+    return (total - free) / GIB
 
 
 @torch.no_grad()
@@ -167,26 +173,18 @@ def _random_model(directory: Path, sheet: Sheet) -> Path:
     return directory
 
 
-def _three_steps(
-    sheet: Sheet, files: Path, more: dict[str, Any], *, ranks: int = 1, arguments: tuple[str, ...] = ()
-) -> None:
-    settings = _settings(files, sheet) | _serving(sheet, *arguments) | more
-    settings |= {"steps": 3, "warm_start.steps": 30, "rollout.sync.verify_every": 1}
-    run = files / "run"
-    try:
-        subprocess.run(_train(settings, ranks), env=environment_of_ours() | {"PYTHONSAFEPATH": "1"}, check=True)
-    finally:
-        _keep_logs(sheet, files)
-    rows = _metrics(run)
-    sheet.note("steps", len(rows), 3)
-    sheet.note("mismatch", _mismatch(rows), 0.0)
-    sheet.note("train_sync_s", rows[max(rows)]["rollout/sync_s"])
-
-
-def _task(directory: Path) -> Path:
-    write_task(directory, seed=0, num_train=512, num_heldout=16, num_warm_start=4096)
-    write_tiny_qwen3(directory / "model", seed=0, hidden_size=256, num_heads=4, tie_word_embeddings=True)
-    return directory
+@contextmanager
+def _task(sheet: Sheet) -> Iterator[Path]:
+    """A directory with task and model, and `run` beside them, of which the metrics and the servers' logs are kept."""
+    with tempfile.TemporaryDirectory() as scratch:
+        files = Path(scratch)
+        write_task(files, seed=0, num_train=512, num_heldout=16, num_warm_start=4096)
+        write_tiny_qwen3(files / "model", seed=0, hidden_size=256, num_heads=4, tie_word_embeddings=True)
+        try:
+            yield files
+        finally:
+            for kept in (*files.glob("run/metrics.jsonl"), *files.glob("run/servers/*.log")):
+                shutil.copy(kept, sheet.directory)
 
 
 def _settings(files: Path, sheet: Sheet) -> dict[str, Any]:
@@ -208,9 +206,7 @@ def _settings(files: Path, sheet: Sheet) -> dict[str, Any]:
 def _serving(sheet: Sheet, *arguments: str) -> dict[str, Any]:
     """Servers that the job launches, of the engine that the given Python can import."""
     asked = "import importlib.util as u; print('vllm' if u.find_spec('vllm') else 'sglang')"
-    engine = subprocess.run(
-        [sheet.server_python, "-c", asked], capture_output=True, text=True, check=True, env=dict(os.environ)
-    ).stdout.strip()
+    engine = subprocess.check_output([sheet.server_python, "-c", asked], text=True).strip()
     share = {"vllm": ["--gpu-memory-utilization", "0.3", "--enforce-eager"], "sglang": ["--mem-fraction-static", "0.3"]}
     of = [*(share[engine] if sheet.cuda else []), *arguments]
     return {
@@ -222,15 +218,13 @@ def _serving(sheet: Sheet, *arguments: str) -> dict[str, Any]:
 
 
 def _train(settings: dict[str, Any], ranks: int = 1) -> list[str]:
-    given = ["dppo_megatron", "train", _CONFIG, *(f"{key}={value}" for key, value in settings.items())]
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
-    return [sys.executable, "-P", "-m", *launcher, *given]
+    return [*python_of_ours(ranks), "dppo_megatron", "train", _CONFIG, *(f"{k}={v}" for k, v in settings.items())]
 
 
-def _metrics(run: Path) -> dict[int, dict[str, Any]]:
+def _metrics(files: Path) -> dict[int, dict[str, Any]]:
     """Step -> its line; a last line that is being written is not counted."""
     try:
-        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+        lines = (files / "run" / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
     except FileNotFoundError:
         return {}
     return {row["step"]: row for row in map(json.loads, lines) if row.get("step", 0) > 0}
@@ -238,8 +232,3 @@ def _metrics(run: Path) -> dict[int, dict[str, Any]]:
 
 def _mismatch(rows: dict[int, dict[str, Any]]) -> float:
     return max(row["mismatch/logprob_abs_diff_mean"] or 0.0 for row in rows.values())
-
-
-def _keep_logs(sheet: Sheet, files: Path) -> None:
-    for log in (files / "run" / "servers").glob("*.log"):
-        shutil.copy(log, sheet.directory)

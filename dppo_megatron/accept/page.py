@@ -21,16 +21,16 @@ def write_page(path: Path, record: Record) -> None:
     counts = Counter(row.verdict for row in rows)
     chips = " ".join(_chip(verdict, f"{counts[verdict]} {verdict}") for verdict in _CHIP)
     device = _text(record.facts.get("device", "not found out"))
-    parts = [f'<section><h2>Accept: {device}</h2><p class="row">{chips}</p></section>']
+    of = "" if record.facts.get("gpus") else "<p class='lead'>Predictions of `plan` are for an H200.</p>"
+    parts = [f'<section><h2>Accept: {device}</h2>{of}<p class="row">{chips}</p></section>']
     for step in STEPS:
         ran = record.steps.get(step.name)
         took = f", {ran.seconds:.0f} s" if ran and ran.seconds else ""
-        peak = f", {ran.peak_gib:.1f} GiB of the device at most" if ran and ran.peak_gib else ""
         own = [_row(row) for row in rows if row.step == step.name]
         head = _line("th", ("what", "measured", "predicted", "bar", "verdict", "note", "why this bar"))
         parts.append(
-            f'<section id="{step.name}"><h2>{_text(step.what)}</h2><p class="lead"><code>{step.name}</code>{took}{peak}'
-            f'</p><div class="card scroll"><table>{head}{"".join(own)}</table></div></section>'
+            f'<section id="{step.name}"><h2>{_text(step.what)}</h2><p class="lead"><code>{step.name}</code>{took}</p>'
+            f'<div class="card scroll"><table>{head}{"".join(own)}</table></div></section>'
         )
     machine = "".join(_line("td", (_text(what), _text(found))) for what, found in record.facts.get("report", []))
     parts.append(f'<section><h2>Machine</h2><div class="card scroll"><table>{machine}</table></div></section>')

@@ -1,30 +1,20 @@
 """The actor of this machine against float32 on a CPU: the same weights and samples, log-probabilities and gradients.
 
 The references are stored: what is compared is this machine with the one that wrote them, so that a change of the CPU's
-numbers is seen as well. `python -m dppo_megatron.accept.parity --write FILE` makes them again (10 s of CPU).
+numbers is seen as well. `tools/accept_references.py` makes them again (10 s of CPU).
 """
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
-import sys
 from importlib.resources import files
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from dppo_megatron.accept.workload import (
-    TEN_MILLION,
-    Lengths,
-    RandomWeights,
-    Shape,
-    architecture_of,
-    random_samples,
-)
+from dppo_megatron.accept.child import Sheet
+from dppo_megatron.accept.workload import TEN_MILLION, Lengths, RandomWeights, Shape, architecture_of, random_samples
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.layout import build_layout, start_process_group
 from dppo_megatron.algorithms.objectives import clipped_surrogate
@@ -34,21 +24,42 @@ from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.platform.capabilities import LayerSpec
 
 _DENSE: Shape = TEN_MILLION | {"num_hidden_layers": 4}
-_MIXTURE: Shape = _DENSE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
-_MODELS = {"dense": _DENSE, "mixture": _MIXTURE}
-_STEPS = 3
-
-Arrays = dict[str, npt.NDArray[np.float32]]
-"""`before` and `after` three updates: log-probabilities of all completion tokens, [n]; `loss` and `grad_norm`, [3]."""
-
-LAYOUTS: dict[str, tuple[str, LayoutConfig]] = {
+MODELS: dict[str, Shape] = {
+    "dense": _DENSE,
+    "mixture": _DENSE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 192},
+}
+_LAYOUTS: dict[str, tuple[str, LayoutConfig]] = {
     "dp2": ("dense", LayoutConfig()),
     "tp2": ("dense", LayoutConfig(tensor_parallel=2)),
     "pp2": ("dense", LayoutConfig(pipeline_parallel=2)),
     "cp2": ("dense", LayoutConfig(context_parallel=2)),
     "ep2": ("mixture", LayoutConfig(expert_parallel=2)),
 }
-"""Each on two ranks, with the model of the references that it is compared with."""
+
+Arrays = dict[str, npt.NDArray[np.float32]]
+"""`before` and `after` three updates: log-probabilities of all completion tokens, [n]; `loss` and `grad_norm`, [3]."""
+
+
+def against_references(sheet: Sheet, spec: LayerSpec, *dtypes: str) -> None:
+    """One rank in each number format. Transformer Engine's attention has no packs in float32."""
+    for dtype in dtypes:
+        if dtype == "bfloat16" and not sheet.cuda:
+            continue  # a CPU's own rounding, which says nothing about a device's
+        far = differences(measure("dense", LayoutConfig(), getattr(torch, dtype), spec), "dense")
+        for name, value in far.items():
+            sheet.note(f"{dtype} {spec}_{name}", value)
+
+
+def layouts(sheet: Sheet) -> None:
+    """One layout after the other, each on two ranks."""
+    for name, (model, of) in _LAYOUTS.items():
+        # megatron-core's experts need Transformer Engine on CUDA, whose attention has no float32 packs
+        half = model == "mixture" and sheet.cuda
+        found = measure(model, of, torch.bfloat16 if half else torch.float32, "te" if half else "local")
+        if found:  # on rank 0
+            far = differences(found, model)
+            sheet.note(f"{name}_before", far["before"])
+            sheet.note(f"{name}_grad_norm", far["grad_norm"])
 
 
 def measure(model: str, of: LayoutConfig, dtype: torch.dtype, spec: LayerSpec) -> Arrays:
@@ -59,9 +70,8 @@ def measure(model: str, of: LayoutConfig, dtype: torch.dtype, spec: LayerSpec) -
     from megatron.core import parallel_state  # only after platform.prepare(), which other imports of ours have called
 
     start_process_group(rendezvous_timeout_s=60.0)
-    shape = _MODELS[model]
-    architecture = architecture_of(shape)
-    samples = random_samples(Lengths(24, 96, 0.9, 400), shape["vocab_size"], seed=1)
+    architecture = architecture_of(MODELS[model])
+    samples = random_samples(Lengths(24, 96, 0.9, 400), architecture.vocab_size, seed=1)
     config = ActorConfig(layout=of, layer_spec=spec, optimizer=OptimizerConfig(learning_rate=1e-4))
     layout = build_layout(of, seed=0)
     actor = Actor(config, layout, architecture, RandomWeights(architecture), dtype=dtype)
@@ -69,7 +79,7 @@ def measure(model: str, of: LayoutConfig, dtype: torch.dtype, spec: LayerSpec) -
     packing = packing_layout(config, layout.world_size)
     plan = plan_microbatches(samples, layout=packing, max_tokens_per_microbatch=1024)
     before = actor.logprobs(samples, plan)
-    steps = [actor.update(samples, plan, clipped_surrogate(0.2, 0.2, 0.0)) for _ in range(_STEPS)]
+    steps = [actor.update(samples, plan, clipped_surrogate(0.2, 0.2, 0.0)) for _ in range(3)]
     after = actor.logprobs(samples, plan)
     parallel_state.destroy_model_parallel()
     if before is None or after is None:
@@ -86,35 +96,3 @@ def differences(found: Arrays, model: str) -> dict[str, float]:
     reference = {name: stored[f"{model}/{name}"] for name in found}
     far = {name: float(np.abs(found[name] - reference[name]).mean()) for name in ("before", "after")}
     return far | {"grad_norm": float(abs(found["grad_norm"][0] / reference["grad_norm"][0] - 1))}
-
-
-def write_references(path: Path) -> None:
-    """On a CPU, in float32, with the local layers."""
-    arrays: Arrays = {}
-    for model in _MODELS:
-        found = measure(model, LayoutConfig(), torch.float32, "local")
-        arrays |= {f"{model}/{name}": values for name, values in found.items()}
-    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Write the references, or measure all `LAYOUTS` as a rank of torchrun's, a line of JSON each."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--write", type=Path)
-    parser.add_argument("--layouts", type=Path)
-    arguments = parser.parse_args(argv)
-    if arguments.write:
-        write_references(arguments.write)
-        return 0
-    for name, (model, of) in LAYOUTS.items():
-        # megatron-core's experts need Transformer Engine on CUDA, whose attention has no float32 packs
-        half = model == "mixture" and torch.cuda.is_available()
-        found = measure(model, of, torch.bfloat16 if half else torch.float32, "te" if half else "local")
-        if found:
-            with arguments.layouts.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps({"layout": name} | differences(found, model)) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

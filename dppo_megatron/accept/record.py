@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -27,10 +28,8 @@ class Ran:
     """`begun`: it is running, or the whole command was killed while it was."""
     why: str = ""
     seconds: float = 0.0
-    peak_gib: float | None = None
-    """The most that nvidia-smi has seen of the first device."""
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name -> value, prediction, note; or why it was left out."""
+    """Name -> value, prediction, note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +64,16 @@ class Record:
         ran = self.steps.get(step.name, Ran("not run", "not asked for"))
         found = ran.figures.get(name, {})
         value, prediction = found.get("value"), found.get("prediction")
+        if prediction is None:
+            prediction = self.facts.get("predictions", {}).get(step.name, {}).get(name, figure.predicted)
         verdict, note = _judged(figure, value, prediction, on_cpu=not self.facts.get("gpus")), found.get("note", "")
         if value is None:
-            verdict, note = self._missing(ran, figure, found)
+            verdict, note = self._missing(ran, figure, note)
         return Row(step.name, figure.what, figure.unit, value, prediction, _bar(figure), verdict, note, figure.source)
 
-    def _missing(self, ran: Ran, figure: Figure, found: dict[str, Any]) -> tuple[Verdict, str]:
-        if "why" in found:
-            return "not run", found["why"]
+    def _missing(self, ran: Ran, figure: Figure, note: str) -> tuple[Verdict, str]:
+        if note:
+            return "not run", note
         if ran.state == "begun":
             return "not run", "interrupted; the same command goes on here"
         if ran.state == "not run":
@@ -98,41 +99,35 @@ def read_record(directory: Path, options: dict[str, str]) -> Record:
     try:
         values = json.loads((directory / FILE).read_text(encoding="utf-8"))
         steps = {name: Ran(**ran) for name, ran in values["steps"].items()}
-        record = Record(values["options"], values["facts"], steps)
+        record = Record(options, values["facts"], steps)
+        given = values["options"]["model"]
     except FileNotFoundError:
         return Record(options)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"--out {directory}: {FILE} cannot be read ({error}); name another directory") from None
-    if record.options["model"] != options["model"]:
-        raise UserError(
-            f"--out {directory}: holds figures of --model {record.options['model'] or '(none)'}; name another directory"
-        )
-    record.options = options
+    if given != options["model"]:
+        raise UserError(f"--out {directory}: holds figures of --model {given or '(none)'}; name another directory")
     return record
 
 
 def read_figures(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """What a step's process has written; a line that a kill has cut off is left out."""
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
             values = json.loads(line)
-        except ValueError:
-            continue
-        yield values.pop("figure"), values
+            yield values.pop("figure"), values
 
 
 def _judged(figure: Figure, value: float | None, prediction: float | None, *, on_cpu: bool) -> Verdict:
     bounded = figure.least is not None or figure.most is not None
     if value is None or not bounded or (on_cpu and figure.on_cpu != "judged"):
         return "shown"
-    scale = 1.0 if not figure.of_prediction else prediction
+    scale = prediction if figure.of_prediction else 1.0
     if scale is None:
         return "shown"
-    low = -float("inf") if figure.least is None else figure.least * scale
-    high = float("inf") if figure.most is None else figure.most * scale
-    return "pass" if low <= value <= high else "fail"  # a NaN is in no interval
+    is_above = figure.least is None or value >= figure.least * scale
+    is_below = figure.most is None or value <= figure.most * scale
+    return "pass" if is_above and is_below else "fail"  # a NaN is neither
 
 
 def _bar(figure: Figure) -> str:

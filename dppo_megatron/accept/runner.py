@@ -1,8 +1,8 @@
 """Runs the steps, each in a process group of its own with a limit, and keeps the record.
 
 A step that hangs or crashes is a row. This process imports no torch and holds no memory of a device: it waits for the
-child, asks nvidia-smi for the device's memory each second, and ends the child's whole group at its limit. Servers are
-in groups of their own and end with the child that started them.
+child and ends its whole group at its limit. Servers are in groups of their own and end with the child that started
+them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from dppo_megatron.accept.bars import STEPS, Step
 from dppo_megatron.accept.record import Ran, Record, read_figures
@@ -28,7 +29,7 @@ HOURS = 0.5
 """Of all limits together."""
 _GRACE_S = 15.0
 """For a child that is asked to end: it stops its servers."""
-CHILD = (sys.executable, "-P", "-m", "dppo_megatron.accept.child")
+CHILD = "dppo_megatron.accept.child"
 ENVIRONMENT = "environment"
 """The step that finds the facts which the others depend on."""
 
@@ -43,13 +44,12 @@ def run_steps(
     watch: Watch,
     saved: Callable[[], None],
 ) -> None:
-    """Run what is missing, in order, as long as the time suffices.
+    """Run what is missing, in order, as long as the time suffices; `saved` is called after each step.
 
     Args:
         hours: of this call. More than 0.5 gives each step more in proportion; less begins fewer of them.
         only: names of steps; empty: all.
         again: names of steps to be run although they have been.
-        saved: called after each step, when the record is on disk.
     """
     deadline, scale = time.monotonic() + 3600 * hours, max(1.0, hours / HOURS)
     for step in STEPS:
@@ -58,10 +58,8 @@ def run_steps(
             continue
         if ran is not None and ran.state in ("done", "failed") and step.name not in again:
             continue
-        limit_s = step.limit_s * scale
-        left_s = deadline - time.monotonic()
-        why = lacking(step, record)
-        if not why and left_s < limit_s:
+        limit_s, why = step.limit_s * scale, lacking(step, record)
+        if not why and deadline - time.monotonic() < limit_s:
             why = f"no time left (needs {limit_s:.0f} s)"
         if why:
             record.steps[step.name] = Ran("not run", why)
@@ -101,6 +99,12 @@ def tests_directory() -> Path | None:
     return tests if (tests / "test_gpu.py").exists() and importlib.util.find_spec("pytest") else None
 
 
+def python_of_ours(ranks: int) -> list[str]:
+    """The beginning of a command that goes on with a module's name; for a step, or a process of one."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    return [sys.executable, "-P", "-m", *(torchrun if ranks > 1 else [])]
+
+
 def _run(step: Step, directory: Path, limit_s: float, record: Record) -> Ran:
     own = directory / "steps" / step.name
     shutil.rmtree(own, ignore_errors=True)
@@ -108,25 +112,24 @@ def _run(step: Step, directory: Path, limit_s: float, record: Record) -> Ran:
     options = json.dumps(record.options | {"cuda": bool(record.facts.get("gpus"))})
     allocator = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # a step says its own
     ours = {name: value for name, value in environment_of_ours().items() if name not in allocator}
-    environment = ours | step.environment | {"PYTHONUNBUFFERED": "1"}
+    # torchrun's processes do not inherit -P
+    environment = ours | step.environment | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+    command = [*python_of_ours(step.ranks), CHILD, step.name, str(own), options]
     started = time.monotonic()
     with (own / "log").open("wb") as log:
         child = subprocess.Popen(
-            [*CHILD, step.name, str(own), options],
-            env=environment,
-            stdout=log,
-            stderr=log,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
+            command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
         )
         try:
-            peak_gib = _wait(child, started + limit_s)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(limit_s)
             timed_out = child.poll() is None
         finally:
             _end(child)
     seconds = time.monotonic() - started
-    found = dict(read_figures(own / "figures.jsonl"))
-    record.facts.update(found.pop("facts", {}))
+    found: dict[str, dict[str, Any]] = {}
+    for figure, values in read_figures(own / "figures.jsonl"):
+        (record.facts if figure == "facts" else found.setdefault(figure, {})).update(values)
     code, why = child.returncode, ""
     if timed_out:
         why = f"no end within {limit_s:.0f} s"
@@ -134,27 +137,7 @@ def _run(step: Step, directory: Path, limit_s: float, record: Record) -> Ran:
         why = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
     if why and (said := _last_words(own / "log")):
         why += f": {said}"
-    return Ran("failed" if why else "done", why, seconds, peak_gib, found)
-
-
-def _wait(child: subprocess.Popen[bytes], deadline: float) -> float | None:
-    """Until it ends, or the deadline; the peak of the device's memory in GiB, if there is one."""
-    peak_gib: float | None = None
-    smi = shutil.which("nvidia-smi")
-    while time.monotonic() < deadline:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(1.0)
-            break
-        if smi:
-            peak_gib = max(filter(None, (peak_gib, _used_gib(smi))), default=None)
-    return peak_gib
-
-
-def _used_gib(smi: str) -> float | None:
-    asked = [smi, "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-        return float(subprocess.run(asked, capture_output=True, text=True, timeout=5).stdout) / 1024
-    return None
+    return Ran("failed" if why else "done", why, seconds, found)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -170,4 +153,5 @@ def _last_words(log: Path) -> str:
     """The last line that speaks of an error, or the last one."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line or line.startswith(("error:", "stopped:"))]
-    return (errors or lines or [""])[-1][:300]
+    ours = [line for line in errors if "torch.distributed.elastic" not in line]  # torchrun only says that a rank failed
+    return (ours or lines or [""])[-1][:300]

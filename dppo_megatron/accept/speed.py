@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from dppo_megatron.accept.child import Sheet
-from dppo_megatron.accept.timed import Timing, built_actor, synchronize, time_steps
 from dppo_megatron.accept.workload import (
+    CAP,
     SHAPES,
     TEN_MILLION,
     Lengths,
@@ -22,51 +26,100 @@ from dppo_megatron.accept.workload import (
     peak_flops,
     random_samples,
     shape_named,
+    useful_flops,
 )
+from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.layout import Layout, build_layout, start_process_group
 from dppo_megatron.algorithms.objectives import clipped_surrogate
 from dppo_megatron.config.schema import ActorConfig, Config, LayoutConfig, OptimizerConfig
-from dppo_megatron.cost import cost_model
 from dppo_megatron.doctor.fp8_gate import run_gate
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
-from dppo_megatron.planning.memory import plan_memory
-from dppo_megatron.planning.site import GIB, Site
-from dppo_megatron.planning.timing import speeds_for
-from dppo_megatron.types import TrainSample
+from dppo_megatron.planning.site import GIB
+from dppo_megatron.types import PackPlan, TrainSample
 
-_CAP = 8192
-"""Tokens of a pack of 4B: with 16,384 activations of 80 GB and 72 of model and optimizer exceed an H200."""
-_WARMUP, _TIMED = 2, 3
+_STEPS = {"warmup_steps": 2, "timed_steps": 3}
 
 
-def utilization_te(sheet: Sheet) -> None:
-    """4B, or the user's model, with Transformer Engine's layers."""
-    _utilization(sheet, "te")
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What one plan took on one actor."""
+
+    seconds: list[float]
+    """Wall time of each timed step, the device synchronized before and after."""
+    peak_memory_gib: float
+    """torch's peak of allocated memory over the timed steps; 0 without CUDA."""
+    actor: str
+    """The actor's own description: layout, layers and why, FP8 recipe."""
+    metrics: dict[str, float]
+    """What the last step returned; a wrong loss makes a time worthless."""
 
 
-def utilization_local(sheet: Sheet) -> None:
-    """The same with the local layers."""
-    _utilization(sheet, "local")
-
-
-def _utilization(sheet: Sheet, spec: str) -> None:
-    shape, layout = _shape(sheet), _one_rank()
-    timing, samples = _timed(shape, _actor_config(layer_spec=spec), layout, 8192, 8, _CAP)
+@contextmanager
+def built_actor(shape: Shape, config: ActorConfig, layout: Layout, dtype: torch.dtype) -> Iterator[Actor]:
+    """An actor with random weights and a fresh optimizer; its memory is free again after the block."""
     architecture = architecture_of(shape)
-    expected = speeds_for(architecture).mfu.value
-    _note_utilization(sheet, "mfu", shape, samples, timing, expected)
+    actor = Actor(config, layout, architecture, RandomWeights(architecture, layout.device), dtype=dtype)
+    actor.start_phase(config.optimizer, total_steps=10**6)
+    try:
+        yield actor
+    finally:
+        del actor
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def time_steps(
+    actor: Actor, samples: Sequence[TrainSample], plan: PackPlan, *, warmup_steps: int, timed_steps: int
+) -> Timing:
+    """`Actor.update` from the samples on; the host's share of a step is part of it."""
+    objective = clipped_surrogate(0.2, 0.2, 0.0)
+    for _ in range(warmup_steps):
+        actor.update(samples, plan, objective)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    seconds, metrics = [], {"loss": float("nan"), "grad_norm": float("nan")}
+    for _ in range(timed_steps):
+        _synchronize()
+        started = time.perf_counter()
+        metrics = actor.update(samples, plan, objective)
+        _synchronize()
+        seconds.append(time.perf_counter() - started)
+    peak_memory_gib = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+    return Timing(seconds, peak_memory_gib, actor.description, metrics)
+
+
+def utilization(sheet: Sheet, spec: str) -> None:
+    """4B, or the user's model."""
+    timing = _timed(sheet, "mfu", _one_rank(), sheet.model or "4b", _actor_config(layer_spec=spec), (8192, 8, CAP))
     sheet.note("peak_gib", timing.peak_memory_gib)
-    sheet.note("step_s", float(np.median(timing.seconds)), _flops(shape, samples) / _site(layout).peak_flops / expected)
+    sheet.note("step_s", float(np.median(timing.seconds)))
 
 
 def lengths(sheet: Sheet) -> None:
     """0.6B at two lengths of equal total."""
     layout = _one_rank()
     for tokens in (4096, 16384):
-        timing, samples = _timed(SHAPES["0.6b"], _actor_config(), layout, tokens, 4, 16384)
-        expected = speeds_for(architecture_of(SHAPES["0.6b"])).mfu.value
-        _note_utilization(sheet, f"mfu_{tokens}", SHAPES["0.6b"], samples, timing, expected)
+        _timed(sheet, f"mfu_{tokens}", layout, "0.6b", _actor_config(), (tokens, 4, 16384))
+
+
+def _timed(
+    sheet: Sheet, figure: str, layout: Layout, model: str, config: ActorConfig, of: tuple[int, int, int]
+) -> Timing:
+    """Notes the utilization of a step of equal samples: `of` is their length, the micro-batches, the cap of one."""
+    shape = shape_named(model)
+    samples = equal_samples(architecture_of(shape), *of)
+    plan = plan_microbatches(samples, layout=packing_layout(config, 1), max_tokens_per_microbatch=of[-1])
+    with built_actor(shape, config, layout, torch.bfloat16) as actor:
+        timing = time_steps(actor, samples, plan, **_STEPS)
+    rate, device = useful_flops(shape, samples) / float(np.median(timing.seconds)), torch.cuda.get_device_name()
+    if peak := peak_flops(device):
+        sheet.note(figure, rate / peak, note=timing.actor)
+    else:
+        sheet.note(figure, None, note=f"no data sheet of {device}; {rate / 1e12:.0f} TFLOP/s")
+    return timing
 
 
 def packed(sheet: Sheet) -> None:
@@ -86,8 +139,7 @@ def packed(sheet: Sheet) -> None:
     slots = {name: sum(pack.num_tokens for pack in plan.microbatches[0]) for name, plan in plans.items()}
     with built_actor(shape, config, layout, dtype) as actor:
         seconds = {
-            name: float(np.median(time_steps(actor, samples, plan, warmup_steps=_WARMUP, timed_steps=_TIMED).seconds))
-            for name, plan in plans.items()
+            name: float(np.median(time_steps(actor, samples, plan, **_STEPS).seconds)) for name, plan in plans.items()
         }
     for other in ("padded", "sorted"):
         ratio, note = slots[other] / slots["packed"], "" if sheet.cuda else "tiny, in float32 on a CPU"
@@ -95,29 +147,19 @@ def packed(sheet: Sheet) -> None:
 
 
 def memory(sheet: Sheet) -> None:
-    """The peak of each phase beside `plan`'s, both of the whole device: what torch has reserved, and its context."""
-    shape, layout = _shape(sheet), _one_rank()
-    config, architecture = Config(), architecture_of(shape)
-    config.actor, config.model.dtype = _actor_config(), "bfloat16"
-    config.rollout.engine, config.rollout.servers.endpoints = "vllm", ["http://elsewhere"]
-    config.packing.max_tokens_per_microbatch = _CAP
-    predicted = {one.name: one.total / GIB for one in plan_memory(config, architecture, _site(layout), 1024.0).phases}
-    samples = equal_samples(architecture, 1024, 2, _CAP)
-    plan = plan_microbatches(samples, layout=packing_layout(config.actor, 1), max_tokens_per_microbatch=_CAP)
+    """The peak of each phase, of the whole device: what torch has reserved, and its context."""
+    shape, layout, config = shape_named(sheet.model or "4b"), _one_rank(), _actor_config()
+    samples = equal_samples(architecture_of(shape), 1024, 2, CAP)
+    plan = plan_microbatches(samples, layout=packing_layout(config, 1), max_tokens_per_microbatch=CAP)
     objective = clipped_surrogate(0.2, 0.2, 0.0)
-    with built_actor(shape, config.actor, layout, torch.bfloat16) as actor:
+    with built_actor(shape, config, layout, torch.bfloat16) as actor:
         actor.update(samples, plan, objective)  # the optimizer's state exists after its first step
-        phases = (
-            ("log-probs", lambda: actor.own_logprobs(samples, plan)),
-            ("backward", lambda: actor.accumulate(samples, plan, objective)),
-            ("step", lambda: actor.update(samples, plan, objective)),
-        )
-        for name, run in phases:
-            expected = max(predicted[name], predicted["backward"]) if name == "step" else predicted[name]
-            sheet.note(name, _peak_gib(run), expected)
+        sheet.note("log-probs", _peak_gib(lambda: actor.own_logprobs(samples, plan)))
+        sheet.note("backward", _peak_gib(lambda: actor.accumulate(samples, plan, objective)))
+        sheet.note("step", _peak_gib(lambda: actor.update(samples, plan, objective)))
         held = torch.cuda.memory_allocated()
         actor.offload(weights=True)
-        sheet.note("left", torch.cuda.memory_allocated() / held, 0.0)
+        sheet.note("left", torch.cuda.memory_allocated() / held)
 
 
 def fp8(sheet: Sheet) -> None:
@@ -130,21 +172,20 @@ def fp8(sheet: Sheet) -> None:
         config.actor = _actor_config(fp8=recipe)
         findings = run_gate(config, layout, tiny, RandomWeights(tiny, layout.device))
         worst = max(findings, key=lambda one: one.value / one.bound if one.bound else one.value)
-        sheet.note(f"{recipe}_gate", worst.value / worst.bound if worst.bound else worst.value, 0.0, worst.what)
-    shape = _shape(sheet)
+        sheet.note(f"{recipe}_gate", worst.value / worst.bound if worst.bound else worst.value, note=worst.what)
+    shape = shape_named(sheet.model or "4b")
     samples = random_samples(Lengths(48, 1024, 0.9, 7900, (64, 256)), shape["vocab_size"])
-    reference: Timing | None = None
+    timings: dict[str, Timing] = {}
     for recipe in ("off", *recipes):
         actor_config = _actor_config(layer_spec="te", fp8=recipe)
-        plan = plan_microbatches(samples, layout=packing_layout(actor_config, 1), max_tokens_per_microbatch=_CAP)
+        plan = plan_microbatches(samples, layout=packing_layout(actor_config, 1), max_tokens_per_microbatch=CAP)
         with built_actor(shape, actor_config, layout, torch.bfloat16) as actor:
-            timing = time_steps(actor, samples, plan, warmup_steps=_WARMUP, timed_steps=_TIMED)
-        if reference is None:
-            reference = timing
-            continue
+            timings[recipe] = time_steps(actor, samples, plan, **_STEPS)
+    reference = timings.pop("off")
+    for recipe, timing in timings.items():
         sheet.note(f"{recipe}_speed", float(np.median(reference.seconds) / np.median(timing.seconds)))
         for name in ("loss", "grad_norm"):
-            sheet.note(f"{recipe}_{name}", abs(timing.metrics[name] / reference.metrics[name] - 1), 0.0)
+            sheet.note(f"{recipe}_{name}", abs(timing.metrics[name] / reference.metrics[name] - 1))
 
 
 def _peak_gib(run: Callable[[], object]) -> float:
@@ -154,8 +195,13 @@ def _peak_gib(run: Callable[[], object]) -> float:
     free, total = torch.cuda.mem_get_info()
     beside = total - free - torch.cuda.memory_reserved()
     run()
-    synchronize()
+    _synchronize()
     return float(torch.cuda.max_memory_reserved() + beside) / GIB
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _one_rank() -> Layout:
@@ -163,40 +209,6 @@ def _one_rank() -> Layout:
     return build_layout(LayoutConfig(), seed=0)
 
 
-def _shape(sheet: Sheet) -> Shape:
-    return shape_named(sheet.model or "4b")
-
-
 def _actor_config(**settings: Any) -> ActorConfig:
     """A learning rate that leaves the random weights as they are."""
     return ActorConfig(optimizer=OptimizerConfig(learning_rate=1e-8), **settings)
-
-
-def _site(layout: Layout) -> Site:
-    properties = torch.cuda.get_device_properties(layout.device)
-    peak = peak_flops(properties.name, fp8=False)
-    return Site(1, 8, float(properties.total_memory), peak or float("nan"), 1e15)
-
-
-def _timed(
-    shape: Shape, config: ActorConfig, layout: Layout, tokens: int, microbatches: int, cap: int
-) -> tuple[Timing, list[TrainSample]]:
-    samples = equal_samples(architecture_of(shape), tokens, microbatches, cap)
-    plan = plan_microbatches(samples, layout=packing_layout(config, 1), max_tokens_per_microbatch=cap)
-    with built_actor(shape, config, layout, torch.bfloat16) as actor:
-        return time_steps(actor, samples, plan, warmup_steps=_WARMUP, timed_steps=_TIMED), samples
-
-
-def _flops(shape: Shape, samples: list[TrainSample]) -> float:
-    return float(cost_model(architecture_of(shape)).of(np.array([one.num_tokens for one in samples])).sum())
-
-
-def _note_utilization(
-    sheet: Sheet, name: str, shape: Shape, samples: list[TrainSample], timing: Timing, expected: float
-) -> None:
-    rate, device = _flops(shape, samples) / float(np.median(timing.seconds)), torch.cuda.get_device_name()
-    peak = peak_flops(device, fp8=False)
-    if peak is None:
-        sheet.skip(name, f"no data sheet of {device}; {rate / 1e12:.0f} TFLOP/s")
-    else:
-        sheet.note(name, rate / peak, expected, timing.actor)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+from dppo_megatron.cost import cost_model
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.types import PackedMicrobatch, PackPlan, TrainSample
 from dppo_megatron.weights.architecture import Architecture, read_architecture
@@ -29,64 +30,43 @@ from dppo_megatron.weights.shapes import hf_shapes
 Shape = dict[str, Any]
 """The sizes of a Qwen3 config.json; of a mixture of experts, if it names experts."""
 
-TEN_MILLION: Shape = {
-    "vocab_size": 4096,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 10,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-}
-"""10.0 million parameters, 2.1 of them embeddings; divides by two in heads, key-value heads and layers."""
+CAP = 8192
+"""Tokens of a pack of 4B: with 16,384 activations of 80 GB and 72 of model and optimizer exceed an H200."""
 
-_QWEN3: Shape = {
-    "vocab_size": 151936,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-}
-_SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
 
+def _qwen3(hidden: int, ffn: int, layers: int, heads: int, **other: Any) -> Shape:
+    sizes = {"vocab_size": 151936, "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128}
+    return sizes | {"max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True} | other
+
+
+_SMALL: Shape = {"num_key_value_heads": 2, "rope_theta": 1e4}
 SHAPES: dict[str, Shape] = {
-    "0.6b": _QWEN3 | _SMALL,
-    "1.7b": _QWEN3 | _SMALL | {"hidden_size": 2048, "intermediate_size": 6144},
-    "4b": _QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
-    "smoke": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-    },
+    "0.6b": _qwen3(1024, 3072, 28, 16),
+    "1.7b": _qwen3(2048, 6144, 28, 16),
+    "4b": _qwen3(2560, 9728, 36, 32),
+    "smoke": _qwen3(64, 128, 2, 4, vocab_size=512, **_SMALL, head_dim=16, max_position_embeddings=1024),
 }
 """Sizes in the config.json of Qwen3-0.6B, 1.7B and 4B (arXiv 2505.09388), and a tiny one for machines without CUDA."""
 
-
-PEAK_FLOPS: tuple[tuple[str, float, float], ...] = (
-    ("H100 PCIe", 756e12, 1513e12),
-    ("H100 NVL", 835e12, 1671e12),
-    ("H100", 989e12, 1979e12),
-    ("H200", 989e12, 1979e12),
+TEN_MILLION = _qwen3(
+    *(256, 768, 10, 4), vocab_size=4096, **_SMALL, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=False
 )
-"""Part of torch's device name, dense bfloat16 and dense FP8 peak in FLOP/s, from NVIDIA's data sheets (which print
-the double for structured sparsity). The first match counts."""
+"""10.0 million parameters, 2.1 of them embeddings; divides by two in heads, key-value heads and layers."""
+
+_PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12}
+"""Part of torch's device name and dense bfloat16 peak in FLOP/s, from NVIDIA's data sheets (which print the double for
+structured sparsity; FP8's is twice as much). The first match counts."""
 
 
-def peak_flops(device_name: str, fp8: bool) -> float | None:
-    """Peak of the chip in FLOP/s; None where the table does not have it."""
-    for part, bf16_peak, fp8_peak in PEAK_FLOPS:
-        if part in device_name:
-            return fp8_peak if fp8 else bf16_peak
-    return None
+def peak_flops(device_name: str) -> float | None:
+    """bfloat16 peak of the chip in FLOP/s; None where the table does not have it."""
+    return next((peak for part, peak in _PEAK_FLOPS.items() if part in device_name), None)
+
+
+def useful_flops(shape: Shape, samples: Sequence[TrainSample]) -> float:
+    """Of a forward and backward pass, as selection counts them."""
+    return float(cost_model(architecture_of(shape)).of(np.array([one.num_tokens for one in samples])).sum())
 
 
 def hf_config(shape: Shape) -> PretrainedConfig:

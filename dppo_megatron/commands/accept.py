@@ -59,16 +59,8 @@ def _accept(arguments: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     record = read_record(out, {"model": arguments.model, "server_python": arguments.server_python})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a time limit of others: the step's process is ended too
-    page = out / "accept.html"
-    run_steps(
-        record,
-        out,
-        arguments.hours,
-        only=arguments.only,
-        again=arguments.again,
-        watch=arguments.watch,
-        saved=lambda: write_page(page, record),
-    )
+    page, chosen = out / "accept.html", {"only": arguments.only, "again": arguments.again}
+    run_steps(record, out, arguments.hours, **chosen, watch=arguments.watch, saved=lambda: write_page(page, record))
     rows = record.rows()
     for row in rows:
         if row.verdict != "not run":
