@@ -21,10 +21,10 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.servers.connect import Connection, connect
 from dppo_megatron.rollout.servers.dialects import SGLangDialect
-from dppo_megatron.rollout.servers.http import Http
+from dppo_megatron.rollout.servers.http import Http, Refused
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.servers.seats import RankDevice
-from dppo_megatron.rollout.servers.sglang import sglang_environment
+from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.sync import colocated
 from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
@@ -206,6 +206,32 @@ def _connected(fake: FakeVLLM, files: Path, channel: str, on_gpu: bool = False) 
         found = connect(config, job.architecture, print, [RankDevice(0, frozenset(("cpu",)))])
     found.fleet.close()
     return found
+
+
+def test_a_sglang_without_our_file_counts_as_what_it_sets_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It turns cuMem off in itself and does not say so: an error in the first transfer, unless the trainer has too."""
+    answers = {
+        "/server_info": {"version": "0.5.23", "model_path": "/m", "device": "cuda"},
+        "/model_info": {"architectures": ["Qwen3ForCausalLM"]},
+    }
+
+    class Answers:
+        url = "http://x"
+
+        def get(self, path: str, timeout_s: float) -> Any:
+            """As a plain server: 404 for our paths."""
+            if path in answers:
+                return answers[path]
+            raise Refused(404, "")
+
+    found = SGLangServer(Answers(), 19).describe(timeout_s=1).nccl  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    for name in dppo_nccl.DEFAULTS:
+        monkeypatch.delenv(name, raising=False)
+    assert dppo_nccl.difference(found) == "NCCL_CUMEM_ENABLE is 0 there and -2 in the trainer"
+    for name in dppo_nccl.DEFAULTS:
+        monkeypatch.setenv(name, "0")
+    assert not dppo_nccl.difference(found)
 
 
 def test_launched_servers_of_sglang_get_the_trainers_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def difference(theirs: dict[str, str]) -> str:
         return ""
     if theirs.get("version", own["version"]) != own["version"]:
         return f"NCCL is {theirs['version']} there and {own['version']} in the trainer"
-    for name in DEFAULTS.keys() & theirs.keys():
-        if (own[name] == "0") != (theirs[name] == "0"):
+    for name in DEFAULTS:
+        if name in theirs and (own[name] == "0") != (theirs[name] == "0"):
             return f"{name} is {theirs[name]} there and {own[name]} in the trainer"
     return ""
