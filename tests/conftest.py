@@ -21,13 +21,21 @@ gc.disable()
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ENGINES = ("test_server_generation", "test_server_sync", "test_server_troubles", "test_engine_launch", "test_real_math")
+ENGINES = (
+    *("test_server_generation", "test_server_sync", "test_server_troubles"),
+    *("test_recipes_run", "test_engine_launch", "test_real_math"),
+)
 """Files that start real servers: one worker has them all, so that at most two servers need their 2 GB at a time."""
 LONGEST = (
     *ENGINES,
-    "test_recipes_run",
     "test_resume",
     "test_actor_layouts",
+    "test_cluster_scale",
+    "test_roofline",
+    "test_doctor_cluster",
+    "test_accept",
+    "test_pipeline",
+    "test_nccl_layouts",
     "test_lint",
     "test_faults",
     "test_servers_everywhere",
