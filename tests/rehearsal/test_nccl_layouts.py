@@ -11,6 +11,7 @@ import itertools
 import os
 import queue
 import random
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -240,9 +241,10 @@ def _life_unconnected(model: Path, parallel: Parallel) -> None:
 
 @pytest.mark.parametrize("parallel", [Parallel(tp=2, dp=2), Parallel(pp=2, dp=2)], ids=str)
 def test_an_unconnected_group_is_found(models: dict[str, Path], parallel: Parallel) -> None:
-    """Split jobs with model parallelism hung here: the first exchange of the first sync is one of two ranks."""
+    """Split jobs with model parallelism hung here: the first exchange of the first sync is one of some ranks only, a
+    holder and rank 0 among them."""
     with pytest.raises(RankError) as failed:
         run_ranks(under_rule, 4, _life_unconnected, models["dense"], parallel)
-    come, absent = ("[0, 1]", "[2, 3]") if parallel.tp == 2 else ("[0, 2]", "[1, 3]")
-    assert f"Ranks {come} do, ranks {absent} do not: rank {absent[1]} is in all_gather_object" in str(failed.value)
+    said = re.search(r"Ranks \[(.+)\] do, ranks \[(.+)\] do not: rank (\d) is in all_gather_object", str(failed.value))
+    assert said and said.group(3) in said.group(2) and not set(said.group(1)) & set(said.group(2)) & set("0123")
     assert "the first batch_isend_irecv at weights/sharded.py" in str(failed.value)
