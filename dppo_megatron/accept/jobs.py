@@ -153,7 +153,8 @@ def _used_gib() -> float:
 @torch.no_grad()
 def _logprobs(model: Path, weights: RandomWeights, device: str, requests: Any, completions: Any) -> Any:
     """[all tokens]: transformers' model in float32 on what the server has said."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
+    reference = reference.to(device).eval()
     reference.load_state_dict(dict(weights.all()), strict=False)
     found = []
     for request, completion in zip(requests, completions, strict=True):

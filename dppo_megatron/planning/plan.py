@@ -144,7 +144,9 @@ def make_plan(
         lengths = Lengths(prompt_tokens, completion_tokens, drawn)
     memory = plan_memory(config, architecture, site, lengths.sequence)
     timing = plan_timing(config, architecture, site, memory.engine, lengths, speeds)
-    faster = advise_speed(config, architecture, site, lengths, speeds, timing) if timing else []
+    fits = memory.largest.total <= site.gpu_memory and memory.engine.sequences >= 1
+    # of a job that does not fit there is nothing to make faster, and a cache of a few sequences takes long to play
+    faster = advise_speed(config, architecture, site, lengths, speeds, timing) if timing and fits else []
     predictions = predict(config, timing, lengths, methods, trace, watch) if methods and timing else []
     return Plan(
         parameters=whole_model(architecture),
