@@ -95,10 +95,9 @@ def test_training_through_servers(served: Served, tmp_path: Path, world_size: in
 
 
 @pytest.mark.parametrize("in_flight", ["finish", "continue"])
-def test_one_step_off_policy(served: Served, tmp_path: Path, in_flight: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_step_off_policy(served: Served, tmp_path: Path, in_flight: str) -> None:
     """From the second step on completions are one sync old where the policy waits for them, and at most one elsewhere;
-    the last step, which ends the run, looks at nothing ahead. A server that a busy machine has taken for gone (once in
-    four runs at a load of 12) is synced again first, so its completions are newer, and the run logs that it waits."""
+    the last step, which ends the run, looks at nothing ahead."""
     config = served.config(
         tmp_path / "run", steps=4, warm_start__steps=0, rollout__async_steps=1, rollout__sync__in_flight=in_flight
     )
@@ -106,9 +105,7 @@ def test_one_step_off_policy(served: Served, tmp_path: Path, in_flight: str, cap
     rows = read_metrics(tmp_path / "run")[1:]
     staleness = [row["rollout/staleness_mean"] for row in rows]
     assert len(rows) == 4 and staleness[0] == 0
-    assert all(0 <= one <= 1 for one in staleness)
-    if in_flight == "finish" and "no server with the present weights" not in capfd.readouterr().out:
-        assert staleness[1:] == [1, 1, 1]
+    assert staleness[1:] == [1, 1, 1] if in_flight == "finish" else all(0 <= s <= 1 for s in staleness)
     assert all(np.isfinite(row["mismatch/logprob_abs_diff_mean"]) for row in rows)
 
 
