@@ -299,6 +299,18 @@ def test_a_colocated_server_that_was_started_again_sleeps_first() -> None:
     assert bad.calls == ["sleep", "wake weights", "pause", "update", "wake kv_cache", "resume"] and len(fleet.live) == 2
 
 
+def test_requests_that_are_to_finish_are_asked_under_the_old_weights() -> None:
+    """Servers are live until the rollout has ended, so that what still waits for room does not wait for the sync."""
+    fleet = Fleet([cast(Any, Told("a")), cast(Any, Told("b"))], _config(), print)
+    seen: list[list[str]] = []
+    sync = WeightSync(
+        _config(), cast(Any, Telling(fleet)), fleet, lambda: seen.append([member.state for member in fleet.members])
+    )
+    for seed in (1, 2, 3):
+        sync.to(lambda seed=seed: _weights(seed))
+    assert seen == [["stale", "stale"], ["live", "live"], ["live", "live"]]
+
+
 def _meeting(config: RolloutConfig, directory: Path) -> list[bool]:
     """On rank 0: whether rank 1 had walked the stream to its end when the server was to wake its cache."""
     told: list[bool] = []

@@ -45,7 +45,8 @@ class WeightSync:
 
     Args:
         fleet: on rank 0; None elsewhere.
-        settle_requests: called on rank 0 before the servers are paused: waits for what is to finish first.
+        settle_requests: called on rank 0 where requests are to finish first, with servers live as before: requests that
+            still wait for room must be asked under the old weights too.
         spans: gets the stages, on rank 0.
         run: what the servers' names of versions begin with (`wire.version_name`).
 
@@ -102,6 +103,8 @@ class WeightSync:
         every = self._rollout.sync.verify_every
         self._proves = every > 0 and ((self.version - 1) % every == 0 or self._checksums.is_overdue)
         if self._all is not None:
+            if self._rollout.sync.in_flight == "finish":
+                self._settle_requests()
             self._all.expect(version_name(self.run, self.version))
         self.again()
         return self._proves
@@ -205,8 +208,6 @@ class WeightSync:
             members = self._put_to_sleep(members)
         self._wake(members, "weights")
         self._reach("pausing")
-        if self._rollout.sync.in_flight == "finish":
-            self._settle_requests()
         self.pause(members)
         return members
 
