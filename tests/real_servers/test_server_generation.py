@@ -240,7 +240,7 @@ def test_a_group_has_one_prefill(served: Served, tmp_path: Path) -> None:
 
     server.http.exchange = recorded  # type: ignore[method-assign]
     prompt = tuple(np.random.default_rng(5).integers(3, 19, 40).tolist())
-    request = GenerateRequest("1-0-0", prompt, 8, 0, max_tokens=4)
+    request = GenerateRequest("1-0-0", prompt, 8, 0, max_tokens=4, stop_token_ids=(1,))
     run = server.weights_version(timeout_s=60).rpartition(".")[0]  # of whoever used it before
     generate(server, request, Expected(19, 0, 10**6, run), timeout_s=60)
     assert [one["meta_info"]["cached_tokens"] for one in json.loads(answers[-1])] == [39] * 8

@@ -71,7 +71,7 @@ def clean_key(key: str, where: str) -> str:
 
 
 class Done(msgspec.Struct):
-    """The answer to a command: nothing, null, or an object of which nothing is read but whether it says no."""
+    """The answer to a command: nothing, null, or an object. One that says no, with whatever status, is `Refused`."""
 
     success: bool = True
     error: Any = None
@@ -129,10 +129,8 @@ class Http:
         return self._decoded(path, kind, self._request("POST", path, payload, timeout_s, MAX_ANSWER_BYTES))
 
     def do(self, path: str, body: Any = None, *, timeout_s: float) -> None:
-        """A command. Raises as `get`, and Refused for an answer with status 2xx that says no."""
-        done = self.post(path, Done, body or {}, timeout_s=timeout_s)
-        if not done.success or done.error:
-            raise Refused(409, f"{path}: {hidden(done.said('it says no'), self.api_key)[:500]}")
+        """A command. Raises as `get`."""
+        self.post(path, Done, body or {}, timeout_s=timeout_s)
 
     def exchange(self, path: str, payload: bytes, *, timeout_s: float, max_bytes: int) -> bytes:
         """Bytes for bytes. Raises as `get`."""
@@ -152,9 +150,12 @@ class Http:
     def _decoded(self, path: str, kind: type[T], content: bytes) -> T:
         content = content.strip()
         try:
-            return decoded(msgspec.json.Decoder(kind), b"{}" if content in (b"", b"null") else content)
+            answer = decoded(msgspec.json.Decoder(kind), b"{}" if content in (b"", b"null") else content)
         except BadAnswer as error:
             raise BadAnswer(f"{self.url}{path}: {error}") from None
+        if isinstance(answer, Done) and (answer.error or not answer.success):
+            raise Refused(409, f"{path}: {hidden(answer.said('it says no'), self.api_key)[:500]}")
+        return answer
 
     def _request(self, method: str, path: str, payload: bytes | None, timeout_s: float, max_bytes: int) -> bytes:
         deadline, cuts = time.monotonic() + timeout_s, self._cuts
