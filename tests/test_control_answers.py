@@ -206,14 +206,11 @@ def test_in_a_weight_sync(row: Row, stubs: StubServers, files: Path, tmp_path: P
             sync.sleep()
         sync.to(lambda: [("lm_head.weight", torch.zeros(2, 2))])
         channel.close()
-    live = {member.name for member in fleet.live}
-    assert case.urls["good"] in live
-    proof = row.path in ("weight_checker", "weights_checker")
-    out = [url for url in case.urls.values() if url not in live]
-    if proof:
-        assert not out
-        lines = "\n".join(case.said)
-        out = [url for url in case.urls.values() if f"no checksums of weight sync 1 from {url}:" in lines]
+    assert case.urls["good"] in {member.name for member in fleet.live}
+    is_proof, lines = row.path in ("weight_checker", "weights_checker"), "\n".join(case.said)
+    line = "no checksums of weight sync 1 from {}:" if is_proof else "rollout: {} is out: "
+    out = [url for url in case.urls.values() if line.format(url) in lines]
+    assert not is_proof or len(fleet.live) == len(servers)
     case.all_named(out)
     fleet.close()
 

@@ -108,7 +108,6 @@ def _raw(content: bytes) -> Behaviour:
     return behave
 
 
-_TEXT_OF_10_MB = b'"' + b"x" * (10 << 20) + b'"'
 _LIST_OF_10_MB = b"[" + b"0," * (5 << 20) + b"0]"
 
 
@@ -143,8 +142,8 @@ def _whole(text: str) -> dict[str, Behaviour]:
         "a control character": b'{"a": "\x00"}',
         "brackets": "[" * 100_000,
         "nested deeply": '{"a":' * 100_000 + "1" + "}" * 100_000,
-        "10 MB of text": _TEXT_OF_10_MB,
         "10 MB of zeros": _LIST_OF_10_MB,
+        "100 kB of text": b'"' + b"x" * 100_000 + b'"',
         "an error with status 200": '{"error": {"message": "out of memory"}}',
     }
     return {name: _page(value) for name, value in texts.items()} | {
@@ -221,9 +220,9 @@ ROWS = [
         {"vllm_config": VLLM_SETTINGS},
         {
             "vllm_config": _FOUND,
-            "vllm_config/model_config": _FOUND,
+            "vllm_config/model_config": frozenset(("nested",)),
             "vllm_config/model_config/logprobs_mode": _MISSING,
-            "vllm_config/weight_transfer_config": OPTIONAL,
+            "vllm_config/weight_transfer_config": OPTIONAL | {"nested"},
             "vllm_config/parallel_config/worker_extension_cls": _MISSING,
             "vllm_config/parallel_config/data_parallel_size": _MISSING,
             "vllm_config/scheduler_config/enable_chunked_prefill": _MISSING,
@@ -237,7 +236,7 @@ ROWS = [
         "inference/v1/generate_arrays",
         "described",
         {"form": 1},
-        {"form": frozenset(("missing", "negative", "beyond any server"))},
+        {"form": frozenset(("missing", "negative", "huge", "beyond any server"))},
         _NOTHING | {"404"},
     ),
     Row("vllm", "get_world_size", "described", {"world_size": 1}, {"world_size": _FOUND}, _FOUND),
@@ -311,7 +310,7 @@ ROWS = [
         "generate_arrays",
         "described",
         {"form": 1},
-        {"form": frozenset(("missing", "negative", "beyond any server"))},
+        {"form": frozenset(("missing", "negative", "huge", "beyond any server"))},
         _NOTHING | {"404"},
     ),
     Row(
@@ -342,7 +341,7 @@ ROWS = [
         "weights_checker",
         "disk",
         {"success": True, "ranks": [{"checksums": {"other": "ab" * 8}}]},
-        {"ranks": _FOUND, "ranks/0": _FOUND, "ranks/0/checksums": _FOUND, "ranks/0/checksums/other": _MISSING},
+        {"ranks": _FOUND, "ranks/0": _MISSING, "ranks/0/checksums": _FOUND, "ranks/0/checksums/other": _MISSING},
         _FOUND,
     ),
     Row(

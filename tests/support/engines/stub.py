@@ -59,6 +59,7 @@ _ABOUT_ITSELF: dict[str, Any] = {
     "weight_info": {"weight_version": VERSION},
     "get_world_size": {"world_size": 1},
     "weight_checker": {"checksums": {}},
+    "weights_checker": {"ranks": []},
     "model_info": {"model_path": "/no/such/model", "weight_version": VERSION},
 }
 """Enough for the trainer to take a stub for either engine."""
