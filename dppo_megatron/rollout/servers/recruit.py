@@ -107,7 +107,7 @@ class Recruiter:
             server.healthy(timeout_s=_ASK_S)
             info = inspect(server, self._connection, config, self._architecture)
         except BadAnswer as error:
-            return self._not_used(fleet, entry, f"{entry.url}: {error}", for_good=False)
+            return self._not_used(fleet, entry, str(error), for_good=False)
         except Unreachable:
             return  # asked again at the next sync
         except Refused as error:
