@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -19,12 +20,14 @@ from dppo_megatron.rollout.client.messages import Address
 from dppo_megatron.rollout.servers.http import (
     OUR_ERRORS,
     BadAnswer,
+    NotProven,
     Refused,
     Unreachable,
     brief,
     excerpt,
     retry_after_s,
 )
+from dppo_megatron.rollout.servers.identity import LARGEST_ANSWER, Question
 from dppo_megatron.rollout.servers.intake import Ask
 from dppo_megatron.rollout.servers.wire import Call, GenerateRequest, Sampled, checked
 
@@ -84,6 +87,43 @@ class _Slot:
             self._slots.release()
 
 
+class _ToServers(aiohttp.TCPConnector):
+    """Connections whose other end has proven that it is the server, where that can (`servers/identity.py`)."""
+
+    provers: dict[tuple[str | None, int], Address]
+
+    def __init__(self, **named: Any) -> None:
+        super().__init__(**named)
+        self.provers = {}
+
+    async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> Any:
+        """Documented as what a connector of one's own overrides."""
+        made = await super()._create_connection(req, traces, timeout)
+        server, transport = self.provers.get(_place(str(req.url))), made.transport
+        if server is None:
+            return made
+        try:
+            question = Question(server.api_key, transport.get_extra_info("peername"))
+            reader = asyncio.StreamReader(limit=LARGEST_ANSWER)
+            transport.set_protocol(asyncio.StreamReaderProtocol(reader))
+            transport.write(question.request)
+            if not question.is_answered_by(await reader.readuntil(b"\r\n\r\n")):
+                raise NotProven(server.url)
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            transport.abort()
+            raise NotProven(server.url) from None
+        except BaseException:
+            transport.abort()
+            raise
+        transport.set_protocol(made)
+        return made
+
+
+def _place(url: str) -> tuple[str | None, int]:
+    parts = urlsplit(url)
+    return parts.hostname, parts.port or 80
+
+
 class Asker:
     """Asks servers. Made and used in a running event loop.
 
@@ -94,8 +134,9 @@ class Asker:
     def __init__(self, sockets: int) -> None:
         trace = aiohttp.TraceConfig()
         trace.on_connection_reuseconn.append(_note_reuse)
+        self._connector = _ToServers(limit=sockets, keepalive_timeout=_IDLE_S)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=sockets, keepalive_timeout=_IDLE_S),
+            connector=self._connector,
             timeout=aiohttp.ClientTimeout(total=None),
             headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
             auto_decompress=False,
@@ -108,6 +149,7 @@ class Asker:
     def know(self, servers: list[Address]) -> None:
         """The servers that may be asked, by their numbers."""
         self._servers |= {address.server: address for address in servers}
+        self._connector.provers |= {_place(address.url): address for address in servers if address.proves}
 
     async def ask(self, ask: Ask) -> list[Sampled]:
         """The completions of a group, checked.

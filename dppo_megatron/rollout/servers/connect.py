@@ -90,8 +90,9 @@ def connect(
             addresses = dict.fromkeys(known, configured)
             directory = _named(known, routers, rollout, configured)
         urls = list(addresses)
+        proves = None if rollout.servers.endpoints else True  # these may have our check, all others do
         servers: list[Server] = [
-            make_server(rollout.engine, url, key, architecture.vocab_size) for url, key in addresses.items()
+            make_server(rollout.engine, url, key, architecture.vocab_size, proves) for url, key in addresses.items()
         ]
         _await_ready(launched, servers, rollout.limits.start_timeout_s, watch)
         infos = [describe(server, rollout.servers.api_key_env) for server in servers]
@@ -193,7 +194,7 @@ def routed(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> tupl
     servers: list[str] = []
     routers: list[RouterServer] = []
     for url in rollout.servers.endpoints:
-        named = _named_workers(Http(url, key))
+        named = _named_workers(Http(url, key, proves=None))
         for worker in named or []:
             check_endpoint(worker, rollout)
         if named == []:
@@ -249,9 +250,9 @@ def configured_key(rollout: RolloutConfig) -> str:
     return clean_key(os.environ.get(name, ""), f"the environment variable {name} (rollout.servers.api_key_env)")
 
 
-def make_server(engine: str, url: str, api_key: str, vocab_size: int) -> Server:
-    """The dialect of `engine` for the server at `url`."""
-    http = Http(url, api_key)
+def make_server(engine: str, url: str, api_key: str, vocab_size: int, proves: bool | None = True) -> Server:
+    """The dialect of `engine` for the server at `url`; `proves`: see `Http`."""
+    http = Http(url, api_key, proves=proves)
     return VLLMServer(http) if engine == "vllm" else SGLangServer(http, vocab_size)
 
 

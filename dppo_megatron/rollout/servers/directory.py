@@ -39,6 +39,8 @@ class Entry:
     url: str
     api_key: str = field(repr=False)
     engine: str
+    proves: bool | None = True
+    """See `Http`."""
 
 
 class Addresses(Protocol):

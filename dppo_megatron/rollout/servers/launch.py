@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from dppo_megatron.distributed import loopback_interface
-from dppo_megatron.rollout.servers.http import hidden
+from dppo_megatron.rollout.servers.http import NotProven, hidden
 from dppo_megatron.types import UserError
 
 _PR_SET_PDEATHSIG = 1
@@ -79,16 +79,19 @@ class ServerProcess(ABC):
         Raises:
             UserError: the process ended or was not ready in time; with the last lines of its log.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, is_stranger = time.monotonic() + timeout_s, False
         while True:
             try:
                 is_ready()
+                problem = ""
+            except Exception as error:
+                problem, is_stranger = str(error), isinstance(error, NotProven)
+            if not self.is_running:
+                because = f" ({problem})" if problem and is_stranger else ""
+                problem = f"ended with code {self.exit_code} before it was ready{because}"
+            elif not problem:
                 self.is_starting = False
                 return
-            except Exception as error:
-                problem = str(error)
-            if not self.is_running:
-                problem = f"ended with code {self.exit_code} before it was ready"
             elif time.monotonic() < deadline:
                 time.sleep(0.5)
                 continue
