@@ -28,7 +28,7 @@ _CODE_OPTIONS = (
     *("--enable-custom-logit-processor", "--forward-hooks"),
 )
 _OWN_OPTIONS = (
-    *("--host", "--port", "--uds", "--config", "--root-path", "--fastapi-root-path", "--https", "--grpc-port"),
+    *("--host", "--port", "--uds", "--config", "--root-path", "--fastapi-root-path", "--grpc-port"),
     *("--grpc-mode", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers"),
     *("--enable-ssl-refresh", "--enable-http2", "--headless", "--nnodes", "-n", "--node-rank", "-r", "--master-addr"),
     *("--master-port", "--dist-init-addr", "--nccl-init-addr", "--data-parallel-address", "-dpa", "--model"),
@@ -230,9 +230,14 @@ def _named_option(arguments: Sequence[str], options: Sequence[str]) -> str:
 
     Example: "--api_key=x" and "--api-k" both mean --api-key.
     """
+
+    def is_meant(option: str, name: str) -> bool:
+        if not name.startswith("--"):
+            return option[1] != "-" and name.startswith(option)  # the value may follow at once: -n2
+        return name == option or (len(name) > 2 and name not in _NOT_SHORT and option.startswith(name))
+
     names = [re.split(r"[=.]", argument)[0].replace("_", "-") for argument in arguments]
-    short = [name for name in names if name.startswith("--") and len(name) > 2 and name not in _NOT_SHORT]
-    return next((one for one in options if one in names or any(one.startswith(name) for name in short)), "")
+    return next((option for option in options if any(is_meant(option, name) for name in names)), "")
 
 
 def check_endpoint(url: str, config: RolloutConfig) -> None:

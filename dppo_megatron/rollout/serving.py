@@ -23,7 +23,6 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.launching import check_network
 from dppo_megatron.rollout.servers.connect import launch_servers, make_server
 from dppo_megatron.rollout.servers.directory import HEARTBEAT_S, Entry, Registration
-from dppo_megatron.rollout.servers.http import NotProven
 from dppo_megatron.rollout.servers.launch import LaunchedServer, stop_all
 from dppo_megatron.types import GuardStop, UserError, Watch, unwatched
 
@@ -84,15 +83,13 @@ class _Kept:
     ) -> None:
         self._server, self._directory, self._name, self._say = server, directory, name, say
         self._entry = Entry(server.url, server.api_key, config.rollout.engine)
-        self._speaker = make_server(config.rollout.engine, server.url, server.api_key, 0)
+        self._speaker = make_server(config.rollout, server.url, server.api_key, 0)
         self._timeout_s = config.rollout.limits.start_timeout_s
         self._registration: Registration | None = None
         self._was_ready = False
         self._starts = 1
         """In a row, without having been ready."""
         self._deadline = time.monotonic() + self._timeout_s
-        self._stranger = ""
-        """Who answered at its address while it started."""
 
     @property
     def is_starting(self) -> bool:
@@ -119,7 +116,6 @@ class _Kept:
         try:
             self._speaker.healthy(timeout_s=_READY_S)
         except Exception as error:  # not yet, whatever it is: until it ends or its time is over
-            self._stranger = f" ({error})" if isinstance(error, NotProven) else ""
             if time.monotonic() > self._deadline:
                 raise UserError(
                     f"the rollout server at {self._server.url} was not ready after rollout.limits.start_timeout_s ="
@@ -138,7 +134,7 @@ class _Kept:
         self.withdraw()
         problem = f"the rollout server at {server.url} ended with code {server.exit_code}"
         if not self._was_ready or self._starts >= _MOST_STARTS:
-            text = f"{problem} before it was ready{self._stranger}; {server.where} ends with:\n{server.tail()}"
+            text = f"{problem} before it was ready; {server.where} ends with:\n{server.tail()}"
             raise GuardStop(text) if self._was_ready else UserError(text)
         self._say(f"serve: {problem}; starting it again")
         self._starts, self._deadline = self._starts + 1, time.monotonic() + self._timeout_s

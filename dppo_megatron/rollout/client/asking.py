@@ -8,6 +8,7 @@ connection has not failed (`Stale`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from dppo_megatron.rollout.servers.http import (
     excerpt,
     retry_after_s,
 )
-from dppo_megatron.rollout.servers.identity import LARGEST_ANSWER, Question
+from dppo_megatron.rollout.servers.identity import Question
 from dppo_megatron.rollout.servers.intake import Ask
 from dppo_megatron.rollout.servers.wire import Call, GenerateRequest, Sampled, checked
 
@@ -102,21 +103,19 @@ class _ToServers(aiohttp.TCPConnector):
         server, transport = self.provers.get(_place(str(req.url))), made.transport
         if server is None:
             return made
+        assert transport is not None
+        question, reader = Question(server.api_key, transport.get_extra_info("peername")), asyncio.StreamReader()
+        transport.set_protocol(asyncio.StreamReaderProtocol(reader))
         try:
-            question = Question(server.api_key, transport.get_extra_info("peername"))
-            reader = asyncio.StreamReader(limit=LARGEST_ANSWER)
-            transport.set_protocol(asyncio.StreamReaderProtocol(reader))
             transport.write(question.request)
-            if not question.is_answered_by(await reader.readuntil(b"\r\n\r\n")):
-                raise NotProven(server.url)
-        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            transport.abort()
-            raise NotProven(server.url) from None
-        except BaseException:
-            transport.abort()
-            raise
-        transport.set_protocol(made)
-        return made
+            with contextlib.suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+                if question.is_answered_by(await reader.readuntil(b"\r\n\r\n")):
+                    transport.set_protocol(made)
+                    return made
+            raise NotProven(server.url)
+        finally:
+            if transport.get_protocol() is not made:
+                transport.abort()
 
 
 def _place(url: str) -> tuple[str | None, int]:

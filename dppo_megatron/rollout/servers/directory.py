@@ -39,8 +39,6 @@ class Entry:
     url: str
     api_key: str = field(repr=False)
     engine: str
-    proves: bool | None = True
-    """See `Http`."""
 
 
 class Addresses(Protocol):

@@ -210,17 +210,15 @@ class Http:
         connection.sock.sendall(question.request)
         head = b""
         with connection.sock.makefile("rb") as answer:
-            while len(head) < LARGEST_ANSWER and not head.endswith(b"\r\n\r\n"):
-                if not (line := answer.readline(LARGEST_ANSWER)):
-                    break
+            while not head.endswith(b"\r\n\r\n") and (line := answer.readline(LARGEST_ANSWER - len(head))):
                 head += line
         if question.is_answered_by(head):
             self.proves = True
             return
-        connection.close()
         if self.proves:
             raise NotProven(self.url)
         self.proves = False  # a server without our check: its address is its user's word
+        connection.sock.close()
         connection.connect()
 
     def _drop(self, connection: _Plain | _Secure) -> None:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from dppo_megatron.distributed import loopback_interface
-from dppo_megatron.rollout.servers.http import NotProven, hidden
+from dppo_megatron.rollout.servers.http import hidden
 from dppo_megatron.types import UserError
 
 _PR_SET_PDEATHSIG = 1
@@ -79,16 +79,15 @@ class ServerProcess(ABC):
         Raises:
             UserError: the process ended or was not ready in time; with the last lines of its log.
         """
-        deadline, is_stranger = time.monotonic() + timeout_s, False
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
                 is_ready()
                 problem = ""
             except Exception as error:
-                problem, is_stranger = str(error), isinstance(error, NotProven)
+                problem = str(error) or type(error).__name__
             if not self.is_running:
-                because = f" ({problem})" if problem and is_stranger else ""
-                problem = f"ended with code {self.exit_code} before it was ready{because}"
+                problem = f"ended with code {self.exit_code} before it was ready"
             elif not problem:
                 self.is_starting = False
                 return

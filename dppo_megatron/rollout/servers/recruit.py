@@ -106,9 +106,7 @@ class Recruiter:
         config = self._config
         try:
             check_entry(entry, config.rollout)
-            server = make_server(
-                config.rollout.engine, entry.url, entry.api_key, self._architecture.vocab_size, entry.proves
-            )
+            server = make_server(config.rollout, entry.url, entry.api_key, self._architecture.vocab_size)
             server.healthy(timeout_s=_ASK_S)
             info = inspect(server, self._connection, config, self._architecture)
         except NotProven as error:

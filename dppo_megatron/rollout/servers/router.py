@@ -94,7 +94,7 @@ class NamedServers:
             with contextlib.suppress(Unreachable, Refused):
                 router.healthy(timeout_s=_ASK_S)
             urls += sorted(router.named)
-        return {url: Entry(url, self._key, self._engine, proves=None) for url in urls}
+        return {url: Entry(url, self._key, self._engine) for url in urls}
 
 
 def named_workers(http: Http, timeout_s: float) -> list[str] | None:

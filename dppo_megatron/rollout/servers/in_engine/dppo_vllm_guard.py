@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hmac
 import os
-import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -24,6 +23,7 @@ App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], A
 PROOF_PATH = "/dppo_proof"
 """GET PROOF_PATH?NONCE, answered by 204 and the header PROOF_HEADER."""
 PROOF_HEADER = b"dppo-proof"
+_NONCE_DIGITS = 64
 
 
 def proof(key: str, nonce: bytes, address: tuple[str, int]) -> bytes:
@@ -45,9 +45,8 @@ class RequireKey:
         self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
     ) -> None:
         """One request."""
-        nonce = scope.get("query_string", b"")
-        if scope.get("path") == PROOF_PATH and re.fullmatch(b"[0-9a-f]{64}", nonce) and scope.get("server"):
-            headers = [(PROOF_HEADER, proof(self._key, nonce, scope["server"]))]
+        if scope["type"] == "http" and scope["path"] == PROOF_PATH and len(scope["query_string"]) == _NONCE_DIGITS:
+            headers = [(PROOF_HEADER, proof(self._key, scope["query_string"], scope["server"]))]
             await send({"type": "http.response.start", "status": 204, "headers": headers})
             await send({"type": "http.response.body", "body": b""})
             return
