@@ -89,7 +89,7 @@ def test_no_answer_shows_the_key(echoing_server: str, engine: str) -> None:
         Http(echoing_server, KEY).get("/x", Done, timeout_s=10)
     assert "Bearer ***" in str(refused.value) and KEY not in str(refused.value)
     with pytest.raises(UserError) as error:
-        describe(make_server(engine, echoing_server, KEY, 19), "DPPO_ENGINE_API_KEY")  # type: ignore[arg-type]
+        describe(make_server(rollout_config({"engine": engine}), echoing_server, KEY, 19), "DPPO_ENGINE_API_KEY")  # type: ignore[arg-type]
     assert KEY not in str(error.value)
 
 

@@ -308,7 +308,7 @@ class ServerEngine:
     def _address_of(self, asked: Endpoint) -> Address:
         workers = sorted(asked.server.named) if isinstance(asked, Router) else ()
         server, place = asked.server, self._fleet.places[asked.name]
-        return Address(place, asked.name, server.dialect, server.http.api_key, tuple(workers))
+        return Address(place, asked.name, server.dialect, server.http.api_key, tuple(workers), bool(server.http.proves))
 
     def _await_clients(self, say: Callable[[str], None]) -> None:
         assert self._clients is not None

@@ -17,6 +17,7 @@ from support.job import QUICK, read_metrics
 from support.launch import run_ranks
 from support.listening import beyond_loopback
 from support.served import LONG, Served, prompts_of, requests_for, train_on_this_rank
+from support.settings import rollout_config
 
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.evaluation import longest_sequence
@@ -229,7 +230,7 @@ def test_a_group_has_one_prefill(served: Served, tmp_path: Path) -> None:
     """SGLang's own count for each completion of a group: all but the prompt's last token came out of the cache."""
     if served.name == "vllm":
         pytest.skip("n = G is one request, whose prompt vLLM prefills once; its cache counts whole blocks only")
-    server = make_server(served.name, served.servers[0].url, API_KEY, vocab_size=19)
+    server = make_server(rollout_config({"engine": served.name}), served.servers[0].url, API_KEY, vocab_size=19)
     server._arrays = False  # type: ignore[attr-defined] # the count is in SGLang's own answer only
     answers: list[bytes] = []
     exchange = server.http.exchange

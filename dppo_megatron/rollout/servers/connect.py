@@ -89,7 +89,7 @@ def connect(
             directory = _named(known, routers, rollout, configured)
         urls = list(addresses)
         servers: list[Server] = [
-            make_server(rollout.engine, url, key, architecture.vocab_size) for url, key in addresses.items()
+            make_server(rollout, url, key, architecture.vocab_size) for url, key in addresses.items()
         ]
         _await_ready(launched, servers, rollout.limits.start_timeout_s, watch)
         infos = [describe(server, rollout.servers.api_key_env) for server in servers]
@@ -153,7 +153,7 @@ def _registered(directory: Directory, rollout: RolloutConfig, say: Callable[[str
         """Whether the server is healthy; raises UserError if this run must not use it."""
         check_entry(entry, rollout)
         try:
-            make_server(entry.engine, entry.url, entry.api_key, 0).healthy(timeout_s=_READY_S)
+            make_server(rollout, entry.url, entry.api_key, 0).healthy(timeout_s=_READY_S)
         except (Unreachable, Refused):
             return False
         return True
@@ -191,7 +191,7 @@ def routed(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> tupl
     servers: list[str] = []
     routers: list[RouterServer] = []
     for url in rollout.servers.endpoints:
-        named = _named_workers(Http(url, key))
+        named = _named_workers(Http(url, key, proves=None))
         for worker in named or []:
             check_endpoint(worker, rollout)
         if named == []:
@@ -247,10 +247,10 @@ def configured_key(rollout: RolloutConfig) -> str:
     return clean_key(os.environ.get(name, ""), f"the environment variable {name} (rollout.servers.api_key_env)")
 
 
-def make_server(engine: str, url: str, api_key: str, vocab_size: int) -> Server:
-    """The dialect of `engine` for the server at `url`."""
-    http = Http(url, api_key)
-    return VLLMServer(http) if engine == "vllm" else SGLangServer(http, vocab_size)
+def make_server(rollout: RolloutConfig, url: str, api_key: str, vocab_size: int) -> Server:
+    """The dialect of the run's engine for the server at `url`."""
+    http = Http(url, api_key, proves=None if rollout.servers.endpoints else True)  # these may have our check
+    return VLLMServer(http) if rollout.engine == "vllm" else SGLangServer(http, vocab_size)
 
 
 def described(server: Server, timeout_s: float) -> ServerInfo:

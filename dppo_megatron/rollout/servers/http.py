@@ -25,11 +25,13 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
+from dppo_megatron.rollout.servers.identity import LARGEST_ANSWER, Question
 from dppo_megatron.types import GuardStop, UserError
 
 T = TypeVar("T")
@@ -52,6 +54,16 @@ class Refused(Exception):
         self.status = status
         self.retry_after_s = retry_after_s
         """What the server asks for with 429 or 503."""
+
+
+class NotProven(Unreachable):
+    """Whoever answers at a server's address is not that server (`identity.py`)."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(
+            f"{url}: what answers there does not prove that it is this server, so nothing is sent to it; another"
+            " program may have taken its port"
+        )
 
 
 class BadAnswer(Unreachable):
@@ -90,9 +102,11 @@ class Http:
     Args:
         url: http(s)://host:port, with an optional path prefix.
         api_key: sent as a bearer token; appears in no message and no repr.
+        proves: whether the other end of each connection must prove that it has the key before anything is sent; None:
+            if the first one does. Not over TLS, where a certificate does it, and not without a key.
     """
 
-    def __init__(self, url: str, api_key: str = "") -> None:
+    def __init__(self, url: str, api_key: str = "", *, proves: bool | None = False) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None
         self.url = url.rstrip("/")
@@ -102,6 +116,7 @@ class Http:
         self.api_key = clean_key(api_key, f"the request to {self.url}")
         if self.api_key:
             self._headers["Authorization"] = f"Bearer {self.api_key}"
+        self.proves = proves if self.api_key and not self._tls else False
         self._lock = threading.Lock()
         self._idle: list[_Plain | _Secure] = []
         self._busy: set[_Plain | _Secure] = set()
@@ -170,7 +185,7 @@ class Http:
                 self._drop(connection)
                 connection = self._fresh(deadline)
                 response, content = self._exchange(connection, method, path, payload, max_bytes)
-        except BadAnswer:
+        except (BadAnswer, NotProven):
             self._drop(connection)
             raise
         except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a header that is no header
@@ -217,10 +232,29 @@ class Http:
             connection: _Plain | _Secure = _Secure(self._host, self._port, context=context)
         else:
             connection = _Plain(self._host, self._port)
+            connection.prove = self._prove
         _set_deadline(connection, deadline)
         with self._lock:
             self._busy.add(connection)
         return connection
+
+    def _prove(self, connection: _Plain) -> None:
+        if self.proves is False:
+            return
+        question = Question(self.api_key, connection.sock.getpeername())
+        connection.sock.sendall(question.request)
+        head = b""
+        with connection.sock.makefile("rb") as answer:
+            while not head.endswith(b"\r\n\r\n") and (line := answer.readline(LARGEST_ANSWER - len(head))):
+                head += line
+        if question.is_answered_by(head):
+            self.proves = True
+            return
+        if self.proves:
+            raise NotProven(self.url)
+        self.proves = False  # a server without our check: its address is its user's word
+        connection.sock.close()
+        connection.connect()
 
     def _drop(self, connection: _Plain | _Secure) -> None:
         connection.close()
@@ -253,12 +287,15 @@ class _Plain(http.client.HTTPConnection):
     """A connection whose socket keeps the deadline."""
 
     deadline = math.inf
+    prove: Callable[[_Plain], None]
+    """Raises NotProven."""
 
     def connect(self) -> None:
         super().connect()
         plain = self.sock
         self.sock = _PlainSocket(plain.family, plain.type, plain.proto, fileno=plain.detach())
         _set_deadline(self, self.deadline)
+        self.prove(self)
 
 
 class _Secure(http.client.HTTPSConnection):

@@ -26,7 +26,7 @@ from dppo_megatron.rollout.servers.connect import (
 from dppo_megatron.rollout.servers.directory import Addresses, Entry
 from dppo_megatron.rollout.servers.dispatch import BUSY
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.http import BadAnswer, Refused, Unreachable
+from dppo_megatron.rollout.servers.http import BadAnswer, NotProven, Refused, Unreachable
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
@@ -103,10 +103,10 @@ class Recruiter:
         config = self._config
         try:
             check_entry(entry, config.rollout)
-            server = make_server(config.rollout.engine, entry.url, entry.api_key, self._architecture.vocab_size)
+            server = make_server(config.rollout, entry.url, entry.api_key, self._architecture.vocab_size)
             server.healthy(timeout_s=_ASK_S)
             info = inspect(server, self._connection, config, self._architecture)
-        except BadAnswer as error:
+        except (BadAnswer, NotProven) as error:
             return self._not_used(fleet, entry, str(error), for_good=False)
         except Unreachable:
             return  # asked again at the next sync

@@ -19,6 +19,7 @@ from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers import answers
 from dppo_megatron.rollout.servers.dialects import VLLM_ARRAYS_PATH, VLLM_WORKERS_PATH, VLLMDialect
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
+from dppo_megatron.rollout.servers.in_engine import dppo_members
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
     InFlight,
@@ -130,12 +131,13 @@ class VLLMServer:
             "joining_s": meeting.joining.total_seconds(),
             "timeout_s": meeting.timeout.total_seconds(),
             "chunk_bytes": CHUNK_BYTES,
+            "secret": meeting.secret,
         }
         self.http.do("/init_weight_transfer_engine", {"init_info": info}, timeout_s=timeout_s)
 
     def own_group(self, meeting: Meeting) -> BroadcastGroup:
         """As our receiver makes its end."""
-        return Chain(meeting) if meeting.backend == "gloo" else Broadcast(meeting, as_torch_does=False)
+        return own_chain(meeting) if meeting.backend == "gloo" else Broadcast(meeting, as_torch_does=False)
 
     def begin_update(self, *, timeout_s: float) -> None:
         """Layers are ready to take checkpoint tensors."""
@@ -220,6 +222,15 @@ class VLLMServer:
 
 def _call(method: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
     return {"method": method, "kwargs": arguments, "timeout": timeout_s}
+
+
+def own_chain(meeting: Meeting) -> Chain:
+    """The trainer's end of a group with our receivers over gloo. Returns when all have joined and proven it."""
+
+    def prove(group: Any) -> None:
+        dppo_members.prove(group, meeting.secret, 0, 1, meeting.joining)
+
+    return Chain(meeting, dppo_members.Sealed(meeting.store, meeting.secret), prove)
 
 
 def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
