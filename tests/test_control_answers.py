@@ -21,6 +21,7 @@ from support.engines.control import NO_ANSWERS, ROWS, VLLM_SETTINGS, Row
 from support.engines.stub import Behaviour, StubServers
 from support.fake_fleet import Inline
 from support.job import job_config, write_job_files
+from support.settings import rollout_config
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.servers import connect, dialects, router, sglang, vllm
@@ -133,7 +134,7 @@ def test_good_answers_are_good(stubs: StubServers, files: Path) -> None:
     for row in ROWS:
         if row.phase == "described":
             _pages(stubs, "good", row)
-            http_server = make_server(row.engine, stubs.url("good"), "", VOCABULARY)
+            http_server = make_server(rollout_config({"engine": row.engine}), stubs.url("good"), "", VOCABULARY)
             assert describe(http_server, "KEY").world_size == 1
 
 
@@ -157,7 +158,7 @@ def test_when_a_server_is_new_or_back(row: Row, stubs: StubServers, files: Path)
     wrong = []
     for url in case.urls.values():
         try:
-            describe(make_server(row.engine, url, "", VOCABULARY), "KEY")
+            describe(make_server(rollout_config({"engine": row.engine}), url, "", VOCABULARY), "KEY")
         except UserError as error:
             assert url in str(error) and len(str(error)) < 2000
             wrong.append(url)
@@ -173,7 +174,7 @@ def test_when_a_server_is_new_or_back(row: Row, stubs: StubServers, files: Path)
     case.said = [line for line in case.said if "has come" not in line]
     case.all_named(not_used)
 
-    servers = [make_server(row.engine, url, "", VOCABULARY) for url in case.urls.values()]
+    servers = [make_server(rollout_config({"engine": row.engine}), url, "", VOCABULARY) for url in case.urls.values()]
     case.said.clear()
     fleet.close()
     fleet = _fleet(servers, config, case.said)
@@ -195,7 +196,9 @@ def test_in_a_weight_sync(row: Row, stubs: StubServers, files: Path, tmp_path: P
     colocated = row.phase == "disk"
     config = _config(files, row.engine, rollout__limits__sync_timeout_s=20)
     config.rollout.servers.colocate, config.rollout.sync.verify_every = colocated, 1
-    servers: list[Any] = [make_server(row.engine, url, "", VOCABULARY) for url in case.urls.values()]
+    servers: list[Any] = [
+        make_server(rollout_config({"engine": row.engine}), url, "", VOCABULARY) for url in case.urls.values()
+    ]
     for server in servers:
         setattr(server, {"vllm": "_extended", "sglang": "_hashes_bytes"}[row.engine], True)
     fleet = _fleet(servers, config, case.said)
@@ -235,7 +238,11 @@ def test_in_a_health_probe(row: Row, stubs: StubServers, files: Path) -> None:
     routers = [RouterServer(Http(url), named=frozenset(("http://127.0.0.1:9",))) for url in urls]
     for name in case.urls:
         stubs.pages[f"{name}/{row.path}"] = json.dumps(row.good)
-    servers = [] if row.phase == "routed" else [make_server(row.engine, url, "", VOCABULARY) for url in urls]
+    servers = (
+        []
+        if row.phase == "routed"
+        else [make_server(rollout_config({"engine": row.engine}), url, "", VOCABULARY) for url in urls]
+    )
     fleet = _fleet(servers, config, case.said, routers if row.phase == "routed" else ())
     case.damage()
     fleet.probe_all()

@@ -103,7 +103,7 @@ def _ask(url: str, key: str) -> None:
 
 
 CLIENTS: dict[str, Callable[[str, str], Any]] = {
-    "control": lambda url, key: Http(url, key, proves=True).post("/collective_rpc", {"a": 1}, timeout_s=20),
+    "control": lambda url, key: Http(url, key, proves=True).do("/collective_rpc", {"a": 1}, timeout_s=20),
     "completions": _ask,
 }
 
@@ -129,13 +129,13 @@ def test_a_server_with_another_key_gets_nothing(real: str, client: str) -> None:
 def test_every_connection_is_proven(real: str) -> None:
     """Not the address: a stranger that comes later gets nothing either, whatever its predecessor has proven."""
     http = Http(real, KEY, proves=None)
-    assert http.get("/version", timeout_s=20) == {"version": "0.32.0"} and http.proves
+    assert http.get("/version", dict, timeout_s=20) == {"version": "0.32.0"} and http.proves
     with Stranger() as stranger:
         http._port = stranger.port  # as if it had taken the server's
-        assert http.get("/version", timeout_s=20), "the connection that is kept leads to the server"
+        assert http.get("/version", dict, timeout_s=20), "the connection that is kept leads to the server"
         http.close()
         with pytest.raises(NotProven):
-            http.get("/version", timeout_s=20)
+            http.get("/version", dict, timeout_s=20)
         stranger.assert_it_got_questions_only()
 
 
@@ -143,7 +143,7 @@ def test_a_server_without_our_check_is_its_users_word() -> None:
     """One of rollout.servers.endpoints that cannot prove itself is asked as ever."""
     with Stranger() as plain:
         http = Http(plain.url, KEY, proves=None)
-        assert http.get("/version", timeout_s=20) == {} and http.proves is False
+        assert http.get("/version", dict, timeout_s=20) == {} and http.proves is False
         assert f"Bearer {KEY}".encode() in plain.got
 
 
