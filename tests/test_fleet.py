@@ -23,7 +23,7 @@ from support.fake_fleet import (
 )
 from support.settings import rollout_config
 
-from dppo_megatron.rollout.servers.dispatch import NeedsWeights
+from dppo_megatron.rollout.servers.dispatch import NeedsWeights, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.intake import Ask, Event, Failed
@@ -36,7 +36,7 @@ def test_equal_groups_are_shared_evenly() -> None:
     """Eight groups of one size on two servers: four each, alternately."""
     world = World()
     fleet = world.fleet()
-    assert sorted(fleet.run(work_of(groups(*[3] * 8)))) == list(range(8))
+    assert sorted(dispatch(fleet, work_of(groups(*[3] * 8)))) == list(range(8))
     assert [ask.server for ask in world.asked] == [0, 1] * 4 and nothing_in_flight(fleet)
 
 
@@ -56,14 +56,14 @@ def test_a_router_stands_for_its_workers() -> None:
 
     world.reply = reply
     world.servers[0].healthy_now = False
-    assert sorted(fleet.run(work)) == list(range(12))
+    assert sorted(dispatch(fleet, work)) == list(range(12))
     assert (asked_first.count(3), asked_first.count(2)) == (8, 4) and nothing_in_flight(fleet)
     assert {ask.server for ask in world.asked[12:]} == {1, 2} and len(world.asked) == 12 + 8
     assert fleet.health()["r"].startswith(("out", "stale")) and work.retries == 8
     world.servers[0].healthy_now, world.asked, world.reply = True, [], answered
     fleet.revive()
     synced(fleet)
-    assert sorted(fleet.run(work_of(groups(1, 1, 1)))) == [0, 1, 2]
+    assert sorted(dispatch(fleet, work_of(groups(1, 1, 1)))) == [0, 1, 2]
     assert sorted(ask.server for ask in world.asked) == [2, 3, 3] and fleet.health()["r"] == "live"
 
 
@@ -72,11 +72,11 @@ def test_a_router_that_names_a_stranger_is_passed_by() -> None:
     router = FakeRouter("r", named=frozenset("ab"))
     world = World()
     fleet = world.fleet(2, [router])
-    list(fleet.run(work_of(groups(1))))
+    list(dispatch(fleet, work_of(groups(1))))
     router.named = frozenset("abz")
-    list(fleet.run(work_of(groups(1, 1))))
+    list(dispatch(fleet, work_of(groups(1, 1))))
     router.named = frozenset("ab")
-    list(fleet.run(work_of(groups(1))))
+    list(dispatch(fleet, work_of(groups(1))))
     assert [ask.server for ask in world.asked] == [2, 0, 1, 2]
     assert fleet.routers[0].outages == 0
 
@@ -85,13 +85,13 @@ def test_requests_are_on_timelines_by_server() -> None:
     """From the asking to the answer, also one that failed, then the grading; nothing while nobody records."""
     world = World()
     fleet = world.fleet()
-    list(fleet.run(work_of(groups(1))))
+    list(dispatch(fleet, work_of(groups(1))))
     assert fleet.spans.drain() == []
     fleet.spans = Spans(clock=lambda: world.now)
     fleet.spans.on = True
     began = world.now
     world.reply = lambda ask: None if world.now < began + 3 else answered(ask)
-    list(fleet.run(work_of(groups(1, 1))))
+    list(dispatch(fleet, work_of(groups(1, 1))))
     spans = fleet.spans.drain()
     requests = [one for one in spans if one.track != "grading"]
     assert {(one.track, one.name) for one in requests} == {("requests a", "1-0-0"), ("requests b", "1-1-0")}
@@ -104,7 +104,7 @@ def test_the_fewest_outstanding_tokens_decide() -> None:
     """A long group weighs as much as all short ones behind it."""
     world = World()
     fleet = world.fleet()
-    list(fleet.run(work_of([*groups(8, tokens=100), *groups(1, 1, 1, 1)])))
+    list(dispatch(fleet, work_of([*groups(8, tokens=100), *groups(1, 1, 1, 1)])))
     assert [ask.server for ask in world.asked] == [0, 1, 1, 1, 1]
 
 
@@ -120,7 +120,7 @@ def test_a_server_is_given_as_many_completions_as_it_runs(counts: Sequence[int])
 
     world.reply = reply
     fleet = world.fleet(1, max_concurrent_sequences=limit)
-    assert sorted(fleet.run(work_of(groups(*counts)))) == list(range(len(counts)))
+    assert sorted(dispatch(fleet, work_of(groups(*counts)))) == list(range(len(counts)))
     first = 0
     for count in counts:  # in order, as many as fit
         if first and first + count > limit:
@@ -135,7 +135,7 @@ def test_no_more_groups_than_sockets() -> None:
     seen: list[int] = []
     world.reply = lambda ask: (seen.append(len(world.open)), answered(ask))[1]
     fleet = world.fleet(1)
-    list(fleet.run(work_of(groups(*[1] * 20))))
+    list(dispatch(fleet, work_of(groups(*[1] * 20))))
     assert max(seen) == 3
 
 
@@ -145,7 +145,7 @@ def test_a_broken_connection_sends_all_of_a_servers_groups_elsewhere() -> None:
     world = World()
     world.reply = lambda ask: broken(ask) if ask.server == 0 else answered(ask)
     fleet, work = world.fleet(), work_of(groups(*[2] * 6))
-    landed = list(fleet.run(work))
+    landed = list(dispatch(fleet, work))
     assert sorted(landed) == list(range(6)) and len(set(landed)) == 6
     assert all(world.asked[ticket - 1].server == 1 for ticket in work.landed)
     assert fleet.members[0].state != "live" and fleet.members[0].outages == 1
@@ -167,12 +167,12 @@ def test_who_comes_back_is_asked_only_after_a_sync() -> None:
     world.reply = reply
     fleet, work = world.fleet(1), work_of(groups(1, 1, 1))
     with pytest.raises(NeedsWeights):
-        list(fleet.run(work))
+        list(dispatch(fleet, work))
     assert fleet.members[0].state == "stale" and len(world.open) == 0
     asked = len(world.asked)
     synced(fleet)
     assert sorted(work.done) == [1, 2], "what had come before stays"
-    assert list(fleet.run(work)) == [0] and len(world.asked) == asked + 1
+    assert list(dispatch(fleet, work)) == [0] and len(world.asked) == asked + 1
 
 
 def test_a_server_that_fails_its_probe_is_out() -> None:
@@ -181,7 +181,7 @@ def test_a_server_that_fails_its_probe_is_out() -> None:
     world.reply = lambda ask: answered(ask) if ask.server == 1 else None
     fleet, work = world.fleet(probe_every_s=5.0), work_of(groups(1, 1))
     world.servers[0].healthy_now = False
-    assert sorted(fleet.run(work)) == [0, 1] and world.now < 12
+    assert sorted(dispatch(fleet, work)) == [0, 1] and world.now < 12
     assert "no answer to its health probe" in fleet.members[0].reason
 
 
@@ -201,7 +201,7 @@ def test_who_is_back_before_anybody_looks_has_lost_its_requests() -> None:
 
     world.reply = reply
     fleet, work = world.fleet(), work_of(groups(1, 1))
-    assert sorted(fleet.run(work)) == [0, 1] and fleet.members[0].state == "stale" and nothing_in_flight(fleet)
+    assert sorted(dispatch(fleet, work)) == [0, 1] and fleet.members[0].state == "stale" and nothing_in_flight(fleet)
 
 
 class EndedOnce(LaunchedServer):
@@ -235,7 +235,7 @@ def test_a_request_that_always_fails_is_named_after_four_answers() -> None:
     with pytest.raises(GuardStop, match=r"request 1-1-0 has failed 4 times: b: HTTP 500") as stop:
         while True:
             try:
-                list(fleet.run(work))
+                list(dispatch(fleet, work))
             except NeedsWeights:
                 synced(fleet)
     assert str(stop.value).count("HTTP 500") == 4
@@ -256,7 +256,7 @@ def test_cut_attempts_are_no_failures_of_their_requests() -> None:
     fleet, work = world.fleet(1), work_of(groups(*[1] * 8))
     while True:
         try:
-            list(fleet.run(work))
+            list(dispatch(fleet, work))
             break
         except NeedsWeights:
             synced(fleet)
@@ -276,7 +276,7 @@ def test_a_request_has_an_age() -> None:
     world.reply = reply
     fleet = world.fleet(3, request_timeout_s=10.0, probe_every_s=1000.0)
     with pytest.raises(GuardStop, match=r"request_timeout_s = 10 s since their first try: 1-0-0") as stop:
-        list(fleet.run(work_of(groups(1, 1))))
+        list(dispatch(fleet, work_of(groups(1, 1))))
     assert 10 < world.now < 11 and "on " in str(stop.value)
 
 
@@ -293,7 +293,7 @@ def test_a_busy_server_rests_and_is_no_outage(status: int, wanted: float | None,
 
     world.reply = reply
     fleet, work = world.fleet(1), work_of(groups(1))
-    assert list(fleet.run(work)) == [0]
+    assert list(dispatch(fleet, work)) == [0]
     assert fleet.members[0].state == "live" and fleet.members[0].outages == 0 and not work.failures
     first, second = refused[1] - refused[0], refused[2] - refused[1]
     assert first == pytest.approx(seconds, abs=0.41) and second == pytest.approx(seconds if wanted else 1.0, abs=0.41)
@@ -303,7 +303,7 @@ def test_a_refusal_ends_the_run_and_names_the_request() -> None:
     world = World()
     world.reply = lambda ask: Failed(ask.ticket, "refused", "HTTP 400: context too long", 400)
     with pytest.raises(GuardStop, match=r"a refused request 1-0-0: HTTP 400: context too long"):
-        list(world.fleet().run(work_of(groups(1))))
+        list(dispatch(world.fleet(), work_of(groups(1))))
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 405])
@@ -315,7 +315,7 @@ def test_a_refusal_that_is_the_servers_own_sends_its_groups_elsewhere(status: in
     )
     fleet, work = world.fleet(2), work_of(groups(1, 1, 1))
     world.servers[0].healthy_now = False
-    assert sorted(fleet.run(work)) == [0, 1, 2]
+    assert sorted(dispatch(fleet, work)) == [0, 1, 2]
     assert [member.state for member in fleet.members] == ["out", "live"] and nothing_in_flight(fleet)
 
 
@@ -325,7 +325,7 @@ def test_what_this_machine_lacks_is_no_servers_fault() -> None:
     world.reply = lambda ask: Failed(ask.ticket, "ours", "can open no more connections; it keeps to 960")
     fleet = world.fleet()
     with pytest.raises(GuardStop, match=r"request 1-0-0: can open no more connections; it keeps to 960"):
-        list(fleet.run(work_of(groups(1, 1))))
+        list(dispatch(fleet, work_of(groups(1, 1))))
     assert [member.state for member in fleet.members] == ["live", "live"]
 
 
@@ -336,7 +336,7 @@ def test_with_nobody_left_waiting_ends() -> None:
     for server in world.servers:
         server.healthy_now = False
     with pytest.raises(GuardStop, match=r"engine_wait_s = 60 s \(a out: .*waiting requests: 1-"):
-        list(fleet.run(work_of(groups(1, 1, 1))))
+        list(dispatch(fleet, work_of(groups(1, 1, 1))))
     assert 60 < world.now < 62
 
 
@@ -350,12 +350,12 @@ def test_an_abort_by_a_sync_is_asked_again_and_one_by_nobody_has_an_end() -> Non
 
     world.reply = reply
     work = work_of(groups(2))
-    assert list(world.fleet(1).run(work)) == [0] and work.retries == 3 and not work.failures
+    assert list(dispatch(world.fleet(1), work)) == [0] and work.retries == 3 and not work.failures
     assert set(aborted[:3]) <= set(world.cancelled), "what an aborted attempt brought is dropped"
     world.reply = lambda ask: answered(ask, "abort")
     fleet, work = world.fleet(1), work_of(groups(2))
     with pytest.raises(NeedsWeights):
-        list(fleet.run(work))
+        list(dispatch(fleet, work))
     assert "ended the request 9 times" in work.failures[0][0]
 
 
@@ -373,7 +373,7 @@ def test_stragglers_are_cut_once_enough_have_finished() -> None:
 
         world.reply = reply
         work = work_of(groups(2, 2, 2, 2), may_be_cut=may_be_cut)
-        assert sorted(world.fleet(straggler_share=0.75).run(work)) == [0, 1, 2, 3]
+        assert sorted(dispatch(world.fleet(straggler_share=0.75), work)) == [0, 1, 2, 3]
         assert (work.cut_completions, bool(world.ended), world.now > 50) == (2 * may_be_cut, may_be_cut, not may_be_cut)
 
 
@@ -381,7 +381,7 @@ def test_what_is_given_up_ends_at_the_servers() -> None:
     world = World()
     world.reply = lambda ask: None
     fleet, work = world.fleet(), work_of(groups(1, 1))
-    run = fleet.run(work)
+    run = dispatch(fleet, work)
     work_events = world.events
 
     def events(timeout_s: float) -> list[Event]:
@@ -417,7 +417,7 @@ def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, cou
     try:
         while not work.is_complete:
             try:
-                landed.extend(fleet.run(work))
+                landed.extend(dispatch(fleet, work))
             except NeedsWeights:
                 synced(fleet)
         assert sorted(landed) == list(range(len(counts)))

@@ -18,11 +18,13 @@ from support.engines.fake_vllm import FakeVLLM
 from support.engines.stub import StubServers
 from support.fake_fleet import World, groups, work_of
 from support.job import job_config, write_job_files
+from support.settings import rollout_config
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.servers.connect import Connection, connect
 from dppo_megatron.rollout.servers.dialects import SGLangDialect
+from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.servers.seats import RankDevice
@@ -115,7 +117,7 @@ def test_other_bytes_on_the_second_replica_are_found(fake: FakeVLLM) -> None:
         def result(self) -> dict[str, tuple[str, ...]]:
             return sent
 
-    sync = WeightSync(fleet._config, None, fleet)  # type: ignore[arg-type]
+    sync = WeightSync(rollout_config({}), None, fleet)  # type: ignore[arg-type]
     with pytest.raises(GuardStop, match=r"\(replica 1 of 2\) holds other bytes .*: b \(1 of 2"):
         sync._compare(Sent())  # type: ignore[arg-type]
     held |= {f"dp{replica}:pp0:pcp0:tp1:a": "4" * 64 for replica in range(2)}
@@ -148,7 +150,7 @@ def test_a_server_of_replicas_has_room_for_as_many_times_more() -> None:
     fleet = world.fleet(2, max_concurrent_sequences=4)
     world.servers[1].replicas = 3
     work = work_of(groups(*[2] * 40))
-    rollout = fleet.run(work)
+    rollout = dispatch(fleet, work)
 
     def events(timeout_s: float) -> list[Any]:
         work.given_up = True

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from dppo_megatron.rollout.servers.dispatch import dispatch
 from plane.canned import COUNT, Canned
 from plane.clients import Intake
 from plane.common import Bar, cpu_s
@@ -125,7 +126,7 @@ def _intake() -> Intake:
 
 
 def _take_in(intake: Intake, groups: int, done: threading.Event) -> None:
-    for _ in intake.fleet.run(intake.work(groups)):
+    for _ in dispatch(intake.fleet, intake.work(groups)):
         pass
     done.set()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.rewards.lanes import GradeInClient
 from dppo_megatron.rollout.client.grading import GradeLanes
+from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.types import Prompt
 from plane.canned import COUNT, Canned
 from plane.clients import Intake
@@ -116,7 +117,7 @@ def _beside(smoke: bool) -> Bar:
     try:
         work = intake.work(groups, [pickle.dumps(Prompt(0, "", (), "", ""))] * groups)
         graded = 0
-        for _ in intake.fleet.run(work):
+        for _ in dispatch(intake.fleet, work):
             graded = len(work.ready)  # the last time, when the last group has landed
         return Bar("grade", "graded when the last completion lands", graded / groups, 0.9, at_least=True, is_time=True)
     finally:

@@ -10,6 +10,7 @@ import multiprocessing
 import resource
 from multiprocessing.connection import Connection
 
+from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, checked
 from plane.canned import COUNT, Canned, request_id
 from plane.clients import VOCABULARY, Intake, dialect_of
@@ -67,7 +68,7 @@ def _whole_path(pipe: Connection, engine: str, servers: int, groups_each: int, t
         total = groups * COUNT * tokens
         before_kb = intake.client_status("VmHWM")
         client_s, own_s = intake.client_cpu_s, cpu_s()
-        for _ in intake.fleet.run(intake.work(groups)):
+        for _ in dispatch(intake.fleet, intake.work(groups)):
             pass
         threads = intake.client_status("Threads")
         arrived = intake.take()

@@ -48,7 +48,7 @@ from dppo_megatron.rollout.engine import Request, RolloutStats, Sampling, Weight
 from dppo_megatron.rollout.grouping import completion_of, grouped
 from dppo_megatron.rollout.launching import launch_everywhere
 from dppo_megatron.rollout.servers.connect import ChannelName, Connection, connect
-from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work
+from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.keeper import Keeper
 from dppo_megatron.rollout.servers.launch import ServerProcess
@@ -158,7 +158,7 @@ class ServerEngine:
         work, places = self._plan(requests, sampling)
         while True:
             try:
-                for _ in self._fleet.run(work):
+                for _ in dispatch(self._fleet, work):
                     yield from self._take(places).items()
                 break
             except NeedsWeights:
@@ -416,7 +416,7 @@ class _Background:
 
     def _run(self, fleet: Fleet) -> None:
         try:
-            for _ in fleet.run(self.work):
+            for _ in dispatch(fleet, self.work):
                 pass
         except BaseException as error:
             self._error = error

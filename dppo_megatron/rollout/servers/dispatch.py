@@ -24,18 +24,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from dppo_megatron.config.rollout import LimitsConfig
+from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Landed, Ready
 from dppo_megatron.rollout.servers.member import Endpoint
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 from dppo_megatron.types import GuardStop
-
-if TYPE_CHECKING:  # a fleet starts dispatches
-    from dppo_megatron.rollout.servers.fleet import Fleet
 
 _TICK_S = 0.2
 _ANSWER_S = 30.0
@@ -50,7 +46,7 @@ _NOT_THE_SERVER = (401, 403, 404, 405)
 
 
 class NeedsWeights(Exception):
-    """Servers answer, but none has the present weights: sync, then `Fleet.run` the same work again."""
+    """Servers answer, but none has the present weights: sync, then `dispatch` the same work again."""
 
 
 @dataclass
@@ -74,7 +70,7 @@ class Work:
     aborts: dict[int, int] = field(default_factory=dict)
     retries: int = 0
     given_up: bool = False
-    """Nobody wants the rest any more: `Fleet.run` ends its requests and returns."""
+    """Nobody wants the rest any more: `dispatch` ends its requests and returns."""
     cut: bool = False
     """The straggler rule has ended the rest."""
     cut_completions: int = 0
@@ -95,24 +91,30 @@ class _Attempt:
     """The member's then. With the next one it is lost, also if the member is back already."""
 
 
-class Dispatch:
-    """One call of `Fleet.run`: what is pending and what is in flight.
+def dispatch(fleet: Fleet, work: Work) -> Iterator[int]:
+    """Yields the index of each group as it lands, each once; ends when all are ready.
 
-    Args:
-        limits, clock: the fleet's.
+    Raises:
+        NeedsWeights: no live server, but at least one to sync.
+        GuardStop: a request or the whole fleet has been waited for long enough.
     """
+    return Dispatch(fleet, work).run()
 
-    def __init__(self, fleet: Fleet, work: Work, limits: LimitsConfig, clock: Callable[[], float]) -> None:
+
+class Dispatch:
+    """One call of `dispatch`: what is pending and what is in flight."""
+
+    def __init__(self, fleet: Fleet, work: Work) -> None:
         assert fleet.intake is not None
         self._fleet, self._work, self._intake = fleet, work, fleet.intake
-        self._limits, self._clock = limits, clock
+        self._limits, self._clock = fleet.limits, fleet.clock
         self._pending = deque(index for index in range(len(work.groups)) if index not in work.done)
         self._attempts: dict[int, _Attempt] = {}
         self._watched, self._outages, self._places = -math.inf, -1, fleet.places
         self._landed_s: dict[int, float] = {}  # ticket -> when its answer came, on the clock of the spans
 
     def run(self) -> Iterator[int]:
-        """See `Fleet.run`."""
+        """See `dispatch`."""
         work = self._work
         try:
             while not work.is_complete and not work.given_up:

@@ -1,6 +1,6 @@
 """Several servers as one: which of them answer, which have the present weights, and who has room for a request.
 
-    rank 0, rollout thread: Dispatch.run --> live, began, ended, rests, failed     (dispatch.py: who gets which request)
+    rank 0, rollout thread: dispatch --> live, began, ended, rests, failed     (dispatch.py: who gets which request)
             probe threads:  GET health ----> answers, or the member is out
             main thread:    trains, or waits in `finish` for the rollout thread; a weight sync takes its turn there:
                             expects(new) for all, took(new) for each
@@ -17,13 +17,12 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.servers.dispatch import Dispatch, Work
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import NotProven
 from dppo_megatron.rollout.servers.intake import Intake
@@ -58,7 +57,7 @@ class Fleet:
 
     Args:
         say: takes one line for the person who watches.
-        intake: has the servers asked; set before the first `run`.
+        intake: has the servers asked; set before the first rollout.
         processes: the processes of `servers`, if the trainer has started them.
         clock: seconds that only grow.
         threads: where questions to servers wait for their answers.
@@ -93,7 +92,7 @@ class Fleet:
         Raises UserError for one that does not fit. In the thread of a probe."""
         self.spans = Spans()
         """Gets requests by server, and gradings, while it is on."""
-        self._config, self._clock, self._health_file = config, clock, health_file
+        self.limits, self.clock, self._health_file = config.limits, clock, health_file
         self._threads = threads or ThreadPoolExecutor(max_workers=max(32, len(servers)), thread_name_prefix="probe")
         self._expected = ""
         self._probing: dict[str, _Probe] = {asked.name: _Probe() for asked in self.endpoints}
@@ -156,7 +155,7 @@ class Fleet:
         is among the members now."""
         if self.recruit is not None:
             self.recruit(self)
-        timeout_s = min(_ANSWER_S, self._config.limits.probe_timeout_s)
+        timeout_s = min(_ANSWER_S, self.limits.probe_timeout_s)
         out = [asked for asked in self.endpoints if asked.state == "out" and asked.may_be_asked]
         asked = [(member, self._threads.submit(self._look_at, member, timeout_s)) for member in out]
         for member, answer in asked:
@@ -171,7 +170,7 @@ class Fleet:
             self._probing[url] = _Probe()  # an earlier question was to whoever had the address before
             member = next((known for known in self.members if known.name == url), None)
             if member is None:
-                member = Member(server, self.lock, self._clock)
+                member = Member(server, self.lock, self.clock)
                 member.expects(self._expected)
                 self.members.append(member)
             else:
@@ -209,15 +208,6 @@ class Fleet:
                 with contextlib.suppress(UserError):
                     member.process.wait_ready(lambda m=member: m.server.healthy(timeout_s=_READY_S), timeout_s)  # type: ignore[misc]
 
-    def run(self, work: Work) -> Iterator[int]:
-        """Yields the index of each group as it lands, each once; ends when all are ready.
-
-        Raises:
-            NeedsWeights: no live server, but at least one to sync.
-            GuardStop: a request or the whole fleet has been waited for long enough.
-        """
-        return Dispatch(self, work, self._config.limits, self._clock).run()
-
     def close(self) -> None:
         """Cut every connection, end the threads and the trainer's own servers."""
         for asked in self.endpoints:
@@ -246,17 +236,17 @@ class Fleet:
 
     def probe_all(self) -> None:
         """Start the health probes that are due and act on those that have come back."""
-        now = self._clock()
+        now = self.clock()
         for member in self.endpoints:
             probe = self._probing[member.name]
             if probe.answer is not None and probe.answer.done():
                 error, probe.answer = probe.answer.exception(), None
                 if probe.asked == (member.state, member.outages):
                     self._has_answered(member, error)
-            due = now - probe.begun > self._config.limits.probe_every_s
+            due = now - probe.begun > self.limits.probe_every_s
             if probe.answer is None and due and (member.state != "out" or member.may_be_asked):
                 probe.begun, probe.asked = now, (member.state, member.outages)
-                timeout_s = self._config.limits.probe_timeout_s
+                timeout_s = self.limits.probe_timeout_s
                 probe.answer = self._threads.submit(self._look_at, member, timeout_s)
         if self._health_file is not None:
             self._health_file.write(self.endpoints)

@@ -12,7 +12,7 @@ from dppo_megatron.rollout.client.messages import Address
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, take
 from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
-from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work
+from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.intake import Ask, Event
@@ -128,7 +128,7 @@ def run(fleet: Fleet, groups: Sequence[GenerateRequest], **values: Any) -> Work:
     work = Work(groups, Expected(VOCABULARY, 1, 2), **values)
     while True:
         try:
-            for _ in fleet.run(work):
+            for _ in dispatch(fleet, work):
                 pass
             return work
         except NeedsWeights:
