@@ -275,7 +275,8 @@ class Run:
         hf, names = self._directory / "hf", self.loop.job.checkpoint.names
         with self._watch(f"writing {hf}", len(names), "tensors") as advance:
             weights = counted(self.loop.final_weights(), advance)
-            write_checkpoint(hf, self._config.model.hf_path, weights, write=self._writes)
+            source, architecture = self._config.model.hf_path, self.loop.job.architecture
+            write_checkpoint(hf, source, architecture, weights, write=self._writes)
         self.summary.wall_s = time.perf_counter() - self._started
         from_rank_zero(self._write_end)
         if self._writes:
