@@ -77,6 +77,7 @@ class Run:
         self._files: RunDirectory | None = None
         """The run directory, on rank 0."""
         with ExitStack() as undo:  # undone in reverse order if a later line raises
+            undo.callback(self.progress.close)
             if self._watchdog:
                 self._watchdog.start()
                 undo.callback(self._watchdog.stop)
