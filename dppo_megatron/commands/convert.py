@@ -68,7 +68,7 @@ def _converted(arguments: argparse.Namespace) -> list[str]:
     with arguments.watch("loading libraries", 0, ""):
         from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
 
-    ignored = arguments.ignore_config_keys.split(",")
+    ignored = [name for name in arguments.ignore_config_keys.split(",") if name]
     how = {"ignored": ignored, "verify": arguments.verify, "watch": arguments.watch}
     if arguments.direction == "to-megatron":
         return hf_to_megatron(arguments.hf, arguments.out, arguments.tp, arguments.pp, arguments.ep, **how)

@@ -127,7 +127,7 @@ FIXED = (
     Key(
         ("use_qk_norm", "qk_layernorm", "qk_norm"), _YES, "Qwen3 has these norms always", frozenset({QWEN3, QWEN3_MOE})
     ),
-    Key(("attention_dropout",), _OFF, "the actor trains without dropout"),
+    Key(("attention_dropout",), OneOf((0, False)), "the actor trains without dropout", nullable=True),
     Key(("use_sliding_window",), _NO, "no windows", nullable=True),
     Key(("sliding_window",), _NONE, "no windows", frozenset({LLAMA})),
     Key(("layer_types",), "`full_attention` for every layer", nullable=True),
