@@ -29,6 +29,7 @@ from dppo_megatron.rewards.graders import final_answer
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.types import FloatArray, Prompt
+from dppo_megatron.weights.architecture import read_architecture
 
 _OTHER_SEEDS = 1000
 _MAX_TOKENS = 56
@@ -51,8 +52,8 @@ def further_problems(trained_on: Path, seed: int, number: int) -> list[dict[str,
 def solved(checkpoint: Path, rows: list[dict[str, str]], seed: int) -> FloatArray:
     """[len(rows)] 1 where the model's answer is right, else 0."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
-    device = torch.device("cpu")
-    engine = HFEngine(checkpoint, tokenizer, dtype=torch.float32, device=device, max_concurrent_sequences=512)
+    device, architecture = torch.device("cpu"), read_architecture(checkpoint)
+    engine = HFEngine(architecture, tokenizer, dtype=torch.float32, device=device, max_concurrent_sequences=512)
     weights = load_file(checkpoint / "model.safetensors")
     engine.load_weights(lambda: weights.items())
     texts = [row["problem"] for row in rows]

@@ -97,11 +97,12 @@ def _work(arguments: argparse.Namespace) -> None:
     from dppo_megatron.rollout.engine import Request, Sampling
     from dppo_megatron.rollout.hf import HFEngine
     from dppo_megatron.types import Prompt
+    from dppo_megatron.weights.architecture import read_architecture
 
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False)
     engine = HFEngine(
-        arguments.model,
+        read_architecture(arguments.model),
         tokenizer,
         dtype=torch.float32,
         device=torch.device("cpu"),

@@ -32,7 +32,7 @@ def make_engine(
     config = job.config
     if config.rollout.engine == "hf":
         return HFEngine(
-            config.model.hf_path,
+            job.architecture,
             job.tokenizer,
             dtype=dtype,
             device=device,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import itertools
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,7 +38,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def hf_to_megatron(
-    source: Path, target: Path, tp: int = 1, pp: int = 1, ep: int = 1, *, verify: bool = False, watch: Watch = unwatched
+    source: Path,
+    target: Path,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    *,
+    ignored: Collection[str] = (),
+    verify: bool = False,
+    watch: Watch = unwatched,
 ) -> list[str]:
     """Write `source`, a Hugging Face checkpoint, as a distributed checkpoint that loads at any layout.
 
@@ -46,6 +54,7 @@ def hf_to_megatron(
 
     Args:
         tp, pp, ep: a layout to check the model against; the files are the same for every layout.
+        ignored: see `read_architecture`.
         verify: read the result back and compare every tensor byte for byte.
         watch: shows the progress.
 
@@ -59,7 +68,7 @@ def hf_to_megatron(
         raise UserError(
             f"--hf '{source}' is a distributed checkpoint already; the way back is `dppo-megatron convert to-hf`"
         )
-    architecture = read_architecture(source, "--hf")
+    architecture = read_architecture(source, "--hf", ignored)
     for name, size in (("tp", tp), ("pp", pp), ("ep", ep)):
         if size < 1:
             raise UserError(f"--{name} {size}: must be at least 1")
@@ -98,6 +107,7 @@ def megatron_to_hf(
     hf: Path | None = None,
     dtype: str = "",
     shard_gb: float = MAX_SHARD_BYTES / 1e9,
+    ignored: Collection[str] = (),
     verify: bool = False,
     watch: Watch = unwatched,
 ) -> list[str]:
@@ -122,7 +132,7 @@ def megatron_to_hf(
         raise UserError(f"--shard-gb {shard_gb}: must be greater than 0")
     if dtype and dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
-    architecture = read_architecture(assets, "--hf" if hf else "--checkpoint")
+    architecture = read_architecture(assets, "--hf" if hf else "--checkpoint", ignored)
     _check_target(target)
     reader = TorchDistReader(checkpoint, architecture)
     stored = {

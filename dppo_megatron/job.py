@@ -94,7 +94,7 @@ def prepare_job(
     Raises:
         UserError: anything that would fail later.
     """
-    architecture = read_architecture(config.model.hf_path)
+    architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
     unread = check_settings(config, architecture, world_size, machine or this_machine()) if trains else []
     _check_positions(config, architecture)
     with watch(f"opening {config.model.hf_path}", 0, ""):

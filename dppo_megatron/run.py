@@ -77,6 +77,7 @@ class Run:
         self._files: RunDirectory | None = None
         """The run directory, on rank 0."""
         with ExitStack() as undo:  # undone in reverse order if a later line raises
+            undo.callback(self.progress.close)
             if self._watchdog:
                 self._watchdog.start()
                 undo.callback(self._watchdog.stop)
@@ -275,7 +276,8 @@ class Run:
         hf, names = self._directory / "hf", self.loop.job.checkpoint.names
         with self._watch(f"writing {hf}", len(names), "tensors") as advance:
             weights = counted(self.loop.final_weights(), advance)
-            write_checkpoint(hf, self._config.model.hf_path, weights, write=self._writes)
+            source, architecture = self._config.model.hf_path, self.loop.job.architecture
+            write_checkpoint(hf, source, architecture, weights, write=self._writes)
         self.summary.wall_s = time.perf_counter() - self._started
         from_rank_zero(self._write_end)
         if self._writes:

@@ -17,7 +17,7 @@ from dppo_megatron.cli import main
 from dppo_megatron.compare.arms import parse_arms
 from dppo_megatron.compare.runs import run_all
 from dppo_megatron.config import load_config
-from dppo_megatron.observe.progress import Pace, Progress
+from dppo_megatron.observe.progress import Progress
 
 pytestmark = pytest.mark.slow
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
@@ -40,7 +40,7 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.delenv("DPPO_PROGRESS", raising=False)
     shown = io.StringIO()
     later = partial(next, count(0.0, 10.0))  # a clock that jumps whenever it is read
-    watch = partial(Progress, stream=shown, clock=later, pace=Pace(beat_s=0))
+    watch = partial(Progress, stream=shown, clock=later, beat_s=0)
     runs = run_all(config, CONFIG, overrides, arms, seeds=2, out=out, say=said.append, launch=_forked, watch=watch)
     assert "compare: 2 of 6 runs, about " in shown.getvalue() and "compare: 6 runs in " in shown.getvalue()
     assert [(run.arm, run.seed) for run in runs] == [("grpo", 0), ("grpo", 1), ("dppo", 0), ("dppo", 1)]

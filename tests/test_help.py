@@ -167,9 +167,12 @@ def test_every_room_that_refuses_has_a_page() -> None:
 
 
 def test_the_command_line_does_without_torch() -> None:
-    """Neither --help nor a Tab waits seconds for it."""
-    code = "import sys, dppo_megatron.cli as cli; cli.program(); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+    """Neither --help nor a Tab waits seconds for it; nor does progress in a log load what draws bars."""
+    code = (
+        "import sys, dppo_megatron.cli as cli, dppo_megatron.observe.progress as progress; cli.program();"
+        "progress.RunProgress(3, visible=True).say('a'); sys.exit(bool({'torch', 'rich', 'plotly'} & {*sys.modules}))"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, stderr=subprocess.PIPE)
 
 
 def test_settings_and_their_choices() -> None:

@@ -21,6 +21,7 @@ from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import HFEngine, cut
 from dppo_megatron.rollout.kv_cache import KeyValues, Moves
 from dppo_megatron.types import Grade, Prompt
+from dppo_megatron.weights.architecture import read_architecture
 
 MAX_TOKENS = 70
 """Beyond the first room of the cache, and twice its growth."""
@@ -43,7 +44,7 @@ def _reference(model: torch.nn.Module, request: Request, sampling: Sampling, eos
 
 def _engine(path: Path, grade: Callable[[Sequence[ToGrade]], list[Grade]] | None = None, batch: int = 64) -> HFEngine:
     engine = HFEngine(
-        path,
+        read_architecture(path),
         make_tokenizer(),
         dtype=torch.float32,
         device=torch.device("cpu"),

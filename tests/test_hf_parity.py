@@ -84,7 +84,7 @@ def _check(model_path: Path, parallel: Parallel, out: Path) -> tuple[list[np.nda
     samples = _samples(read_architecture(model_path).vocab_size)
     plan = plan_for(samples, parallel)
     both = actor.logprobs(samples, plan), actor.logprobs(samples, plan, temperature=0.7)
-    write_checkpoint(out, model_path, actor.weights(), write=actor.layout.rank == 0)
+    write_checkpoint(out, model_path, read_architecture(model_path), actor.weights(), write=actor.layout.rank == 0)
     return both
 
 

@@ -1,4 +1,4 @@
-"""config.json is read as transformers reads it, or refused by name; the tables of what is which are complete and true.
+"""config.json is read as transformers reads it, or refused by name; the lists of what it may hold are true.
 
 The independent source is transformers itself: its config classes, and the attributes that its modelling code is seen
 to read while it builds and runs a model.
@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.job import REPOSITORY, settings, write_job_files
 from support.tiny import FAMILIES, write_model
 from support.transformers_reading import same_as_transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from dppo_megatron.cli import main
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.config_keys import (
@@ -33,13 +35,9 @@ from dppo_megatron.weights.config_keys import (
     QWEN3_MOE,
     READ,
     check_keys,
-    table,
 )
-from dppo_megatron.weights.other_families import OTHER_FAMILIES
-from dppo_megatron.weights.transformers_view import names_of
 
 ARCHITECTURE = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "qwen2": QWEN2, "llama3": LLAMA}
-DOC = Path(__file__).parent.parent / "docs" / "actor.md"
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +57,7 @@ def _listed(family: str) -> set[str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_of_the_config_class_is_in_the_tables(family: str) -> None:
-    """A new version of transformers that adds a field fails here, and is refused by name at run time."""
+    """A new version of transformers that adds a field fails here; at run time only its default is accepted."""
     name = ARCHITECTURE[family]
     fields = {field.name for field in dataclasses.fields(CONFIG_MAPPING[MODEL_TYPES[name]])}
     assert fields <= _listed(name), fields - _listed(name)
@@ -92,37 +90,66 @@ def test_every_key_that_transformers_reads_is_in_the_tables(
 
 
 @functools.cache
-def _fields_of_others() -> dict[str, set[str]]:
-    """Field -> the families, of all causal language models of transformers, whose config class has it."""
-    found: dict[str, set[str]] = {}
-    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        for field in dataclasses.fields(CONFIG_MAPPING[model_type]):
-            found.setdefault(field.name, set()).add(model_type)
-    return found
+def _fields_of_others() -> list[str]:
+    """Fields of the config classes of all causal language models of transformers."""
+    fields = (dataclasses.fields(CONFIG_MAPPING[model_type]) for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return sorted({field.name for some in fields for field in some})
+
+
+INVENTED = ("attention_temperature_scale", "logits_soft_cap_value", "value_residual_gate", "query_scaling", "my_note")
+INVENTED += ("differential_attention", "_hidden_scale", "Attn Scale", "use_rope_2d", "rmsnorm")
+ON = (True, 7, 0.7, "x", [1], {"a": 1}, -1, 1e-30, [[]], [None], {"a": None}, " ", float("nan"))
+OFF = (None, False, 0, 0.0, "", [], {})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_key_of_every_family_is_refused_or_harmless(family: str, models: dict[str, Path]) -> None:
-    """Whatever transformers knows for any causal language model: a value that switches something on is refused by its
-    name, unless it is what is computed, or the tables say that it changes no logits."""
+def test_a_key_of_no_list_is_refused_when_on_and_ignored_when_named(family: str, models: dict[str, Path]) -> None:
+    """Whoever invented it: every key that transformers knows for any causal language model, and some that nobody has.
+    What a list of ours holds, or transformers' config class of the family, cannot be ignored."""
     name = ARCHITECTURE[family]
     raw = json.loads((models[family] / "config.json").read_text())
-    known = names_of(MODEL_TYPES[name])
-    read = {one for key in READ if name in key.families for one in key.names}
-    left = {one for key in LEFT if name in key.families for one in key.names}
-    fixed = {one: key for key in FIXED if name in key.families for one in key.names}
-    taken = set()
-    for field in _fields_of_others().keys() - read - left - {"layer_types"}:  # refused in REFUSED below
-        for value in (True, 7, 0.7, "x", [1], {"a": 1}):
-            if field in fixed and not isinstance(fixed[field].takes, str) and fixed[field].takes.fits(value):
-                continue
-            try:
-                check_keys(raw | {field: value}, name, Path("config.json"), known)
-            except UserError as error:
-                assert f" {field} = " in str(error)
-                continue
-            taken.add(field)
-    assert {one for one in taken if not re.fullmatch(r".*_token_(ids?|index)", one)} == set()
+    theirs, path = CONFIG_MAPPING[MODEL_TYPES[name]](), Path("config.json")
+    unknown = {one for one in (*_fields_of_others(), *INVENTED) if not hasattr(theirs, one)} - _listed(name)
+    unknown = {one for one in unknown if not re.fullmatch(r".*_token_(ids?|index)", one)}
+    assert len(unknown) > 400
+    for place, key in enumerate(sorted(unknown)):
+        for value in ON if key in INVENTED else ON[place % len(ON) :][:1]:
+            with pytest.raises(UserError, match=re.escape(f"{key} = ") + ".*name it in model.ignore_config_keys"):
+                check_keys(raw | {key: value}, name, path, theirs)
+            check_keys(raw | {key: value}, name, path, theirs, [key])
+        for value in OFF:
+            check_keys(raw | {key: value}, name, path, theirs)
+    for key, value in (("auto_map", {"a": "b"}), ("hidden_act", "gelu"), ("is_causal", False), ("to_dict", 1)):
+        with pytest.raises(UserError, match=f"{key} = "):
+            check_keys(raw | {key: value}, name, path, theirs, [key])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_writes_is_accepted(family: str, models: dict[str, Path], tmp_path: Path) -> None:
+    """Every key with its default, as `to_dict` has it, and as the versions before wrote it."""
+    config = CONFIG_MAPPING[MODEL_TYPES[ARCHITECTURE[family]]]
+    sizes = json.loads((models[family] / "config.json").read_text())
+    everything = config().to_dict() | config.from_pretrained(models[family]).to_dict() | sizes
+    assert len(everything) > len(sizes) + 5
+    (tmp_path / "config.json").write_text(json.dumps(everything | WRITTEN_BY_4))
+    same_as_transformers(read_architecture(tmp_path), tmp_path)
+
+
+WRITTEN_BY_4: dict[str, Any] = {
+    **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "exponential_decay_length_penalty"), None),
+    **dict.fromkeys(("finetuning_task", "prefix", "suppress_tokens", "task_specific_params", "tokenizer_class"), None),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "sep_token_id", "decoder_start_token_id"), None),
+    **dict.fromkeys(("do_sample", "early_stopping", "output_scores", "remove_invalid_values", "torchscript"), False),
+    **dict.fromkeys(("return_dict_in_generate", "tf_legacy_loss", "tie_encoder_decoder", "use_bfloat16"), False),
+    **dict.fromkeys(("num_beam_groups", "num_beams", "num_return_sequences"), 1),
+    **dict.fromkeys(("min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("length_penalty", "repetition_penalty", "temperature", "top_p", "typical_p"), 1.0),
+    "diversity_penalty": 0.0,
+    "max_length": 20,
+    "pruned_heads": {},
+    "top_k": 50,
+}
+"""What transformers 4 added to every config.json that was saved in full."""
 
 
 NEIGHBOURS = ("mistral", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3", "cohere", "mixtral")
@@ -141,22 +168,6 @@ def test_neighbours_are_refused_by_name(model_type: str, tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": [QWEN3]}, default=str))
     with pytest.raises(UserError, match="does not fit architectures"):
         read_architecture(tmp_path)
-
-
-def test_the_list_of_other_families_is_transformers() -> None:
-    """`python tools/write_actor_table.py` writes it."""
-    handled = [_listed(name) | names_of(MODEL_TYPES[name]) for name in ARCHITECTURE.values()]
-    names = {
-        name
-        for name in _fields_of_others().keys() - set.intersection(*handled)
-        if not name.startswith("_") and not re.fullmatch(r".*_token_(ids?|index)", name)
-    }
-    assert names == OTHER_FAMILIES
-
-
-def test_the_docs_hold_the_table() -> None:
-    """`python tools/write_actor_table.py` writes it."""
-    assert table() in DOC.read_text(encoding="utf-8")
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -216,12 +227,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "eps_null": ("qwen3", {"rms_norm_eps": None}, "rms_norm_eps = null"),
     "eps_nan": ("qwen3", {"rms_norm_eps": float("nan")}, "rms_norm_eps = NaN"),
     "softcap": ("llama3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
-    "granite": ("llama3", {"residual_multiplier": 0.22}, "residual_multiplier = 0.22 is not supported; supported: 1"),
+    "granite": (
+        "llama3",
+        {"residual_multiplier": 0.22},
+        "residual_multiplier = 0.22 is not supported: this key is not known",
+    ),
     "soft_router": ("qwen3_moe", {"moe_router_logit_softcapping": 5.0}, "moe_router_logit_softcapping = 5.0"),
     "temperature_tuning": (
         "llama3",
         {"attn_temperature_tuning": True},
-        "which transformers ignores in a LlamaForCausalLM",
+        "attn_temperature_tuning = true is not supported: this key is not known here and may change what the model",
     ),
     "sinks": ("qwen3", {"attention_sinks": True}, "attention_sinks = true is not supported"),
     "mtp": ("qwen3_moe", {"num_mtp_layers": 1}, "num_mtp_layers = 1 is not supported"),
@@ -382,6 +397,62 @@ HUB = {
         "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true,
         "use_sliding_window": false, "vocab_size": 151936}
     """,
+    "Qwen3-8B, saved by transformers 5": """
+        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": false, "attention_dropout":
+        0.0, "bos_token_id": 151643, "dtype": "bfloat16", "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12288, "layer_types": ["full_attention",
+        "full_attention"], "max_position_embeddings": 40960, "max_window_layers": 36, "num_attention_heads": 32,
+        "num_hidden_layers": 2, "num_key_value_heads": 8, "pad_token_id": null, "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "sliding_window": null,
+        "tie_word_embeddings": false, "transformers_version": "5.0.0", "use_cache": true, "use_sliding_window": false,
+        "vocab_size": 151936}
+    """,
+    "Qwen3-Coder-30B-A3B-Instruct": """
+        {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": false,
+        "attention_dropout": 0.0, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act":
+        "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5472, "max_position_embeddings":
+        262144, "max_window_layers": 28, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": true,
+        "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 2,
+        "num_key_value_heads": 4, "output_router_logits": false, "qkv_bias": false, "rms_norm_eps": 1e-06,
+        "rope_scaling": null, "rope_theta": 10000000, "router_aux_loss_coef": 0.0, "shared_expert_intermediate_size": 0,
+        "sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version":
+        "4.51.0", "use_cache": true, "use_qk_norm": true, "use_sliding_window": false, "vocab_size": 151936}
+    """,
+    "DeepSeek-R1-Distill-Qwen-1.5B": """
+        {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 1536, "initializer_range": 0.02,
+        "intermediate_size": 8960, "max_position_embeddings": 131072, "max_window_layers": 21, "num_attention_heads":
+        12, "num_hidden_layers": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 10000,
+        "sliding_window": 4096, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version":
+        "4.44.0", "use_cache": true, "use_mrope": false, "use_sliding_window": false, "vocab_size": 151936}
+    """,
+    "Llama-3.2-1B": """
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": false, "attention_dropout":
+        0.0, "bos_token_id": 128000, "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": false,
+        "num_attention_heads": 32, "num_hidden_layers": 2, "num_key_value_heads": 8, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0, "tie_word_embeddings":
+        true, "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0", "use_cache": true, "vocab_size": 128256}
+    """,
+    "SmolLM2-1.7B-Instruct": """
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": false, "attention_dropout":
+        0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "intermediate_size": 8192, "is_llama_config": true, "max_position_embeddings": 8192, "mlp_bias": false,
+        "num_attention_heads": 32, "num_hidden_layers": 2, "num_key_value_heads": 32, "pad_token_id": 2,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": false, "rope_scaling": null, "rope_theta":
+        130000, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers.js_config": {"kv_cache_dtype":
+        {"q4f16": "float16", "fp16": "float16"}}, "transformers_version": "4.42.3", "use_cache": true, "vocab_size":
+        49152}
+    """,
+    "Llama-2-7b": """
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "_name_or_path": "meta-llama/Llama-2-7b-hf",
+        "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 11008, "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 2,
+        "num_key_value_heads": 32, "pad_token_id": 0, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": null,
+        "tie_word_embeddings": false, "torch_dtype": "float16", "transformers_version": "4.31.0.dev0", "use_cache":
+        true, "vocab_size": 32000}
+    """,
 }
 """As they stand on the Hub, with fewer layers."""
 
@@ -397,3 +468,28 @@ def test_accepted_as_transformers_reads_it(case: str, models: dict[str, Path], t
     family, changes, drop = ACCEPTED[case]
     architecture = read_architecture(_with(models[family], tmp_path, changes, drop))
     same_as_transformers(architecture, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_way_out_is_the_same_for_every_reader(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The job, `plan`, the check of `actor.megatron`, the embedded engine, and both directions of `convert`."""
+    files = write_job_files(tmp_path / "task")
+    _with(files / "model", files / "model", {"query_scaling": 0.5})
+    job = [str(REPOSITORY / "configs" / "quickstart.yaml"), *settings(files, tmp_path / "run")]
+    named = "model.ignore_config_keys=[query_scaling]"
+    dry_run = ["train", *job, "--dry-run", "actor.megatron={calculate_per_token_loss: false}"]
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    for command, way_out in (
+        (dry_run, [named]),
+        (["eval", *job, "--limit", "2", "--out", str(tmp_path / "eval")], [named]),
+        (
+            ["convert", "to-megatron", "--hf", str(files / "model"), "--out", there],
+            ["--ignore-config-keys=query_scaling"],
+        ),
+        (["convert", "to-hf", "--checkpoint", there, "--out", back], ["--ignore-config-keys", "a,query_scaling"]),
+    ):
+        assert main(command) == 2
+        option = way_out[0].partition("=")[0]
+        assert "query_scaling = 0.5 is not supported: this key is not known here" in (said := capsys.readouterr().err)
+        assert f"name it in {option}" in said
+        assert main([*command, *way_out]) == 0, capsys.readouterr().err

@@ -23,11 +23,11 @@ import pytest
 
 from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
 from dppo_megatron.data.tiny_model import write_tiny_qwen3
-from dppo_megatron.observe.progress import Pace, Progress, RunProgress, duration
+from dppo_megatron.observe.progress import Progress, RunProgress, duration
 from dppo_megatron.types import Advance
 
 _MARK = "\x06"
-STILL = Pace(beat_s=0)
+STILL = 0
 """No thread looks at a clock that only the test moves."""
 
 
@@ -79,7 +79,7 @@ def terminal() -> Iterator[Terminal]:
 def test_lines_in_a_pipe_grow_rarer() -> None:
     """100 answers at 4 s each: from 5 s on, then half as long again as it has taken, and a minute at most."""
     clock, out = Clock(), io.StringIO()
-    with Progress("evaluation", 100, "answers", stream=out, clock=clock, pace=STILL) as progress:
+    with Progress("evaluation", 100, "answers", stream=out, clock=clock, beat_s=STILL) as progress:
         for done in range(1, 101):
             clock.now += 4.0
             progress(done, done * 50)
@@ -93,7 +93,7 @@ def test_lines_in_a_pipe_grow_rarer() -> None:
 def test_nothing_is_done_yet() -> None:
     """A server that starts: how long it has been waited for."""
     clock, out = Clock(), io.StringIO()
-    with Progress("rollout servers", 2, "started", stream=out, clock=clock, pace=STILL) as progress:
+    with Progress("rollout servers", 2, "started", stream=out, clock=clock, beat_s=STILL) as progress:
         for _ in range(80):
             clock.now += 0.5
             progress(0)
@@ -103,7 +103,7 @@ def test_nothing_is_done_yet() -> None:
 def test_what_is_short_leaves_no_trace(terminal: Terminal) -> None:
     for to in (terminal.stream, out := io.StringIO()):
         clock = Clock()
-        with Progress("converting", 3, "tensors", stream=to, clock=clock, pace=STILL) as progress:
+        with Progress("converting", 3, "tensors", stream=to, clock=clock, beat_s=STILL) as progress:
             for done in range(1, 4):
                 clock.now += 0.6
                 progress(done)
@@ -113,7 +113,7 @@ def test_what_is_short_leaves_no_trace(terminal: Terminal) -> None:
 def test_a_bar_on_a_terminal(terminal: Terminal) -> None:
     """From two seconds on, drawn in one line and wiped at the end, for a line that stays."""
     clock = Clock()
-    with Progress("warm start", 10, "steps", stream=terminal.stream, clock=clock, pace=STILL) as progress:
+    with Progress("warm start", 10, "steps", stream=terminal.stream, clock=clock, beat_s=STILL) as progress:
         clock.now += 1.9
         progress(1)
         assert terminal.seen() == ""
@@ -131,17 +131,18 @@ def test_a_bar_on_a_terminal(terminal: Terminal) -> None:
         progress(10)
     end = terminal.seen()
     assert end.endswith("warm start: 10 steps in 12 s\r\n")
-    assert "\r" + " " * 10 in end  # wiped
+    assert "\x1b[2K" in end  # wiped
+    assert "\x1b[?25" not in again + end, "a run that is killed would leave the terminal without a cursor"
 
 
 def test_nothing_is_counted(terminal: Terminal) -> None:
     """Megatron writes a checkpoint: how long it has taken. And rows of a file whose number nobody knows."""
     for to in (terminal.stream, out := io.StringIO()):
         clock = Clock()
-        with Progress("saving", 0, "", stream=to, clock=clock, pace=STILL) as progress:
+        with Progress("saving", 0, "", stream=to, clock=clock, beat_s=STILL) as progress:
             clock.now += 6.0
             progress.note("")
-        with Progress("reading", 0, "rows", stream=to, clock=clock, pace=STILL) as progress:
+        with Progress("reading", 0, "rows", stream=to, clock=clock, beat_s=STILL) as progress:
             for done in (48_000, 91_000):
                 clock.now += 5.0
                 progress(done)
@@ -153,15 +154,15 @@ def test_nothing_is_counted(terminal: Terminal) -> None:
         "reading: 91,000 rows in 10 s",
     ]
     seen = terminal.seen()
-    assert "saving: 6 s" in seen and "saving: done in 6 s\r\n" in seen and "\r" + " " * 8 in seen
-    assert seen.endswith("reading: 91,000 rows in 10 s\r\n") and "|" not in seen, "a bar needs a total"
+    assert "saving: 6 s" in seen and "saving: done in 6 s\r\n" in seen and "\x1b[2K" in seen
+    assert seen.endswith("reading: 91,000 rows in 10 s\r\n")
 
 
 def test_a_call_that_blocks_is_not_silent() -> None:
     """Until its first line is there, the thread that works does nothing."""
     said: queue.Queue[str] = queue.Queue()
     later = partial(next, count(0.0, 10.0))  # a clock that jumps whenever it is read
-    with Progress("saving", 0, "", stream=io.StringIO(), clock=later, say=said.put, pace=Pace(beat_s=1e-3)):
+    with Progress("saving", 0, "", stream=io.StringIO(), clock=later, say=said.put, beat_s=1e-3):
         assert said.get(timeout=120) == "saving: 10 s"
 
 
@@ -184,7 +185,7 @@ def test_a_failure_is_not_called_done(terminal: Terminal) -> None:
         clock = Clock()
         with (
             pytest.raises(ValueError, match="disk"),
-            Progress("converting", 10, "tensors", stream=to, clock=clock, pace=STILL) as progress,
+            Progress("converting", 10, "tensors", stream=to, clock=clock, beat_s=STILL) as progress,
         ):
             clock.now += 6.0
             progress(3)
@@ -192,22 +193,55 @@ def test_a_failure_is_not_called_done(terminal: Terminal) -> None:
     assert " in " not in out.getvalue() + terminal.seen()
 
 
-def test_a_part_of_a_run_below_its_bar(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its line goes above both bars, which stay."""
+METRICS = {
+    "reward/mean": 0.5,
+    "prune/completions_generated": 8,
+    "prune/completions_trained": 4,
+    "train/grad_norm": 1.0,
+    "time/step_s": 2.0,
+}
+
+
+@pytest.mark.parametrize("to_a_file", [False, True])
+def test_a_part_of_a_run_below_its_bar(to_a_file: bool, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines go above both bars, which stay, whoever prints them; to a file where stdout is one."""
+    clock, out = Clock(), io.StringIO() if to_a_file else terminal.stream
     monkeypatch.setattr(sys, "stderr", terminal.stream)
-    monkeypatch.setattr(sys, "stdout", terminal.stream)
-    run = RunProgress(20, visible=True)
-    assert "0/20" in terminal.seen()
+    monkeypatch.setattr(sys, "stdout", out)
+    run = RunProgress(20, visible=True, clock=clock)
+    assert "0 of 20 steps" in terminal.seen()
+    for step in (11, 12):
+        clock.now += 30.0
+        run.step(step, METRICS)
+    assert "12 of 20 steps, about 4 min left  reward 0.500  generated 8" in terminal.seen()
     with run.watch("evaluation", 5, "answers") as advance:
-        advance(5)
-    run.say("a line")
-    assert "a line\r\n" in terminal.seen()
+        clock.now += 4.0
+        advance(4)
+        print("by a library", file=sys.stderr)
+        run.say("a line")
+    seen = terminal.seen()
+    both = r"(?s)12 of 20 steps.*evaluation: 4 of 5 answers, about 1 s left"
+    assert re.search(both + (".*" if to_a_file else ".*a line\r\n.*") + both.removeprefix("(?s)"), seen), seen
+    assert "by a library\r\n" in seen and ("a line" in seen) != to_a_file
     run.close()
+    run.say("the end")
+    if isinstance(out, io.StringIO):
+        assert out.getvalue() == "a line\nevaluation: 4 answers in 4 s\nthe end\n"
+    assert sys.stdout is out and sys.stderr is terminal.stream
+
+
+def test_a_terminal_that_cannot_redraw_gets_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    clock = Clock()
+    with Progress("converting", 9, "tensors", stream=terminal.stream, clock=clock, beat_s=STILL) as progress:
+        clock.now += 6.0
+        progress(3)
+    assert terminal.seen() == "converting: 3 of 9 tensors, about 12 s left\r\nconverting: 3 tensors in 6 s\r\n"
 
 
 def test_a_rank_that_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     clock, out = Clock(), io.StringIO()
-    with Progress("evaluation", 2, "answers", stream=out, clock=clock, visible=False, pace=STILL) as progress:
+    with Progress("evaluation", 2, "answers", stream=out, clock=clock, visible=False, beat_s=STILL) as progress:
         clock.now += 100.0
         progress(1)
     RunProgress(3, visible=False).say("a line")

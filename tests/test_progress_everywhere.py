@@ -28,7 +28,7 @@ from support.launch import run_ranks
 from dppo_megatron import cli
 from dppo_megatron.cli import main
 from dppo_megatron.job import prepare_job
-from dppo_megatron.observe.progress import Pace, Progress
+from dppo_megatron.observe.progress import Progress
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import Watch
@@ -81,7 +81,7 @@ class Log:
 
     def __init__(self) -> None:
         self._stream = io.StringIO()
-        self.watch: Watch = partial(Progress, stream=self._stream, clock=jumping(), pace=Pace(beat_s=0))
+        self.watch: Watch = partial(Progress, stream=self._stream, clock=jumping(), beat_s=0)
 
     def lacks(self, command: str) -> set[str]:
         """Phases of the table that did not report."""
@@ -102,7 +102,7 @@ def log_of_a_run(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     def job(steps: int) -> str:
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            watch = partial(Progress, clock=jumping(), pace=Pace(beat_s=0))
+            watch = partial(Progress, clock=jumping(), beat_s=0)
             config = job_config(files, run_dir, **(SHORT | {"steps": steps, "checkpoint__may_change": "[steps]"}))
             with Run(prepare_job(config, 1, watch=watch), jumping()) as run:
                 train(run)

@@ -315,18 +315,38 @@ def test_a_line_with_another_digit_is_noticed(tmp_path: Path) -> None:
     assert '"step": 3' in (tmp_path / "old" / "metrics.redone.jsonl").read_text()
 
 
-@pytest.mark.parametrize("newline", [b"", b" ", b"\x8a", b"\0", b"\r\n", b"\n\n", b" \n\t", b"\n5\n", b"\n{}\n"])
-def test_lines_whose_newline_was_harmed_are_separated(tmp_path: Path, newline: bytes) -> None:
-    """Whatever one byte becomes, or is put in its place: both lines are there again, byte for byte."""
-    path = tmp_path / "metrics.jsonl"
+def _record(path: Path) -> tuple[list[bytes], dict[int, int]]:
+    """Four lines, and their checksums."""
     lines = JsonLines(path)
     for step in range(4):
         lines.write({"step": step, "more": {"a": [step, "x"]}})
     lines.close()
-    whole = path.read_bytes()
-    path.write_bytes(newline.join(whole.split(b"\n")[:-1]) + newline)
-    said, _ = rewind(path, 3, lines.sums)
-    assert path.read_bytes() == whole and not any("lost" in line for line in said)
+    return path.read_bytes().splitlines(), lines.sums
+
+
+@pytest.mark.parametrize("newline", [b"\r\n", b"\n\n", b" \n\t", b"\n5\n", b"\n{}\n"])
+def test_lines_with_more_between_them_stay(tmp_path: Path, newline: bytes) -> None:
+    """Byte for byte."""
+    path = tmp_path / "metrics.jsonl"
+    whole, sums = _record(path)
+    path.write_bytes(newline.join(whole) + newline)
+    said, _ = rewind(path, 3, sums)
+    assert path.read_bytes().splitlines() == whole and not any("lost" in line for line in said)
+
+
+@pytest.mark.parametrize("newline", [b"", b" ", b"\x8a", b"\0"])
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_two_lines_in_one_are_moved_whole(tmp_path: Path, newline: bytes, first: int, end: bytes) -> None:
+    """Their newline was lost: both steps are reported, and the bytes are in `old/`, also at the end of the file."""
+    path = tmp_path / "metrics.jsonl"
+    whole, sums = _record(path)
+    joined = whole[first] + newline + whole[first + 1]
+    path.write_bytes(b"\n".join([*whole[:first], joined, *whole[first + 2 :]]) + end)
+    said, kept = rewind(path, 3, sums)
+    assert path.read_bytes().splitlines() == [*whole[:first], *whole[first + 2 :]] and len(kept) == 2
+    assert (tmp_path / "old" / "metrics.damaged.jsonl").read_bytes() == joined + b"\n"
+    assert any(f"the lines of 2 finished steps are lost ({first}, {first + 1})" in line for line in said)
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints

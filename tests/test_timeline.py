@@ -139,7 +139,7 @@ def test_a_tracker_of_a_resumed_run_has_its_metrics(run_dir: Path) -> None:
     for tag in tags - {tag for tag in tags if tag.startswith(("time/", "ledger/"))}:
         expected = {step: row[tag] for step, row in rows.items() if row.get(tag) is not None}
         assert {event.step: event.value for event in read.Scalars(tag)} == pytest.approx(expected, rel=1e-6), tag
-    assert [event.step for event in read.Tensors("samples")] == [2, 4]
+    assert [event.step for event in read.Tensors("samples/text_summary")] == [2, 4]
     assert all(row["observe/tracker_failures"] == 0 for row in rows.values())
     assert not any("tracker" in note for note in read_run(run_dir).notes)
 

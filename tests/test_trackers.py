@@ -84,9 +84,9 @@ def test_tensorboard_has_every_step_once(run: Path) -> None:
     assert values == {step: step / 8 + (0.5 if step > 3 else 0.0) for step in range(7)}
     assert [event.step for event in read.Scalars("reward/mean")] == list(range(7))
     assert [event.wall_time for event in read.Scalars("eval/held out/pass@1")] == [1.7e9 + step for step in range(7)]
-    [table] = read.Tensors("samples")
+    [table] = read.Tensors("samples/text_summary")
     assert table.step == 2 and b"it is &lt;b&gt;4&#124;&lt;/b&gt;" in table.tensor_proto.string_val[0]
-    assert b"rollout.engine" in read.Tensors("config")[0].tensor_proto.string_val[0]
+    assert b"rollout.engine" in read.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 
 @pytest.mark.slow

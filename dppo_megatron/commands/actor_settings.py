@@ -35,7 +35,7 @@ def check_actor_settings(
         from dppo_megatron.actor.model import check_settings
         from dppo_megatron.actor.overrides import not_tried
         from dppo_megatron.weights.architecture import read_architecture
-    architecture = read_architecture(config.model.hf_path)
+    architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
     check_world_size(config, world_size)
     architecture.check_layout(actor)
     spec, _ = machine.choose_layer_spec(actor.layer_spec, actor.fp8)

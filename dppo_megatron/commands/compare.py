@@ -58,8 +58,6 @@ def _compare(arguments: argparse.Namespace) -> int:
         from dppo_megatron.compare.tasks import shared_task
         from dppo_megatron.compare.verdict import judge
 
-    from tqdm import tqdm
-
     arms = parse_arms(arguments.methods, config, arguments.steps_factor)
     out: Path = arguments.out
     for name in ("", "results.json", "report.html"):
@@ -67,8 +65,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
 
     def say(line: str) -> None:
-        tqdm.write(line, file=sys.stderr)  # above the bar, where there is one
-        sys.stderr.flush()
+        print(line, file=sys.stderr, flush=True)
 
     shared = shared_task(config)
     each = f"All seeds share one task: {shared}." if shared else "Each seed has a task, a model and a held-out set."

@@ -38,6 +38,9 @@ def add(commands: Commands[argparse.ArgumentParser]) -> None:
     to_hf.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="size of a file (default: 5)")
     for direction in (to_megatron, to_hf):
         direction.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write; must not exist")
+        direction.add_argument(
+            "--ignore-config-keys", default="", metavar="A,B", help="keys of config.json that change nothing computed"
+        )
         direction.add_argument("--verify", action="store_true", help="read back, compare every tensor byte for byte")
         direction.set_defaults(run=_convert)  # the parser that parses is this one (`cli.parse`)
 
@@ -52,10 +55,11 @@ def _convert(arguments: argparse.Namespace) -> int:
     if arguments.hf is not None:
         check_directory("--hf", str(arguments.hf))
     try:
-        said = _converted(arguments)
+        lines = _converted(arguments)
     except UserError as error:  # messages name the setting; here it is an option
-        raise UserError(str(error).replace("model.hf_path = ", "--hf ")) from None
-    for line in said:
+        said = str(error).replace("model.hf_path = ", "--hf ")
+        raise UserError(said.replace("model.ignore_config_keys", "--ignore-config-keys")) from None
+    for line in lines:
         print(line)
     return 0
 
@@ -64,15 +68,15 @@ def _converted(arguments: argparse.Namespace) -> list[str]:
     with arguments.watch("loading libraries", 0, ""):
         from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
 
+    ignored = [name for name in arguments.ignore_config_keys.split(",") if name]
+    how = {"ignored": ignored, "verify": arguments.verify, "watch": arguments.watch}
     if arguments.direction == "to-megatron":
-        sizes = arguments.tp, arguments.pp, arguments.ep
-        return hf_to_megatron(arguments.hf, arguments.out, *sizes, verify=arguments.verify, watch=arguments.watch)
+        return hf_to_megatron(arguments.hf, arguments.out, arguments.tp, arguments.pp, arguments.ep, **how)
     return megatron_to_hf(
         arguments.checkpoint,
         arguments.out,
         hf=arguments.hf,
         dtype=arguments.dtype,
         shard_gb=arguments.shard_gb,
-        verify=arguments.verify,
-        watch=arguments.watch,
+        **how,
     )

@@ -113,7 +113,7 @@ def _run(arguments: argparse.Namespace) -> int:
         from dppo_megatron.planning.timing import speeds_for
         from dppo_megatron.trace import read_trace
         from dppo_megatron.weights.architecture import read_architecture
-    architecture = read_architecture(config.model.hf_path)
+    architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
     if not loaded:
         machine = _assumed_machine(arguments.gpu)
         said = check_actor_settings(config, site.gpus, watch, machine, runs_here=False, writes=False)

@@ -1,7 +1,8 @@
 """Progress of whatever takes more than two seconds: a live bar on a terminal, plain lines now and then in a pipe.
 
 A task that ends sooner leaves no trace. In a log file a line each 15 s would bury what a day-long run says, so lines
-come at 5 s and then ever more rarely, up to a minute apart; each has the time that is left, where that is known.
+come at 5 s and then ever more rarely, up to a minute apart; each has the time that is left, where that is known. Bars
+are rich's, which moves what anything else prints above them; it is imported when the first bar is drawn.
 
 Some tasks count nothing (Megatron writes a checkpoint, another rank starts) or count in large jumps. So a thread looks
 once a second, beside the one that works: a call that blocks for a minute is not a silent minute.
@@ -25,33 +26,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from tqdm import tqdm
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
 
 _DELAY_S = 2.0
 _LEAST_S, _MOST_S = 5.0, 60.0
 """In a pipe: how far lines are apart, half as long as the task has taken."""
 _REDRAW_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """When a task says something."""
-
-    first_line_s: float = 5.0
-    """In a pipe."""
-    beat_s: float = 1.0
-    """How often the thread looks; 0: no thread, for a test whose clock stands still meanwhile."""
-    closing_line: bool = True
-    """Whether a line says at the end how long it took."""
-
-
-_TASK = Pace()
-_PHASES = Pace(first_line_s=60.0, closing_line=False)
-"""Of a step: its own line follows, and a step of 30 s needs no other in a log."""
 
 
 class Progress:
@@ -68,7 +54,9 @@ class Progress:
         clock: seconds that only grow.
         say: takes a plain line; None: printed to `stream`.
         visible: False on ranks that say nothing; the environment variable DPPO_PROGRESS=off silences all.
-        pace: when lines come.
+        beat_s: how often the thread looks; 0: no thread, for a test whose clock stands still meanwhile.
+        phase_of_step: a line of its own follows, so a log gets no line before a minute and no closing one.
+        bars: where a bar is added, below the others; None: one of its own.
     """
 
     def __init__(
@@ -81,24 +69,28 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         say: Callable[[str], None] | None = None,
         visible: bool = True,
-        pace: Pace = _TASK,
+        beat_s: float = 1.0,
+        phase_of_step: bool = False,
+        bars: Bars | None = None,
     ) -> None:
         self._what, self._total, self._unit = what, total, unit
-        visible = visible and os.environ.get("DPPO_PROGRESS") != "off"
-        self._stream, self._clock, self._visible = stream or sys.stderr, clock, visible
-        self._say, self._pace = say or self._print, pace
-        self._live = visible and self._stream.isatty()
+        self._visible = visible and os.environ.get("DPPO_PROGRESS") != "off"
+        self._stream, self._clock, self._beat_s = stream or sys.stderr, clock, beat_s
+        self._say = say or partial(print, file=self._stream, flush=True)
+        self._closes = not phase_of_step
+        self._bars, self._owns_bars = bars, bars is None
+        self._task: TaskID | None = None
+        self._live = self._visible and _is_terminal(self._stream)
         self._began = clock()
         self._done, self._tokens, self._note = 0, 0, ""
-        self._shown_from_s = self._next_s = _DELAY_S if self._live else pace.first_line_s
-        self._bar: Any = None
+        self._shown_from_s = self._next_s = _DELAY_S if self._live else 60.0 if phase_of_step else _LEAST_S
         self._lock = threading.Lock()
         """Of the display: the thread that works and the one that looks both draw."""
         self._ended = threading.Event()
         self._beat: threading.Thread | None = None
 
     def __enter__(self) -> Progress:
-        if self._visible and self._pace.beat_s:
+        if self._visible and self._beat_s:
             self._beat = threading.Thread(target=self._look, name=f"progress of {self._what}", daemon=True)
             self._beat.start()
         return self
@@ -107,10 +99,11 @@ class Progress:
         self._ended.set()
         if self._beat is not None:
             self._beat.join()
-        if self._bar is not None:
-            self._bar.close()
+        if self._bars is not None and self._task is not None:
+            self._bars.remove_task(self._task)
+            self._bars.stop() if self._owns_bars else self._bars.refresh()
         seconds = self._clock() - self._began
-        if self._visible and kind is None and seconds >= self._shown_from_s and self._pace.closing_line:
+        if self._visible and kind is None and seconds >= self._shown_from_s and self._closes:
             done = f"{self._count(self._done)} {self._unit}" if self._unit else "done"
             self._say(f"{self._what}: {done} in {duration(seconds)}{self._rate(seconds)}")
 
@@ -125,7 +118,7 @@ class Progress:
         self._show()
 
     def _look(self) -> None:
-        while not self._ended.wait(self._pace.beat_s):
+        while not self._ended.wait(self._beat_s):
             try:
                 self._show()
             except (OSError, ValueError):  # the terminal has gone, or the stream was closed: not this thread's to say
@@ -138,24 +131,20 @@ class Progress:
             seconds = self._clock() - self._began
             if seconds < self._next_s:
                 return
+            text = f"{self._what}: {self._state(seconds)}"
             if self._live:
                 self._next_s = seconds + _REDRAW_S
-                self._draw(seconds)
+                self._draw(text)
             else:
                 self._next_s = seconds + min(max(_LEAST_S, seconds / 2), _MOST_S)
-                self._say(f"{self._what}: {self._state(seconds)}")
+                self._say(text)
 
-    def _draw(self, seconds: float) -> None:
-        if self._bar is None:
-            self._bar = tqdm(
-                total=self._total or None,
-                file=self._stream,
-                dynamic_ncols=True,
-                leave=False,
-                bar_format="{desc} |{bar}|" if self._total else "{desc}",
-            )
-        self._bar.n = min(self._done, self._total)
-        self._bar.set_description_str(f"{self._what}: {self._state(seconds)}", refresh=True)
+    def _draw(self, text: str) -> None:
+        if self._bars is None:
+            self._bars = _bars(self._stream, transient=True)
+        if self._task is None:
+            self._task = self._bars.add_task("", total=self._total or None)
+        self._bars.update(self._task, completed=min(self._done, self._total), description=text, refresh=True)
 
     def _count(self, number: int) -> str:
         return f"{number}" if self._total else f"{number:,}"
@@ -174,37 +163,37 @@ class Progress:
     def _rate(self, seconds: float) -> str:
         return f", {self._tokens / max(seconds, 1e-9):,.0f} tokens/s" if self._tokens else ""
 
-    def _print(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
-
 
 class RunProgress:
     """A run's steps: a live bar on a terminal, one plain line a step in a pipe; silent on every rank but 0."""
 
     def __init__(self, total_steps: int, *, visible: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._visible, self._clock = total_steps, visible, clock
-        live = visible and sys.stderr.isatty()
-        self._bar = tqdm(total=total_steps, unit="step", dynamic_ncols=True) if live else None
+        self._first: tuple[int, float] | None = None
+        """The first step that ended, and when: a resumed run has done others before, as fast as nobody knows."""
+        live = visible and _is_terminal(sys.stderr)
+        self._bars = _bars(sys.stderr, transient=False) if live else None
+        if self._bars is not None:
+            self._steps = self._bars.add_task(f"0 of {total_steps} steps", total=total_steps)
+            self._bars.refresh()
 
     def say(self, text: str) -> None:
         """A line above the bars, from any thread."""
-        if not self._visible:
-            return
-        if self._bar is not None:
-            self._bar.write(text)
-        else:
+        if self._visible:
             print_line(text)
 
     def watch(self, what: str, total: int, unit: str) -> Progress:
         """The progress of a part of the run, below the bar of its steps; see `types.Watch`."""
-        return Progress(what, total, unit, clock=self._clock, say=self.say, visible=self._visible)
+        return Progress(what, total, unit, **self._how())
 
     @contextmanager
     def phases(self, step: int) -> Iterator[Callable[[str], None]]:
         """While a step lasts: which phase it is in, and for how long; what is given takes a phase's name."""
-        how: dict[str, Any] = {"clock": self._clock, "say": self.say, "visible": self._visible}
-        with Progress(f"step {step}", 0, "", **how, pace=_PHASES) as shown:
+        with Progress(f"step {step}", 0, "", phase_of_step=True, **self._how()) as shown:
             yield shown.note
+
+    def _how(self) -> dict[str, Any]:
+        return {"clock": self._clock, "say": self.say, "visible": self._visible, "bars": self._bars}
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
         """Show the end of `step`."""
@@ -215,16 +204,46 @@ class RunProgress:
             f"  trained {metrics['prune/completions_trained']:.0f}"
             f"  grad {metrics['train/grad_norm']:.2f}"
         )
-        if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(step - self._bar.n)
-        else:
+        if self._bars is None:
             self.say(f"step {step:>4}/{self._total}  {text}  {metrics['time/step_s']:.2f} s")
+            return
+        now = self._clock()
+        first, began = self._first = self._first or (step, now)
+        left_s = (now - began) / max(step - first, 1) * (self._total - step)
+        left = f", about {duration(left_s)} left" if first < step < self._total else ""
+        shown = f"{step} of {self._total} steps{left}  {text}"
+        self._bars.update(self._steps, completed=step, description=shown, refresh=True)
 
     def close(self) -> None:
         """End the bar, leaving it on the screen."""
-        if self._bar is not None:
-            self._bar.close()
+        if self._bars is not None:
+            self._bars.stop()
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")  # these have no bars to redraw
+
+
+def _bars(stream: TextIO, *, transient: bool) -> Bars:
+    """rich's display of tasks on a terminal, started; `transient`: wiped at its end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bars
+
+    class Terminal(Console):
+        def show_cursor(self, show: bool = True) -> bool:
+            return False  # rich hides the cursor, and a run that is killed would leave the terminal without one
+
+    bars = Bars(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        console=Terminal(file=stream, force_terminal=True),
+        auto_refresh=False,
+        transient=transient,
+        redirect_stdout=sys.stdout.isatty(),  # else lines that go to a file would come to the terminal
+    )
+    bars.start()
+    return bars
 
 
 def print_line(text: str) -> None:

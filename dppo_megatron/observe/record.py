@@ -1,8 +1,8 @@
 """metrics.jsonl and trace.jsonl: one line a step, written atomically, and truncated to the checkpoint on resume.
 
 No line is ever lost. One that does not fit on a full disk waits in memory. One that is damaged, or belongs to a step
-that is done again, is moved to `old/` beside the record. A checkpoint stores a checksum of every line up to its step,
-so that even a changed digit is detected.
+that is done again, is moved to `old/` beside the record, whole: two lines whose newline was lost are one damaged line.
+A checkpoint stores a checksum of every line up to its step, so that even a changed digit is detected.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ OLD = "old"
 """Directory beside the record for lines and files that are no longer part of it."""
 
 _BLANK = b" \t\r"
-_START = b'{"step": '
-"""The start of a step's line, by which a line is found whose preceding newline was lost."""
 
 
 class JsonLines:
@@ -172,17 +170,14 @@ def _sort(data: bytes, last_step: int, sums: Mapping[int, int] | None) -> _Sorte
     result = _Sorted()
     *whole, tail = data.split(b"\n")
     for line in whole:
-        for part, step in _whole_lines(line):
-            _place(part, step, last_step, sums, result)
-    for part, step in _whole_lines(tail):
-        if step is not None:  # a torn line was never completely written
-            _place(part, step, last_step, sums, result)
-    return result
+        _place(line.strip(_BLANK), last_step, sums, result)
+    if _read(tail) is not None or (sums or {}).keys() - result.steps.keys():
+        _place(tail.strip(_BLANK), last_step, sums, result)
+    return result  # else the tail is a torn line, which was never completely written
 
 
-def _place(
-    line: bytes, step: int | str | None, last_step: int, sums: Mapping[int, int] | None, result: _Sorted
-) -> None:
+def _place(line: bytes, last_step: int, sums: Mapping[int, int] | None, result: _Sorted) -> None:
+    step = _read(line)
     if step == "header":
         (result.damaged if result.headers else result.headers).append(line)
     elif not isinstance(step, int):
@@ -208,40 +203,6 @@ def _read(line: bytes) -> int | str | None:
     if type(step) is int and step >= 0:
         return step
     return "header" if "step" not in row and isinstance(row.get("format"), str) else None
-
-
-def _whole_lines(line: bytes) -> list[tuple[bytes, int | str | None]]:
-    """A line and its step; of a damaged one, the whole lines in it that a lost newline has joined, and the rest."""
-    if (step := _read(line)) is not None:
-        return [(line.strip(_BLANK), step)]
-    starts = [0, *(at for at in _occurrences(line, _START) if at)]
-    found: list[tuple[bytes, int | str | None]] = []
-    for start, end in zip(starts, [*starts[1:], len(line)], strict=True):
-        part = line[start:end].strip(_BLANK)  # a newline turned into a blank is valid JSON, but not part of the line
-        at = _end_of_object(part)
-        if at and (step := _read(part[:at])) is not None:
-            found.append((part[:at], step))
-            part = part[at:]
-            if len(part) <= 1:  # the byte that was its newline
-                continue
-        found.append((part, None))
-    return found
-
-
-def _end_of_object(part: bytes) -> int:
-    """Where the JSON value at the start of `part` ends, whatever comes after it; 0 if there is none."""
-    try:
-        return json.JSONDecoder().raw_decode(part.decode("latin-1"))[1]  # one character a byte
-    except (ValueError, RecursionError):
-        return 0
-
-
-def _occurrences(line: bytes, mark: bytes) -> list[int]:
-    found, at = [], line.find(mark)
-    while at >= 0:
-        found.append(at)
-        at = line.find(mark, at + 1)
-    return found
 
 
 def _append(path: Path, lines: list[bytes]) -> None:

@@ -14,7 +14,6 @@ with its last token, and what has ended is graded while the rest is sampled:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from dppo_megatron.rollout.grading_ahead import GradingAhead
 from dppo_megatron.rollout.kv_cache import Moves
 from dppo_megatron.spans import Spans
 from dppo_megatron.types import Completion, FinishReason, Grade, Watch, counted, unwatched
-from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import WeightReader, check_finite
 
 _HANDED_ON = 32
@@ -37,7 +36,7 @@ _HANDED_ON = 32
 
 
 class HFEngine:
-    """The model of the checkpoint at `hf_path`; its weights come from the actor, not from the files.
+    """A model of this architecture; its weights come from the actor, not from files.
 
     Args:
         max_concurrent_sequences: completions in one batch.
@@ -46,7 +45,7 @@ class HFEngine:
 
     def __init__(
         self,
-        hf_path: str | Path,
+        architecture: Architecture,
         tokenizer: PreTrainedTokenizerBase,
         *,
         dtype: torch.dtype,
@@ -56,7 +55,7 @@ class HFEngine:
         spans: Spans | None = None,
     ) -> None:
         self._spans = spans or Spans()
-        self._decoder = Decoder(read_architecture(hf_path), dtype=dtype, device=device)
+        self._decoder = Decoder(architecture, dtype=dtype, device=device)
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer.of(tokenizer)
         self._device = device
@@ -259,7 +258,7 @@ def engine_from_files(
         watch: shows how many tensors have been read.
     """
     engine = HFEngine(
-        config.model.hf_path,
+        read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys),
         tokenizer,
         dtype=getattr(torch, config.model.dtype),
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),

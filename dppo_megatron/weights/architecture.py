@@ -6,10 +6,12 @@ result is compared with what transformers' config class makes of the same file (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from transformers import CONFIG_MAPPING
 
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig
 from dppo_megatron.types import UserError
@@ -25,7 +27,7 @@ from dppo_megatron.weights.config_keys import (
 from dppo_megatron.weights.json_files import plain, read_object, shown
 from dppo_megatron.weights.pipeline import split_layers
 from dppo_megatron.weights.rope import read_rope
-from dppo_megatron.weights.transformers_view import check_agreement, names_of
+from dppo_megatron.weights.transformers_view import check_agreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +131,14 @@ class Architecture:
         return -(-self.vocab_size // tensor_parallel) * tensor_parallel
 
 
-def read_architecture(hf_path: str | Path, given_as: str = "model.hf_path =") -> Architecture:
+def read_architecture(
+    hf_path: str | Path, given_as: str = "model.hf_path =", ignored: Collection[str] = ()
+) -> Architecture:
     """Read config.json of a Hugging Face checkpoint directory exactly as transformers does, or refuse it.
 
     Args:
         given_as: the setting or option that named the directory, for messages.
+        ignored: unknown keys that change nothing, `model.ignore_config_keys`.
 
     Raises:
         UserError: no config.json, not JSON, an unsupported architecture, or a feature the actor does not have.
@@ -145,7 +150,7 @@ def read_architecture(hf_path: str | Path, given_as: str = "model.hf_path =") ->
     family = _family(raw, path)
     model_type = MODEL_TYPES[family]
     values = read_keys(raw, family, path)
-    check_keys(raw, family, path, names_of(model_type))
+    check_keys(raw, family, path, CONFIG_MAPPING[model_type](), ignored)
     rope = read_rope(raw, path)
     _check_sizes(values, path)
     _check_pad_token(raw, values, path)

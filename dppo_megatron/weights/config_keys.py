@@ -1,22 +1,22 @@
-"""The keys of config.json: which are read, which must have the one value this code implements, which are ignored.
+"""What config.json may hold: keys that are read, keys that must have the one value computed here, harmless keys.
 
-A key that changes the computation and is not read silently makes it another model. So every key that transformers knows
-for a family is listed here, and `check_keys` refuses by name whatever is not listed as harmless. docs/actor.md has this
-table (`tools/write_actor_table.py` writes it), and tests compare it with what transformers' own code reads while it
-builds and runs a model.
+A key that changes the computation and is not read silently makes it another model. So a key of none of these lists is
+refused by name if its value is on (not null, false, 0 or empty), whoever invented it; `model.ignore_config_keys` is the
+way out. The price: a harmless key that we have not met is refused too, at the start of a run and with that way out in
+the message. Tests compare the lists with what transformers' own code reads while it builds and runs a model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.json_files import plain, shown
-from dppo_megatron.weights.other_families import OTHER_FAMILIES
 
 LLAMA, QWEN2, QWEN3, QWEN3_MOE = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 MODEL_TYPES = {QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe", QWEN2: "qwen2", LLAMA: "llama"}
@@ -113,99 +113,38 @@ READ = (
 """Keys whose values become the `Architecture`."""
 
 _NO = OneOf((False,))
+_YES = OneOf((True,))
 _NONE = OneOf((None,))
-_NONE_OR_FALSE = OneOf((None, False))
-_ABSENT_OR_ZERO = OneOf((0, False))
+_ONE = OneOf((1,))
+_OFF = OneOf((None, False, 0, "", [], {}))
+"""Values that switch a feature off."""
 FIXED = (
     Key(("hidden_act",), OneOf(("silu",)), "the activation"),
+    Key(("activation",), OneOf(("silu", "swiglu")), "Falcon3's name for it", nullable=True),
     Key(("attention_bias",), _NO, "no biases", _ALL - {QWEN2}),
-    Key(("attention_bias", "qkv_bias"), OneOf((True,)), "Qwen2 has these biases always", frozenset({QWEN2})),
-    Key(("qkv_bias",), _NO, "no biases", _ALL - {QWEN2}),
-    Key(("mlp_bias", "bias", "use_bias", "qkv_proj_bias", "o_bias", "lm_head_bias"), _NO, "no biases"),
+    Key(("attention_bias", "qkv_bias"), _YES, "Qwen2 has these biases always", frozenset({QWEN2})),
+    Key(("mlp_bias",), _NO, "no biases"),
     Key(
-        ("attention_dropout", "hidden_dropout", "dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
-        OneOf((0, False)),
-        "the actor trains without dropout",
-        nullable=True,
+        ("use_qk_norm", "qk_layernorm", "qk_norm"), _YES, "Qwen3 has these norms always", frozenset({QWEN3, QWEN3_MOE})
     ),
-    Key(("attention_probs_dropout_prob", "hidden_dropout_prob"), OneOf((0, False)), "as above", nullable=True),
+    Key(("attention_dropout",), OneOf((0, False)), "the actor trains without dropout", nullable=True),
     Key(("use_sliding_window",), _NO, "no windows", nullable=True),
     Key(("sliding_window",), _NONE, "no windows", frozenset({LLAMA})),
-    Key(("layer_types",), "`full_attention` for every layer", "no windows", nullable=True),
-    Key(("partial_rotary_factor", "rotary_pct", "rotary_percent"), OneOf((1,)), "whole heads rotate", nullable=True),
-    Key(("rope_interleaved", "use_mrope", "alibi", "use_alibi", "nope"), _NO, "positions", nullable=True),
+    Key(("layer_types",), "`full_attention` for every layer", nullable=True),
+    Key(("partial_rotary_factor", "rotary_pct", "rotary_percent"), _ONE, "whole heads rotate", nullable=True),
     Key(("position_embedding_type",), OneOf(("rope",)), "positions", nullable=True),
-    Key(("mrope_section", "no_rope_layers", "no_rope_layer_interval", "rotary_dim"), OneOf(([], None)), "positions"),
     Key(("attention_chunk_size", "num_kv_shared_layers", "cache_implementation"), _NONE, "attention"),
-    Key(("attn_logit_softcapping", "final_logit_softcapping", "logit_softcap", "clip_qkv"), _NONE, "caps"),
-    Key(("query_pre_attn_scalar", "attention_multiplier"), _NONE, "scores are scaled by head_dim ** -0.5"),
-    Key(
-        ("logits_scaling", "logit_scale", "residual_multiplier", "embedding_multiplier", "scale_emb", "scale_depth"),
-        OneOf((1,)),
-        "scaling multipliers of other families",
-        nullable=True,
-    ),
-    Key(("use_qk_norm", "qk_layernorm", "qk_norm"), _NO, "query and key norms are Qwen3's", frozenset({LLAMA, QWEN2})),
-    Key(
-        ("use_qk_norm", "qk_layernorm", "qk_norm"),
-        OneOf((True,)),
-        "Qwen3 has these norms always",
-        frozenset({QWEN3, QWEN3_MOE}),
-    ),
-    Key(("parallel_residual", "use_parallel_residual", "add_cross_attention", "is_decoder", "is_encoder_decoder"), _NO),
-    Key(("is_causal",), OneOf((True,)), "every token sees those before it"),
+    Key(("is_causal",), _YES, "every token sees those before it"),
+    Key(("add_cross_attention", "is_decoder", "is_encoder_decoder"), _NO, "one decoder"),
     Key(("per_layer_config", "block_configs", "kv_sharing_modes"), _NONE, "every layer is alike"),
     Key(("text_config", "text_encoder", "vision_config", "decoder", "generator"), _NONE, "one model, of text"),
+    Key(("vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy"), _NONE, "as above"),
     Key(("chunk_size_feed_forward",), OneOf((0,))),
-    Key(("decoder_sparse_step", "moe_layer_freq"), OneOf((1,)), "every layer has experts", _MOE),
+    Key(("decoder_sparse_step",), _ONE, "every layer has experts", _MOE),
     Key(("mlp_only_layers",), OneOf(([], None)), "every layer has experts", _MOE),
-    Key(("scoring_func", "router_scoring_func"), OneOf(("softmax",)), "the router", _MOE, nullable=True),
-    Key(("routed_scaling_factor", "n_group", "topk_group", "num_expert_group"), OneOf((1,)), "the router", _MOE, True),
-    Key(("topk_method",), OneOf(("greedy",)), "the router", _MOE, nullable=True),
-    Key(
-        ("use_routing_bias", "router_bias", "router_jitter_noise", "swiglu_limit"),
-        _ABSENT_OR_ZERO,
-        "the router",
-        _MOE,
-        True,
-    ),
-    Key(
-        ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts", "first_k_dense_replace"),
-        _ABSENT_OR_ZERO,
-        "no shared experts, no dense layers",
-        nullable=True,
-    ),
-    Key(
-        ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok"),
-        _ABSENT_OR_ZERO,
-        "a dense model",
-        _DENSE,
-        nullable=True,
-    ),
-    Key(
-        ("attention_sink", "attention_sinks", "use_attention_sinks", "use_sinks", "num_sink_tokens"),
-        _ABSENT_OR_ZERO,
-        "no attention sinks",
-        nullable=True,
-    ),
-    Key(
-        ("num_mtp_layers", "num_mtp_modules", "mtp_num_layers", "use_mtp"),
-        _ABSENT_OR_ZERO,
-        "no heads that predict further tokens",
-        nullable=True,
-    ),
-    Key(
-        ("rope_local_base_freq", "local_rope_theta", "global_rope_theta", "rotary_emb_base", "rope_ratio"),
-        _NONE_OR_FALSE,
-        "positions, under names of older code",
-    ),
-    Key(("use_dynamic_ntk", "use_logn_attn", "dual_chunk_attention_config"), _NONE_OR_FALSE, "as above"),
-    Key(("activation", "activation_function", "hidden_activation"), OneOf(("silu", "swiglu")), "", nullable=True),
-    Key(("norm_type", "layernorm_type", "normalization"), OneOf(("rmsnorm", "rms_norm", "RMSNorm")), "", nullable=True),
-    Key(("num_nextn_predict_layers", "q_lora_rank", "kv_lora_rank"), _ABSENT_OR_ZERO, "other families", nullable=True),
     Key(("output_router_logits",), _NO, "no auxiliary loss", _MOE),
-    Key(("output_hidden_states", "output_attentions"), _NO, "outputs that nobody reads", nullable=True),
-    Key(("return_dict", "use_return_dict"), OneOf((True,))),
+    Key(("output_hidden_states", "output_attentions"), _NO, "outputs that nothing reads", nullable=True),
+    Key(("return_dict", "use_return_dict"), _YES),
     Key(
         ("quantization_config", "compression_config", "quantization"),
         _NONE,
@@ -225,40 +164,32 @@ FIXED = (
         "may name code on the Hub",
     ),
 )
-"""Keys whose only accepted value is what this code computes."""
+"""Keys whose only accepted value is what this code computes; `model.ignore_config_keys` does not reach them."""
 
 LEFT = (
-    Key(("initializer_range", "use_cache", "pretraining_tp"), "any", "changes no logits"),
-    Key(("router_aux_loss_coef",), "any", "there is no auxiliary loss", _MOE),
+    Key(("initializer_range", "use_cache", "pretraining_tp", "gradient_checkpointing"), "any", "changes no logits"),
+    Key(("_attn_implementation_autoset", "_flash_attn_2_enabled", "torchscript"), "any", "which kernel, not what"),
+    Key(("router_aux_loss_coef",), "any", "there is no auxiliary loss"),
+    Key(("norm_topk_prob", "output_router_logits", "decoder_sparse_step"), "any", "there is no router", _DENSE),
     Key(("sliding_window",), "any", "use_sliding_window is false", _ALL - {LLAMA}),
     Key(("max_window_layers",), "any", "there are no windows"),
+    Key(("max_sequence_length", "seq_length", "model_max_length"), "any", "max_position_embeddings is read"),
+    Key(("pad_token_id",), "a row of the embedding, or null", "padding is never computed"),
+    Key(("tokenizer_class", "bos_token_id", "eos_token_id"), "any", "the tokenizer decides"),
+    Key(("transformers_version", "_name_or_path", "name_or_path", "_commit_hash"), "any", "where it came from"),
+    Key(("is_llama_config", "unsloth_version", "unsloth_fixed", "transformers.js_config"), "any", "programs' notes"),
+    Key(("temperature", "top_p", "top_k", "typical_p", "do_sample"), "any", "rollout.sampling decides"),
+    Key(("max_length", "min_length", "num_beams", "num_beam_groups", "num_return_sequences"), "any", "as above"),
+    Key(("repetition_penalty", "length_penalty", "diversity_penalty"), "any", "as above"),
     Key(
-        ("router_aux_loss_coef", "norm_topk_prob", "output_router_logits", "decoder_sparse_step"),
-        "any",
-        "a model without experts has no router",
-        _DENSE,
-    ),
-    Key(
-        ("init_std", "initializer_factor", "embed_init_std", "embedding_initializer_range", "init_device", "seed"),
-        "any",
-        "weights before training",
-    ),
-    Key(("rescale_prenorm_residual", "initializer_cutoff_factor"), "any", "as above"),
-    Key(
-        ("classifier_dropout", "classifier_dropout_prob", "classifier_bias", "classifier_activation"),
+        ("id2label", "label2id", "problem_type", "classifier_dropout", "finetuning_task", "task_specific_params"),
         "any",
         "classification",
     ),
-    Key(("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"), "any", "classification"),
-    Key(("summary_first_dropout", "summary_last_dropout"), "any", "classification"),
-    Key(("bos_token_id", "eos_token_id"), "any", "the tokenizer decides"),
-    Key(("pad_token_id",), "a row of the embedding, or null", "padding is never computed"),
-    Key(("transformers_version", "_name_or_path", "name_or_path", "_commit_hash"), "any", "where it came from"),
-    Key(("_attn_implementation_autoset", "tokenizer_class", "gradient_checkpointing"), "any", "changes no logits"),
-    Key(("vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy"), "any", "there is no vision"),
-    Key(("id2label", "label2id", "problem_type"), "any", "classification"),
 )
 """Ignored keys: they change nothing that is computed here."""
+_TOKENS = re.compile(r".*_token_(ids?|index)")
+"""Other special tokens, of any name."""
 
 
 def default_of(family: str, key: str, raw: Mapping[str, Any]) -> Any:
@@ -298,16 +229,17 @@ def read_keys(raw: Mapping[str, Any], family: str, path: Path) -> dict[str, Any]
     return values
 
 
-def check_keys(raw: Mapping[str, Any], family: str, path: Path, known: Collection[str]) -> None:
-    """Refuse every key that asks for something this code does not implement.
+def check_keys(raw: Mapping[str, Any], family: str, path: Path, theirs: object, ignored: Collection[str] = ()) -> None:
+    """Refuse every key that asks for something this code does not implement, or may.
 
     Args:
-        known: names that mean something to transformers' config class beside those of the tables.
+        theirs: transformers' config of the family with its defaults; a key with the name of any attribute, methods
+            included, would replace it.
+        ignored: `model.ignore_config_keys`.
 
     Raises:
         UserError: names the key, its value and what is supported.
     """
-    listed = {name for key in (*READ, *FIXED, *LEFT) if family in key.families for name in key.names}
     for key in FIXED:
         if family not in key.families or isinstance(key.takes, str):
             continue
@@ -317,20 +249,18 @@ def check_keys(raw: Mapping[str, Any], family: str, path: Path, known: Collectio
             why = f" ({key.why})" if key.why else ""
             raise UserError(f"{path}: {name} = {shown(raw[name])} is not supported; supported: {key.takes}{why}")
     _check_layer_types(raw, path)
-    for name in raw:
-        if name in listed:
+    listed = {name for key in (*READ, *FIXED, *LEFT) if family in key.families for name in key.names}
+    for name, value in raw.items():
+        if name in listed or _TOKENS.fullmatch(name):
             continue
-        if name in known or name.startswith("_"):
-            raise UserError(f"{path}: {plain(name)} = {shown(raw[name])} is not supported: leave the key out")
-        if name in OTHER_FAMILIES and raw[name] not in _NOTHING:
+        if hasattr(theirs, name):
+            if not OneOf((getattr(theirs, name),)).fits(value):
+                raise UserError(f"{path}: {plain(name)} = {shown(value)} is not supported: leave the key out")
+        elif not _OFF.fits(value) and name not in ignored:
             raise UserError(
-                f"{path}: {name} = {shown(raw[name])} is not supported: a key of other families, which transformers"
-                f" ignores in a {family}. If the model was trained without it, leave the key out"
+                f"{path}: {plain(name)} = {shown(value)} is not supported: this key is not known here and may change"
+                " what the model computes. If the model was trained without it, name it in model.ignore_config_keys"
             )
-
-
-_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
-"""Values that switch a feature off."""
 
 
 def _check_layer_types(raw: Mapping[str, Any], path: Path) -> None:
@@ -343,37 +273,3 @@ def _check_layer_types(raw: Mapping[str, Any], path: Path) -> None:
             f"{path}: layer_types = {shown(types)} is not supported; supported: full_attention for each of the"
             f" {len(expected)} layers"
         )
-
-
-def table() -> str:
-    """The three tables as Markdown, for docs/actor.md."""
-    kinds: tuple[tuple[str, tuple[Key, ...], Callable[[Key], str]], ...] = (
-        ("Read", READ, _takes),
-        ("May only say what is computed; anything else is refused by name", FIXED, _takes),
-        ("Left alone", LEFT, _takes),
-    )
-    lines: list[str] = []
-    for title, keys, takes in kinds:
-        lines += [f"### {title}", "", "| key | families | value | note |", "|---|---|---|---|"]
-        for key in keys:
-            names = ", ".join(f"`{name}`" for name in key.names)
-            lines.append(f"| {names} | {_families(key)} | {takes(key)} | {key.why} |")
-        lines.append("")
-    lines += [
-        f"Refused unless null, false, 0 or empty: {len(OTHER_FAMILIES)} further keys, of any causal language model that"
-        " transformers has (`weights/other_families.py`).",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _takes(key: Key) -> str:
-    text = str(key.takes) if isinstance(key.takes, str | Size | Number) else f"`{key.takes}`".replace(" or ", "` or `")
-    return text + (", or null" if key.nullable else "")
-
-
-def _families(key: Key) -> str:
-    if key.families == _ALL:
-        return "all"
-    short = {QWEN3: "Qwen3", QWEN3_MOE: "Qwen3-MoE", QWEN2: "Qwen2", LLAMA: "Llama"}
-    return ", ".join(short[name] for name in SUPPORTED if name in key.families)

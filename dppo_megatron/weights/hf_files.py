@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dppo_megatron.types import UserError
-from dppo_megatron.weights.architecture import Architecture, read_architecture
+from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_index import INDEX, check_index, weight_files
 from dppo_megatron.weights.json_files import plain, read_object
 from dppo_megatron.weights.shapes import Shape, hf_shapes
@@ -244,7 +244,14 @@ class HFWriter:
             file.close()
 
 
-def write_checkpoint(target: Path, source: str | Path, tensors: Iterable[tuple[str, Tensor]], *, write: bool) -> None:
+def write_checkpoint(
+    target: Path,
+    source: str | Path,
+    architecture: Architecture,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    write: bool,
+) -> None:
     """Write a checkpoint that `transformers` loads: new weights, and `source`'s config and tokenizer.
 
     Every rank must consume `tensors` (the stream is collective), only the one with `write=True` keeps them. An older
@@ -254,7 +261,7 @@ def write_checkpoint(target: Path, source: str | Path, tensors: Iterable[tuple[s
     try:
         for name, tensor in tensors:
             if write:
-                writer = writer or HFWriter(target, source, read_architecture(source), tensor.dtype)
+                writer = writer or HFWriter(target, source, architecture, tensor.dtype)
                 writer.put(name, tensor)
         if writer is not None:
             writer.finish()

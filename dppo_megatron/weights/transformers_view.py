@@ -19,11 +19,6 @@ from dppo_megatron.types import UserError
 from dppo_megatron.weights.json_files import shown
 
 
-def names_of(model_type: str) -> frozenset[str]:
-    """Every name that means something on transformers' config class: its fields, and attributes a key would replace."""
-    return frozenset(dir(CONFIG_MAPPING[model_type]()))
-
-
 def check_agreement(raw: Mapping[str, Any], model_type: str, ours: Mapping[str, Any], path: Path) -> None:
     """Raise `UserError` unless transformers accepts `raw` and reads each key of `ours` as we did."""
     try:

@@ -18,8 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-from dppo_megatron.data.tiny_chat_model import write_tiny_chat_model
+from tiny_chat_model import write_tiny_chat_model
 
 EXAMPLES = 2048
 """Rows of the warm start, half from each set."""

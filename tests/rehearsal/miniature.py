@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.chat_model import train_tokenizer
 from support.job import REPOSITORY
 from support.tiny import FAMILIES
 
 from dppo_megatron.config import load_config
 from dppo_megatron.config.schema import Config
-from dppo_megatron.data.tiny_chat_model import train_tokenizer
 
 _CONFIGS = REPOSITORY / "configs"
 RECIPES = [

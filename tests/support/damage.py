@@ -2,7 +2,7 @@
 
 The damages know nothing of how checkpoints are checked. What must come of them is judged against a copy that was never
 harmed: a checkpoint is unharmed if every file that it had is there with every byte it had, and a line of a record is
-unharmed if its bytes are still in the file.
+unharmed if it still stands in the file as a line.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ def unharmed_steps(run_dir: Path, original: Path) -> list[int]:
 
 
 def unharmed_lines(run_dir: Path, original: Path, name: str) -> dict[int, bytes]:
-    """The lines of a record, by step, whose bytes are still in it."""
+    """The lines of a record, by step, that still stand in it as lines."""
     data = (run_dir / name).read_bytes() if (run_dir / name).is_file() else b""
+    found = {line.strip(b" \t\r") for line in data.split(b"\n")}
     lines = (original / name).read_bytes().splitlines()
     if name == "trace.jsonl":
         lines = lines[1:]
-        return {step: line for step, line in enumerate(lines, start=1) if line in data}
-    return {step: line for step, line in enumerate(lines) if line in data}
+        return {step: line for step, line in enumerate(lines, start=1) if line in found}
+    return {step: line for step, line in enumerate(lines) if line in found}
 
 
 def obstructed(run_dir: Path) -> list[str]:

@@ -12,9 +12,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.data.tiny_chat_model import train_tokenizer
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.shapes import hf_shapes
+from support.chat_model import train_tokenizer
 
 _COMMON: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
