@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 from dppo_megatron.checkpoint.manifest import Manifest, read_manifest, step_name
+from dppo_megatron.files import make_directory
 
 ASIDE = "aside"
 
@@ -50,7 +51,7 @@ def read_own(path: Path, run: str) -> Manifest | str:
 def put_aside(path: Path) -> Path:
     """Move a directory that is not a good checkpoint of this run to `aside/`; returns its new path."""
     shelf = path.parent / ASIDE
-    shelf.mkdir(exist_ok=True)
+    make_directory(shelf)
     target, number = shelf / path.name, 1
     while target.exists() or target.is_symlink():
         target, number = shelf / f"{path.name}.{number}", number + 1

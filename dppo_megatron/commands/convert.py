@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dppo_megatron.commands.parser import Commands, add_command, check_number
 from dppo_megatron.config.paths import check_directory, check_writable
+from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 
 _CONVERT = """\
@@ -55,8 +56,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         said = _converted(arguments)
     except UserError as error:  # messages name the setting; here it is an option
         raise UserError(str(error).replace("model.hf_path = ", "--hf ")) from None
-    for line in said:
-        print(line)
+    show(*said)
     return 0
 
 

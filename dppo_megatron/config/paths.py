@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from dppo_megatron.config.references import escaped
+from dppo_megatron.texts import shortened
 from dppo_megatron.types import UserError
 
 
@@ -85,8 +86,7 @@ def shown(path: str | Path) -> str:
 
 def in_short(value: object, longest: int = 160) -> str:
     """`value` as Python writes it, on one line of ASCII or printable text, shortened in the middle."""
-    text = repr(value)
-    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
+    return shortened(repr(value), longest)
 
 
 def check_exists(key: str, path: str, what: str = "file") -> None:

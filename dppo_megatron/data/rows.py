@@ -21,6 +21,7 @@ from typing import IO, Any
 import numpy as np
 
 from dppo_megatron.config.paths import json_reason
+from dppo_megatron.texts import reason
 from dppo_megatron.types import UserError
 
 _LONGEST_LINE = 64 * 2**20
@@ -60,7 +61,7 @@ def read_file(path: str) -> Iterator[Row]:
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UserError(f"{path}: damaged gzip file: {error}") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or _first_line(error)}") from None
+        raise UserError(f"{path}: cannot be read: {error.strerror or reason(error)}") from None
 
 
 def table_rows(table: Any, origin: str, first: int) -> Iterator[Row]:
@@ -216,7 +217,7 @@ def _parquet(path: str) -> Iterator[Row]:
                 yield from table_rows(pyarrow.Table.from_batches([batch]), path, number)
                 number += len(batch)
     except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: damaged or unreadable Parquet file: {_first_line(error)}") from None
+        raise UserError(f"{path}: damaged or unreadable Parquet file: {reason(error)}") from None
 
 
 _READERS: dict[str, Callable[[str], Iterator[Row]]] = {
@@ -306,7 +307,3 @@ def _depth(value: Any) -> int:
         deepest += 1
         layer = [inner for item in layer for inner in (item.values() if isinstance(item, dict) else item)]
     return deepest
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

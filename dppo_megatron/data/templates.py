@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from dppo_megatron.config.data import ResolvedSet
 from dppo_megatron.config.templates import Template
 from dppo_megatron.data.fields import Messages, section_of
+from dppo_megatron.texts import reason
 from dppo_megatron.types import UserError
 
 _MARK = "Xq7turn"
@@ -128,8 +129,7 @@ def _check_generation_config(raw: Any, path: Path) -> None:
             warnings.simplefilter("ignore")
             GenerationConfig.from_dict(raw)
     except Exception as error:  # its validators raise their own classes, and TypeErrors from deep inside
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        raise UserError(f"{path}: transformers refuses it: {reason}") from None
+        raise UserError(f"{path}: transformers refuses it: {reason(error)}") from None
 
 
 def _chat(problem: str | Messages, origin: str, template: Template) -> Messages:
@@ -157,8 +157,7 @@ def _apply(chat: Messages, origin: str, template: Template, tokenizer: PreTraine
             )
         )
     except Exception as error:  # a template is a program: it can raise anything, on purpose or not
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        raise UserError(f"{origin}: the tokenizer's chat template fails on this prompt: {reason}") from None
+        raise UserError(f"{origin}: the tokenizer's chat template fails on this prompt: {reason(error)}") from None
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -31,6 +31,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from dppo_megatron.texts import entry, one_line, show
+
 _DELAY_S = 2.0
 _LEAST_S, _MOST_S = 5.0, 60.0
 """In a pipe: how far lines are apart, half as long as the task has taken."""
@@ -155,7 +157,7 @@ class Progress:
                 bar_format="{desc} |{bar}|" if self._total else "{desc}",
             )
         self._bar.n = min(self._done, self._total)
-        self._bar.set_description_str(f"{self._what}: {self._state(seconds)}", refresh=True)
+        self._bar.set_description_str(one_line(f"{self._what}: {self._state(seconds)}"), refresh=True)
 
     def _count(self, number: int) -> str:
         return f"{number}" if self._total else f"{number:,}"
@@ -175,7 +177,7 @@ class Progress:
         return f", {self._tokens / max(seconds, 1e-9):,.0f} tokens/s" if self._tokens else ""
 
     def _print(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        show(text, file=self._stream)
 
 
 class RunProgress:
@@ -191,7 +193,7 @@ class RunProgress:
         if not self._visible:
             return
         if self._bar is not None:
-            self._bar.write(text)
+            self._bar.write(entry(text))
         else:
             print_line(text)
 
@@ -230,7 +232,7 @@ class RunProgress:
 def print_line(text: str) -> None:
     """Print to stdout. A log file on a full disk loses lines and does not end the run; a reader that has gone does."""
     try:
-        print(text, flush=True)
+        show(text)
     except BrokenPipeError:
         raise
     except OSError:

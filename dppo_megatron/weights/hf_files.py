@@ -13,7 +13,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dppo_megatron.files import is_inside, remove_tree
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_index import INDEX, check_index, weight_files
@@ -160,7 +161,7 @@ class HFWriter:
         shapes = hf_shapes(architecture)
         self._dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(shapes, dtype)
         self._bytes = {name: math.prod(shape) * self._dtypes[name].itemsize for name, shape in shapes.items()}
-        shutil.rmtree(self._aside, ignore_errors=True)
+        remove_tree(self._aside)
         self._aside.mkdir(parents=True)
         self._files: list[BinaryIO] = []
         try:
@@ -265,12 +266,41 @@ def write_checkpoint(target: Path, source: str | Path, tensors: Iterable[tuple[s
 
 
 def copy_assets(source: str | Path, target: Path) -> None:
-    """Copy config.json, tokenizer and the like: everything in a checkpoint except weights."""
+    """Copy config.json, tokenizer and the like: everything in a checkpoint except weights. Raises as `copy_asset`."""
+    for path in _assets(source):
+        copy_asset(path, target)
+
+
+def check_assets(source: str | Path) -> None:
+    """Raise `UserError`, before anything is trained, if an asset of the model could not be copied."""
+    for path in _assets(source):
+        _check_asset(path)
+
+
+def copy_asset(path: Path, target: Path) -> None:
+    """Copy a file of a model to the directory `target`.
+
+    Raises:
+        UserError: it is a link to a file of somebody else, which would be published with the model.
+    """
+    _check_asset(path)
+    shutil.copy(path, target / path.name)
+
+
+def _assets(source: str | Path) -> Iterator[Path]:
     for pattern in _NOT_WEIGHTS:
         for path in Path(source).glob(pattern):
             # they describe the source's own files
             if path.is_file() and path.name not in (INDEX, "metadata.json", "manifest.json"):
-                shutil.copy(path, target / path.name)
+                yield path
+
+
+def _check_asset(path: Path) -> None:
+    if not is_inside(path, path.parent):
+        raise UserError(
+            f"{path} is a link to a file outside of the model's directory ({os.path.realpath(path)}): checkpoints and"
+            " servers get a copy of it, so put the file itself there if it is the model's"
+        )
 
 
 def check_space(directory: Path, num_bytes: int) -> None:
@@ -285,12 +315,12 @@ def publish(aside: Path, target: Path) -> None:
     for path in [*sorted(aside.rglob("*")), aside]:
         sync(path)
     old = target.with_name(target.name + ".replaced")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
+    remove_tree(old)
+    if os.path.lexists(target):
         target.rename(old)  # a directory cannot be renamed over another
     aside.rename(target)
     sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove_tree(old)
 
 
 def sync(path: Path) -> None:

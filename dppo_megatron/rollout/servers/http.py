@@ -26,6 +26,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
+from dppo_megatron.texts import one_line
 from dppo_megatron.types import GuardStop, UserError
 
 MAX_ANSWER_BYTES = 64 << 20
@@ -255,8 +256,7 @@ def retry_after_s(header: str | None) -> float | None:
 
 def brief(error: BaseException, key: str = "") -> str:
     """An error in a line, without `key`: libraries quote what they could not read, which may be a whole answer."""
-    text = " ".join(hidden(str(error), key).split())
-    return f"{type(error).__name__}: {text[:200]}"
+    return f"{type(error).__name__}: {one_line(hidden(str(error), key), 200)}"
 
 
 def excerpt(content: bytes, key: str = "") -> str:
