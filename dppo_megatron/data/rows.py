@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ from dppo_megatron.types import UserError
 
 _LONGEST_LINE = 64 * 2**20
 """Bytes of a line. A problem has thousands; a longer line means that this is another kind of file."""
+_MOST_UNPACKED = 300
+"""Times its size that a gzip file may unpack to; text has 3 to 100, the format allows 1,030."""
 _DEEPEST = 64
 """Levels of nesting. Python can parse about 1,000, but what is nested so deep cannot be sent to a grader's process."""
 
@@ -230,8 +234,33 @@ _READERS: dict[str, Callable[[str], Iterator[Row]]] = {
 }
 
 
+class _Unpacked(io.RawIOBase):
+    """A gzip file; UserError for one that unpacks to hundreds of times its size."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._file, self._count = path, gzip.open(path, "rb"), 0  # noqa: SIM115 - see `close`
+        self._most = max(2**23, _MOST_UNPACKED * os.stat(path).st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer)  # type: ignore[attr-defined]
+        self._count += count
+        if self._count > self._most:
+            raise UserError(
+                f"{self._path}: unpacks to more than {_MOST_UNPACKED} times its size, which problems do not; unpack it"
+                " yourself if it is what you want"
+            )
+        return int(count)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def _open(path: str) -> IO[bytes]:
-    return gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
+    return io.BufferedReader(_Unpacked(path), 2**16) if path.lower().endswith(".gz") else open(path, "rb")
 
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:

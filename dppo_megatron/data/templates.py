@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -17,6 +19,8 @@ from dppo_megatron.data.fields import Messages, section_of
 from dppo_megatron.texts import reason
 from dppo_megatron.types import UserError
 
+_TEMPLATE_CPU_S = 5.0
+"""CPU seconds in which a prompt has to be rendered; the longest templates take some milliseconds."""
 _MARK = "Xq7turn"
 """Placeholder for an assistant's text, to see what the chat template appends to it."""
 
@@ -85,11 +89,7 @@ def turn_end_tokens(template: Template, tokenizer: PreTrainedTokenizerBase) -> l
         return []
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": _MARK}]
     try:
-        text = str(
-            tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=False, **template.chat_template_kwargs
-            )
-        )
+        text = _filled_in(chat, template, tokenizer, add_generation_prompt=False)
     except Exception:  # a template without assistant turns has no end-of-turn token
         return []
     _, found, behind = text.rpartition(_MARK)
@@ -151,13 +151,34 @@ def _chat(problem: str | Messages, origin: str, template: Template) -> Messages:
 
 def _apply(chat: Messages, origin: str, template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=True, **template.chat_template_kwargs
-            )
-        )
+        return _filled_in(chat, template, tokenizer, add_generation_prompt=True)
     except Exception as error:  # a template is a program: it can raise anything, on purpose or not
         raise UserError(f"{origin}: the tokenizer's chat template fails on this prompt: {reason(error)}") from None
+
+
+def _filled_in(
+    chat: Messages, template: Template, tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool
+) -> str:
+    """The chat as text. Raises whatever the template raises; TimeoutError for one that computes too long."""
+
+    def stop(*_: object) -> NoReturn:
+        raise TimeoutError(f"it has computed for {_TEMPLATE_CPU_S:g} s")
+
+    # Jinja's sandbox limits what a template reaches and not how long it loops. A signal's handler, which only the main
+    # thread has, ends it between two bytecodes or within the product of two huge integers.
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGVTALRM, stop) if is_main else None
+    try:
+        if is_main:
+            signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_CPU_S)
+        text = tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=add_generation_prompt, **template.chat_template_kwargs
+        )
+    finally:
+        if is_main:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)
+    return str(text)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -172,6 +193,11 @@ def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, shared: S
     """
     batches: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
     return [tuple(map(shared.__getitem__, ids)) for ids in batches]
+
+
+def is_beyond(text: str, max_tokens: int) -> bool:
+    """Whether a text is too long for so many tokens by its characters alone: making tokens of 60 MB takes minutes."""
+    return len(text) > max(2**20, 128 * max_tokens)  # no vocabulary in use has a longer token
 
 
 def shared_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
