@@ -1,9 +1,8 @@
-"""Files in directories where others may write: a run's on a shared file system, one under /tmp, a downloaded model.
+"""Files in directories where others may write: a run's on a shared file system, one under /tmp.
 
-There anybody can put a link in the place of a file that is about to be written, appended to or copied. So a new file
-never opens what has its name but replaces it; a file that is written in place is opened without following a link and
-has one name only; and a directory that is written to is no link itself. Whoever may write into a directory while we do
-can still exchange the directory as a whole: its files are then theirs, as they were before.
+There anybody can put a link in the place of a file that is about to be written. So a new file replaces what has its
+name and never opens it; a file that is written in place is opened without following a link, and has one name only; a
+directory that is written to is no link. Who may exchange whole directories meanwhile has the files in them anyway.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -31,33 +30,28 @@ def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
     except OSError as error:
         raise OSError(errno.ELOOP, _LINK, str(path)) if error.errno == errno.ELOOP else error from None
     status = os.fstat(descriptor)
-    reason = "" if stat.S_ISREG(status.st_mode) else "it is not a file"
-    if flags & (os.O_WRONLY | os.O_RDWR) and status.st_nlink > 1:
-        reason = reason or "it has a second name (a hard link), so another file would change with it"
-    if reason:
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, reason, str(path))
-    return descriptor
+    shared = status.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR)
+    if not shared and stat.S_ISREG(status.st_mode):
+        return descriptor
+    os.close(descriptor)
+    reason = "it has a second name, a hard link, and would change there too" if shared else "it is not a file"
+    raise OSError(errno.EINVAL, reason, str(path))
 
 
 def append_to(path: Path) -> IO[bytes]:
-    """The file `path`, made if missing, unbuffered: every write goes to its end. Raises OSError as `open_own`."""
+    """The file `path`, made if missing, unbuffered. Raises OSError as `open_own`."""
     return open(open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b", buffering=0)
 
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[IO[bytes]]:
-    """A new file that gets the name `path` when the block has ended well; whatever had the name is replaced.
+    """A new file that gets the name `path` when the block has ended well; `durable`: once it is on the disk.
 
-    Args:
-        durable: its bytes are on the disk before it has the name.
-
-    Raises:
-        OSError: it cannot be written.
+    Raises OSError if it cannot be written.
     """
-    aside = path.with_name(f".{path.name}.new")  # one name: what a kill leaves is removed by the next
+    aside = path.with_name(f".{path.name}.{os.getpid()}.new")
     with suppress(FileNotFoundError):
-        aside.unlink()
+        aside.unlink()  # of a process that was killed
     try:
         with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
             yield file
@@ -86,17 +80,17 @@ def make_directory(path: Path) -> None:
 
 def remove_tree(path: Path) -> None:
     """Remove a directory, of a link only the link; what cannot be removed stays."""
-    if path.is_symlink():
-        with suppress(OSError):
-            path.unlink()
+    with suppress(OSError):
+        path.unlink()  # no directory can be unlinked
     shutil.rmtree(path, ignore_errors=True)
 
 
-def is_inside(path: Path, directory: Path) -> bool:
-    """Whether `path` leads, by whatever links, to a file of `directory`, or of the cache that it is a snapshot of.
-
-    Hugging Face's cache has links of one form: snapshots/REVISION/NAME -> ../../blobs/HASH.
-    """
-    home, target = directory.resolve(), path.resolve()
-    blobs = home.parent.parent / "blobs"
-    return target.is_relative_to(home) or (home.parent.name == "snapshots" and target.parent == blobs)
+def move_into(folder: Path, path: Path, names: Iterable[str]) -> Path:
+    """Move `path`, of a link the link, to the first name in `folder` that is free; returns it. Raises OSError."""
+    make_directory(folder)
+    target = next(folder / name for name in names if not os.path.lexists(folder / name))
+    if not path.is_symlink():
+        return path.rename(target)
+    target.symlink_to(os.path.realpath(path))  # a relative link would lead nowhere from there
+    path.unlink()
+    return target

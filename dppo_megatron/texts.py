@@ -1,8 +1,7 @@
 """What others have said (servers, graders, models, file names, settings) on its way to a terminal or a log.
 
-A terminal obeys escape sequences, and a reader believes a line that begins like one of ours. So everything that is
-printed goes through `entry`: what is not printable is escaped, a text has an end, and only its first line starts at the
-margin, where our own lines start.
+A terminal obeys escape sequences, and a reader believes a line that begins like one of ours. So all that is printed is
+an `entry`: what is not printable is escaped, there is an end, and only the first line starts at the margin.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ _LONGEST_ENTRY = 10_000
 
 def plain(text: str) -> str:
     """`text` with what a terminal would obey or hide escaped (`\\x1b` for the character); line ends stay."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
+    kept = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
+    return text if text.isprintable() else "".join(kept)
 
 
 def shortened(text: str, longest: int) -> str:
@@ -34,32 +32,27 @@ def one_line(text: object, longest: int = 300) -> str:
     return plain(" ".join(shortened(str(text), 20 * longest).split()))[:longest]
 
 
-def reason(error: BaseException, longest: int = 300) -> str:
+def reason(error: BaseException) -> str:
     """The first line of what an exception says, else its type."""
-    return plain((str(error).strip() or type(error).__name__).splitlines()[0][:longest])[:longest]
+    return one_line((str(error).strip() or type(error).__name__).splitlines()[0])
 
 
 def entry(text: str) -> str:
     """`text` as one entry of a terminal or log."""
-    return plain(shortened(text, _LONGEST_ENTRY)).replace("\n", "\n    ")
-
-
-def guard_errors() -> None:
-    """Have tracebacks and what libraries log printed as entries too: their last line quotes whatever was at hand."""
-
-    def crashed(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-        show(*(part.rstrip() for part in traceback.format_exception(kind, error, trace)), file=sys.stderr)
-
-    class Entries(logging.Formatter):
-        def format(self, record: logging.LogRecord) -> str:
-            return entry(super().format(record))
-
-    sys.excepthook = crashed
-    threading.excepthook = lambda failed: crashed(failed.exc_type, failed.exc_value, failed.exc_traceback)
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(Entries())
+    return shortened(plain(shortened(text, _LONGEST_ENTRY)), _LONGEST_ENTRY).replace("\n", "\n    ")
 
 
 def show(*texts: str, file: TextIO | None = None) -> None:
     """Print entries, to stdout unless `file` is given, at once: nobody would see what waits in the buffer of a log."""
     print("\n".join(map(entry, texts)), file=file or sys.stdout, flush=True)
+
+
+def guard_errors() -> None:
+    """Have tracebacks and what libraries log printed as entries too: they quote whatever was at hand."""
+
+    def crashed(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        show(*map(str.rstrip, traceback.format_exception(kind, error, trace)), file=sys.stderr)
+
+    sys.excepthook, threading.excepthook = crashed, lambda failed: crashed(*failed[:3])
+    if last := logging.lastResort:
+        last.format = lambda record: entry(logging.Formatter().format(record))  # type: ignore[method-assign]

@@ -80,8 +80,7 @@ def json_reason(error: Exception) -> str:
 
 def shown(path: str | Path) -> str:
     """The path as messages show it: shortened, and without values from the environment."""
-    text = escaped(path) if isinstance(path, str) else str(path)
-    return text if len(text) <= 200 else f"{text[:100]}...{text[-60:]}"
+    return shortened(escaped(path) if isinstance(path, str) else str(path), 200)
 
 
 def in_short(value: object, longest: int = 160) -> str:

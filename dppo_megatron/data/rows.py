@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import io
 import json
 import os
 import zlib
@@ -161,7 +160,10 @@ def _json(path: str) -> Iterator[Row]:
             yield from _json_lines(path)
             return
     with _open(path) as file:
-        text = _decode(file.read(), path, "")
+        size = os.stat(path).st_size
+        raw = file.read(max(2**23, _MOST_UNPACKED * size) + 1)
+        _check_unpacked(file, path, size)
+    text = _decode(raw, path, "")
     found = _parse(text, path)
     listed = found.get("data") if isinstance(found, dict) else found
     if not isinstance(listed, list):
@@ -234,43 +236,25 @@ _READERS: dict[str, Callable[[str], Iterator[Row]]] = {
 }
 
 
-class _Unpacked(io.RawIOBase):
-    """A gzip file; UserError for one that unpacks to hundreds of times its size."""
-
-    def __init__(self, path: str) -> None:
-        self._path, self._file, self._count = path, gzip.open(path, "rb"), 0  # noqa: SIM115 - see `close`
-        self._most = max(2**23, _MOST_UNPACKED * os.stat(path).st_size)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count = self._file.readinto(buffer)  # type: ignore[attr-defined]
-        self._count += count
-        if self._count > self._most:
-            raise UserError(
-                f"{self._path}: unpacks to more than {_MOST_UNPACKED} times its size, which problems do not; unpack it"
-                " yourself if it is what you want"
-            )
-        return int(count)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
 def _open(path: str) -> IO[bytes]:
-    return io.BufferedReader(_Unpacked(path), 2**16) if path.lower().endswith(".gz") else open(path, "rb")
+    return gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
+
+
+def _check_unpacked(file: IO[bytes], path: str, size: int) -> None:
+    """Raise UserError for a gzip file that unpacks to hundreds of times its size."""
+    if file.tell() > max(2**23, _MOST_UNPACKED * size):
+        raise UserError(f"{path}: unpacks to more than {_MOST_UNPACKED} times its size; unpack it yourself if it may")
 
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:
     """(number from 1, text with its line end) of each line, without a byte-order mark."""
     with _open(path) as file:
-        number = 0
+        number, size = 0, os.stat(path).st_size
         while line := file.readline(_LONGEST_LINE + 1):
             number += 1
             if len(line) > _LONGEST_LINE:
                 raise UserError(f"{path}:{number}: the line has more than {_LONGEST_LINE:,} bytes")
+            _check_unpacked(file, path, size)
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             yield number, _decode(line, path, f":{number}")

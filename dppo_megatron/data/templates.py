@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,7 +88,7 @@ def turn_end_tokens(template: Template, tokenizer: PreTrainedTokenizerBase) -> l
         return []
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": _MARK}]
     try:
-        text = _filled_in(chat, template, tokenizer, add_generation_prompt=False)
+        text = _filled_in(chat, template, tokenizer, asks=False)
     except Exception:  # a template without assistant turns has no end-of-turn token
         return []
     _, found, behind = text.rpartition(_MARK)
@@ -151,34 +150,29 @@ def _chat(problem: str | Messages, origin: str, template: Template) -> Messages:
 
 def _apply(chat: Messages, origin: str, template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
     try:
-        return _filled_in(chat, template, tokenizer, add_generation_prompt=True)
+        return _filled_in(chat, template, tokenizer, asks=True)
     except Exception as error:  # a template is a program: it can raise anything, on purpose or not
         raise UserError(f"{origin}: the tokenizer's chat template fails on this prompt: {reason(error)}") from None
 
 
-def _filled_in(
-    chat: Messages, template: Template, tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool
-) -> str:
-    """The chat as text. Raises whatever the template raises; TimeoutError for one that computes too long."""
+def _filled_in(chat: Messages, template: Template, tokenizer: PreTrainedTokenizerBase, *, asks: bool) -> str:
+    """The chat as text. Raises whatever the template raises; TimeoutError for one that computes too long.
+
+    Jinja's sandbox limits what a template reaches, not how long it loops. A signal ends it between two bytecodes, or
+    within a product of huge integers. As all signals, from the main thread only, where data are read.
+    """
 
     def stop(*_: object) -> NoReturn:
         raise TimeoutError(f"it has computed for {_TEMPLATE_CPU_S:g} s")
 
-    # Jinja's sandbox limits what a template reaches and not how long it loops. A signal's handler, which only the main
-    # thread has, ends it between two bytecodes or within the product of two huge integers.
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGVTALRM, stop) if is_main else None
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_CPU_S)
     try:
-        if is_main:
-            signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_CPU_S)
-        text = tokenizer.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=add_generation_prompt, **template.chat_template_kwargs
-        )
+        extra = template.chat_template_kwargs
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=asks, **extra))
     finally:
-        if is_main:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before)
-    return str(text)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -13,10 +13,11 @@ import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.files import append_to, make_directory, open_own, replacing
+from dppo_megatron.files import append_to, make_directory, move_into, open_own, replacing
 
 OLD = "old"
 """Directory beside the record for lines and files that are no longer part of it."""
@@ -152,15 +153,7 @@ def move_to_old(path: Path, old: Path | None = None) -> Path | None:
     """
     if not path.exists() or (path.is_file() and not path.stat().st_size):
         return None
-    old, number = old or path.parent / OLD, 1
-    make_directory(old)
-    while (target := old / f"{path.stem}.{number:04d}{path.suffix}").exists():
-        number += 1
-    if path.is_symlink():  # a relative link would lead nowhere from there
-        target.symlink_to(os.path.realpath(path))
-        path.unlink()
-        return target
-    return path.rename(target)
+    return move_into(old or path.parent / OLD, path, (f"{path.stem}.{n:04d}{path.suffix}" for n in count(1)))
 
 
 def put_first(path: Path, header: Mapping[str, Any]) -> None:

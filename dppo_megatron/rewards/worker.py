@@ -136,7 +136,6 @@ class _Printed(io.TextIOWrapper):
     left = 64 << 20
 
     def write(self, text: str) -> int:
-        """As for any file; of a long text the beginning."""
         kept = plain(text[: max(0, min(self.left, 100_000))])
         self.left -= len(kept)
         super().write(kept if self.left > 0 or not kept else f"{kept}\n(no more is shown of what this grader prints)\n")

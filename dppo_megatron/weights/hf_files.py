@@ -13,7 +13,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dppo_megatron.files import is_inside, remove_tree
+from dppo_megatron.files import remove_tree
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_index import INDEX, check_index, weight_files
@@ -265,42 +265,29 @@ def write_checkpoint(target: Path, source: str | Path, tensors: Iterable[tuple[s
         raise
 
 
-def copy_assets(source: str | Path, target: Path) -> None:
-    """Copy config.json, tokenizer and the like: everything in a checkpoint except weights. Raises as `copy_asset`."""
-    for path in _assets(source):
-        copy_asset(path, target)
-
-
-def check_assets(source: str | Path) -> None:
-    """Raise `UserError`, before anything is trained, if an asset of the model could not be copied."""
-    for path in _assets(source):
-        _check_asset(path)
-
-
-def copy_asset(path: Path, target: Path) -> None:
-    """Copy a file of a model to the directory `target`.
+def assets(source: str | Path) -> list[Path]:
+    """Config.json, tokenizer and the like: everything in a checkpoint except weights.
 
     Raises:
-        UserError: it is a link to a file of somebody else, which would be published with the model.
+        UserError: one is a link out of `source`, and copies would publish a file that is not the model's. Those of
+            Hugging Face's cache (snapshots/REVISION/NAME -> ../../blobs/HASH) are followed.
     """
-    _check_asset(path)
-    shutil.copy(path, target / path.name)
+    home, found = Path(source).resolve(), [path for pattern in _NOT_WEIGHTS for path in Path(source).glob(pattern)]
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    for path in found:
+        if not (target := path.resolve()).is_relative_to(home) and target.parent != blobs:
+            raise UserError(
+                f"{path} is a link to a file outside of the model's directory ({target}), and checkpoints and servers"
+                " get a copy of it; put the file itself there if it is the model's"
+            )
+    # the others describe the source's own files
+    return [path for path in found if path.is_file() and path.name not in (INDEX, "metadata.json", "manifest.json")]
 
 
-def _assets(source: str | Path) -> Iterator[Path]:
-    for pattern in _NOT_WEIGHTS:
-        for path in Path(source).glob(pattern):
-            # they describe the source's own files
-            if path.is_file() and path.name not in (INDEX, "metadata.json", "manifest.json"):
-                yield path
-
-
-def _check_asset(path: Path) -> None:
-    if not is_inside(path, path.parent):
-        raise UserError(
-            f"{path} is a link to a file outside of the model's directory ({os.path.realpath(path)}): checkpoints and"
-            " servers get a copy of it, so put the file itself there if it is the model's"
-        )
+def copy_assets(source: str | Path, target: Path) -> None:
+    """Copy the `assets` of `source`, or raise as they do."""
+    for path in assets(source):
+        shutil.copy(path, target / path.name)
 
 
 def check_space(directory: Path, num_bytes: int) -> None:

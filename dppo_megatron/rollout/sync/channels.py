@@ -31,7 +31,7 @@ from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import BucketServer, TensorNote
 from dppo_megatron.rollout.servers.wire import version_number
-from dppo_megatron.weights.hf_files import copy_asset
+from dppo_megatron.weights.hf_files import assets
 
 T = TypeVar("T")
 Tensors = Iterable[tuple[str, Tensor]]
@@ -111,7 +111,8 @@ def write_snapshot(tensors: Tensors, target: Path, hf_path: str | Path, bucket_b
     aside = target.with_name(target.name + ".incomplete")
     remove_tree(aside)
     aside.mkdir(parents=True)
-    copy_asset(Path(hf_path) / "config.json", aside)
+    [config] = [path for path in assets(hf_path) if path.name == "config.json"]
+    shutil.copy(config, aside)
     for number, bucket in enumerate(buckets(tensors, bucket_bytes)):
         save_file(
             {name: tensor.contiguous().cpu() for name, tensor in bucket.tensors},
