@@ -16,10 +16,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
+from importlib.resources import files as resources
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from support.cases import Choose
 from support.job import REPOSITORY, write_job_files
 from support.killing import train_or_die
 from support.launch import run_ranks
@@ -27,10 +29,12 @@ from support.record import write_record
 
 import dppo_megatron
 from dppo_megatron.accept import page as accept_page
+from dppo_megatron.accept.bars import STEPS
 from dppo_megatron.accept.record import Ran, Record
 from dppo_megatron.cli import main, program
 from dppo_megatron.commands.terminal import say
 from dppo_megatron.compare.runs import check_end
+from dppo_megatron.data.tiny_model import write_tiny_qwen3
 from dppo_megatron.evaluation.samples import EvalSample, write_samples
 from dppo_megatron.observe.progress import Progress, RunProgress, print_line
 from dppo_megatron.rewards.failures import log_failures
@@ -102,7 +106,7 @@ WAYS: dict[str, Callable[[str], object]] = {
     "a grader's failure": _logged,
     "a traceback": lambda text: sys.excepthook(ValueError, ValueError(text), None),
     "a thread's traceback": lambda text: threading.excepthook(
-        SimpleNamespace(exc_type=OSError, exc_value=OSError(text), exc_traceback=None, thread=None)  # type: ignore[arg-type]
+        threading.ExceptHookArgs((OSError, OSError(text), None, None))
     ),
     "a library's log": lambda text: logging.getLogger("library").warning("it read %s", text),
     "a server's answer": lambda text: show(f"rollout: server 1: {excerpt(json.dumps({'error': text}).encode())}"),
@@ -167,7 +171,7 @@ COMMANDS: dict[str, list[list[str]]] = {
 }
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 SETTINGS = (
-    *("run_dir={}", "model.hf_path={}", "data.train_path={}", "reward.function={}", "rollout.engine={}", "{}={}"),
+    *("model.hf_path={}", "data.train_path={}", "reward.function={}", "rollout.engine={}", "{}={}"),
     *("rollout.servers.endpoints=['{}']", "rollout.servers.api_key_env={}", "data.eval_paths.x={}", "seed={}", "--{}"),
 )
 
@@ -177,65 +181,75 @@ def test_every_command_is_tried() -> None:
     assert set(choices) == set(COMMANDS)
 
 
-@pytest.mark.parametrize("text", HOSTILE, ids=ascii)
 def test_what_is_typed_and_named(
-    text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cases: Choose
 ) -> None:
-    """Names of files, settings and their values in the mistakes of every command."""
+    """Names of files, settings and their values in the mistakes of every command; 3,000 cases are all of them."""
     monkeypatch.chdir(tmp_path)
     lines = [*(line for lines in COMMANDS.values() for line in lines), *(["train", CONFIG, one] for one in SETTINGS)]
-    lines += [["plan", CONFIG, one] for one in SETTINGS[1:]]
-    for line in lines:
+    lines += [["plan", CONFIG, one] for one in SETTINGS]
+    for case in cases("typed", len(lines)):
+        line, text = lines[case % len(lines)], HOSTILE[(case + case // len(lines)) % len(HOSTILE)]
         code = _ended([word.replace("{}", text) for word in line])
         printed = capfd.readouterr()
-        assert code == 2, (line, code, printed)
-        check(printed.out + printed.err, f"{line}")
+        assert code == 2, (line, text, code, printed)
+        check(printed.out + printed.err, f"{line} {text!a}")
 
 
-@pytest.mark.parametrize("text", HOSTILE, ids=ascii)
-def test_what_files_hold(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("first", [0, 10, 20])
+def test_what_files_hold(first: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A run's record, samples, servers and settings; a trace; evaluations; a plan by a file of that name."""
-    written = text.encode("utf-8", "replace").decode()  # a file holds no half of a character
-    run = write_record(tmp_path / "run", 3, text=text)
+    texts = (HOSTILE * 2)[first : first + 10]
+    in_files = [text.replace("\ud800", "?") for text in texts]  # a file holds no half of a character
+    run = write_record(tmp_path / "run", 3, text=texts[0])
     (run / "summary.json").unlink()
     (run / "lock.json").write_text("{}")
     with open(run / "metrics.jsonl", "a") as file:
-        row = {"step": 4, f"eval/{text}/pass@1": 0.5, "reward/mean": 0.5, "time/step_s": 1.0, "reward/failed": 9.0}
-        ledger = [{"name": text, "kept_fraction": 0.5, "label": "biased", "note": text}]
+        row: dict[str, object] = {"step": 4, "reward/mean": 0.5, "time/step_s": 1.0, "reward/failed": 9.0}
+        row |= {f"eval/{text}/pass@1": 0.5 for text in texts}
+        ledger = [{"name": text, "kept_fraction": 0.5, "label": "biased", "note": text} for text in texts]
         file.write(json.dumps(row | {"prune/ledger": ledger}) + "\n")
-    server = ServerHealth(text, text, text, 1, 2, False)
-    (run / HEALTH).write_text(json.dumps({"at": 1e9, "servers": [{n: getattr(server, n) for n in server.__slots__}]}))
-    (run / "config.yaml").write_text(json.dumps({"model": {"hf_path": text}, "rollout": {"engine": text}, text: text}))
+    servers = [asdict(ServerHealth(text, text, text, 1, 2, False)) for text in texts]
+    (run / HEALTH).write_text(json.dumps({"at": 1e9, "servers": servers}))
+    settings = {"model": {"hf_path": texts[1]}, "rollout": {"engine": texts[2]}, texts[3]: texts}
+    (run / "config.yaml").write_text(json.dumps(settings))
     assert main(["watch", str(run), "--once"], watch=unwatched) == 0
     check(capfd.readouterr().out, "watch")
     assert main(["report", str(run)], watch=unwatched) == 0
-    record = Record({"model": ""}, {"device": text, "report": [[text, text]]}, {"environment": Ran("failed", text)})
-    accept_page.write_page(tmp_path / "accept.html", record)
-    from importlib.resources import files
-
-    plotly = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    failed = {step.name: Ran("failed", text) for step, text in zip(STEPS, texts, strict=False)}
+    accept_page.write_page(
+        tmp_path / "accept.html", Record({"model": ""}, {"device": texts[4], "report": [[texts[5], texts[6]]]}, failed)
+    )
+    plotly = (resources("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     for html in (run / "report.html", tmp_path / "accept.html"):
         page = html.read_text(encoding="utf-8").replace(plotly, "")
         assert not {c for c in page if not c.isprintable() and c not in "\n\t"}, html
     samples = [
-        EvalSample(text, text, 0, n, text, text, text, 3, "stop", float(n), bool(n), text, text, False) for n in (0, 1)
+        EvalSample(text, text, 0, n, text, text, text, 3, "stop", float(n), bool(n), text, text, False)
+        for text in texts
+        for n in (0, 1)
     ]
     for name in ("a", "b"):
         write_samples(tmp_path / name / "samples.jsonl", samples)
     assert main(["eval", "--compare", str(tmp_path / "a"), str(tmp_path / "b")], watch=unwatched) == 0
-    damaged = tmp_path / f"{written.replace('/', ' ').replace(chr(0), ' ')}.jsonl"
-    damaged.write_text(json.dumps({"format": text}) + "\n" + json.dumps({"step": text, text: text}) + "\n")
-    assert _ended(["simulate", str(damaged)]) == 2
-    config = damaged.with_suffix(".yaml")
-    config.write_text(Path(CONFIG).read_text())
-    assert _ended(["plan", str(config), f"model.hf_path={write_job_files(tmp_path / 'task') / 'model'}"]) in (0, 2)
     printed = capfd.readouterr()
-    check(printed.out + printed.err, "report, eval, simulate, plan", 60_000)
+    check(printed.out + printed.err, "report, eval")
+    write_tiny_qwen3(tmp_path / "model", seed=0)
+    capfd.readouterr()  # what transformers prints of it
+    for text in in_files[:4]:
+        damaged = tmp_path / f"{text.replace(chr(0), ' ')}.jsonl"
+        damaged.write_text(json.dumps({"format": text}) + "\n" + json.dumps({"step": text, text: text}) + "\n")
+        assert _ended(["simulate", str(damaged)]) == 2
+        config = damaged.with_suffix(".yaml")
+        config.write_text(Path(CONFIG).read_text())
+        assert _ended(["plan", str(config), f"model.hf_path={tmp_path / 'model'}"]) in (0, 2)
+    printed = capfd.readouterr()
+    check(printed.out + printed.err, "simulate, plan", 100_000)
 
 
 @pytest.mark.parametrize("code", [1, 2, 3])
 def test_what_a_run_of_compare_said(code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for text in HOSTILE:
+    for text in (one.replace("\ud800", "\ufffd") for one in HOSTILE):  # as bytes are read that are no UTF-8
         for said in (f"error: {text}", f"stopped: {text}", text):
             with pytest.raises((UserError, GuardStop)) as ended:
                 check_end(tmp_path, code, said)

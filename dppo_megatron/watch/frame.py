@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rich.box import ASCII, ROUNDED
 from rich.console import Group, OverflowMethod, RenderableType
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -165,7 +166,7 @@ def _evaluations(record: RunRecord) -> Iterator[RenderableType]:
             scored = [(step, one) for step, one in zip(record.steps, values, strict=True) if one is not None]
             if scored:
                 shown = "  ".join(f"{one:.1%} (step {step})" for step, one in scored[-4:])
-                yield Text.assemble((f" {_line(key.split('/')[1])} pass@1  ", "bold"), shown)
+                yield _indented((f"{_line(key.split('/')[1])} pass@1  ", "bold"), shown)
 
 
 def _servers(servers: Sequence[ServerHealth], age_s: float) -> RenderableType:
@@ -208,7 +209,12 @@ def _samples(samples: Sampled, view: View) -> RenderableType:
 def _warnings(record: RunRecord) -> Iterator[RenderableType]:
     for one in findings(record)[:5]:
         at = f" (step {one.steps})" if one.steps else ""
-        yield Text.assemble((f" {one.level}: ", _LEVEL[one.level]), _line(one.text), (at, "dim"))
+        yield _indented((f"{one.level}: ", _LEVEL[one.level]), _line(one.text), (at, "dim"))
+
+
+def _indented(*parts: str | tuple[str, str]) -> RenderableType:
+    """Text no line of which starts at the margin, as those of a log do."""
+    return Padding.indent(Text.assemble(*parts), 1)
 
 
 def _line(text: str) -> str:
