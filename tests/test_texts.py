@@ -192,7 +192,7 @@ def test_what_is_typed_and_named(
         line, text = lines[case % len(lines)], HOSTILE[(case + case // len(lines)) % len(HOSTILE)]
         code = _ended([word.replace("{}", text) for word in line])
         printed = capfd.readouterr()
-        assert code == 2, (line, text, code, printed)
+        assert code == 2 or (code == 0 and line[0] == "plan"), (line, text, code, printed)
         check(printed.out + printed.err, f"{line} {text!a}")
 
 
@@ -270,8 +270,8 @@ def test_the_log_of_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str], mon
         (files / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     run_dir = tmp_path / "a b'; touch x"
-    extra = {"reward__function": "hostile_graders:repeats", "warm_start__steps": 2, "steps": 2}
-    extra |= {"reward__min_self_consistency": 0, "guard__max_failed_share": 1.0}
+    extra: dict[str, object] = {"reward__function": "hostile_graders:repeats", "warm_start__steps": 2, "steps": 2}
+    extra |= {"reward__min_self_consistency": 0, "reward__max_failed_share": 1.0}
     run_ranks(train_or_die, 1, files, run_dir, 1, extra, None)
     printed = capfd.readouterr()
     said = "".join(line for line in (printed.out + printed.err).splitlines(keepends=True) if "it said" in line)
