@@ -12,7 +12,8 @@ def repeats(completion: str, answer: str) -> float:
     """Prints the reference, raises it, or returns it as a reason, which model and rows decide."""
     print(answer)
     sys.stderr.write(answer)
-    if len(completion) % 3 == 0:
+    probed = answer in completion or "not the answer" in completion or not completion  # at start none may fail
+    if len(completion) % 3 == 0 and not probed:
         raise ValueError(answer)
     return Grade(float(len(completion) % 2), extracted=answer, why=answer)  # type: ignore[return-value]
 

@@ -41,7 +41,7 @@ from dppo_megatron.rewards.wire import (
     read_frame,
     write_all,
 )
-from dppo_megatron.texts import plain
+from dppo_megatron.texts import entry
 
 _PR_SET_PDEATHSIG = 1
 _FLUSH_NS = 5_000_000
@@ -136,7 +136,7 @@ class _Printed(io.TextIOWrapper):
     left = 64 << 20
 
     def write(self, text: str) -> int:
-        kept = plain(text[: max(0, min(self.left, 100_000))])
+        kept = entry(text.removesuffix("\n")[: max(0, self.left)]) + "\n" * text.endswith("\n")
         self.left -= len(kept)
         super().write(kept if self.left > 0 or not kept else f"{kept}\n(no more is shown of what this grader prints)\n")
         return len(text)
