@@ -9,6 +9,7 @@ import gzip
 import json
 import math
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ def within_limit() -> Iterator[None]:
     began = os.times()
     yield
     assert sum(os.times()[:4]) - sum(began[:4]) < LIMIT_S
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20  # KiB
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import signal
 import warnings
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from dppo_megatron.data.fields import Messages, section_of
 from dppo_megatron.texts import reason
 from dppo_megatron.types import UserError
 
+_TEMPLATE_BYTES = 2**30
 _TEMPLATE_CPU_S = 5.0
 """CPU seconds in which a prompt has to be rendered; the longest templates take some milliseconds."""
 _MARK = "Xq7turn"
@@ -158,20 +160,26 @@ def _apply(chat: Messages, origin: str, template: Template, tokenizer: PreTraine
 def _filled_in(chat: Messages, template: Template, tokenizer: PreTrainedTokenizerBase, *, asks: bool) -> str:
     """The chat as text. Raises whatever the template raises; TimeoutError for one that computes too long.
 
-    Jinja's sandbox limits what a template reaches, not how long it loops. A signal ends it between two bytecodes, or
-    within a product of huge integers. As all signals, from the main thread only, where data are read.
+    Jinja's sandbox limits what a template reaches, not how long it loops or what it holds. A signal ends it between two
+    bytecodes, or within a product of huge integers; as all signals in the main thread only, where data are read. Text
+    that doubles takes all memory within that time, so this process may not grow by more than 1 GiB meanwhile.
     """
 
     def stop(*_: object) -> NoReturn:
         raise TimeoutError(f"it has computed for {_TEMPLATE_CPU_S:g} s")
 
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        most = int(file.read().split()[5]) * resource.getpagesize() + _TEMPLATE_BYTES
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_CPU_S)
     try:
+        resource.setrlimit(resource.RLIMIT_DATA, (most if soft < 0 else min(most, soft), hard))
         extra = template.chat_template_kwargs
         return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=asks, **extra))
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
         signal.signal(signal.SIGVTALRM, before)
 
 
