@@ -10,7 +10,9 @@ def main() -> int:
     """Run a subcommand; returns the exit code."""
     try:
         from dppo_megatron.cli import main as command
+        from dppo_megatron.texts import guard_errors
 
+        guard_errors()
         return command()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -11,6 +11,7 @@ import errno
 import os
 import select
 import sys
+from typing import NoReturn
 
 from dppo_megatron import __version__
 from dppo_megatron.commands import (
@@ -33,6 +34,7 @@ from dppo_megatron.commands import (
 from dppo_megatron.commands.terminal import drop, say, show_progress
 from dppo_megatron.config.reference import all_settings
 from dppo_megatron.mistakes import explained
+from dppo_megatron.texts import one_line
 from dppo_megatron.types import GuardStop, UserError, Watch
 
 _COMMANDS = (  # in the order of --help
@@ -141,9 +143,14 @@ def _meant(unknown: list[str], parser: argparse.ArgumentParser) -> str:
     return f"the options here are {', '.join(options)}{', and settings are given as key=value' * takes_settings}"
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(one_line(message, 2000))  # quotes what was typed, or what a shell made of a file's name
+
+
 def program() -> argparse.ArgumentParser:
     """The parser of `dppo-megatron` with all its commands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="dppo-megatron",
         allow_abbrev=False,
         description="Dynamic Pruning Policy Optimization (arXiv 2603.04135) on Megatron-core.",

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from dppo_megatron.launched import is_on_one_machine, launched_rank
+from dppo_megatron.texts import show
 from dppo_megatron.types import GuardStop, UserError
 
 T = TypeVar("T")
@@ -98,7 +99,7 @@ def said_by_each_rank() -> Iterator[None]:
     except (UserError, GuardStop) as error:
         if launched_rank():
             kind = "error" if isinstance(error, UserError) else "stopped"
-            print(f"{kind}: rank {launched_rank()}: {error}", file=sys.stderr, flush=True)
+            show(f"{kind}: rank {launched_rank()}: {error}", file=sys.stderr)
         raise
 
 

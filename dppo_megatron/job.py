@@ -30,7 +30,7 @@ from dppo_megatron.rewards.grading import Grader, make_grader
 from dppo_megatron.rewards.start_checks import Bounds, check_grader, check_references
 from dppo_megatron.types import Prompt, TrainSample, UserError, Watch, unwatched
 from dppo_megatron.weights.architecture import Architecture, read_architecture
-from dppo_megatron.weights.hf_files import WeightReader
+from dppo_megatron.weights.hf_files import WeightReader, assets
 from dppo_megatron.weights.tokenizer import load_tokenizer
 from dppo_megatron.weights.torch_dist import open_checkpoint
 
@@ -96,6 +96,8 @@ def prepare_job(
     """
     architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
     unread = check_settings(config, architecture, world_size, machine or this_machine()) if trains else []
+    if trains:
+        assets(config.model.hf_path)  # refuses what no checkpoint may have a copy of
     _check_positions(config, architecture)
     with watch(f"opening {config.model.hf_path}", 0, ""):
         checkpoint = open_checkpoint(config.model.hf_path, architecture)

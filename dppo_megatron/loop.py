@@ -51,6 +51,7 @@ from dppo_megatron.rollout.sync.receipts import Canary
 from dppo_megatron.selection import Chosen
 from dppo_megatron.spans import Spans
 from dppo_megatron.step import Step, StepRecord, Update
+from dppo_megatron.texts import show
 from dppo_megatron.types import (
     Advance,
     Completion,
@@ -81,7 +82,7 @@ class Loop:
     def __init__(
         self,
         job: Job,
-        say: Callable[[str], None] = print,
+        say: Callable[[str], None] = show,
         watch: Watch = unwatched,
         phases: ShowPhases | None = None,
         spans: Spans | None = None,

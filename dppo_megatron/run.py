@@ -8,6 +8,7 @@ from. On resume the logs are truncated to the step of that checkpoint.
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -47,6 +48,7 @@ from dppo_megatron.pruning import LedgerRow, biased_rows
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.spans import Spans
 from dppo_megatron.step import Step
+from dppo_megatron.texts import one_line, show
 from dppo_megatron.trace import trace_header, trace_seconds
 from dppo_megatron.types import GuardStop, UserError, counted
 from dppo_megatron.weights.hf_files import write_checkpoint
@@ -90,13 +92,13 @@ class Run:
                 dist.get_rank(),
                 dist.get_world_size(),
                 job.config.observe.samples,
-                self.progress.say if self._writes else print,
+                self.progress.say if self._writes else show,
             )
             self.say(job.data_report)  # before waiting for servers, so that a wrong template is seen early
             spans = Spans()
             self._recorder = StepRecorder(job.config.observe, self._directory, spans, self.progress.say)
-            show = self.progress.say, self._watch, self.progress.phases
-            self.loop = Loop(job, *show, spans, self._recorder)
+            shown = self.progress.say, self._watch, self.progress.phases
+            self.loop = Loop(job, *shown, spans, self._recorder)
             undo.pop_all()
         self.summary = Summary()
         self._warned: set[str] = set()
@@ -140,7 +142,7 @@ class Run:
             stop_process_group()
         elif self._watchdog and not issubclass(failure, UserError):
             for name in self._watchdog.wait_for_silence():
-                print(f"{name} has died; this rank failed because of it", flush=True)
+                show(f"{name} has died; this rank failed because of it")
 
     def warm_start(self) -> None:
         """Supervised phase, then the RL optimizer and the first sync."""
@@ -283,8 +285,9 @@ class Run:
         if self._writes:
             self.progress.close()
             left = sorted(name for name in os.listdir(self._directory) if name != LOCK)  # removed when the run closes
-            print_line(f"\n{self.summary.table()}\n\n{self._directory}/: {', '.join(left)}")
-            print_line(f"see it: dppo-megatron report {self._directory}")
+            see = f"see it: dppo-megatron report {shlex.quote(str(self._directory))}"
+            for line in ("", *self.summary.table().splitlines(), "", f"{self._directory}/: {', '.join(left)}", see):
+                print_line(line)
 
     def _write_end(self) -> None:
         """Flush the record and write summary.json. On rank 0."""
@@ -389,8 +392,8 @@ class Run:
         if is_peer_lost(error):  # not a disk error: another rank is gone, and the watchdog names it
             raise error
         self._store.abandon()
-        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        self.progress.say(f"warning: no checkpoint could be written ({reason}); the last complete one stays")
+        why = one_line(str(error).strip().rpartition("\n")[2] or type(error).__name__)
+        self.progress.say(f"warning: no checkpoint could be written ({why}); the last complete one stays")
         return False
 
     def _check_guard(self, step: int) -> None:
@@ -417,7 +420,8 @@ class Run:
             raise Stopped(f"stopped after step {step} ({name}). {self._how_to_go_on()}")
 
     def _how_to_go_on(self) -> str:
-        return f"Resume with the same command, or: dppo-megatron train {self._directory}/config.yaml --resume auto"
+        config = shlex.quote(str(self._directory / "config.yaml"))
+        return f"Resume with the same command, or: dppo-megatron train {config} --resume auto"
 
     def _new_warnings(self, ledger: Sequence[LedgerRow]) -> list[str]:
         """A warning for each selection that biases the gradient, the first time it does."""

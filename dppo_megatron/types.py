@@ -16,6 +16,8 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from dppo_megatron.texts import plain
+
 T = TypeVar("T")
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
@@ -35,8 +37,7 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str) -> None:
-        plain = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in message)
-        super().__init__("".join(plain))
+        super().__init__(plain(message))
 
 
 class GuardStop(Exception):

@@ -159,7 +159,7 @@ def test_a_merge_that_was_cut_short(tmp_path: Path) -> None:
     _write(tmp_path, range(64, 65))
     for path, data in list(parts.items())[20:]:
         path.write_bytes(data)
-    (tmp_path / "samples" / ".steps_000065-000065.rank0000.parquet.incomplete").write_bytes(b"x")
+    (tmp_path / "samples" / ".steps_000065-000065.rank0000.parquet.new").write_bytes(b"x")
     assert [(one.first, one.last) for one in sample_files(tmp_path / "samples")] == [(1, 64)]
     rewind_samples(tmp_path / "samples", 64, tmp_path / "old")
     assert len(list((tmp_path / "samples").iterdir())) == 1

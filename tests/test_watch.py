@@ -221,7 +221,7 @@ def test_the_health_of_servers(tmp_path: Path) -> None:
     [server] = read_health(run / HEALTH)[0]
     assert (server.state, server.outages) == ("out", 1)
     said = _shown(run)
-    assert "http://127.0.0.1:1234" in said and "out it broke  [2Jthe connection" in said
+    assert "http://127.0.0.1:1234" in said and "out it broke \\x1b[2Jthe connection" in said
     HealthFile(tmp_path).write(fleet.members)
     assert not (tmp_path / HEALTH).exists()
     (run / HEALTH).write_text('{"servers": [{}]}')

@@ -11,6 +11,7 @@ from pathlib import Path
 from dppo_megatron.accept.bars import STEPS
 from dppo_megatron.accept.record import Record, Row, Verdict
 from dppo_megatron.report.document import write_html
+from dppo_megatron.texts import plain
 
 _CHIP: dict[Verdict, str] = {"pass": "good", "fail": "bad", "shown": "", "not run": "warn"}
 
@@ -57,4 +58,4 @@ def _line(cell: str, cells: Iterable[str]) -> str:
 
 
 def _text(text: object) -> str:
-    return html.escape(str(text))
+    return html.escape(plain(str(text)))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from dppo_megatron.accept.bars import STEPS, Figure, Step
+from dppo_megatron.files import write_text
 from dppo_megatron.types import UserError
 
 Verdict: TypeAlias = Literal["pass", "fail", "shown", "not run"]
@@ -84,10 +84,8 @@ class Record:
 
     def write(self, directory: Path) -> None:
         """Replace the file in one move, so that a kill leaves the old or the new one."""
-        aside = directory / f".{FILE}"
         text = json.dumps(asdict(self) | {"rows": [asdict(row) for row in self.rows()]}, indent=1)
-        aside.write_text(text + "\n", encoding="utf-8")
-        os.replace(aside, directory / FILE)
+        write_text(directory / FILE, text + "\n")
 
 
 def read_record(directory: Path, options: dict[str, str]) -> Record:

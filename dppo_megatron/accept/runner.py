@@ -11,7 +11,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 
 from dppo_megatron.accept.bars import STEPS, Step
 from dppo_megatron.accept.record import Ran, Record, read_figures
+from dppo_megatron.files import remove_tree
 from dppo_megatron.launched import environment_of_ours
 from dppo_megatron.types import Watch
 
@@ -107,7 +107,7 @@ def python_of_ours(ranks: int) -> list[str]:
 
 def _run(step: Step, directory: Path, limit_s: float, record: Record) -> Ran:
     own = directory / "steps" / step.name
-    shutil.rmtree(own, ignore_errors=True)
+    remove_tree(own)
     own.mkdir(parents=True)
     options = json.dumps(record.options | {"cuda": bool(record.facts.get("gpus"))})
     allocator = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # a step says its own

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 import shutil
+from itertools import chain, count
 from pathlib import Path
 
 from dppo_megatron.checkpoint.manifest import Manifest, read_manifest, step_name
+from dppo_megatron.files import move_into
 
 ASIDE = "aside"
 
@@ -49,16 +51,7 @@ def read_own(path: Path, run: str) -> Manifest | str:
 
 def put_aside(path: Path) -> Path:
     """Move a directory that is not a good checkpoint of this run to `aside/`; returns its new path."""
-    shelf = path.parent / ASIDE
-    shelf.mkdir(exist_ok=True)
-    target, number = shelf / path.name, 1
-    while target.exists() or target.is_symlink():
-        target, number = shelf / f"{path.name}.{number}", number + 1
-    if path.is_symlink() and path.exists():  # a relative link would lead nowhere from there
-        target.symlink_to(path.resolve())
-        path.unlink()
-        return target
-    return path.rename(target)
+    return move_into(path.parent / ASIDE, path, chain([path.name], (f"{path.name}.{n}" for n in count(1))))
 
 
 def sweep(root: Path) -> None:

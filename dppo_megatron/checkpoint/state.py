@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 
+from dppo_megatron.texts import reason
 from dppo_megatron.types import UserError
 
 _NUMPY = [
@@ -49,8 +50,7 @@ def read_state(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals(_NUMPY):
             state: dict[str, Any] = torch.load(path, weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"'{path}' cannot be read: {reason}") from None
+        raise UserError(f"'{path}' cannot be read: {reason(error)}") from None
     if not isinstance(state, dict) or not isinstance(state.get("loop"), dict) or "generators" not in state:
         raise UserError(f"'{path}' does not hold the state of a run")
     return state

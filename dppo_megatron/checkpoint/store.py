@@ -31,7 +31,9 @@ from dppo_megatron.checkpoint.manifest import LOOP, Manifest, faults, read_manif
 from dppo_megatron.checkpoint.state import generators, read_state, restore_generators, write_state
 from dppo_megatron.checkpoint.writers import in_step, use_own_writers
 from dppo_megatron.distributed import from_rank_zero
+from dppo_megatron.files import make_directory
 from dppo_megatron.safe_pickle import tensors_only
+from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.hf_files import check_space, copy_assets, publish
 from dppo_megatron.weights.torch_dist_metadata import read_metadata
@@ -85,7 +87,7 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, root: Path, *, run: str, assets: Path, keep: int, async_save: bool, say: Callable[[str], None] = print
+        self, root: Path, *, run: str, assets: Path, keep: int, async_save: bool, say: Callable[[str], None] = show
     ) -> None:
         self._root, self._run, self._assets, self._keep, self._async = root, run, assets, keep, async_save
         self._say = say
@@ -181,7 +183,7 @@ class CheckpointStore:
         return wrong
 
     def _begin(self, step: int, num_bytes: int) -> Path:
-        self._root.mkdir(parents=True, exist_ok=True)
+        make_directory(self._root)
         shelf.sweep(self._root)  # what a full disk has left takes the room that this one needs
         check_space(self._root, num_bytes + (1 << 20))
         # a new name each time: writers that outlive a killed run must not write into the resumed run's checkpoint

@@ -12,6 +12,7 @@ from pathlib import Path
 from dppo_megatron.accept.bars import STEPS
 from dppo_megatron.commands.parser import Commands, add_command, check_number
 from dppo_megatron.config.paths import check_directory, check_file, check_writable
+from dppo_megatron.texts import show
 from dppo_megatron.types import GuardStop
 
 _ACCEPT = """\
@@ -65,11 +66,11 @@ def _accept(arguments: argparse.Namespace) -> int:
     for row in rows:
         if row.verdict != "not run":
             value = "" if row.value is None else f"{row.value:.4g} {row.unit}".strip()
-            print(f"{row.verdict:6s}{row.step:15s} {row.what:65s} {value:15s} {row.bar:20s} {row.note}".rstrip())
+            show(f"{row.verdict:6s}{row.step:15s} {row.what:65s} {value:15s} {row.bar:20s} {row.note}".rstrip())
     for step, why in dict.fromkeys((row.step, row.note) for row in rows if row.verdict == "not run"):
-        print(f"not run: {step}: {why}")
+        show(f"not run: {step}: {why}")
     counts = Counter(row.verdict for row in rows)
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + f"; {page}: open it in a browser")
+    show(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + f"; {page}: open it in a browser")
     if counts["fail"] or not counts["pass"]:
         failed = [f"{row.step}: {row.what}" for row in rows if row.verdict == "fail"]
         raise GuardStop("; ".join(failed[:3]) + f" ({len(failed)} failed)" if failed else "nothing was measured")

@@ -10,6 +10,7 @@ from pathlib import Path
 from dppo_megatron.commands.parser import Commands, add_command, add_config, check_number, read_config
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.pruning.methods import METHODS
+from dppo_megatron.texts import show
 from dppo_megatron.types import Watch
 
 _METHODS = "grpo,grpo_nonzero,cppo,greso,dppo_paper,dppo,dppo_auto"
@@ -65,7 +66,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
 
     def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        show(line, file=sys.stderr)
 
     shared = shared_task(config)
     each = f"All seeds share one task: {shared}." if shared else "Each seed has a task, a model and a held-out set."
@@ -77,5 +78,5 @@ def _compare(arguments: argparse.Namespace) -> int:
         text, values = table(verdict), results(verdict, runs, notes)
     write_results(out / "results.json", values)
     write_page(out / "report.html", f"{arguments.config}: methods compared", text, values)
-    print("\n".join([text, *notes, f"{out}/: results.json, report.html"]))
+    show(*text.splitlines(), *notes, f"{out}/: results.json, report.html")
     return 0

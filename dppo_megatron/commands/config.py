@@ -12,6 +12,7 @@ from dppo_megatron.config.hints import unknown_key
 from dppo_megatron.config.readers import readings
 from dppo_megatron.config.reference import Setting, all_settings, find
 from dppo_megatron.config.schema import Config
+from dppo_megatron.texts import show
 from dppo_megatron.types import counted
 
 _CONFIG = """\
@@ -41,8 +42,8 @@ def _config(arguments: argparse.Namespace) -> int:
         raise unknown_key("config", arguments.key, [], Config, Config)
     width = min(120, max(60, shutil.get_terminal_size((100, 0)).columns))
     with arguments.watch("looking up where settings are read", len(chosen), "settings") as advance:
-        said = ["\n".join(describe(one, width)) for one in counted(chosen, advance)]
-    print("\n\n".join(said))
+        said = [line for one in counted(chosen, advance) for line in ("", *describe(one, width))]
+    show(*said[1:])
     return 0
 
 

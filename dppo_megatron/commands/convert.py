@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dppo_megatron.commands.parser import Commands, add_command, check_number
 from dppo_megatron.config.paths import check_directory, check_writable
+from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 
 _CONVERT = """\
@@ -59,8 +60,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     except UserError as error:  # messages name the setting; here it is an option
         said = str(error).replace("model.hf_path = ", "--hf ")
         raise UserError(said.replace("model.ignore_config_keys", "--ignore-config-keys")) from None
-    for line in lines:
-        print(line)
+    show(*lines)
     return 0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from dppo_megatron.commands.parser import Commands, add_command
 from dppo_megatron.data.known import KNOWN_SETS
 from dppo_megatron.data.known_files import write_known_set
+from dppo_megatron.texts import show
 
 _DATA = f"""\
 Download a known set and write it as train.jsonl and test.jsonl, one {{problem, answer, source, ...}} a line:
@@ -37,5 +38,5 @@ def _data(arguments: argparse.Namespace) -> int:
         watch=arguments.watch,
     )
     for line in lines:
-        print(line, flush=True)
+        show(line)
     return 0

@@ -22,6 +22,7 @@ from dppo_megatron.launched import (
     place_from_slurm,
     set_cuda_variables,
 )
+from dppo_megatron.texts import show
 from dppo_megatron.types import UserError, Watch
 
 if TYPE_CHECKING:  # it imports torch
@@ -70,7 +71,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     with arguments.watch("looking at this machine", 0, ""):
         found = report()
-    print("\n".join(f"{what:<20}{finding}" for what, finding in found))
+    show(*(f"{what:<20}{finding}" for what, finding in found))
     return 0
 
 
@@ -90,9 +91,9 @@ def _cluster(arguments: argparse.Namespace, config_path: str, settings: list[str
 
     def report(rows: list[Row]) -> None:
         for row in rows:
-            print(f"{row.verdict:<9}{row.what:<24}{row.said}{f' [{row.ranks}]' if row.ranks else ''}")
+            show(f"{row.verdict:<9}{row.what:<24}{row.said}{f' [{row.ranks}]' if row.ranks else ''}")
         counts = ", ".join(f"{sum(row.verdict == one for row in rows)} {one}" for one in ("fault", "warning", "ok"))
-        print(f"{counts}; {size} ranks, {time.monotonic() - began:.0f} s", flush=True)
+        show(f"{counts}; {size} ranks, {time.monotonic() - began:.0f} s")
         if arguments.json:
             found = json.dumps({"world_size": size, "rows": [asdict(row) for row in rows]}, indent=1)
             Path(arguments.json).write_text(f"{found}\n", encoding="utf-8")
@@ -121,6 +122,6 @@ def _gate(arguments: argparse.Namespace) -> int:
     if launched_rank() == 0:
         for finding in findings:
             verdict = "ok    " if finding.passed else "BROKEN"
-            print(f"{verdict} {finding.value:9.2e} (bound {finding.bound:g})  {finding.what}")
+            show(f"{verdict} {finding.value:9.2e} (bound {finding.bound:g})  {finding.what}")
     stop_process_group()
     return 0 if all(finding.passed for finding in findings) else 3

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from dppo_megatron.commands.parser import Commands, add_command, add_settings
+from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 
 _DESCRIPTION = """\
@@ -89,5 +90,5 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             limit=arguments.limit,
         )
         lines = evaluate_model(order, arguments.watch)
-    print("\n".join(lines))
+    show(*lines)
     return 0

@@ -19,6 +19,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.launched import launched_world_size
 from dppo_megatron.planning.site import CHIPS, GIB, Site
 from dppo_megatron.pruning.methods import METHODS, parse_methods
+from dppo_megatron.texts import show
 from dppo_megatron.types import UserError, Watch
 
 if TYPE_CHECKING:  # it imports torch
@@ -129,7 +130,7 @@ def _run(arguments: argparse.Namespace) -> int:
         trace=read_trace(arguments.trace, watch) if arguments.trace else None,
         watch=watch,
     )
-    print("\n".join([*_assumed(arguments), *said, *lines(plan, arguments.config), *loaded]))
+    show(*_assumed(arguments), *said, *lines(plan, arguments.config), *loaded)
     if arguments.json is not None:
         Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
         Path(arguments.json).write_text(json.dumps(plan.as_json(), indent=2) + "\n", encoding="utf-8")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dppo_megatron.commands.parser import Commands, add_command
 from dppo_megatron.config.paths import check_writable
+from dppo_megatron.texts import show
 from dppo_megatron.types import counted
 
 _REPORT = """\
@@ -41,5 +42,5 @@ def _report(arguments: argparse.Namespace) -> int:
     check_writable("--out", out, directory=False)
     with arguments.watch(f"writing {out}", 0, ""):
         write_page(out, records)
-    print(f"{out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser")
+    show(f"{out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser")
     return 0

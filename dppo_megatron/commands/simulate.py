@@ -9,6 +9,7 @@ from pathlib import Path
 from dppo_megatron.commands.parser import Commands, add_command, check_number
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.pruning.methods import parse_methods
+from dppo_megatron.texts import show
 
 _METHODS = "grpo,cppo,greso,dppo_paper,dppo,dppo_auto"
 _SIMULATE = """\
@@ -44,7 +45,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     trace = read_trace(arguments.trace, arguments.watch)
     costs = fit_costs(trace, arguments.rollout_cost, arguments.update_cost)
     predictions = [simulate(trace, method, costs, arguments.watch) for method in methods]
-    print(table(predictions, costs))
+    show(*table(predictions, costs).splitlines())
     if arguments.json is not None:
         Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
         Path(arguments.json).write_text(json.dumps(as_json(predictions, costs), indent=2) + "\n", encoding="utf-8")

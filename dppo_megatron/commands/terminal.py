@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import TextIO
 
 from dppo_megatron.launched import check_launched, launched_rank
+from dppo_megatron.texts import show
 from dppo_megatron.types import Advance, UserError, unwatched
 
 
@@ -17,7 +18,7 @@ def say(line: str) -> None:
     if not _speaks():
         return
     try:
-        print(line, file=sys.stderr, flush=True)
+        show(line, file=sys.stderr)
     except OSError:  # its reader has gone, or its disk is full; the exit code still tells
         drop(sys.stderr)
 

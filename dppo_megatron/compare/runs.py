@@ -31,6 +31,7 @@ from dppo_megatron.config import load_config
 from dppo_megatron.config.data import eval_set_configs, train_set_configs
 from dppo_megatron.config.load import config_values
 from dppo_megatron.config.schema import Config
+from dppo_megatron.files import write_text
 from dppo_megatron.launched import environment_of_ours, launched_world_size
 from dppo_megatron.types import Advance, GuardStop, UserError, Watch, unwatched
 
@@ -171,7 +172,7 @@ def _train(
         run_dir / "summary.json"
     ).exists():  # a signal ended it with a checkpoint: exit code 0, but it is half a run
         raise GuardStop(f"{run_dir}: the run was stopped before its end; the same command runs it again")
-    (run_dir / _KEPT).write_text(wanted, encoding="utf-8")
+    write_text(run_dir / _KEPT, wanted)
     return wanted
 
 
@@ -199,7 +200,7 @@ def check_end(run_dir: Path, code: int, said: str) -> None:
         raise GuardStop(f"{run_dir}: {said.strip().rpartition('stopped: ')[2]}")
     if code:
         how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
-        (run_dir / _ERRORS).write_text(said, encoding="utf-8")
+        write_text(run_dir / _ERRORS, said)
         last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "nothing on stderr")
         raise GuardStop(f"{run_dir}: the run {how}: {last} (all of it: {run_dir / _ERRORS})")
 

@@ -15,6 +15,7 @@ from typing import Any
 from dppo_megatron import __version__
 from dppo_megatron.compare.record import MethodRun
 from dppo_megatron.compare.verdict import BUDGETS, SHARES, ArmVerdict, Verdict
+from dppo_megatron.files import write_text
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "numpy")
 
@@ -105,4 +106,4 @@ def results(verdict: Verdict, runs: Sequence[MethodRun], notes: Sequence[str]) -
 
 def write_results(path: Path, values: dict[str, Any]) -> None:
     """results.json."""
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(values, indent=2) + "\n")

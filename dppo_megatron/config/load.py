@@ -22,6 +22,7 @@ from dppo_megatron.config.command_line import read_setting, split_key
 from dppo_megatron.config.reading import MAX_CHARACTERS, Entries, Reader, Values, parse
 from dppo_megatron.config.references import Reference, Resolver, escaped
 from dppo_megatron.config.schema import Config
+from dppo_megatron.files import write_text
 from dppo_megatron.types import UserError
 
 _PARENTS = "defaults"
@@ -80,7 +81,7 @@ def config_values(config: Any) -> dict[str, Any]:
 def save_config(config: Config, path: Path) -> None:
     """Write the whole configuration as YAML; `load_config` reads it back to an equal `Config`."""
     # ASCII only: PyYAML writes U+0085 and others as they are, and reads them as line breaks
-    path.write_text(yaml.safe_dump(config_values(config), sort_keys=False, width=120), encoding="ascii")
+    write_text(path, yaml.safe_dump(config_values(config), sort_keys=False, width=120))
 
 
 def _given(values: dict[str, Any], where: str, *, keeps_references: bool = False) -> Values:

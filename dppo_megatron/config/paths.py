@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from dppo_megatron.config.references import escaped
+from dppo_megatron.texts import shortened
 from dppo_megatron.types import UserError
 
 
@@ -79,14 +80,12 @@ def json_reason(error: Exception) -> str:
 
 def shown(path: str | Path) -> str:
     """The path as messages show it: shortened, and without values from the environment."""
-    text = escaped(path) if isinstance(path, str) else str(path)
-    return text if len(text) <= 200 else f"{text[:100]}...{text[-60:]}"
+    return shortened(escaped(path) if isinstance(path, str) else str(path), 200)
 
 
 def in_short(value: object, longest: int = 160) -> str:
     """`value` as Python writes it, on one line of ASCII or printable text, shortened in the middle."""
-    text = repr(value)
-    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
+    return shortened(repr(value), longest)
 
 
 def check_exists(key: str, path: str, what: str = "file") -> None:

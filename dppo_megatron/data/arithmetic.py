@@ -16,7 +16,6 @@ demonstrated: a seventh of the problems only wasted rollouts, and the rest was s
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from dppo_megatron.files import write_text
 from dppo_megatron.randomness import generator
 from dppo_megatron.types import UserError
 
@@ -172,10 +172,4 @@ def _example_row(exercise: Exercise, *, guess: bool) -> dict[str, Any]:
 
 
 def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write atomically, through a temporary file beside it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows), durable=True)

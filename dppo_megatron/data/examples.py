@@ -9,7 +9,7 @@ from dppo_megatron.config.data import ResolvedSet
 from dppo_megatron.data.fields import check_text, get_field, kind, problem_of
 from dppo_megatron.data.rows import listed
 from dppo_megatron.data.sets import read_set
-from dppo_megatron.data.templates import check_template, render, shared_ids, tokenize
+from dppo_megatron.data.templates import check_template, is_beyond, render, shared_ids, tokenize
 from dppo_megatron.types import TrainSample, UserError, Watch, unwatched
 
 
@@ -32,12 +32,14 @@ def load_examples(
     with watch(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance):
             origins = [row.origin for row in rows]
-            prompts = tokenize(
-                render([problem_of(row, settings) for row in rows], origins, settings, tokenizer), tokenizer, shared
-            )
-            completions = tokenize(
-                [_completion(row.values, completion_field, row.origin) for row in rows], tokenizer, shared
-            )
+            asked = render([problem_of(row, settings) for row in rows], origins, settings, tokenizer)
+            told = [_completion(row.values, completion_field, row.origin) for row in rows]
+            for origin, text in zip(origins * 2, asked + told, strict=True):
+                if is_beyond(text, max_tokens):
+                    raise UserError(
+                        f"{origin}: the example has {len(text):,} characters; at most {max_tokens} tokens fit"
+                    )
+            prompts, completions = tokenize(asked, tokenizer, shared), tokenize(told, tokenizer, shared)
             for origin, prompt, completion in zip(origins, prompts, completions, strict=True):
                 samples.append(_sample(origin, prompt, completion, tokenizer.eos_token_id))
                 count = len(samples[-1].token_ids)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.data.rows import Row, table_rows
+from dppo_megatron.texts import reason
 from dppo_megatron.types import UserError
 
 _NAME = re.compile(r"(?P<name>(?:[\w.-]+/)?[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
@@ -58,7 +59,7 @@ def read_directory(path: str, subset: str, split: str) -> Iterator[Row]:
             loaded = datasets.load_dataset(str(Path(path).absolute()), subset or None, streaming=True)
     except Exception as error:
         raise UserError(
-            f"{path}: neither a directory saved by `datasets` nor a downloaded repository: {_reason(error)}"
+            f"{path}: neither a directory saved by `datasets` nor a downloaded repository: {reason(error)}"
         ) from None
     yield from _rows(_one_split(loaded, path, split), path)
 
@@ -98,24 +99,20 @@ def _rows(split: Any, origin: str) -> Iterator[Row]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{origin}[{number}]: cannot be read: {_reason(error)}") from None
+        raise UserError(f"{origin}[{number}]: cannot be read: {reason(error)}") from None
 
 
 def _hub_reason(error: Exception) -> str:
     """Advice for a set of the hub that did not load."""
     names = {kind.__name__ for kind in type(error).__mro__}
     if os.environ.get("HF_DATASETS_OFFLINE") == "1" or os.environ.get("HF_HUB_OFFLINE") == "1":
-        return f"offline (HF_DATASETS_OFFLINE or HF_HUB_OFFLINE is set) and not in the local cache: {_reason(error)}"
+        return f"offline (HF_DATASETS_OFFLINE or HF_HUB_OFFLINE is set) and not in the local cache: {reason(error)}"
     if "ConnectionError" in names or "OfflineModeIsEnabled" in names or "Timeout" in names or "ConnectError" in names:
-        return f"the hub cannot be reached: {_reason(error)}"
+        return f"the hub cannot be reached: {reason(error)}"
     if "DatasetNotFoundError" in names and "gated" in str(error):
-        return f"needs a login that has accepted its terms (hf auth login): {_reason(error)}"
+        return f"needs a login that has accepted its terms (hf auth login): {reason(error)}"
     if "DatasetNotFoundError" in names:
-        return f"not found on the hub, or not open to you (hf auth login): {_reason(error)}"
+        return f"not found on the hub, or not open to you (hf auth login): {reason(error)}"
     if "TransportError" in names:
-        return f"the connection to the hub broke, run it again: {_reason(error)}"
-    return _reason(error)
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        return f"the connection to the hub broke, run it again: {reason(error)}"
+    return reason(error)

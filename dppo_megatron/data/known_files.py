@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from dppo_megatron.data.known import KNOWN_SETS, KnownSet, our_row
+from dppo_megatron.files import replacing
 from dppo_megatron.types import UserError, Watch, counted, unwatched
 
 
@@ -89,18 +89,12 @@ def _rows(known: KnownSet, origin: str, split: str) -> Iterator[dict[str, Any]]:
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{path.parent}: cannot be made: {error.strerror or error}") from None
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with replacing(path, durable=True) as file:
+            file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from dppo_megatron.data.quickstart import Recipe, write_quickstart
+from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 
 
@@ -28,9 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         changed = make_quickstart(args.out, args.seed, args.train, args.heldout, args.warm_start)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        show(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{args.out}: {'written' if changed else 'already up to date'}")
+    show(f"{args.out}: {'written' if changed else 'already up to date'}")
     return 0
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.paths import in_short
 from dppo_megatron.data.sets import ProblemSet, overlap_notes
+from dppo_megatron.files import make_directory, write_text
 
 
 def report_lines(
@@ -42,9 +43,9 @@ def report_lines(
 def write_first_prompts(directory: Path, train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> None:
     """Write the first prompt of every set verbatim to `prompts/train-<set>.txt` and `prompts/eval-<set>.txt`."""
     folder = directory / "prompts"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_directory(folder)
     for name, text in _named(train, evaluated):
-        (folder / name).write_text(text, encoding="utf-8", newline="")
+        write_text(folder / name, text)
 
 
 def _named(train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,10 +22,13 @@ from typing import IO, Any
 import numpy as np
 
 from dppo_megatron.config.paths import json_reason
+from dppo_megatron.texts import reason
 from dppo_megatron.types import UserError
 
 _LONGEST_LINE = 64 * 2**20
 """Bytes of a line. A problem has thousands; a longer line means that this is another kind of file."""
+_MOST_UNPACKED = 100
+"""Times its size that a gzip file may unpack to: rows have 3 to 75, nothing but zeros 230 to 1,030."""
 _DEEPEST = 64
 """Levels of nesting. Python can parse about 1,000, but what is nested so deep cannot be sent to a grader's process."""
 
@@ -60,7 +64,7 @@ def read_file(path: str) -> Iterator[Row]:
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UserError(f"{path}: damaged gzip file: {error}") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or _first_line(error)}") from None
+        raise UserError(f"{path}: cannot be read: {error.strerror or reason(error)}") from None
 
 
 def table_rows(table: Any, origin: str, first: int) -> Iterator[Row]:
@@ -118,7 +122,10 @@ def _json(path: str) -> Iterator[Row]:
             yield from _json_lines(path)
             return
     with _open(path) as file:
-        text = _decode(file.read(), path, "")
+        size = os.stat(path).st_size
+        raw = file.read(max(2**23, _MOST_UNPACKED * size) + 1)
+        _check_unpacked(file, path, size)
+    text = _decode(raw, path, "")
     found = _parse(text, path)
     listed = found.get("data") if isinstance(found, dict) else found
     if not isinstance(listed, list):
@@ -180,7 +187,7 @@ def _parquet(path: str) -> Iterator[Row]:
                 yield from table_rows(pyarrow.Table.from_batches([batch]), path, number)
                 number += len(batch)
     except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: damaged or unreadable Parquet file: {_first_line(error)}") from None
+        raise UserError(f"{path}: damaged or unreadable Parquet file: {reason(error)}") from None
 
 
 _READERS: dict[str, Callable[[str], Iterator[Row]]] = {
@@ -197,14 +204,21 @@ def _open(path: str) -> IO[bytes]:
     return gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
 
 
+def _check_unpacked(file: IO[bytes], path: str, size: int) -> None:
+    """Raise UserError for a gzip file that unpacks to hundreds of times its size."""
+    if file.tell() > max(2**23, _MOST_UNPACKED * size):
+        raise UserError(f"{path}: unpacks to more than {_MOST_UNPACKED} times its size; unpack it yourself if it may")
+
+
 def _lines(path: str) -> Iterator[tuple[int, str]]:
     """(number from 1, text with its line end) of each line, without a byte-order mark."""
     with _open(path) as file:
-        number = 0
+        number, size = 0, os.stat(path).st_size
         while line := file.readline(_LONGEST_LINE + 1):
             number += 1
             if len(line) > _LONGEST_LINE:
                 raise UserError(f"{path}:{number}: the line has more than {_LONGEST_LINE:,} bytes")
+            _check_unpacked(file, path, size)
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             yield number, _decode(line, path, f":{number}")
@@ -270,7 +284,3 @@ def _depth(value: Any) -> int:
         deepest += 1
         layer = [inner for item in layer for inner in (item.values() if isinstance(item, dict) else item)]
     return deepest
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

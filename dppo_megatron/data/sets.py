@@ -25,6 +25,7 @@ from dppo_megatron.data.rows import Row, read_file
 from dppo_megatron.data.templates import (
     check_template,
     generation_config_stops,
+    is_beyond,
     render,
     shared_ids,
     tokenize,
@@ -108,7 +109,8 @@ class _Reading:
         settings = self._settings
         problems = [problem_of(row, settings) for row in rows]
         texts = render(problems, [row.origin for row in rows], settings, self._tokenizer)
-        ids = tokenize(texts, self._tokenizer, self._shared)
+        most = settings.max_prompt_tokens
+        ids = tokenize(["" if is_beyond(text, most) else text for text in texts], self._tokenizer, self._shared)
         for row, problem, text, token_ids in zip(rows, problems, texts, ids, strict=True):
             level, unknown = level_of(row, settings)
             self.unknown_levels += unknown
@@ -258,14 +260,16 @@ def overlap_notes(train: Mapping[str, ProblemSet], evaluated: Mapping[str, Probl
 
 def _is_too_long(prompt: Prompt, settings: ResolvedSet) -> bool:
     """Whether to leave the prompt out; raises UserError if it must not be."""
-    if not prompt.token_ids:
+    beyond = is_beyond(prompt.text, settings.max_prompt_tokens)
+    if not prompt.token_ids and not beyond:
         raise UserError(f"{prompt.origin}: the prompt has no tokens under the model's tokenizer")
-    if len(prompt.token_ids) <= settings.max_prompt_tokens:
+    if len(prompt.token_ids) <= settings.max_prompt_tokens and not beyond:
         return False
     if settings.overlong == "filter":
         return True
+    length = f"{len(prompt.text):,} characters" if beyond else f"{len(prompt.token_ids)} tokens"
     raise UserError(
-        f"{prompt.origin}: the prompt has {len(prompt.token_ids)} tokens, more than {settings.max_prompt_tokens_key} ="
+        f"{prompt.origin}: the prompt has {length}, more than {settings.max_prompt_tokens_key} ="
         f" {settings.max_prompt_tokens}; raise it, or set overlong=filter to leave such problems out"
     )
 

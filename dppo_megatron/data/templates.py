@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import signal
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from dppo_megatron.config.data import ResolvedSet
 from dppo_megatron.config.templates import Template
 from dppo_megatron.data.fields import Messages, section_of
+from dppo_megatron.texts import reason
 from dppo_megatron.types import UserError
 
+_TEMPLATE_BYTES = 2**30
+_TEMPLATE_CPU_S = 5.0
+"""CPU seconds in which a prompt has to be rendered; the longest templates take some milliseconds."""
 _MARK = "Xq7turn"
 """Placeholder for an assistant's text, to see what the chat template appends to it."""
 
@@ -84,11 +90,7 @@ def turn_end_tokens(template: Template, tokenizer: PreTrainedTokenizerBase) -> l
         return []
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": _MARK}]
     try:
-        text = str(
-            tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=False, **template.chat_template_kwargs
-            )
-        )
+        text = _filled_in(chat, template, tokenizer, asks=False)
     except Exception:  # a template without assistant turns has no end-of-turn token
         return []
     _, found, behind = text.rpartition(_MARK)
@@ -128,8 +130,7 @@ def _check_generation_config(raw: Any, path: Path) -> None:
             warnings.simplefilter("ignore")
             GenerationConfig.from_dict(raw)
     except Exception as error:  # its validators raise their own classes, and TypeErrors from deep inside
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        raise UserError(f"{path}: transformers refuses it: {reason}") from None
+        raise UserError(f"{path}: transformers refuses it: {reason(error)}") from None
 
 
 def _chat(problem: str | Messages, origin: str, template: Template) -> Messages:
@@ -151,14 +152,35 @@ def _chat(problem: str | Messages, origin: str, template: Template) -> Messages:
 
 def _apply(chat: Messages, origin: str, template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=True, **template.chat_template_kwargs
-            )
-        )
+        return _filled_in(chat, template, tokenizer, asks=True)
     except Exception as error:  # a template is a program: it can raise anything, on purpose or not
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        raise UserError(f"{origin}: the tokenizer's chat template fails on this prompt: {reason}") from None
+        raise UserError(f"{origin}: the tokenizer's chat template fails on this prompt: {reason(error)}") from None
+
+
+def _filled_in(chat: Messages, template: Template, tokenizer: PreTrainedTokenizerBase, *, asks: bool) -> str:
+    """The chat as text. Raises whatever the template raises; TimeoutError for one that computes too long.
+
+    Jinja's sandbox limits what a template reaches, not how long it loops or what it holds. A signal ends it between two
+    bytecodes, or within a product of huge integers; as all signals in the main thread only, where data are read. Text
+    that doubles takes all memory within that time, so this process may not grow by more than 1 GiB meanwhile.
+    """
+
+    def stop(*_: object) -> NoReturn:
+        raise TimeoutError(f"it has computed for {_TEMPLATE_CPU_S:g} s")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        most = int(file.read().split()[5]) * resource.getpagesize() + _TEMPLATE_BYTES
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_CPU_S)
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (most if soft < 0 else min(most, soft), hard))
+        extra = template.chat_template_kwargs
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=asks, **extra))
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -173,6 +195,11 @@ def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, shared: S
     """
     batches: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
     return [tuple(map(shared.__getitem__, ids)) for ids in batches]
+
+
+def is_beyond(text: str, max_tokens: int) -> bool:
+    """Whether a text is too long for so many tokens by its characters alone: making tokens of 60 MB takes minutes."""
+    return len(text) > max(2**20, 128 * max_tokens)  # no vocabulary in use has a longer token
 
 
 def shared_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

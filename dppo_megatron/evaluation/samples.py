@@ -15,6 +15,7 @@ from typing import Any
 
 from dppo_megatron.config.paths import in_short, json_reason
 from dppo_megatron.evaluation.statistics import EvalScores, Outcome, score
+from dppo_megatron.files import make_directory, replacing
 from dppo_megatron.types import Prompt, UserError
 
 SAMPLES, RESULTS, COMPARISON = "samples.jsonl", "results.json", "comparison.json"
@@ -102,6 +103,8 @@ def check_out(out: Path, name: str) -> None:
     if (out / name).exists():
         what = "a comparison" if name == COMPARISON else "an evaluation"
         raise UserError(f"'{out}' already holds {what}; choose another --out, or remove it")
+    if out.is_symlink() or (out.parent.name == "eval" and out.parent.is_symlink()):  # RUN/eval/MODEL
+        raise UserError(f"--out '{out}' is or stands in a symbolic link; name the directory that it leads to")
     nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not nearest.is_dir():
         raise UserError(f"--out '{out}': '{nearest}' is no directory")
@@ -111,14 +114,11 @@ def check_out(out: Path, name: str) -> None:
 
 def write_text(path: Path, pieces: Iterable[str]) -> None:
     """Write a file atomically. Raises UserError if it cannot be written."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.incomplete")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(aside, "w", encoding="utf-8") as file:
-            file.writelines(pieces)
-        aside.replace(path)
+        make_directory(path.parent)
+        with replacing(path) as file:
+            file.writelines(piece.encode() for piece in pieces)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise UserError(f"'{path}' cannot be written: {error.strerror}") from None
 
 

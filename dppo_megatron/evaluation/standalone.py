@@ -38,6 +38,7 @@ from dppo_megatron.rewards.start_checks import check_grader
 from dppo_megatron.rollout.engine import Engine
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.texts import show
 from dppo_megatron.types import Grade, Prompt, UserError, Watch, counted, unwatched
 
 _FORMAT = "dppo_megatron evaluation 1"
@@ -76,12 +77,11 @@ def evaluate_model(order: Order, watch: Watch = unwatched) -> list[str]:
     if out is not None:
         check_out(out, RESULTS)
     job = prepare_job(config, world_size=1, trains=False, watch=watch)
-    for line in [*said, *_shown(job)]:
-        print(line, flush=True)
+    show(*said, *_shown(job))
     with TemporaryDirectory(prefix="eval-") as scratch:
         job.config.run_dir = str(out or scratch)  # servers' logs and the sync directory
         with closing(_engine(job, watch)) as engine, closing(Evaluator(job)) as evaluator:
-            print(engine.description, flush=True)
+            show(engine.description)
             samples = evaluator.sample(engine, watch)
     scores = scores_of(samples)
     lines = [*table(scores), *level_lines(by_level(samples))]

@@ -17,12 +17,15 @@ import fcntl
 import json
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dppo_megatron.files import open_own
+from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 
 FILE = "lock.json"
@@ -48,7 +51,7 @@ class RunLock:
     def __init__(
         self,
         directory: Path,
-        say: Callable[[str], None] = print,
+        say: Callable[[str], None] = show,
         *,
         stale_s: float = _STALE_S,
         heartbeat_s: float = _HEARTBEAT_S,
@@ -97,7 +100,7 @@ class RunLock:
     def _open(self) -> tuple[int, bool]:
         """A locked descriptor of the file that currently has the name, and whether this file system supports locks."""
         while True:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 kernel_locks = self._lock(descriptor)
                 if os.fstat(descriptor).st_ino == os.stat(self._path).st_ino:
@@ -144,11 +147,8 @@ class RunLock:
 
     def _clock_ns(self) -> int:
         """The time by the file system's clock, with which heartbeats are stamped."""
-        probe = self._path.with_name(f".{FILE}.{os.getpid()}")
-        probe.touch()
-        now = probe.stat().st_mtime_ns
-        probe.unlink()
-        return now
+        with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=f".{FILE}.") as probe:
+            return os.fstat(probe.fileno()).st_mtime_ns
 
     def _beat(self, heartbeat_s: float) -> None:
         while not self._done.wait(heartbeat_s):

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
+from dppo_megatron.texts import one_line, show
+
 _DELAY_S = 2.0
 _LEAST_S, _MOST_S = 5.0, 60.0
 """In a pipe: how far lines are apart, half as long as the task has taken."""
@@ -76,7 +78,7 @@ class Progress:
         self._what, self._total, self._unit = what, total, unit
         self._visible = visible and os.environ.get("DPPO_PROGRESS") != "off"
         self._stream, self._clock, self._beat_s = stream or sys.stderr, clock, beat_s
-        self._say = say or partial(print, file=self._stream, flush=True)
+        self._say = say or partial(show, file=self._stream)
         self._closes = not phase_of_step
         self._bars, self._owns_bars = bars, bars is None
         self._task: TaskID | None = None
@@ -144,7 +146,7 @@ class Progress:
             self._bars = _bars(self._stream, transient=True)
         if self._task is None:
             self._task = self._bars.add_task("", total=self._total or None)
-        self._bars.update(self._task, completed=min(self._done, self._total), description=text, refresh=True)
+        self._bars.update(self._task, completed=min(self._done, self._total), description=one_line(text), refresh=True)
 
     def _count(self, number: int) -> str:
         return f"{number}" if self._total else f"{number:,}"
@@ -212,7 +214,7 @@ class RunProgress:
         left_s = (now - began) / max(step - first, 1) * (self._total - step)
         left = f", about {duration(left_s)} left" if first < step < self._total else ""
         shown = f"{step} of {self._total} steps{left}  {text}"
-        self._bars.update(self._steps, completed=step, description=shown, refresh=True)
+        self._bars.update(self._steps, completed=step, description=one_line(shown), refresh=True)
 
     def close(self) -> None:
         """End the bar, leaving it on the screen."""
@@ -249,7 +251,7 @@ def _bars(stream: TextIO, *, transient: bool) -> Bars:
 def print_line(text: str) -> None:
     """Print to stdout. A log file on a full disk loses lines and does not end the run; a reader that has gone does."""
     try:
-        print(text, flush=True)
+        show(text)
     except BrokenPipeError:
         raise
     except OSError:

@@ -13,8 +13,11 @@ import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
+
+from dppo_megatron.files import append_to, make_directory, move_into, open_own, replacing
 
 OLD = "old"
 """Directory beside the record for lines and files that are no longer part of it."""
@@ -33,7 +36,7 @@ class JsonLines:
 
     def __init__(self, path: Path, sums: Mapping[int, int] | None = None) -> None:
         self._path = path
-        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - open for the life of the run
+        self._file = append_to(path)  # open for the life of the run
         self._waiting: list[bytes] = []
         self.sums = dict(sums or {})
         """CRC-32 of every line that has a step, written or waiting."""
@@ -73,16 +76,16 @@ class JsonLines:
     def _restore(self) -> bool:
         """Write the record anew, from the file that is open, if that has lost its name; what has the name is moved."""
         try:
-            if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
+            if os.path.samestat(os.lstat(self._path), os.fstat(self._file.fileno())):
                 return False
         except FileNotFoundError:
             pass
         self._file.seek(0)
         lines = self._file.read()
         move_to_old(self._path)
-        _replace(self._path, lines)
+        _write(self._path, lines)
         self._file.close()
-        self._file = open(self._path, "a+b", buffering=0)  # noqa: SIM115
+        self._file = append_to(self._path)
         return True
 
     def sync(self) -> bool:
@@ -118,7 +121,7 @@ def rewind(path: Path, last_step: int, sums: Mapping[int, int] | None = None) ->
     Returns:
         A line for the log for everything unusual, and the checksums of what `path` holds now.
     """
-    before = path.read_bytes() if path.exists() else b""
+    before = _read_own(path)
     lines = _sort(before, last_step, sums)
     after = b"".join(line + b"\n" for line in [*lines.headers, *(lines.steps[step] for step in sorted(lines.steps))])
     old, said = path.parent / OLD, []
@@ -134,7 +137,7 @@ def rewind(path: Path, last_step: int, sums: Mapping[int, int] | None = None) ->
         listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         said.append(f"warning: {path}: the lines of {len(missing)} finished steps are lost ({listed})")
     if after != before:
-        _replace(path, after)
+        _write(path, after)
     return said, {step: zlib.crc32(line) for step, line in lines.steps.items()}
 
 
@@ -148,22 +151,14 @@ def move_to_old(path: Path, old: Path | None = None) -> Path | None:
     """
     if not path.exists() or (path.is_file() and not path.stat().st_size):
         return None
-    old, number = old or path.parent / OLD, 1
-    old.mkdir(exist_ok=True)
-    while (target := old / f"{path.stem}.{number:04d}{path.suffix}").exists():
-        number += 1
-    if path.is_symlink():  # a relative link would lead nowhere from there
-        target.symlink_to(os.path.realpath(path))
-        path.unlink()
-        return target
-    return path.rename(target)
+    return move_into(old or path.parent / OLD, path, (f"{path.stem}.{n:04d}{path.suffix}" for n in count(1)))
 
 
 def put_first(path: Path, header: Mapping[str, Any]) -> None:
     """Write a trace's first line if it is missing."""
-    rest = path.read_bytes() if path.exists() else b""
+    rest = _read_own(path)
     if not rest.startswith(b'{"format"'):
-        _replace(path, _line(header) + b"\n" + rest)
+        _write(path, _line(header) + b"\n" + rest)
 
 
 def _sort(data: bytes, last_step: int, sums: Mapping[int, int] | None) -> _Sorted:
@@ -206,21 +201,24 @@ def _read(line: bytes) -> int | str | None:
 
 
 def _append(path: Path, lines: list[bytes]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with open(path, "ab") as file:
+    make_directory(path.parent)
+    with append_to(path) as file:
         file.write(b"".join(line + b"\n" for line in lines))
-        file.flush()
         os.fsync(file.fileno())  # before they disappear from the record
 
 
-def _replace(path: Path, data: bytes) -> None:
-    target = Path(os.path.realpath(path))  # if it is a link, replace its target
-    aside = target.with_name(target.name + ".new")
-    with open(aside, "wb") as file:
+def _read_own(path: Path) -> bytes:
+    """What the file holds, b"" if there is none. Its damaged lines are copied to `old/`, so a link, which may lead to
+    anything that this user can read, is an OSError."""
+    if not os.path.lexists(path):
+        return b""
+    with open(open_own(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def _write(path: Path, data: bytes) -> None:
+    with replacing(path, durable=True) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(target)
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

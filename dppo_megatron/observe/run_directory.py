@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from typing import Any
 
 from dppo_megatron.config import save_config
 from dppo_megatron.config.schema import Config
+from dppo_megatron.files import make_directory, open_own, remove_tree, write_text
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.lock import RunLock
 from dppo_megatron.observe.record import OLD, JsonLines, move_to_old, put_first, rewind
@@ -31,6 +31,7 @@ RECORDS = ("metrics.jsonl", "trace.jsonl")
 SUMMARY = "summary.json"
 _PRODUCTS = (SAMPLES, TIMELINE, PROFILE, SUMMARY, "hf")
 """What else a run has written that begins again: it would be mixed with the new, or replaced."""
+_DIRECTORIES = ("checkpoints", SAMPLES, OLD, "prompts", TIMELINE, PROFILE, "trackers", "servers")
 _FORMAT = "dppo_megatron run 1"
 
 Sums = dict[str, dict[int, int]]
@@ -60,7 +61,7 @@ class RunDirectory:
                 self._held_nothing = all(held.name == LOCK for held in path.iterdir())
                 self.run = read_identity(path) or _begin_identity(path)
                 """The run's id."""
-                _check_records(path)
+                _check_names(path)
                 _check_checkpoints(path / "checkpoints")
             except BaseException:
                 self._lock.release()
@@ -77,9 +78,7 @@ class RunDirectory:
             sums: the logs' checksums stored in that checkpoint.
         """
         with said_as_mistake(self._path):
-            aside = self._path / "config.yaml.new"
-            save_config(config, aside)
-            aside.replace(self._path / "config.yaml")
+            save_config(config, self._path / "config.yaml")
             for name in RECORDS:
                 path, kept = self._path / name, dict[int, int]()
                 if resumed_step is not None:
@@ -160,7 +159,7 @@ class RunDirectory:
             return
         for name in ("config.yaml", IDENTITY, *RECORDS):
             (self._path / name).unlink(missing_ok=True)
-        shutil.rmtree(self._path / "prompts", ignore_errors=True)
+        remove_tree(self._path / "prompts")
         for folder in (self._path / "checkpoints", self._path):
             with suppress(OSError):  # it holds something else
                 folder.rmdir()
@@ -217,24 +216,23 @@ def read_identity(path: Path) -> str:
 def _begin_identity(path: Path) -> str:
     run = uuid.uuid4().hex
     text = json.dumps({"format": _FORMAT, "run": run, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}, indent=1)
-    aside = path / f"{IDENTITY}.new"
-    with open(aside, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path / IDENTITY)
+    write_text(path / IDENTITY, text + "\n", durable=True)
     return run
 
 
-def _check_records(path: Path) -> None:
-    """Raise OSError now for a directory or a pipe in the place of a log, on which reading would block."""
+def _check_names(path: Path) -> None:
+    """Raise OSError now for what a run could not write to: a pipe, on which reading would block, or a link, which may
+    lead to a file of anybody's."""
     for name in RECORDS:
-        if (path / name).exists() and not (path / name).is_file():
-            raise OSError(errno.EINVAL, "not a file", str(path / name))
+        if os.path.lexists(path / name):
+            os.close(open_own(path / name, os.O_RDWR))
+    for name in _DIRECTORIES:
+        if (path / name).is_symlink():
+            make_directory(path / name)  # raises
 
 
 def _check_checkpoints(root: Path) -> None:
     """Raise OSError now, rather than at the first save, if no checkpoint could be written."""
-    root.mkdir(exist_ok=True)
+    make_directory(root)
     if not os.access(root, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root))

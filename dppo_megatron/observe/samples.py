@@ -26,13 +26,15 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.config.observe import SamplesConfig
+from dppo_megatron.files import make_directory, replacing
 from dppo_megatron.observe.record import OLD, move_to_old
+from dppo_megatron.texts import reason
 from dppo_megatron.types import BoolArray, Completion, FloatArray, Group, IntArray
 
 SAMPLES = "samples"
 """Name of the directory inside the run directory."""
 _NAME = re.compile(r"steps_(\d+)-(\d+)\.rank(\d+)\.parquet")
-_INCOMPLETE = re.compile(r"\.steps_\d+-\d+\.rank\d+\.parquet\.incomplete")
+_INCOMPLETE = re.compile(r"\.steps_\d+-\d+\.rank\d+\.parquet\.\d+\.new")
 _MERGE = 64
 """Steps in a merged file."""
 _QUEUE = 4
@@ -136,7 +138,7 @@ class SampleWriter:
             self.cpu_s = time.thread_time()
 
     def _write(self, step: int, groups: Sequence[RecordedGroup]) -> None:
-        self._directory.mkdir(exist_ok=True)
+        make_directory(self._directory)
         _store([to_table(step, groups)], self._directory / _name(step, step, self._rank))
         files = self._own()
         singles = [one for one in files if one.first == one.last]
@@ -346,12 +348,10 @@ def _store(tables: Sequence[Any], path: Path) -> None:
     """Write one row group per step and table, so a reader can skip steps; rename the file once it is complete."""
     import pyarrow.parquet as pq
 
-    aside = path.with_name(f".{path.name}.incomplete")
-    with pq.ParquetWriter(aside, tables[0].schema, compression="zstd") as file:
+    with replacing(path) as out, pq.ParquetWriter(out, tables[0].schema, compression="zstd") as file:
         for table in tables:
             for step in table["step"].unique().to_pylist():
                 file.write_table(table.filter(table["step"].to_numpy() == step))
-    aside.replace(path)
 
 
 def _read_or_move(path: Path, old: Path) -> tuple[Any, str]:
@@ -359,8 +359,7 @@ def _read_or_move(path: Path, old: Path) -> tuple[Any, str]:
     try:
         return _read(path), ""
     except Exception as error:  # what pyarrow raises for damaged files is of many types
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return None, f"warning: {path} cannot be read ({reason}); it is now {move_to_old(path, old)}"
+        return None, f"warning: {path} cannot be read ({reason(error)}); it is now {move_to_old(path, old)}"
 
 
 def _read(path: Path) -> Any:

@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dppo_megatron.files import write_text
+from dppo_megatron.texts import one_line
+
 _COUNTS = {
     "prompts_considered": "prune/prompts_considered",
     "prompts_generated": "prune/prompts_generated",
@@ -71,9 +74,7 @@ class Summary:
 
     def write(self, path: Path) -> None:
         """Write as JSON, in one piece."""
-        aside = path.with_name(f"{path.name}.new")
-        aside.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        aside.replace(path)
+        write_text(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def table(self) -> str:
         """The closing table."""
@@ -83,7 +84,7 @@ class Summary:
             text = f"{_percent(before)} -> {_percent(after)}"
             if before is not None and after is not None:
                 text += f"  ({100 * (after - before):+.1f} points{f' since step {since}' if since else ''})"
-            rows.append((f"{name} pass@1", text))
+            rows.append((f"{one_line(name)} pass@1", text))
         not_generated = self.prompts_considered - self.prompts_generated
         not_trained = self.completions_generated - self.completions_trained
         rows += [

@@ -23,6 +23,7 @@ import torch
 
 from dppo_megatron.config.observe import ObserveConfig
 from dppo_megatron.distributed import clock_offset, rank, to_rank_zero
+from dppo_megatron.files import make_directory, replacing
 from dppo_megatron.spans import Span, Spans
 
 TIMELINE, PROFILE = "timeline", "profile"
@@ -85,8 +86,8 @@ class StepRecorder:
         if everyone := to_rank_zero(mine):
             path = self._directory / TIMELINE / f"step_{number:06d}.json.gz"
             try:
-                path.parent.mkdir(exist_ok=True)
-                with gzip.open(path, "wt", encoding="utf-8", compresslevel=3) as file:
+                make_directory(path.parent)
+                with replacing(path) as out, gzip.open(out, "wt", encoding="utf-8", compresslevel=3) as file:
                     json.dump(trace(number, everyone), file)
             except OSError as error:
                 self._say(f"warning: {path} cannot be written: {error.strerror}")
@@ -104,7 +105,8 @@ class StepRecorder:
             yield
         path = self._directory / PROFILE / f"step_{number:06d}.rank{rank():04d}.json.gz"
         try:
-            path.parent.mkdir(exist_ok=True)
+            make_directory(path.parent)
+            path.unlink(missing_ok=True)  # torch would write through a link
             profile.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
             self._say(f"warning: {path} cannot be written: {error}")

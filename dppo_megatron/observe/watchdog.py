@@ -16,6 +16,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from dppo_megatron.texts import show
+
 _STOP = "watchdog/stop"
 
 
@@ -105,5 +107,5 @@ class Watchdog:
 
 
 def _leave(reason: str) -> None:
-    print(f"watchdog: {reason}; stopping", file=sys.stderr, flush=True)
+    show(f"watchdog: {reason}; stopping", file=sys.stderr)
     os._exit(1)  # the main thread may be inside a collective that never returns

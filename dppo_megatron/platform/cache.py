@@ -11,7 +11,6 @@ with the cache, the import works without it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import logging
@@ -19,9 +18,10 @@ import marshal
 import os
 import stat
 import sys
-import tempfile
 from pathlib import Path
 from types import CodeType
+
+from dppo_megatron.files import open_own, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +94,8 @@ class CodeCache:
         if self._root is None:
             return None
         try:
-            descriptor = os.open(self._file(name, path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            with open(descriptor, "rb") as file:
-                if not _only_ours(os.fstat(descriptor)):
+            with open(open_own(self._file(name, path), os.O_RDONLY), "rb") as file:
+                if not _only_ours(os.fstat(file.fileno())):
                     return None
                 entry = file.read()
         except OSError:
@@ -113,17 +112,11 @@ class CodeCache:
         if self._root is None:
             return
         payload = marshal.dumps(code)
-        temporary = None
         try:
-            descriptor, temporary = tempfile.mkstemp(dir=self._root, suffix=".tmp")  # mode 0600
-            with open(descriptor, "wb") as file:
+            with replacing(self._file(name, path), mode=0o600) as file:
                 file.write(self._header(self._key(path, source), payload) + payload)
-            os.replace(temporary, self._file(name, path))
         except OSError as error:  # read-only or full: the next process rewrites again
             logger.debug("code of %s was not cached: %s", name, error)
-            if temporary is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
 
     @staticmethod
     def _header(key: bytes, payload: bytes) -> bytes:

@@ -15,6 +15,8 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from dppo_megatron.files import write_text
+from dppo_megatron.texts import one_line
 from dppo_megatron.types import UserError
 
 ASSETS = files("dppo_megatron.report") / "assets"
@@ -33,7 +35,7 @@ def write_html(
         UserError: `path` cannot be written.
     """
     inside = {
-        "title": html.escape(title),
+        "title": html.escape(one_line(title)),
         "style": (ASSETS / "style.css").read_text(encoding="utf-8"),
         "plotly": (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8"),
         "data": "\n".join(data),
@@ -42,9 +44,7 @@ def write_html(
     page = template.read_text(encoding="utf-8")
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: inside[match[1]], page)  # one pass: what is put in may hold braces
     try:
-        aside = path.with_name(f"{path.name}.new")
-        aside.write_text(page, encoding="utf-8")
-        aside.replace(path)
+        write_text(path, page)
     except OSError as error:
         raise UserError(f"--out '{path}' cannot be written: {error.strerror}") from None
 

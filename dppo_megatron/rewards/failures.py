@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Sequence
 
+from dppo_megatron.texts import entry
 from dppo_megatron.types import Grade
 
 _SHOWN = 5
@@ -30,7 +31,8 @@ def log_failures(log: logging.Logger, labels: Sequence[str], grades: Sequence[Gr
             others[grade.failure.split(":")[0]] += 1
             continue
         shown.add(grade.failure)
-        log.error("grading %s %s%s", label or "a sample", grade.failure, f"\n{grade.why}" if grade.why else "")
+        why = f"\n{grade.why}" if grade.why else ""
+        log.error("%s", entry(f"grading {label or 'a sample'} {grade.failure}{why}"))
     if others:
         kinds = ", ".join(f"{count} x {kind}" for kind, count in others.most_common(5))
         log.error("and %d gradings more: %s", sum(others.values()), kinds)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import io
 import math
 import os
 import pickle
@@ -40,6 +41,7 @@ from dppo_megatron.rewards.wire import (
     read_frame,
     write_all,
 )
+from dppo_megatron.texts import entry
 
 _PR_SET_PDEATHSIG = 1
 _FLUSH_NS = 5_000_000
@@ -128,6 +130,18 @@ def _take_over_streams() -> tuple[IO[bytes], int]:
     return os.fdopen(requests, "rb"), answers
 
 
+class _Printed(io.TextIOWrapper):
+    """What graders print, for the trainer's terminal or log: nothing that a terminal obeys, and not without end."""
+
+    left = 64 << 20
+
+    def write(self, text: str) -> int:
+        kept = entry(text.removesuffix("\n")[: max(0, self.left)]) + "\n" * text.endswith("\n")
+        self.left -= len(kept)
+        super().write(kept if self.left > 0 or not kept else f"{kept}\n(no more is shown of what this grader prints)\n")
+        return len(text)
+
+
 def _open_streams() -> None:
     """Nothing to read, and the trainer's stderr to print to; where that has been closed, nothing either."""
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -141,8 +155,8 @@ def _open_streams() -> None:
         os.close(nothing)
     for name, file in (("stdout", 1), ("stderr", 2)):
         # no grading should fail because its text cannot be printed
-        stream = open(file, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        setattr(sys, name, stream)
+        out = open(file, "wb", closefd=False)  # noqa: SIM115
+        setattr(sys, name, _Printed(out, "utf-8", "backslashreplace", line_buffering=True))
 
 
 def _limit_harm(setup: dict[str, Any]) -> None:

@@ -63,6 +63,7 @@ from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
 from dppo_megatron.spans import Spans
+from dppo_megatron.texts import show
 from dppo_megatron.types import Completion, Grade, GuardStop, Watch, unwatched
 from dppo_megatron.weights.architecture import Architecture
 
@@ -89,7 +90,7 @@ class ServerEngine:
         config: Config,
         architecture: Architecture,
         tokenizer: PreTrainedTokenizerBase,
-        say: Callable[[str], None] = print,
+        say: Callable[[str], None] = show,
         client_hook: HookFactory | None = None,
         spans: Spans | None = None,
         watch: Watch = unwatched,

@@ -24,6 +24,7 @@ from dppo_megatron.rollout.launching import check_network
 from dppo_megatron.rollout.servers.connect import launch_servers, make_server
 from dppo_megatron.rollout.servers.directory import HEARTBEAT_S, Entry, Registration
 from dppo_megatron.rollout.servers.launch import LaunchedServer, stop_all
+from dppo_megatron.texts import show
 from dppo_megatron.types import GuardStop, UserError, Watch, unwatched
 
 _READY_S = 5.0
@@ -33,12 +34,7 @@ _MOST_STARTS = 3
 """Starts in a row after which a server that ends again before it was ready ends this command."""
 
 
-def _print(line: str) -> None:
-    """At once: in the log of a job nobody would see a line that waits in a buffer."""
-    print(line, flush=True)
-
-
-def serve(config: Config, host: str, say: Callable[[str], None] = _print, watch: Watch = unwatched) -> None:
+def serve(config: Config, host: str, say: Callable[[str], None] = show, watch: Watch = unwatched) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rich.box import ASCII, ROUNDED
 from rich.console import Group, OverflowMethod, RenderableType
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +19,7 @@ from rich.text import Text
 from dppo_megatron.report.findings import findings
 from dppo_megatron.report.read import RunRecord, finite_number
 from dppo_megatron.rollout.servers.health_file import ServerHealth
+from dppo_megatron.texts import one_line
 from dppo_megatron.watch.latest import Latest, Sampled
 from dppo_megatron.watch.sparkline import BLOCKS, PLAIN, sparkline, widths
 
@@ -64,11 +66,6 @@ def frame(record: RunRecord, latest: Latest, view: View) -> RenderableType:
     return Group(*parts)
 
 
-def plain(text: str) -> str:
-    """`text` in one line, without what a terminal would obey."""
-    return "".join(one if one.isprintable() else " " for one in text)
-
-
 def seconds_left(record: RunRecord, total_steps: int) -> float | None:
     """Steps that remain, times the median of the last ones; None while there are none."""
     recent = [one for one in record.columns.get("time/step_s", [])[-_RECENT:] if one is not None]
@@ -106,8 +103,8 @@ def _head(record: RunRecord, latest: Latest, view: View) -> RenderableType:
     bar = Text.assemble(
         ("━" if view.unicode else "=") * done, (("─" if view.unicode else "-") * rest, "dim"), style="cyan"
     )
-    title = Text.assemble((plain(record.name), "bold"), "  ", (record.status, _STATE.get(record.status, "")))
-    inside = Group(line, bar, Text(plain(what), style="dim"))
+    title = Text.assemble((_line(record.name), "bold"), "  ", (record.status, _STATE.get(record.status, "")))
+    inside = Group(line, bar, Text(_line(what), style="dim"))
     box = ROUNDED if view.unicode else ASCII
     return Panel(inside, box, title=title, title_align="left", width=view.width)
 
@@ -169,7 +166,7 @@ def _evaluations(record: RunRecord) -> Iterator[RenderableType]:
             scored = [(step, one) for step, one in zip(record.steps, values, strict=True) if one is not None]
             if scored:
                 shown = "  ".join(f"{one:.1%} (step {step})" for step, one in scored[-4:])
-                yield Text.assemble((f" {plain(key.split('/')[1])} pass@1  ", "bold"), shown)
+                yield _indented((f"{_line(key.split('/')[1])} pass@1  ", "bold"), shown)
 
 
 def _servers(servers: Sequence[ServerHealth], age_s: float) -> RenderableType:
@@ -178,9 +175,9 @@ def _servers(servers: Sequence[ServerHealth], age_s: float) -> RenderableType:
     for name in ("address", "state", "completions in flight", "outages"):
         table.add_column(name, header_style="dim", no_wrap=name == "address")
     for one in servers:
-        state = "asleep" if one.asleep else one.state
-        words = Text(state, style=_SERVER.get(one.state, "")) + Text(f" {plain(one.reason)}" if one.reason else "")
-        table.add_row(Text(plain(one.url)), words, str(one.completions), str(one.outages))
+        state = "asleep" if one.asleep else _line(one.state)
+        words = Text(state, style=_SERVER.get(one.state, "")) + Text(f" {_line(one.reason)}" if one.reason else "")
+        table.add_row(Text(_line(one.url)), words, str(one.completions), str(one.outages))
     return table
 
 
@@ -198,21 +195,30 @@ def _samples(samples: Sampled, view: View) -> RenderableType:
     for one in shown:
         reward = "failed" if one["reward"] is None else f"{one['reward']:.2f}"
         kept = f"weight {one['weight']:.2f}" if one["kept"] else "pruned"
-        text = plain(one["text"] or "")
+        text = _line(one["text"] or "")
         table.add_row(
             Text(mark[0] if one["kept"] else mark[1], style="green" if one["reward"] else ""),
             reward,
-            Text(f"{kept} ({one['why']}), {one['tokens']} tokens", style="dim"),
+            Text(_line(f"{kept} ({one['why']}), {one['tokens']} tokens"), style="dim"),
             Text(text if len(text) < 400 else f"{text[:80]} ... {text[-300:]}"),
         )
-    prompt = Text(f" {plain(samples.prompt)}", style="italic", no_wrap=True, overflow=cut)
+    prompt = Text(f" {_line(samples.prompt)}", style="italic", no_wrap=True, overflow=cut)
     return Group(Text(f" samples of step {samples.step}", style="bold"), prompt, table)
 
 
 def _warnings(record: RunRecord) -> Iterator[RenderableType]:
     for one in findings(record)[:5]:
         at = f" (step {one.steps})" if one.steps else ""
-        yield Text.assemble((f" {one.level}: ", _LEVEL[one.level]), plain(one.text), (at, "dim"))
+        yield _indented((f"{one.level}: ", _LEVEL[one.level]), _line(one.text), (at, "dim"))
+
+
+def _indented(*parts: str | tuple[str, str]) -> RenderableType:
+    """Text no line of which starts at the margin, as those of a log do."""
+    return Padding.indent(Text.assemble(*parts), 1)
+
+
+def _line(text: str) -> str:
+    return one_line(text, 1_000_000)
 
 
 def _recent(record: RunRecord, key: str) -> float | None:

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dppo_megatron.files import remove_tree
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_index import INDEX, check_index, weight_files
@@ -160,7 +161,7 @@ class HFWriter:
         shapes = hf_shapes(architecture)
         self._dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(shapes, dtype)
         self._bytes = {name: math.prod(shape) * self._dtypes[name].itemsize for name, shape in shapes.items()}
-        shutil.rmtree(self._aside, ignore_errors=True)
+        remove_tree(self._aside)
         self._aside.mkdir(parents=True)
         self._files: list[BinaryIO] = []
         try:
@@ -271,13 +272,29 @@ def write_checkpoint(
         raise
 
 
+def assets(source: str | Path) -> list[Path]:
+    """Config.json, tokenizer and the like: everything in a checkpoint except weights.
+
+    Raises:
+        UserError: one is a link out of `source`, and copies would publish a file that is not the model's. Those of
+            Hugging Face's cache (snapshots/REVISION/NAME -> ../../blobs/HASH) are followed.
+    """
+    home, found = Path(source).resolve(), [path for pattern in _NOT_WEIGHTS for path in Path(source).glob(pattern)]
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    for path in found:
+        if not (target := path.resolve()).is_relative_to(home) and target.parent != blobs:
+            raise UserError(
+                f"{path} is a link to a file outside of the model's directory ({target}), and checkpoints and servers"
+                " get a copy of it; put the file itself there if it is the model's"
+            )
+    # the others describe the source's own files
+    return [path for path in found if path.is_file() and path.name not in (INDEX, "metadata.json", "manifest.json")]
+
+
 def copy_assets(source: str | Path, target: Path) -> None:
-    """Copy config.json, tokenizer and the like: everything in a checkpoint except weights."""
-    for pattern in _NOT_WEIGHTS:
-        for path in Path(source).glob(pattern):
-            # they describe the source's own files
-            if path.is_file() and path.name not in (INDEX, "metadata.json", "manifest.json"):
-                shutil.copy(path, target / path.name)
+    """Copy the `assets` of `source`, or raise as they do."""
+    for path in assets(source):
+        shutil.copy(path, target / path.name)
 
 
 def check_space(directory: Path, num_bytes: int) -> None:
@@ -292,12 +309,12 @@ def publish(aside: Path, target: Path) -> None:
     for path in [*sorted(aside.rglob("*")), aside]:
         sync(path)
     old = target.with_name(target.name + ".replaced")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
+    remove_tree(old)
+    if os.path.lexists(target):
         target.rename(old)  # a directory cannot be renamed over another
     aside.rename(target)
     sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove_tree(old)
 
 
 def sync(path: Path) -> None:

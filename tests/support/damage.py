@@ -11,7 +11,7 @@ import dataclasses
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dppo_megatron.checkpoint.manifest import read_manifest, write_manifest
@@ -19,9 +19,9 @@ from dppo_megatron.checkpoint.manifest import read_manifest, write_manifest
 RECORDS = ("metrics.jsonl", "trace.jsonl")
 FILES = ("run.json", "config.yaml", *RECORDS, "lock.json")
 NEWER = (
-    *("summary.json", "summary.json.new", "servers.json", "report.html", "trackers/failures.json"),
+    *("summary.json", ".summary.json.new", "servers.json", "report.html", "trackers/failures.json"),
     *("trackers/wandb.json", "timeline/step_000001.json.gz", "eval/results.json", "compare.json", "hf/config.json"),
-    *("config.yaml.new", "run.json.new", "metrics.jsonl.new", "checkpoints/latest.new", "old/metrics.0001.jsonl"),
+    *(".config.yaml.new", ".run.json.new", ".metrics.jsonl.new", "checkpoints/latest.new", "old/metrics.0001.jsonl"),
 )
 DIRECTORIES = ("checkpoints", "checkpoints/aside", "old", "samples", "prompts")
 
@@ -56,9 +56,14 @@ def unharmed_lines(run_dir: Path, original: Path, name: str) -> dict[int, bytes]
 
 
 def obstructed(run_dir: Path) -> list[str]:
-    """Names in the place of which something stands that is neither the file nor the directory that belongs there."""
-    files = [name for name in FILES if os.path.lexists(run_dir / name) and not (run_dir / name).is_file()]
-    folders = [name for name in DIRECTORIES if os.path.lexists(run_dir / name) and not (run_dir / name).is_dir()]
+    """Names in the place of which something stands that is neither the file nor the directory that belongs there, or a
+    link to one."""
+
+    def wrong(names: Sequence[str], kind: Callable[[Path], bool]) -> list[str]:
+        there = [run_dir / name for name in names if os.path.lexists(run_dir / name)]
+        return [str(path.relative_to(run_dir)) for path in there if path.is_symlink() or not kind(path)]
+
+    files, folders = wrong(FILES, Path.is_file), wrong(DIRECTORIES, Path.is_dir)
     return files + folders
 
 

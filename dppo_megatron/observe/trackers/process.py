@@ -23,7 +23,9 @@ from typing import IO, Protocol
 
 import msgspec
 
+from dppo_megatron.files import make_directory, write_text
 from dppo_megatron.observe.trackers.messages import ENCODER, TO_TRACKER, Answer, Begin, End, StepLine
+from dppo_megatron.texts import one_line
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
@@ -51,9 +53,7 @@ class Mark:
 
     def write(self, path: Path) -> None:
         """In one piece."""
-        aside = path.with_name(f"{path.name}.new")
-        aside.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
-        aside.replace(path)
+        write_text(path, json.dumps(asdict(self)) + "\n")
 
 
 class Tracker(Protocol):
@@ -97,7 +97,7 @@ class Sink:
 
     def _begin(self, begin: Begin) -> None:
         directory = Path(begin.directory)
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         self._path = directory / f"{self._name}.json"
         self._mark = mark = Mark.read(self._path)
         if begin.resumed_step is None:  # what an earlier attempt without a checkpoint has sent is another run
@@ -135,8 +135,7 @@ def _failure(sink: Sink, message: Begin | StepLine | End) -> str:
     try:
         sink.take(message)
     except (Exception, SystemExit) as error:  # a tool that gives up must not take its process with it
-        said = " ".join(str(error).split())
-        return scrubbed(f"{type(error).__name__}: {said}")[:500]  # in this order: half a key is one too
+        return one_line(scrubbed(f"{type(error).__name__}: {error}"), 500)  # in this order: half a key is one too
     return ""
 
 

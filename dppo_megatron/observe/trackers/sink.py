@@ -26,6 +26,7 @@ from typing import Literal
 
 import msgspec
 
+from dppo_megatron.files import make_directory, write_text
 from dppo_megatron.observe.trackers.messages import ANSWER, ENCODER, Begin, End, StepLine
 
 TRACKERS = "trackers"
@@ -174,8 +175,8 @@ class Trackers:
         path = self._directory / FAILURES
         with contextlib.suppress(OSError):  # a full disk, which the run has said on its own account
             if missed:
-                self._directory.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(missed, indent=1) + "\n", encoding="utf-8")
+                make_directory(self._directory)
+                write_text(path, json.dumps(missed, indent=1) + "\n")
             else:
                 path.unlink(missing_ok=True)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dppo_megatron.config.paths import shown
+from dppo_megatron.files import open_own, replacing
 from dppo_megatron.types import UserError
 
 HEARTBEAT_S = 5.0
@@ -61,11 +63,8 @@ class Registration:
     def __init__(self, directory: Path, name: str, entry: Entry) -> None:
         self._path = directory / f"{name}{_SUFFIX}"
         content = {"url": entry.url, "api_key": entry.api_key, "engine": entry.engine}
-        aside = directory / f".{name}.{os.getpid()}"
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            json.dump(content, file)
-        aside.replace(self._path)  # whole, or not there
+        with replacing(self._path, mode=0o600) as file:  # whole, or not there
+            file.write(json.dumps(content).encode())
 
     def beat(self) -> None:
         """Show that it lives; a file system that hangs or is full for a while is no reason to end."""
@@ -138,7 +137,7 @@ class Directory:
                 raise UserError(
                     f"rollout.servers.addresses_from = '{shown(self._path)}': after rollout.limits.start_timeout_s ="
                     f" {timeout_s:g} s only {state}{_silent(entries, ready)}. Start them with: dppo-megatron serve"
-                    f" CONFIG rollout.servers.addresses_from={shown(self._path)}"
+                    f" CONFIG rollout.servers.addresses_from={shlex.quote(str(self._path))}"
                 )
             if state != said:
                 say(f"rollout: waiting for servers; {state}")
@@ -153,8 +152,7 @@ def _silent(entries: Mapping[str, Entry], ready: Mapping[str, Entry]) -> str:
 
 def _read(path: Path) -> tuple[int, Entry | None]:
     """Its time stamp in ns and what it says; None for a file of something else."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
+    with open(open_own(path, os.O_RDONLY), "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise UserError(

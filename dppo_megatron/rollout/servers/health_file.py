@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dppo_megatron.files import write_text
+
 if TYPE_CHECKING:  # a reader needs no torch, which the servers' dialects do
     from dppo_megatron.rollout.servers.member import Endpoint
 
@@ -61,9 +63,7 @@ class HealthFile:
         ]
         with suppress(OSError):
             if (self._path.parent / "run.json").exists():
-                aside = self._path.with_name(f"{HEALTH}.new")
-                aside.write_text(json.dumps({"at": time.time(), "servers": servers}) + "\n", encoding="utf-8")
-                aside.replace(self._path)
+                write_text(self._path, json.dumps({"at": time.time(), "servers": servers}) + "\n")
 
 
 def read_health(path: Path) -> tuple[list[ServerHealth], float]:

@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from dppo_megatron.rollout.servers.identity import LARGEST_ANSWER, Question
+from dppo_megatron.texts import one_line
 from dppo_megatron.types import GuardStop, UserError
 
 T = TypeVar("T")
@@ -335,8 +336,7 @@ def retry_after_s(header: str | None) -> float | None:
 
 def brief(error: BaseException, key: str = "") -> str:
     """An error in a line, without `key`: libraries quote what they could not read, which may be a whole answer."""
-    text = " ".join(hidden(str(error), key).split())
-    return f"{type(error).__name__}: {text[:200]}"
+    return f"{type(error).__name__}: {one_line(hidden(str(error), key), 200)}"
 
 
 def excerpt(content: bytes, key: str = "") -> str:

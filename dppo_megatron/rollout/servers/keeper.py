@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dppo_megatron.rollout.servers.launch import LaunchedServer, ServerProcess, stop_all
+from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 
 _TICK_S = 0.5
@@ -135,7 +136,7 @@ class Keeper:
                     self._obey(index)
                     self._tell(index)
         except Exception as error:  # rank 0 has gone, and the store with it
-            print(f"rollout: the servers of this node end, since rank 0 cannot be reached: {error}", flush=True)
+            show(f"rollout: the servers of this node end, since rank 0 cannot be reached: {error}")
         stop_all(self._servers)
 
     def _obey(self, index: int) -> None:
@@ -144,7 +145,7 @@ class Keeper:
             try:
                 self._start(index)
             except UserError as error:  # it has started before: told as an end, and asked for again
-                print(f"rollout: {error}", flush=True)
+                show(f"rollout: {error}")
 
     def _start(self, index: int) -> None:
         self._starts[index] += 1

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from dppo_megatron.distributed import loopback_interface
+from dppo_megatron.files import append_to, make_directory
 from dppo_megatron.rollout.servers.http import hidden
 from dppo_megatron.types import UserError
 
@@ -152,8 +153,8 @@ class LaunchedServer(ServerProcess):
         interpreter is not there."""
         self.port, self.is_starting = self.port or _free_port(self.host), True
         try:
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            log = open(self.log, "ab")  # noqa: SIM115 - the next statement closes it
+            make_directory(self.log.parent)
+            log = append_to(self.log)
         except OSError as error:
             raise UserError(f"run_dir: '{self.log}', a server's log, cannot be written: {error.strerror}") from None
         inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}

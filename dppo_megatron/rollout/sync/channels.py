@@ -25,11 +25,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dppo_megatron.files import remove_tree
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import BucketServer, TensorNote
 from dppo_megatron.rollout.servers.wire import version_number
+from dppo_megatron.weights.hf_files import assets
 
 T = TypeVar("T")
 Tensors = Iterable[tuple[str, Tensor]]
@@ -107,16 +109,17 @@ def write_snapshot(tensors: Tensors, target: Path, hf_path: str | Path, bucket_b
     Not fsynced: a snapshot is read at once and replaced by the next; checkpoints are made elsewhere.
     """
     aside = target.with_name(target.name + ".incomplete")
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_tree(aside)
     aside.mkdir(parents=True)
-    shutil.copy(Path(hf_path) / "config.json", aside / "config.json")
+    [config] = [path for path in assets(hf_path) if path.name == "config.json"]
+    shutil.copy(config, aside)
     for number, bucket in enumerate(buckets(tensors, bucket_bytes)):
         save_file(
             {name: tensor.contiguous().cpu() for name, tensor in bucket.tensors},
             aside / f"model-{number:05d}.safetensors",
             metadata={"format": "pt"},
         )
-    shutil.rmtree(target, ignore_errors=True)
+    remove_tree(target)
     aside.rename(target)
 
 

@@ -1,0 +1,96 @@
+"""Files in directories where others may write: a run's on a shared file system, one under /tmp.
+
+There anybody can put a link in the place of a file that is about to be written. So a new file replaces what has its
+name and never opens it; a file that is written in place is opened without following a link, and has one name only; a
+directory that is written to is no link. Who may exchange whole directories meanwhile has the files in them anyway.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+_LINK = "it is a symbolic link, which is not followed here"
+
+
+def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
+    """A descriptor of the file `path`, as of `os.open`.
+
+    Raises:
+        OSError: it cannot be opened, is a link or no file; or is to be written and has a second name (a hard link).
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)  # a pipe would block
+    except OSError as error:
+        raise OSError(errno.ELOOP, _LINK, str(path)) if error.errno == errno.ELOOP else error from None
+    status = os.fstat(descriptor)
+    shared = status.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR)
+    if not shared and stat.S_ISREG(status.st_mode):
+        return descriptor
+    os.close(descriptor)
+    reason = "it has a second name, a hard link, and would change there too" if shared else "it is not a file"
+    raise OSError(errno.EINVAL, reason, str(path))
+
+
+def append_to(path: Path) -> IO[bytes]:
+    """The file `path`, made if missing, unbuffered. Raises OSError as `open_own`."""
+    return open(open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b", buffering=0)
+
+
+@contextmanager
+def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[IO[bytes]]:
+    """A new file that gets the name `path` when the block has ended well; `durable`: once it is on the disk.
+
+    Raises OSError if it cannot be written.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    with suppress(FileNotFoundError):
+        aside.unlink()  # of a process that was killed
+    try:
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink()
+        raise
+
+
+def write_text(path: Path, text: str, *, durable: bool = False) -> None:
+    """Write a file anew, in one piece, as UTF-8. Raises OSError."""
+    with replacing(path, durable=durable) as file:
+        file.write(text.encode())
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory to write to, with its parents, unless it is there. Raises OSError for a link in its place."""
+    path.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():
+        raise OSError(errno.ENOTDIR, _LINK, str(path))
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory, of a link only the link; what cannot be removed stays."""
+    with suppress(OSError):
+        path.unlink()  # no directory can be unlinked
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def move_into(folder: Path, path: Path, names: Iterable[str]) -> Path:
+    """Move `path`, of a link the link, to the first name in `folder` that is free; returns it. Raises OSError."""
+    make_directory(folder)
+    target = next(folder / name for name in names if not os.path.lexists(folder / name))
+    if not path.is_symlink():
+        return path.rename(target)
+    target.symlink_to(os.path.realpath(path))  # a relative link would lead nowhere from there
+    path.unlink()
+    return target

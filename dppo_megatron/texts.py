@@ -1,0 +1,58 @@
+"""What others have said (servers, graders, models, file names, settings) on its way to a terminal or a log.
+
+A terminal obeys escape sequences, and a reader believes a line that begins like one of ours. So all that is printed is
+an `entry`: what is not printable is escaped, there is an end, and only the first line starts at the margin.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import traceback
+from types import TracebackType
+from typing import TextIO
+
+_LONGEST_ENTRY = 10_000
+
+
+def plain(text: str) -> str:
+    """`text` with what a terminal would obey or hide escaped (`\\x1b` for the character); line ends stay."""
+    kept = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
+    return text if text.isprintable() else "".join(kept)
+
+
+def shortened(text: str, longest: int) -> str:
+    """`text`, or its beginning and its end."""
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
+
+
+def one_line(text: object, longest: int = 300) -> str:
+    """`text` on one line of at most so many characters, for use inside a message."""
+    return plain(" ".join(shortened(str(text), 20 * longest).split()))[:longest]
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what an exception says, else its type."""
+    return one_line((str(error).strip() or type(error).__name__).splitlines()[0])
+
+
+def entry(text: str) -> str:
+    """`text` as one entry of a terminal or log."""
+    return shortened(plain(shortened(text, _LONGEST_ENTRY)), _LONGEST_ENTRY).replace("\n", "\n    ")
+
+
+def show(*texts: str, file: TextIO | None = None) -> None:
+    """Print entries, to stdout unless `file` is given, at once: nobody would see what waits in the buffer of a log."""
+    print("\n".join(map(entry, texts)), file=file or sys.stdout, flush=True)
+
+
+def guard_errors() -> None:
+    """Have tracebacks and what libraries log printed as entries too: they quote whatever was at hand."""
+
+    def crashed(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        show(*map(str.rstrip, traceback.format_exception(kind, error, trace)), file=sys.stderr)
+
+    sys.excepthook, threading.excepthook = crashed, lambda failed: crashed(*failed[:3])
+    if last := logging.lastResort:
+        last.format = lambda record: entry(logging.Formatter().format(record))  # type: ignore[method-assign]

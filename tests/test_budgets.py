@@ -1,0 +1,137 @@
+"""What strangers' programs and archives may take: a template, a gzip file, a huge problem, what a grader prints.
+
+Each ends in a sentence within ten seconds of CPU time, children included; the clock of a busy machine is not asked.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from dppo_megatron.config.data import TrainSetConfig, check_data, train_set_configs
+from dppo_megatron.config.schema import Config
+from dppo_megatron.data.rows import read_file
+from dppo_megatron.data.sets import ProblemSet, load_set, stop_token_ids
+from dppo_megatron.data.tiny_model import write_tiny_qwen3
+from dppo_megatron.rewards.functions import NamedFunction
+from dppo_megatron.rewards.pool import GraderPool, GradeTask
+from dppo_megatron.types import UserError
+from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.weights.tokenizer import load_tokenizer
+
+LIMIT_S = 10.0
+
+
+@contextmanager
+def within_limit() -> Iterator[None]:
+    began = os.times()
+    yield
+    assert sum(os.times()[:4]) - sum(began[:4]) < LIMIT_S
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20  # KiB
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model") / "model"
+    write_tiny_qwen3(directory, seed=0)
+    return directory
+
+
+@pytest.fixture
+def tokenizer(model: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(model, read_architecture(model))
+
+
+def _loaded(path: Path, tokenizer: PreTrainedTokenizerBase, **own: object) -> ProblemSet:
+    config = Config()
+    config.data.train_sets = {"s": TrainSetConfig(path=str(path), **own)}  # type: ignore[arg-type]
+    check_data(config)
+    return load_set("s", train_set_configs(config)["s"], tokenizer)
+
+
+ENDLESS = {
+    "loops": "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
+    "a billion of something": "{% for a in range(1000) %}{% for b in range(1000000) %}{% endfor %}{% endfor %}",
+    "growing text": "{% set n = namespace(t='x') %}{% for a in range(99999) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
+    "a tower of powers": "{{ 7 ** (7 ** 9) }}",
+    "itself": "{% macro m(n) %}{{ m(n) }}{{ m(n) }}{% endmacro %}{{ m(1) }}",
+}
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_a_chat_template_that_computes_without_end(
+    source: str, model: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"problem": "1+1?", "answer": "2"}) + "\n")
+    tokenizer.chat_template = f"{ENDLESS[source]}{{{{ messages[0]['content'] }}}}"
+    config = Config()
+    config.model.hf_path = str(model)
+    config.data.train_sets = {"s": TrainSetConfig(path=str(tmp_path / "a.jsonl"), template="chat_boxed")}
+    with within_limit(), pytest.raises(UserError, match="chat template fails on this prompt: ") as ended:
+        _loaded(tmp_path / "a.jsonl", tokenizer, template="chat_boxed")
+    assert len(str(ended.value)) < 600
+    with within_limit():
+        assert stop_token_ids(config, tokenizer) == ()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz"])
+@pytest.mark.parametrize("filling", [b"\n", b" ", b"\0", b"["], ids=ascii)
+def test_a_gzip_file_that_unpacks_to_a_gigabyte(name: str, filling: bytes, tmp_path: Path) -> None:
+    head = {"a.jsonl.gz": b'{"problem": "x", "answer": "1"}\n', "a.json.gz": b"[", "a.csv.gz": b"problem,answer\n"}
+    with gzip.open(tmp_path / name, "wb", compresslevel=1) as file:
+        file.write(head[name])
+        for _ in range(64):
+            file.write(filling * (2**24 // len(filling)))
+    with within_limit(), pytest.raises(UserError, match=r"a\.\w+\.gz"):
+        list(read_file(str(tmp_path / name)))
+
+
+def test_text_that_is_repeated_is_no_bomb(tmp_path: Path) -> None:
+    """The same long instruction in each of 10,000 rows: 30 MB in 0.4."""
+    rows = [{"problem": "You are careful. " * 180 + f"What is {n} + {n * n}?", "answer": str(n)} for n in range(10_000)]
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    assert sum(1 for _ in read_file(str(tmp_path / "a.jsonl.gz"))) == 10_000
+
+
+@pytest.mark.parametrize("piece", ["x", "1 + ", " ", "数"])
+def test_a_problem_of_60_megabytes(piece: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Neither tokenized nor an error of the tokenizer's: left out, or named with its length."""
+    rows = [{"problem": "1+1?", "answer": "2"}, {"problem": piece * (60_000_000 // len(piece.encode())), "answer": "2"}]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
+    with within_limit():
+        assert _loaded(tmp_path / "a.jsonl", tokenizer, overlong="filter").filtered == 1
+    with within_limit(), pytest.raises(UserError, match=r"jsonl:2: the prompt has [\d,]{9,} characters, more than"):
+        _loaded(tmp_path / "a.jsonl", tokenizer, overlong="error")
+
+
+def test_what_graders_print_and_return(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gigabytes printed, and hundreds of megabytes as a reason, an answer or facts."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    for name, completions in (
+        ("prints_without_end", ["x"]),
+        ("huge", ["reason", "facts", "answer", "failure", "pipe", "ok"]),
+    ):
+        function = NamedFunction("", f"hostile_graders:{name}", key="reward.function")
+        with within_limit():
+            pool = GraderPool([function], processes=1, timeout_s=30.0, memory_mb=2048)
+            try:
+                grades = pool.grade([GradeTask(text, "1", {}, text) for text in completions])
+            finally:
+                pool.close()
+        printed = capfd.readouterr()
+        assert len(printed.out) + len(printed.err) < 80e6
+        for grade in grades:
+            assert math.isnan(grade.reward) == bool(grade.failure)
+            assert len(grade.failure) < 1000 and len(grade.why) < 20_000 and len(grade.extracted or "") < 20_000
+        assert grades[-1].reward == 1.0
