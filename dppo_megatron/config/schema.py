@@ -1,8 +1,9 @@
 """Every setting of a training job, once, with its meaning under it.
 
 One tree of plain dataclasses rather than an argument namespace: each part of the code is handed its own section and
-nothing else, so a signature shows what a function depends on. Units are in the names. `load.py` checks types, the
-range at each field checks values, `checks.py` checks how settings fit together.
+nothing else, so a signature shows what a function depends on. Units are in the names. `layers.py` checks types, the
+range at each field checks values, `checks.py` checks how settings fit together. `page` is the page in docs/ that
+explains a section.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dppo_megatron.config.rollout import RolloutConfig
 
 @dataclass
 class ModelConfig:
+    page = "actor.md"
     hf_path: str = ""
     """Directory of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer). The RL run starts from it."""
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
@@ -33,6 +35,7 @@ class ModelConfig:
 class WarmStartConfig:
     """An optional supervised phase before RL, through the same actor. Off while `steps` is 0."""
 
+    page = "objectives.md"
     examples_path: str = ""
     """JSON Lines file of worked solutions: the problem field of `data` and `completion_field`."""
     completion_field: str = "completion"
@@ -49,6 +52,7 @@ class WarmStartConfig:
 
 @dataclass
 class PackingConfig:
+    page = "packing.md"
     max_tokens_per_microbatch: int = ranged(16384, "[1, 100000000]")
     """Hard cap of one packed micro-batch. A longer sequence is an error before the run starts."""
     mode: Literal["balanced", "window", "first_fit_decreasing", "none"] = "balanced"
@@ -111,6 +115,7 @@ class OptimizerConfig:
 
 @dataclass
 class ActorConfig:
+    page = "actor.md"
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """How the model is split over ranks; data parallelism takes the remaining factor of the world size."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -157,6 +162,7 @@ class ActorConfig:
 
 @dataclass
 class CheckpointConfig:
+    page = "checkpoints.md"
     every_steps: int = ranged(0, COUNT)
     """Save a resumable checkpoint every so many steps, beside the one at the end; 0: only at the end."""
     keep: int = ranged(2, COUNT)
@@ -177,6 +183,7 @@ class CheckpointConfig:
 class GuardConfig:
     """What stops a run that has gone wrong, with exit code 3 and a checkpoint."""
 
+    page = "checkpoints.md"
     max_skipped_updates: int = ranged(5, COUNT)
     """An update whose loss or gradient is not finite is skipped; this many in a row stop the run. 0: the first."""
     watchdog_s: float = ranged(300.0, "[0, 1e8]")
@@ -189,7 +196,8 @@ class GuardConfig:
 class Config:
     """A whole training job."""
 
-    run_dir: str = ""
+    page = "configuration.md"
+    run_dir: str = field(default="", metadata={"page": "run_directory.md"})
     """Where the run writes; see docs/run_directory.md. If it already holds this run, the run resumes."""
     seed: int = ranged(0, "[0, 9223372036854775807]", why="it seeds 64-bit generators")
     """Seeds data order, sampling and every selection draw, each through its own counter-based stream."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from dppo_megatron.config.data import ResolvedSet
+from dppo_megatron.config.sets import ResolvedSet
 from dppo_megatron.config.templates import Template
 from dppo_megatron.data.fields import Messages, section_of
 from dppo_megatron.types import UserError

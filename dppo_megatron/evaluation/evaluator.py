@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from dppo_megatron.config.data import eval_set_configs
+from dppo_megatron.config.sets import eval_set_configs
 from dppo_megatron.distributed import gather_all
 from dppo_megatron.evaluation.grading import SetGraders, unparsed, vote_of
 from dppo_megatron.evaluation.samples import EvalSample, problem_ids

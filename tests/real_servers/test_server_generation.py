@@ -19,7 +19,7 @@ from support.listening import beyond_loopback
 from support.served import LONG, Served, prompts_of, requests_for, train_on_this_rank
 
 from dppo_megatron.config.data import EvalSetConfig
-from dppo_megatron.config.evaluation import longest_sequence
+from dppo_megatron.config.sets import longest_sequence
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Sampling
