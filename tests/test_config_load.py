@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from dppo_megatron.config.changes import check_changes, fingerprint
-from dppo_megatron.config.load import config_values, read_config, save_config
+from dppo_megatron.config.load import config_from_values, config_values, read_config, save_config
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 
@@ -347,6 +348,17 @@ class TestReferences:
         resumed = read_config(str(saved), [])
         assert resumed.rollout.sync.dir == "/scratch/s3cret-2/run/sync" and resumed.model.hf_path == "a${b}"
         assert check_changes(resumed, before, "saved") == [] and fingerprint(resumed) == mark
+
+    def test_any_text_survives_a_file(self, tmp_path: Path) -> None:
+        """Whatever it has of what escapes, refers, or is a missing value or a number to OmegaConf or YAML."""
+        rng = random.Random("texts")
+        texts = ["".join(rng.choices("\\\\$${{}?1e.:ax", k=rng.randint(1, 7))) for _ in range(500)]
+        texts += ["???", "\\???", "1e3", "010", "yes", "~", "${oc.env:HOME}", "\\\\${seed}"]
+        config = Config()
+        config.data.eval_paths = {f"set{number}": text for number, text in enumerate(texts)}
+        save_config(config, tmp_path / "saved.yaml")
+        assert read_config(str(tmp_path / "saved.yaml"), []).data.eval_paths == config.data.eval_paths
+        assert config_from_values(config_values(config), "saved") == config
 
     def test_copies_keep_the_reference(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Through pickling between ranks, copying and `asdict`."""

@@ -46,7 +46,5 @@ def describe(setting: Setting, width: int = 100) -> Iterator[str]:
     facts = [setting.kind] if setting.is_section else [setting.kind, f"default {setting.default}", setting.allowed]
     yield f"{setting.key}  ({', '.join(fact for fact in facts if fact)})"
     meaning = setting.meaning + (f" ({setting.why})" if setting.why else "")
-    yield from textwrap.wrap(
-        meaning, width, initial_indent="    ", subsequent_indent="    ", break_long_words=False
-    )
+    yield from textwrap.wrap(meaning, width, initial_indent="    ", subsequent_indent="    ", break_long_words=False)
     yield f"    defined in {setting.file}; see docs/{setting.page}"

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dppo_megatron.config.data import DataConfig
-from dppo_megatron.config.evaluation import EvalConfig
 from dppo_megatron.config.objective import ObjectiveConfig
 from dppo_megatron.config.observe import ObserveConfig
 from dppo_megatron.config.pruning import PruningConfig
@@ -158,6 +157,25 @@ class ActorConfig:
     grad_reduce_in_fp32: false}, checked likewise."""
     fp8_param: bool = False
     """Keep parameters in FP8 too. Refused until a GPU test covers loading, a step and streaming (docs/actor.md)."""
+
+
+@dataclass
+class EvalConfig:
+    """When to evaluate, and how sets are sampled unless a set says otherwise."""
+
+    page = "evaluation.md"
+    every_steps: int = ranged(0, COUNT)
+    """Evaluate every so many steps, beside the one before and the one after training; 0: only those two."""
+    samples: int = ranged(1, "[1, 65536]")
+    """Completions of every problem."""
+    temperature: float = ranged(0.0, "[0, 100]")
+    """0 is greedy."""
+    top_p: float = ranged(1.0, "(0, 1]")
+    """Smallest set of tokens with this probability."""
+    top_k: int = ranged(0, "[0, 10000000]")
+    """The k most likely tokens; 0: all."""
+    max_completion_tokens: int = ranged(0, "[0, 100000000]")
+    """Longest answer; 0: as rollout.sampling.max_completion_tokens."""
 
 
 @dataclass

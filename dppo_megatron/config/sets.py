@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dppo_megatron.config.data import DataConfig, EvalSetConfig, SetConfig, TrainSetConfig
-from dppo_megatron.config.evaluation import EvalConfig
 from dppo_megatron.config.paths import check_file_or_directory
-from dppo_megatron.config.schema import Config
+from dppo_megatron.config.schema import Config, EvalConfig
 from dppo_megatron.config.templates import PLAIN, TEMPLATES, Template
 from dppo_megatron.types import UserError
 

@@ -153,8 +153,8 @@ def eval_sets(job: Job) -> list[EvalSet]:
     config = job.config
     found = []
     for name, settings in eval_set_configs(config).items():
-        values = {key: getattr(settings, key) for key in ("max_completion_tokens", "temperature", "top_p", "top_k")}
-        sampling = Sampling(seed=config.seed, stop_token_ids=job.stop_token_ids, reads_logprobs=False, **values)
+        how = settings.max_completion_tokens, settings.temperature, config.seed, settings.top_p, settings.top_k
+        sampling = Sampling(*how, job.stop_token_ids, reads_logprobs=False)
         prompts = job.eval_prompts[name]
         found.append(EvalSet(name, prompts, problem_ids(prompts), settings.samples, sampling, settings.grader))
     return found
