@@ -319,7 +319,11 @@ class TestReferences:
             ("run_dir=${oc.decode:1}", "no such resolver"),
             ("run_dir=${model}", "'model' is not a single value"),
             ("run_dir=a${", "without a closing brace"),
-            ("steps=${run_dir}", "must be a whole number|comes to"),
+            ("steps=${data.problem_field}", "steps = .*: must be a whole number; the reference comes to 'problem'"),
+            (
+                "rollout.sampling.stop_token_ids=['${data.x}']",
+                r"stop_token_ids\[0\] = .*: there is no setting 'data\.x'",
+            ),
             ("seed=${oc.env:HOME}", "only paths may be read from the environment"),
             ("rollout.servers.args=['${oc.env:HOME}']", "only paths may be read from the environment"),
             ("data.chat_template_kwargs={a: '${oc.env:HOME}'}", r"takes no \$"),

@@ -76,13 +76,15 @@ class Layer:
         ]
         return unknown_key(self.where(key), key, under[:20], section, Config)
 
-    def refuse(self, key: str, wanted: str = "") -> UserError:
+    def refuse(self, key: str, wanted: str = "", more: str = "") -> UserError:
         """The error for the value of `key`, which is not of its type unless `wanted` has another reason."""
+        if key not in self._at:  # a name that OmegaConf spells in another way
+            return UserError(f"{self._source.name}: {key}: {wanted or 'is not of its type'}")
         _, node, hint = self._at[key]
         if is_dataclass(hint):
             what = f"'{key}' is a section of settings, not a value" if key else "expected settings"
             return UserError(f"{self.where(key)}: {what} (got {shown(node)}); write key: value under it")
-        return UserError(f"{self.where(key)}: {key} = {shown(node)}: {wanted or _wanted(hint, node)}")
+        return UserError(f"{self.where(key)}: {key} = {shown(node)}: {wanted or _wanted(hint, node)}{more}")
 
     def _value(self, at: Node, node: Node, hint: Any, path: tuple[str, ...]) -> Any:
         """`node` as OmegaConf is given it."""
@@ -138,11 +140,13 @@ def merged(layers: Sequence[Layer], *, keep_references: bool = False) -> Config:
     config = deepcopy(_defaults())
     for layer in layers:
         _lay_over(config, layer)
-    _check_references(OmegaConf.to_container(config), layers)
     try:
+        _check_references(OmegaConf.to_container(config), layers)
         built = cast(Config, OmegaConf.to_object(config))
-    except OmegaConfBaseException as error:  # of what a reference comes to
-        raise _last(layers, error.full_key or "").refuse(error.full_key or "") from None
+    except OmegaConfBaseException as error:
+        key, value = error.full_key or "", repr(error.value)[:80]
+        came_to = "" if r"\x00" in value else f"; the reference comes to {value}"
+        raise _last(layers, key).refuse(key, more=came_to) from None
     except RecursionError:
         raise UserError("references to settings that refer to others in turn: nested too deeply") from None
     _fill_in(built, "", layers, keep_references)
@@ -173,12 +177,13 @@ def _lay_over(config: DictConfig, layer: Layer) -> None:
 
 def _last(layers: Sequence[Layer], key: str) -> Layer:
     """The layer that gives `key` its value."""
-    return next(layer for layer in reversed(layers) if layer.gives(key))
+    return next((layer for layer in reversed(layers) if layer.gives(key)), layers[-1])
 
 
 def _check_references(values: Any, layers: Sequence[Layer]) -> None:
     """Raise UserError for a reference to no setting, to a section, or in a circle."""
     refers = {key: references(text) for key, text in texts(values) if "${" in text}
+    done: set[str] = set()
     for key, names in refers.items():
         for name in names:
             found = values
@@ -187,7 +192,7 @@ def _check_references(values: Any, layers: Sequence[Layer]) -> None:
             if found is None or isinstance(found, dict | list):
                 wrong = f"there is no setting '{name}'" if found is None else f"'{name}' is not a single value"
                 raise _last(layers, key).refuse(key, wrong)
-        if circle := _circle(key, refers, set(), ()):
+        if circle := _circle(key, refers, done, ()):
             raise _last(layers, key).refuse(key, f"the reference comes back to itself: {' -> '.join(circle)}")
 
 
