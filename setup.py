@@ -1,5 +1,6 @@
-"""All metadata is in pyproject.toml. This file puts configs/ and examples/, which lie beside the package in a checkout,
-into it in a wheel: `dppo_megatron.config.shipped` finds them in either place."""
+"""All metadata is in pyproject.toml. This file puts configs/, examples/ and the page whose tables name other trainers'
+settings, which lie beside the package in a checkout, into it in a wheel: `dppo_megatron.config.shipped` finds them in
+either place."""
 
 import shutil
 from pathlib import Path
@@ -22,6 +23,9 @@ class BuildWithConfigs(build_py):
             target = Path(self.build_lib) / "dppo_megatron" / "shipped" / name
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(here / name, target, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+        docs = Path(self.build_lib) / "dppo_megatron" / "shipped" / "docs"
+        docs.mkdir(parents=True, exist_ok=True)
+        shutil.copy(here / "docs" / "migrating.md", docs)
 
 
 setup(cmdclass={"build_py": BuildWithConfigs})

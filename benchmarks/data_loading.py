@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
-from dppo_megatron.config.data import TrainSetConfig, train_set_configs
+from dppo_megatron.config.data import TrainSetConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.sets import train_set_configs
 from dppo_megatron.data.sets import load_set
 
 _WORDS = [

@@ -24,7 +24,7 @@ from dppo_megatron.actor.layout import start_process_group, stop_process_group
 from dppo_megatron.checkpoint.origin import changes_since, find_origin
 from dppo_megatron.checkpoint.store import CheckpointStore, describe, load_checkpoint
 from dppo_megatron.config.changes import config_values, fingerprint
-from dppo_megatron.config.data import eval_set_configs
+from dppo_megatron.config.sets import eval_set_configs
 from dppo_megatron.data.fingerprint import check_data
 from dppo_megatron.data.report import write_first_prompts
 from dppo_megatron.data.sets import set_sizes

@@ -9,13 +9,13 @@ Values are carried over as they stand; where a name is not enough, a comment say
 
 import sys
 
-from dppo_megatron.config.other_trainers import OTHER_NAMES
+from dppo_megatron.config.hints import other_names
 
 
 def translate(given: str) -> str:
     """One `key=value`, or `--key value` written as `--key=value`, as a setting of ours."""
     name, _, value = given.partition("=")
-    ours = OTHER_NAMES.get(name.removeprefix("--").replace("-", "_"))
+    ours = other_names().get(name.removeprefix("--").replace("-", "_"))
     if ours is None:
         return f"# {given}: not in the table; see docs/migrating.md"
     if ours.startswith("no setting"):

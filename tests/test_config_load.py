@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,7 @@ import pytest
 import yaml
 
 from dppo_megatron.config.changes import check_changes, fingerprint
-from dppo_megatron.config.hints import all_keys
-from dppo_megatron.config.load import config_values, read_config, save_config
-from dppo_megatron.config.other_trainers import OTHER_NAMES
+from dppo_megatron.config.load import config_from_values, config_values, read_config, save_config
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 
@@ -163,19 +162,25 @@ STRICT = {
     "rollout: {servers: {colocate: 1}}": r"rollout\.servers\.colocate = 1: must be true or false",
     "rollout: {servers: {colocate: 'yes'}}": "must be true or false",
     "run_dir: 5": r"run_dir = 5: must be text; write it in quotes: '5'",
-    "run_dir: 2026-11-22": r"must be text; write it in quotes: '2026-11-22'",
-    "run_dir: on": "must be text; write it in quotes: 'on'",
+    "run_dir: true": "must be text; write it in quotes: 'true'",
+    "run_dir: .inf": "run_dir = .inf: must be",
+    "steps: 1_000": "steps = 1_000: must be a whole number in plain decimal digits",
+    "rollout: {servers: {colocate: yes}}": r"rollout\.servers\.colocate = yes: must be true or false",
+    "rollout: {sampling: {temperature: 010}}": r"temperature = 010: must be a number",
     "run_dir: [a]": r"run_dir = \[\.\.\.\]: must be text",
     'run_dir: "a\\0b"': "holds a NUL",
     'run_dir: "\\ud800"': "half of a surrogate pair",
     "run_dir: !!python/name:os.getcwd ''": r"the tag tag:yaml\.org,2002:python/name:os\.getcwd is not read",
-    "run_dir: !mine x": "the tag !mine is not read",
-    "rollout: !!python/object:os.x {top_k: 1}": "is a section of settings, not a value",
-    "data: {eval_paths: !!set {a, b}}": "must be a mapping of names",
-    "data: {eval_paths: {on: x}}": "the key on is not text to YAML; write it in quotes: 'on'",
+    "seed: 1\nrun_dir: !mine x": "line 2: the tag !mine is not read",
+    "rollout: !!python/object:os.x {top_k: 1}": "the tag tag:yaml.org,2002:python/object:os.x is not read",
+    "data: {eval_paths: !!set {a, b}}": "the tag tag:yaml.org,2002:set is not read",
+    "seed: !!int 5": "the tag tag:yaml.org,2002:int is not read",
     "data: {eval_paths: {1: x}}": "the key 1 is not text to YAML",
     "data: {chat_template_kwargs: {a: .inf}}": r"data\.chat_template_kwargs\.a = \.inf: must be a finite number",
-    "data: {chat_template_kwargs: {a: 2026-11-22}}": "is no text, number, true, false or null",
+    **{
+        f"data: {{chat_template_kwargs: {{a: {word}}}}}": f"a = {word}: is no text, number, true, false or null"
+        for word in ("2026-11-22", "yes", "010", "1:30", "0x10", "1_000")
+    },
     "data: {chat_template_kwargs: {a: ${seed}}}": "is not|not valid YAML",
     "data: {chat_template_kwargs: {a: '${seed}'}}": r"takes no \$\{\.\.\.\}",
     "seed: 1\nsteps: 2\nseed: 3": r"config\.yaml:3: the key 'seed' stands here twice, first in line 1",
@@ -197,13 +202,13 @@ def test_yaml_does_nothing_behind_ones_back(tmp_path: Path, text: str) -> None:
 
 
 def test_what_yaml_says_well_is_read(tmp_path: Path) -> None:
-    """Anchors, merges, its booleans, and numbers that YAML 1.1 takes for text."""
+    """Anchors, merges, numbers that are text to YAML 1.1, and texts that are booleans, numbers and dates to it."""
     text = (
-        "actor:\n  optimizer: &opt {learning_rate: 1e-6, weight_decay: 1_0.5}\n  fp8: off\n"
-        + "warm_start: {learning_rate: 5e-1, steps: +3}\n"
-        + "rollout: {servers: {colocate: yes}, sampling: {top_k: 1_000}}\n"
+        "actor:\n  optimizer: &opt {learning_rate: 1e-6, weight_decay: 10.5}\n  fp8: off\n"
+        + "warm_start: {learning_rate: 5e-1, steps: +3, examples_path: 010}\n"
+        + "rollout: {servers: {colocate: True, python: no}, sampling: {top_k: 1000}, sync: {dir: 1:30}}\n"
         + "data:\n  eval_sets: {a: &set {path: p, samples: 2}, b: {<<: *set, path: q}}\n"
-        + "  chat_template_kwargs: {a: [1, x]}\n"
+        + "  chat_template_kwargs: {a: [1, x]}\n  eval_paths: {on: '???', 2026-11-22: '\\???'}\nrun_dir: 2026-11-22\n"
     )
     config = _read(tmp_path, text)
     assert config.actor.optimizer.learning_rate == 1e-6 and config.actor.optimizer.weight_decay == 10.5
@@ -213,6 +218,11 @@ def test_what_yaml_says_well_is_read(tmp_path: Path) -> None:
     assert (config.warm_start.learning_rate, config.warm_start.steps) == (0.5, 3)
     assert (config.data.eval_sets["b"].path, config.data.eval_sets["b"].samples) == ("q", 2)
     assert config.data.chat_template_kwargs == {"a": [1, "x"]}
+    texts = (config.run_dir, config.warm_start.examples_path, config.rollout.servers.python, config.rollout.sync.dir)
+    assert texts == ("2026-11-22", "010", "no", "1:30")
+    assert config.data.eval_paths == {"on": "???", "2026-11-22": "\\???"}  # to OmegaConf, a value that is missing
+    save_config(config, tmp_path / "again.yaml")
+    assert read_config(str(tmp_path / "again.yaml"), []) == config
 
 
 @pytest.mark.parametrize(
@@ -283,14 +293,6 @@ class TestHints:
         with pytest.raises(UserError, match=r"config\.yaml:1: unknown key 'actor_rollout_ref\.rollout\.n'; here it is"):
             _read(tmp_path, "actor_rollout_ref:\n  rollout:\n    n: 8\n")
 
-    def test_the_table_names_what_exists(self) -> None:
-        """Each entry begins with a setting of ours, or says that there is none."""
-        known = set(all_keys(Config))
-        for name, ours in OTHER_NAMES.items():
-            first = ours.replace("=", " ").replace(",", " ").split()[0]
-            assert first in known or ours.startswith("no setting"), (name, ours)
-            assert name not in known, f"{name} is a setting of ours as well"
-
 
 class TestReferences:
     def test_settings_and_types(self, tmp_path: Path) -> None:
@@ -311,13 +313,17 @@ class TestReferences:
         [
             ("run_dir=${nope}", r"there is no setting 'nope'"),
             ("run_dir=${run_dir}", "comes back to itself: .*run_dir -> run_dir"),
-            ("run_dir=${model.hf_path}", "comes back to itself: model.hf_path -> run_dir -> model.hf_path"),
+            ("run_dir=${model.hf_path}", "comes back to itself: run_dir -> model.hf_path -> run_dir"),
             ("run_dir=${oc.env:DPPO_TEST_UNSET}", "the environment variable DPPO_TEST_UNSET is not set"),
             ("run_dir=${oc.env:a b}", r"expected \$\{oc\.env:NAME\}"),
             ("run_dir=${oc.decode:1}", "no such resolver"),
             ("run_dir=${model}", "'model' is not a single value"),
             ("run_dir=a${", "without a closing brace"),
-            ("steps=${run_dir}", "must be a whole number|comes to"),
+            ("steps=${data.problem_field}", "steps = .*: must be a whole number; the reference comes to 'problem'"),
+            (
+                "rollout.sampling.stop_token_ids=['${data.x}']",
+                r"stop_token_ids\[0\] = .*: there is no setting 'data\.x'",
+            ),
             ("seed=${oc.env:HOME}", "only paths may be read from the environment"),
             ("rollout.servers.args=['${oc.env:HOME}']", "only paths may be read from the environment"),
             ("data.chat_template_kwargs={a: '${oc.env:HOME}'}", r"takes no \$"),
@@ -346,6 +352,17 @@ class TestReferences:
         resumed = read_config(str(saved), [])
         assert resumed.rollout.sync.dir == "/scratch/s3cret-2/run/sync" and resumed.model.hf_path == "a${b}"
         assert check_changes(resumed, before, "saved") == [] and fingerprint(resumed) == mark
+
+    def test_any_text_survives_a_file(self, tmp_path: Path) -> None:
+        """Whatever it has of what escapes, refers, or is a missing value or a number to OmegaConf or YAML."""
+        rng = random.Random("texts")
+        texts = ["".join(rng.choices("\\\\$${{}?1e.:ax", k=rng.randint(1, 7))) for _ in range(500)]
+        texts += ["???", "\\???", "1e3", "010", "yes", "~", "${oc.env:HOME}", "\\\\${seed}"]
+        config = Config()
+        config.data.eval_paths = {f"set{number}": text for number, text in enumerate(texts)}
+        save_config(config, tmp_path / "saved.yaml")
+        assert read_config(str(tmp_path / "saved.yaml"), []).data.eval_paths == config.data.eval_paths
+        assert config_from_values(config_values(config), "saved") == config
 
     def test_copies_keep_the_reference(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Through pickling between ranks, copying and `asdict`."""

@@ -55,11 +55,10 @@ PHASES = {
     "serve": {"rollout servers"},
     "compare": {"compare", "comparing"},  # test_compare_runs.py, since it trains
     "quickstart": {"making"},
-    "config": {"looking up where settings are read"},
     "watch": {"reading"},
 }  # fmt: skip
 """Command -> what it shows, each by the beginning of its lines."""
-QUICK = {"completion"}
+QUICK = {"completion", "config"}
 """A script of 80 lines, and what could stand at a Tab."""
 
 
@@ -161,9 +160,6 @@ def test_what_reads_a_run_or_the_source(run_dir: Path, files: Path, tmp_path: Pa
     log = Log()
     assert main(["watch", str(run_dir), "--once"], log.watch) == 0
     assert not log.lacks("watch")
-    log = Log()
-    assert main(["config", "seed"], log.watch) == 0
-    assert not log.lacks("config")
 
 
 def test_convert(files: Path, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from dppo_megatron.config.readers import readings  # noqa: E402
 from dppo_megatron.config.reference import Setting, all_settings  # noqa: E402
 
 _PYTHON = (
@@ -83,13 +82,7 @@ def _setting(one: Setting) -> Iterator[str]:
     facts = ", ".join(fact for fact in (one.kind, f"default `{one.default}`", one.allowed) if fact)
     yield f"**`{one.key}`** ({facts})"
     yield f":   {_plain(one.meaning)}" + (f" ({_plain(one.why)})" if one.why else "")
-    places = ", ".join(f"`{place.file.removeprefix('dppo_megatron/')}`" for place in _files(one))
-    yield f"    Read in {places}."
-
-
-def _files(one: Setting) -> list[Any]:
-    """One reading of each file."""
-    return list({place.file: place for place in readings(one.owner, one.name)}.values())[:4]
+    yield f"    Defined in `{one.file}`."
 
 
 def _plain(text: str) -> str:

@@ -9,11 +9,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dppo_megatron.commands.parser import Commands, add_command, add_settings, check_number, read_config
+from dppo_megatron.commands.parser import (
+    Commands,
+    add_command,
+    add_settings,
+    check_comes_first,
+    check_number,
+    read_config,
+)
 from dppo_megatron.commands.terminal import quiet_libraries
 from dppo_megatron.config import load_config
 from dppo_megatron.config.checks import check_world_size
-from dppo_megatron.config.command_line import check_comes_first
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.launched import (
     check_launched,

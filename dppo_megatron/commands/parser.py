@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 
 from dppo_megatron.config import load_config
-from dppo_megatron.config.command_line import check_comes_first
 from dppo_megatron.config.ranges import Range
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
@@ -43,6 +43,12 @@ def add_config(command: argparse.ArgumentParser, config: str = "YAML file", sett
 def add_settings(command: argparse.ArgumentParser, settings: str = _SETTINGS) -> None:
     """Add any number of key=value."""
     command.add_argument("overrides", metavar="key=value", nargs="*", help=settings)
+
+
+def check_comes_first(path: str) -> None:
+    """Raise UserError if a setting stands where a command expects its config file."""
+    if "=" in path and not os.path.exists(path):
+        raise UserError(f"'{path}' stands where CONFIG should: the file comes first, settings (key=value) after it")
 
 
 def read_config(path: str, overrides: list[str], *, writes_run: bool = True) -> Config:

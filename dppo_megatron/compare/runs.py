@@ -28,9 +28,9 @@ from dppo_megatron.compare.arms import Arm
 from dppo_megatron.compare.record import MethodRun, read_method_run
 from dppo_megatron.compare.tasks import shared_task, task_settings
 from dppo_megatron.config import load_config
-from dppo_megatron.config.data import eval_set_configs, train_set_configs
 from dppo_megatron.config.load import config_values
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.sets import eval_set_configs, train_set_configs
 from dppo_megatron.files import write_text
 from dppo_megatron.launched import environment_of_ours, launched_world_size
 from dppo_megatron.types import Advance, GuardStop, UserError, Watch, unwatched

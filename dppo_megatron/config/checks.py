@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from dppo_megatron.config.data import check_data, longest_prompt_tokens
 from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.observe import check_observe
 from dppo_megatron.config.paths import check_directory, check_writable, shown
@@ -19,6 +18,7 @@ from dppo_megatron.config.reward import check_reward
 from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import Config, OptimizerConfig
 from dppo_megatron.config.selection import check_selection
+from dppo_megatron.config.sets import check_data, longest_prompt_tokens
 from dppo_megatron.types import UserError
 
 Purpose = Literal["train", "plan", "evaluate", "grade"]
@@ -212,9 +212,7 @@ def _check_files(config: Config, *, trains: bool) -> None:
 
 
 def _check_text(config: Config) -> None:
-    """Refuse text that cannot be written to a file, and empty names."""
+    """Refuse empty names."""
     for key, text in texts(config):
-        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-            raise UserError(f"{key} = {text[:80]!r}: holds a NUL or half of a surrogate pair, which is no text")
         if key in _NEVER_EMPTY and not text.strip():
             raise UserError(f"{key} = '{text}': must not be empty")

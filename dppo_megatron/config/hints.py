@@ -1,21 +1,37 @@
 """Suggests what an unknown key was meant to be.
 
 Most unknown keys are typing mistakes or another trainer's names. For the first a close name is suggested; for the
-second a table gives our name. A wrong hint is worse than none, so where neither is clear the message only lists the
-known keys.
+second the tables of docs/migrating.md have ours. A wrong hint is worse than none, so where neither is clear the message
+only lists the known keys.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import cast
 
-from dppo_megatron.config.other_trainers import OTHER_NAMES
+from dppo_megatron.config.shipped import shipped
 from dppo_megatron.types import UserError
 
 _FOREIGN = ("actor_rollout_ref", "algorithm", "trainer", "critic", "reward_model", "custom_reward_function", "ray_init")
 """Sections of verl: a name of ours that looks alike means something else."""
+
+_ROW = re.compile(r"^\| `(\S+)` \| (?:`(.+?)`|none) \| (.*?) ?\|$", re.MULTILINE)
+
+
+@cache
+def other_names() -> dict[str, str]:
+    """A key of verl's (dotted), TRL's or slime's, or an older one of ours -> our setting and what else to know, or
+    `no setting: ` and why."""
+    page = shipped("docs", "migrating.md")
+    rows = _ROW.findall(page.read_text(encoding="utf-8")) if page.is_file() else ()
+    return {
+        theirs: f"no setting: {note}" if not ours else f"{ours} ({note})" if note else ours
+        for theirs, ours, note in rows
+    }
 
 
 def unknown_key(where: str, key: str, under: list[str], section: type, root: type) -> UserError:
@@ -30,7 +46,7 @@ def unknown_key(where: str, key: str, under: list[str], section: type, root: typ
     asked = [f"{key}{more}" for more in under] or [key]
     for name in asked:
         plain = name.lstrip("+~").removeprefix("--").replace("-", "_")
-        if (ours := OTHER_NAMES.get(plain)) is not None:
+        if (ours := other_names().get(plain)) is not None:
             return UserError(f"{where}: unknown key '{name}'; here it is {ours}")
     parent, _, last = key.rpartition(".")
     names = [item.name for item in fields(section)]

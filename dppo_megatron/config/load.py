@@ -12,21 +12,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from dppo_megatron.config.checks import Purpose, check_run_dir, check_values
-from dppo_megatron.config.command_line import read_setting, split_key
-from dppo_megatron.config.reading import MAX_CHARACTERS, Entries, Reader, Values, parse
-from dppo_megatron.config.references import Reference, Resolver, escaped
+from dppo_megatron.config.references import escaped
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.yaml12 import MAX_CHARACTERS, TEXT, Dumper, Source, parse
 from dppo_megatron.files import write_text
 from dppo_megatron.types import UserError
 
+if TYPE_CHECKING:  # OmegaConf takes 0.06 s to import, which --help and a Tab need not wait for
+    from dppo_megatron.config.layers import Layer
+
 _PARENTS = "defaults"
-T = TypeVar("T")
 
 
 def load_config(
@@ -57,19 +58,20 @@ def load_config(
 
 def read_config(path: str, overrides: list[str], layers: Sequence[tuple[str, Mapping[Any, Any]]] = ()) -> Config:
     """As `load_config`, without the checks of ranges and files."""
-    merged: Values = {}
-    between = [_given(dict(values), where) for where, values in layers]
+    from dppo_megatron.config.command_line import read_setting
+    from dppo_megatron.config.layers import merged
+
     own = _layers(Path(path), ()) if path else []
-    for layer in [*own, *between, *(read_setting(item, Config) for item in overrides)]:
-        _merge(merged, layer)
-    _resolve(merged)
-    return _build(Config, merged)
+    between = [layer for where, values in layers for layer in _given(values, where)]
+    return merged([*own, *between, *map(read_setting, overrides)])
 
 
 def config_from_values(values: Mapping[str, Any], where: str) -> Config:
     """A `Config` from plain values that another run saved; types and keys are checked, files and ranges are not.
     References in it stay as they were written."""
-    return _build(Config, _given(dict(values), where, keeps_references=True))
+    from dppo_megatron.config.layers import merged
+
+    return merged(_given(values, where), keep_references=True)
 
 
 def config_values(config: Any) -> dict[str, Any]:
@@ -81,17 +83,23 @@ def config_values(config: Any) -> dict[str, Any]:
 def save_config(config: Config, path: Path) -> None:
     """Write the whole configuration as YAML; `load_config` reads it back to an equal `Config`."""
     # ASCII only: PyYAML writes U+0085 and others as they are, and reads them as line breaks
-    write_text(path, yaml.safe_dump(config_values(config), sort_keys=False, width=120))
+    write_text(path, _dumped(config_values(config)))
 
 
-def _given(values: dict[str, Any], where: str, *, keeps_references: bool = False) -> Values:
+def _dumped(values: Any) -> str:
+    return str(yaml.dump(values, Dumper=Dumper, sort_keys=False, width=120))
+
+
+def _given(values: Mapping[Any, Any], where: str) -> list[Layer]:
     """Settings that are plain values already."""
+    from dppo_megatron.config.layers import Layer
+
+    source = Source(where, has_lines=False)
     try:
-        node = parse(yaml.safe_dump(values, sort_keys=False), where)
+        node = parse(_dumped(dict(values)), source)
     except (yaml.YAMLError, RecursionError):
         raise UserError(f"{where}: holds no settings") from None
-    reader = Reader(Config, where, has_lines=False, keeps_references=keeps_references)
-    return reader.section(Config, node) if node is not None else {}
+    return [Layer(source, node)] if node is not None else []
 
 
 def _plain(value: Any) -> Any:
@@ -104,34 +112,34 @@ def _plain(value: Any) -> Any:
     return escaped(value) if isinstance(value, str) else value
 
 
-def _layers(path: Path, chain: tuple[Path, ...]) -> list[Values]:
+def _layers(path: Path, chain: tuple[Path, ...]) -> list[Layer]:
     """The settings of a file, after those of its parents."""
-    source = str(path)
-    node = _document(path, chain)
+    from dppo_megatron.config.layers import Layer
+
+    source = Source(str(path), has_lines=True)
+    node = _document(path, source, chain)
     if node is None:
-        return [{}]
+        return []
     if not isinstance(node, MappingNode):
-        raise UserError(f"config file '{source}' must hold a mapping of keys to values")
-    own = [(key, value) for key, value in node.value if getattr(key, "value", None) == _PARENTS]
-    reader = Reader(Config, source, has_lines=True)
-    layers: list[Values] = []
+        raise UserError(f"config file '{path}' must hold a mapping of keys to values")
+    own = [(key, value) for key, value in node.value if key.value == _PARENTS]
     if len(own) > 1:
-        raise UserError(f"{reader.where(own[1][0])}: the key '{_PARENTS}' stands here twice; it takes a list")
-    for parent in _parents(own[0][1], reader) if own else []:
-        layers += _layers(path.parent / parent, (*chain, path))
-    rest = [pair for pair in node.value if pair not in own]
-    return [*layers, reader.section(Config, MappingNode(node.tag, rest, node.start_mark, node.end_mark))]
+        raise UserError(f"{source.where(own[1][0])}: the key '{_PARENTS}' stands here twice; it takes a list")
+    parents = [name for _, value in own for name in _parents(value, source)]
+    node.value = [pair for pair in node.value if pair not in own]
+    inherited = [layer for name in parents for layer in _layers(path.parent / name, (*chain, path))]
+    return [*inherited, Layer(source, node)]
 
 
-def _parents(node: Node, reader: Reader) -> list[str]:
+def _parents(node: Node, source: Source) -> list[str]:
     nodes = node.value if isinstance(node, SequenceNode) else [node]
     for item in nodes:
-        if not isinstance(item, ScalarNode) or item.tag != "tag:yaml.org,2002:str" or not item.value:
-            raise UserError(f"{reader.where(node)}: {_PARENTS} names the parent's file, or a list of files")
+        if not isinstance(item, ScalarNode) or item.tag != TEXT or not item.value:
+            raise UserError(f"{source.where(node)}: {_PARENTS} names the parent's file, or a list of files")
     return [item.value for item in nodes]
 
 
-def _document(path: Path, chain: tuple[Path, ...]) -> Node | None:
+def _document(path: Path, source: Source, chain: tuple[Path, ...]) -> Node | None:
     of = f", a parent of '{chain[-1]}'," if chain else ""
     try:
         circle = [str(p) for p in (*chain, path)] if path.resolve() in [p.resolve() for p in chain] else []
@@ -151,75 +159,4 @@ def _document(path: Path, chain: tuple[Path, ...]) -> Node | None:
         raise UserError(
             f"{path}:{line}: not UTF-8 (byte 0x{content[error.start]:02x}); save the file as UTF-8"
         ) from None
-    return parse(text, f"config file '{path}'")
-
-
-def _merge(base: Values, update: Values) -> None:
-    for key, value in update.items():
-        old = base.get(key)
-        if isinstance(value, Entries):
-            if isinstance(old, Entries) and not value.replaces:
-                _merge(old, value)
-            else:
-                base[key] = value
-        elif isinstance(value, dict) and isinstance(old, dict):
-            _merge(old, value)
-        else:
-            base[key] = value
-
-
-def _resolve(values: Values) -> None:
-    """Replace every `Reference` in `values` by what it refers to."""
-    defaults = Config()
-
-    def look_up(key: str) -> Any:
-        """The setting's current value: from the file, else its default."""
-        found: Any = values
-        default: Any = defaults
-        for part in split_key(key) or [key]:
-            found = found.get(part) if isinstance(found, dict) else None
-            default = default.get(part) if isinstance(default, dict) else getattr(default, part, None)
-            if found is None and default is None:
-                raise KeyError(key)
-        if found is None and is_dataclass(default):
-            return {}
-        return default if found is None else found
-
-    def decode(value: Any, hint: Any, key: str, where: str) -> Any:
-        """A reference's value, converted to the type of the setting that holds it."""
-        text = value if isinstance(value, str) else yaml.safe_dump(value).partition("\n")[0]
-        if hint is str:
-            return text
-        node = parse(text, where)
-        reader = Reader(Config, where.partition(": ")[0], has_lines=False)
-        if not isinstance(node, ScalarNode):
-            raise UserError(f"{where}: comes to {text!r}, which is no value of this setting")
-        return reader.value(hint, node, key)
-
-    resolver = Resolver(look_up, decode)
-
-    def walk(inside: Any, prefix: str) -> None:
-        """Resolve the references in this section, at any depth."""
-        for key, value in inside.items() if isinstance(inside, dict) else enumerate(inside):
-            name = f"{prefix}[{key}]" if isinstance(inside, list) else f"{prefix}.{key}" if prefix else str(key)
-            if isinstance(value, Reference):
-                inside[key] = resolver.resolve(name, value)
-            elif isinstance(value, dict | list):
-                walk(value, name)
-
-    walk(values, "")
-
-
-def _build(schema: type[T], values: Values) -> T:
-    """An instance of a settings class; fields that `values` leave out have their defaults."""
-    hints = get_type_hints(schema)
-    return schema(**{key: _built(hints[key], value) for key, value in values.items()})
-
-
-def _built(hint: Any, value: Any) -> Any:
-    if is_dataclass(hint):
-        return _build(cast(type, hint), value)
-    if isinstance(value, Entries):
-        inside = next((get_args(arm)[1] for arm in (hint, *get_args(hint)) if get_origin(arm) is dict), Any)
-        return {name: _built(inside, entry) for name, entry in value.items()}
-    return value
+    return parse(text, source, called=f"config file '{path}'")

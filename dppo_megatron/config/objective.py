@@ -74,6 +74,7 @@ class DivergenceConfig:
 class ObjectiveConfig:
     """Advantage, policy loss and what is added to it."""
 
+    page = "objectives.md"
     loss: Literal["clip", "gspo", "cispo", "divergence_tv"] = "clip"
     """`clip`: PPO's surrogate, in GRPO (arXiv 2402.03300), DAPO (2503.14476) and Dr.GRPO (2503.20783). `gspo`: the same
     with one ratio a sequence (2507.18071). `cispo`: a clipped importance weight on the log-probability (2506.13585).

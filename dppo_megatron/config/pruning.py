@@ -170,6 +170,7 @@ class CompletionPruningConfig:
 class PruningConfig:
     """Both levels. `pruning.prompt.method=none pruning.completion.method=none` is the unpruned run."""
 
+    page = "pruning.md"
     prompt: PromptPruningConfig = field(default_factory=PromptPruningConfig)
     """Prompts, before rollout."""
     completion: CompletionPruningConfig = field(default_factory=CompletionPruningConfig)

@@ -1,4 +1,4 @@
-"""What there is to say about each setting: its type, default, range, meaning, page, and the code that reads it.
+"""What there is to say about each setting: its type, default, range, meaning, page, and the file that defines it.
 
 All of it is taken from the schema as it stands: defaults and ranges from the fields, meanings from the text under
 each field, which Python does not keep and which is therefore read from the source. `dppo-megatron config`, the shell
@@ -21,23 +21,6 @@ import yaml
 
 from dppo_megatron.config.schema import Config
 
-PAGES = {
-    "model": "actor.md",
-    "data": "data.md",
-    "warm_start": "objectives.md",
-    "rollout": "engines.md",
-    "reward": "rewards.md",
-    "objective": "objectives.md",
-    "pruning": "pruning.md",
-    "packing": "packing.md",
-    "actor": "actor.md",
-    "eval": "evaluation.md",
-    "checkpoint": "checkpoints.md",
-    "guard": "checkpoints.md",
-    "observe": "observe.md",
-    "run_dir": "run_directory.md",
-}
-"""The page in docs/ that explains a section; other settings are on `configuration.md`."""
 _FILES = {"csv", "html", "json", "jsonl", "log", "parquet", "pt", "py", "safetensors", "txt", "yaml", "yml"}
 """Ends of file names: `eval.json` is no setting of `eval`."""
 
@@ -60,6 +43,8 @@ class Setting:
     """The text under the field."""
     owner: type
     """The class that has it."""
+    page: str
+    """The page in docs/ that explains it."""
 
     @property
     def name(self) -> str:
@@ -67,9 +52,9 @@ class Setting:
         return self.key.rpartition(".")[2]
 
     @property
-    def page(self) -> str:
-        """The page in docs/ that explains it."""
-        return PAGES.get(self.key.partition(".")[0], "configuration.md")
+    def file(self) -> str:
+        """The file that defines it, from the root of the repository."""
+        return f"{self.owner.__module__.replace('.', '/')}.py"
 
     @property
     def is_section(self) -> bool:
@@ -80,7 +65,7 @@ class Setting:
 @cache
 def all_settings() -> tuple[Setting, ...]:
     """Every setting and section, in the order of the schema."""
-    return tuple(_walk(Config, ""))
+    return tuple(_walk(Config, "", Config.page))
 
 
 def find(key: str) -> list[Setting]:
@@ -108,11 +93,12 @@ def page_for(message: str) -> str:
     return ""
 
 
-def _walk(schema: type, prefix: str) -> Iterator[Setting]:
+def _walk(schema: type, prefix: str, page: str) -> Iterator[Setting]:
     hints, texts = get_type_hints(schema), meanings(schema)
     for item in fields(schema):
         hint, key = hints[item.name], f"{prefix}{item.name}"
         inside = _section(hint)
+        explained = getattr(inside, "page", item.metadata.get("page", page))
         yield Setting(
             key=key,
             kind="section" if is_dataclass(hint) else _kind(hint),
@@ -121,9 +107,10 @@ def _walk(schema: type, prefix: str) -> Iterator[Setting]:
             why=getattr(item.metadata.get("range"), "why", ""),
             meaning=texts.get(item.name, ""),
             owner=schema,
+            page=explained,
         )
         if inside is not None:
-            yield from _walk(inside, f"{key}." if is_dataclass(hint) else f"{key}.<name>.")
+            yield from _walk(inside, f"{key}." if is_dataclass(hint) else f"{key}.<name>.", explained)
 
 
 @cache

@@ -23,6 +23,7 @@ class RewardFunctionConfig:
 
 @dataclass
 class RewardConfig:
+    page = "rewards.md"
     function: str = "math"
     """Grader: a built-in name (math, math_boxed, final_answer) or `module:function`, called as
     function(completion_text, answer) or function(completion_text, answer, row), in processes of its own. Returns a

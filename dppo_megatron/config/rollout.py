@@ -130,6 +130,7 @@ class LimitsConfig:
 
 @dataclass
 class RolloutConfig:
+    page = "engines.md"
     engine: Literal["hf", "vllm", "sglang"] = "hf"
     """What generates: `hf` is embedded in every rank; `vllm` and `sglang` are servers."""
     prompts_per_step: int = ranged(64, "[1, 1000000]")

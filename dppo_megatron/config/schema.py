@@ -1,8 +1,9 @@
 """Every setting of a training job, once, with its meaning under it.
 
 One tree of plain dataclasses rather than an argument namespace: each part of the code is handed its own section and
-nothing else, so a signature shows what a function depends on. Units are in the names. `load.py` checks types, the
-range at each field checks values, `checks.py` checks how settings fit together.
+nothing else, so a signature shows what a function depends on. Units are in the names. `layers.py` checks types, the
+range at each field checks values, `checks.py` checks how settings fit together. `page` is the page in docs/ that
+explains a section.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dppo_megatron.config.data import DataConfig
-from dppo_megatron.config.evaluation import EvalConfig
 from dppo_megatron.config.objective import ObjectiveConfig
 from dppo_megatron.config.observe import ObserveConfig
 from dppo_megatron.config.pruning import PruningConfig
@@ -22,6 +22,7 @@ from dppo_megatron.config.rollout import RolloutConfig
 
 @dataclass
 class ModelConfig:
+    page = "actor.md"
     hf_path: str = ""
     """Directory of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer). The RL run starts from it."""
     ignore_config_keys: list[str] = field(default_factory=list)
@@ -36,6 +37,7 @@ class ModelConfig:
 class WarmStartConfig:
     """An optional supervised phase before RL, through the same actor. Off while `steps` is 0."""
 
+    page = "objectives.md"
     examples_path: str = ""
     """JSON Lines file of worked solutions: the problem field of `data` and `completion_field`."""
     completion_field: str = "completion"
@@ -52,6 +54,7 @@ class WarmStartConfig:
 
 @dataclass
 class PackingConfig:
+    page = "packing.md"
     max_tokens_per_microbatch: int = ranged(16384, "[1, 100000000]")
     """Hard cap of one packed micro-batch. A longer sequence is an error before the run starts."""
     mode: Literal["balanced", "window", "first_fit_decreasing", "none"] = "balanced"
@@ -114,6 +117,7 @@ class OptimizerConfig:
 
 @dataclass
 class ActorConfig:
+    page = "actor.md"
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """How the model is split over ranks; data parallelism takes the remaining factor of the world size."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -159,7 +163,27 @@ class ActorConfig:
 
 
 @dataclass
+class EvalConfig:
+    """When to evaluate, and how sets are sampled unless a set says otherwise."""
+
+    page = "evaluation.md"
+    every_steps: int = ranged(0, COUNT)
+    """Evaluate every so many steps, beside the one before and the one after training; 0: only those two."""
+    samples: int = ranged(1, "[1, 65536]")
+    """Completions of every problem."""
+    temperature: float = ranged(0.0, "[0, 100]")
+    """0 is greedy."""
+    top_p: float = ranged(1.0, "(0, 1]")
+    """Smallest set of tokens with this probability."""
+    top_k: int = ranged(0, "[0, 10000000]")
+    """The k most likely tokens; 0: all."""
+    max_completion_tokens: int = ranged(0, "[0, 100000000]")
+    """Longest answer; 0: as rollout.sampling.max_completion_tokens."""
+
+
+@dataclass
 class CheckpointConfig:
+    page = "checkpoints.md"
     every_steps: int = ranged(0, COUNT)
     """Save a resumable checkpoint every so many steps, beside the one at the end; 0: only at the end."""
     keep: int = ranged(2, COUNT)
@@ -180,6 +204,7 @@ class CheckpointConfig:
 class GuardConfig:
     """What stops a run that has gone wrong, with exit code 3 and a checkpoint."""
 
+    page = "checkpoints.md"
     max_skipped_updates: int = ranged(5, COUNT)
     """An update whose loss or gradient is not finite is skipped; this many in a row stop the run. 0: the first."""
     watchdog_s: float = ranged(300.0, "[0, 1e8]")
@@ -192,7 +217,8 @@ class GuardConfig:
 class Config:
     """A whole training job."""
 
-    run_dir: str = ""
+    page = "configuration.md"
+    run_dir: str = field(default="", metadata={"page": "run_directory.md"})
     """Where the run writes; see docs/run_directory.md. If it already holds this run, the run resumes."""
     seed: int = ranged(0, "[0, 9223372036854775807]", why="it seeds 64-bit generators")
     """Seeds data order, sampling and every selection draw, each through its own counter-based stream."""

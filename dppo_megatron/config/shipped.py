@@ -1,4 +1,4 @@
-"""Where configs/ and examples/ are: beside the package in a checkout, inside it in an installed wheel (setup.py)."""
+"""Where configs/, examples/ and docs/migrating.md are: beside the package in a checkout, inside a wheel (setup.py)."""
 
 from __future__ import annotations
 

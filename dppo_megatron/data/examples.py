@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from dppo_megatron.config.data import ResolvedSet
+from dppo_megatron.config.sets import ResolvedSet
 from dppo_megatron.data.fields import check_text, get_field, kind, problem_of
 from dppo_megatron.data.rows import listed
 from dppo_megatron.data.sets import read_set

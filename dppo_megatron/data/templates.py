@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from dppo_megatron.config.data import ResolvedSet
+from dppo_megatron.config.sets import ResolvedSet
 from dppo_megatron.config.templates import Template
 from dppo_megatron.data.fields import Messages, section_of
 from dppo_megatron.texts import reason

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from dppo_megatron.config.data import eval_set_configs
+from dppo_megatron.config.sets import eval_set_configs
 from dppo_megatron.distributed import gather_all
 from dppo_megatron.evaluation.grading import SetGraders, unparsed, vote_of
 from dppo_megatron.evaluation.samples import EvalSample, problem_ids
@@ -153,8 +153,8 @@ def eval_sets(job: Job) -> list[EvalSet]:
     config = job.config
     found = []
     for name, settings in eval_set_configs(config).items():
-        values = {key: getattr(settings, key) for key in ("max_completion_tokens", "temperature", "top_p", "top_k")}
-        sampling = Sampling(seed=config.seed, stop_token_ids=job.stop_token_ids, reads_logprobs=False, **values)
+        how = settings.max_completion_tokens, settings.temperature, config.seed, settings.top_p, settings.top_k
+        sampling = Sampling(*how, job.stop_token_ids, reads_logprobs=False)
         prompts = job.eval_prompts[name]
         found.append(EvalSet(name, prompts, problem_ids(prompts), settings.samples, sampling, settings.grader))
     return found

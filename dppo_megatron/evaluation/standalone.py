@@ -11,10 +11,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from dppo_megatron.config.data import EvalSetConfig, eval_set_configs
+from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import load_config
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.sets import eval_set_configs
 from dppo_megatron.evaluation.choice import chosen_sets, without
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.evaluation.grading import SetGraders, unparsed, vote_of

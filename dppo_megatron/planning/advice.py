@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dppo_megatron.config.checks import check_values, check_world_size
-from dppo_megatron.config.evaluation import longest_sequence
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.sets import longest_sequence
 from dppo_megatron.planning.lengths import Lengths
 from dppo_megatron.planning.memory import plan_memory
 from dppo_megatron.planning.site import GIB, Site

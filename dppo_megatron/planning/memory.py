@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dppo_megatron.config.evaluation import longest_sequence
 from dppo_megatron.config.schema import ActorConfig, Config
+from dppo_megatron.config.sets import longest_sequence
 from dppo_megatron.planning.activations import (
     Kernels,
     Pass,

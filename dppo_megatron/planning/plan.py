@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.config.checks import check_world_size
-from dppo_megatron.config.data import longest_prompt_tokens
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.sets import longest_prompt_tokens
 from dppo_megatron.planning.advice import Advice, Faster, advise, advise_speed
 from dppo_megatron.planning.lengths import Lengths, capped
 from dppo_megatron.planning.memory import MemoryPlan, Phase, plan_memory

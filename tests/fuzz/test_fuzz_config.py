@@ -1,8 +1,8 @@
 """Configurations that are damaged at random, in a file and on the command line: a sentence, or read as YAML reads them.
 
-The oracles are PyYAML's `safe_load` of the same text (`_agrees`), which knows nothing of our schema, OmegaConf's merge
-of files over files and a command line over all, and the round trip through a file. `support/cases.py` says how one case
-is repeated and how more are tried.
+The oracles are YAML 1.2's core schema as its specification has it (`_read`), which knows nothing of our settings, plain
+dictionaries laid over one another (`_over`), and the round trip through a file. `support/cases.py` says how one case is
+repeated and how more are tried.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import json
 import os
 import random
 import re
+from copy import deepcopy
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 from support.cases import Choose
 from support.job import REPOSITORY
 
@@ -112,7 +112,7 @@ def test_files(tmp_path: Path, cases: Choose) -> None:
         except Exception as error:
             pytest.fail(f"{case}: {type(error).__name__}: {error}\n{content!r}")
         accepted += 1
-        _agrees(case, yaml.safe_load(content.decode("utf-8")) or {}, config)
+        _agrees(case, _read(content.decode("utf-8")) or {}, config)
         _survives(case, config, tmp_path)
     assert chosen.are_few or accepted >= len(chosen) // 20
 
@@ -142,7 +142,7 @@ def test_command_line(tmp_path: Path, cases: Choose) -> None:
 
 
 def test_layers(tmp_path: Path, cases: Choose) -> None:
-    """Parents, a file and the command line, over one another: OmegaConf's merge of the same layers arrives."""
+    """Parents, a file and the command line, over one another: the last word on each setting arrives."""
     defaults = config_values(Config())
     referred = {"seed": 0, "run_dir": "", "actor": {"optimizer": {"adam_beta1": 0.9}}}
     for number in cases("layers", 120):
@@ -159,12 +159,16 @@ def test_layers(tmp_path: Path, cases: Choose) -> None:
         line = [(key, value) for key, value in _flat(_some_settings(rng)) if not isinstance(value, dict)]
         items = [f"{key}={_on_the_line(value)}" for key, value in line]
         config = read_config(str(tmp_path / names[-1]), items)
-        merged = OmegaConf.create(referred)
+        merged: Any = deepcopy(referred)
         for layer in _order(tmp_path, names[-1]):
-            merged = OmegaConf.merge(merged, layer)
+            merged = _over(merged, layer)
         for key, value in line:
-            OmegaConf.update(merged, key, value, merge=False)
-        _arrived(case, OmegaConf.to_container(merged, resolve=True), config_values(config), defaults)
+            *sections, name = key.split(".")
+            at = merged
+            for section in sections:
+                at = at.setdefault(section, {})
+            at[name] = value
+        _arrived(case, _referred(merged, merged), config_values(config), defaults)
 
 
 def _arrived(case: str, expected: Any, found: Any, default: Any) -> None:
@@ -182,10 +186,28 @@ def _arrived(case: str, expected: Any, found: Any, default: Any) -> None:
 
 def _order(directory: Path, name: str) -> list[Any]:
     """A file's layers, its parents' first: as the docs say it, in three lines."""
-    layer: Any = OmegaConf.load(directory / name)
+    layer: Any = yaml.safe_load((directory / name).read_text(encoding="utf-8"))
     parents = layer.pop("defaults", [])
     parents = [parents] if isinstance(parents, str) else parents
     return [*(one for parent in parents for one in _order(directory, parent)), layer]
+
+
+def _over(base: Any, layer: Any) -> Any:
+    """`layer` laid over `base`, mapping by mapping; neither is changed."""
+    if not isinstance(layer, dict) or not isinstance(base, dict | None):
+        return layer
+    under = base or {}
+    return under | {key: _over(under.get(key), value) for key, value in layer.items()}
+
+
+def _referred(value: Any, values: dict[str, Any]) -> Any:
+    """`value` with what its references refer to; `_some_settings` has three."""
+    if isinstance(value, dict):
+        return {key: _referred(inside, values) for key, inside in value.items()}
+    known = {"${seed}": values["seed"], "${actor.optimizer.adam_beta1}": values["actor"]["optimizer"]["adam_beta1"]}
+    if isinstance(value, str) and value == "${run_dir}/y":
+        return f"{values['run_dir']}/y"
+    return known.get(value, value) if isinstance(value, str) else value
 
 
 @cache
@@ -338,7 +360,7 @@ def _agrees_with_line(case: str, key: str, text: str, config: Config) -> None:
     if isinstance(found, str) and not quoted:
         assert found == text, case
     else:
-        _same(case, yaml.safe_load(text), found)
+        _same(case, _read(text), found)
 
 
 def _agrees(case: str, plain: Any, config: Any) -> None:
@@ -347,7 +369,56 @@ def _agrees(case: str, plain: Any, config: Any) -> None:
         _same(f"{case}: {key}", value, config[key] if isinstance(config, dict) else getattr(config, key))
 
 
+class Word(NamedTuple):
+    """A plain scalar: how it is spelled, and what YAML 1.2's core schema takes it for."""
+
+    text: str
+    value: Any
+
+
+_CORE = (  # YAML 1.2.2, section 10.3.2
+    (r"null|Null|NULL|~|", lambda text: None),
+    (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
+    (r"[-+]?[0-9]+", lambda text: int(text) if len(text) < 4000 else float("inf")),
+    (r"0o[0-7]+", lambda text: int(text[2:], 8)),
+    (r"0x[0-9a-fA-F]+", lambda text: int(text, 16)),
+    (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", float),
+    (r"[-+]?(\.inf|\.Inf|\.INF)|\.nan|\.NaN|\.NAN", lambda text: float(text.replace(".", ""))),
+)
+
+
+def _read(text: str) -> Any:
+    """Plain values of a document, scalars without quotes as `Word`s. Tags and equal keys are never accepted."""
+    node = yaml.compose(text, Loader=yaml.BaseLoader)
+    return None if node is None else _plain(node)
+
+
+def _plain(node: yaml.Node) -> Any:
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item) for item in node.value]
+    if isinstance(node, yaml.MappingNode):
+        own = [(key.value, _plain(value)) for key, value in node.value if key.value != "<<"]
+        assert len(dict(own)) == len(own), own
+        for key, value in node.value:
+            others = [_plain(value)] if isinstance(value, yaml.MappingNode) else _plain(value)
+            for other in others if key.value == "<<" else ():
+                own = [*other.items(), *own]
+        return dict(own)
+    assert isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:str", node
+    if node.style is not None:
+        return node.value
+    found = (convert(node.value) for pattern, convert in _CORE if re.fullmatch(pattern, node.value))
+    return Word(node.value, next(found, node.value))
+
+
 def _same(case: str, plain: Any, value: Any) -> None:
+    if isinstance(plain, Word) and isinstance(value, str):
+        # a text is what is spelled: of what YAML 1.2 takes for a number, only 010, 0x10, 0o17 and 41 digits are read so
+        spelled = isinstance(plain.value, str) or re.fullmatch(r"0[xo].*|[-+]?0[0-9]+|[-+]?[0-9]{41,}", plain.text)
+        assert spelled, (case, plain, value)
+        plain = plain.text
+    elif isinstance(plain, Word):
+        plain = plain.value
     if isinstance(plain, str) and "${" in plain:
         return
     if is_dataclass(value) and plain is None:
@@ -361,10 +432,7 @@ def _same(case: str, plain: Any, value: Any) -> None:
         for left, right in zip(plain, value, strict=True):
             _same(case, left, right)
     elif isinstance(value, float):
-        # YAML 1.1 takes 1e-6 for text: the only text that is read as a number
-        assert not isinstance(plain, bool), (case, plain, value)
+        assert isinstance(plain, int | float) and not isinstance(plain, bool), (case, plain, value)
         assert float(plain) == value, (case, plain, value)
-    elif value == "off" and plain is False:
-        return  # a choice that is called off
     else:
         assert type(plain) is type(value) and plain == value, (case, plain, value)

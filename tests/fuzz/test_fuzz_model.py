@@ -30,8 +30,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dppo_megatron.config.data import TrainSetConfig, train_set_configs
+from dppo_megatron.config.data import TrainSetConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.sets import train_set_configs
 from dppo_megatron.data.templates import check_template, generation_config_stops, render
 from dppo_megatron.data.tiny_model import make_tokenizer
 from dppo_megatron.rollout.hf_names import by_checkpoint_name

@@ -20,7 +20,7 @@ from support.served import LONG, Served, prompts_of, requests_for, train_on_this
 from support.settings import rollout_config
 
 from dppo_megatron.config.data import EvalSetConfig
-from dppo_megatron.config.evaluation import longest_sequence
+from dppo_megatron.config.sets import longest_sequence
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Sampling

@@ -16,9 +16,9 @@ from typing import Literal
 
 import torch
 
-from dppo_megatron.config.evaluation import longest_sequence
 from dppo_megatron.config.rollout import RolloutConfig, check_endpoint
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.sets import longest_sequence
 from dppo_megatron.rollout.servers.directory import Addresses, Directory, Entry
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HealthFile

@@ -3,8 +3,7 @@
 A list by hand would be wrong within a week. Settings are handed on as sections (`config: ObjectiveConfig`), so a small
 inference over annotations is enough: parameters, fields and return types name classes, and `config.rollout.sampling`
 is followed through them. What it cannot follow (a loop over entries, `getattr`) counts by name where only one class of
-settings has a field of that name. A miss costs a line of help, nothing else; a test sees to it that every setting has
-a reader, which also finds settings that nothing reads.
+settings has a field of that name. tests/test_help.py asks for a reader of every setting: nothing reads one without.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
-from pathlib import Path
 
 from dppo_megatron.config.reference import all_settings
 from dppo_megatron.config.schema import Config
+from support.job import REPOSITORY
 
-_PACKAGE = Path(__file__).parent.parent
-_ITSELF = ("config/reference.py", "config/readers.py", "config/hints.py", "commands/config.py")
+_PACKAGE = REPOSITORY / "dppo_megatron"
+_ITSELF = ("config/reference.py", "config/hints.py", "commands/config.py")
 
 Classes = frozenset[str]
 """Names of the classes that something may be an instance of; `[]A` is a list of A, or a mapping of names to A."""

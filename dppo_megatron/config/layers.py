@@ -1,0 +1,255 @@
+"""Settings of files and of the command line, laid over one another by OmegaConf into a `Config`.
+
+OmegaConf knows the schema: names, choices, what may be null, merging and references. It also converts ('5' to 5, 5 to
+'5', 'on' to true) and forgets lines, so each layer is read here first: a value must have the type of its setting, and
+every key is remembered with its place. An error of OmegaConf's names a key, and the message is made of that place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError, OmegaConfBaseException
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from dppo_megatron.config.hints import unknown_key
+from dppo_megatron.config.ranges import texts
+from dppo_megatron.config.references import for_omegaconf, from_environment, references
+from dppo_megatron.config.schema import Config
+from dppo_megatron.config.yaml12 import DOUBTFUL, Source, entries, scalar, shown
+from dppo_megatron.types import UserError
+
+_WANTED = {
+    bool: "must be true or false",
+    int: "must be a whole number",
+    float: "must be a number",
+    str: "must be text",
+    list: "must be a list",
+    dict: "must be a mapping of names to values, such as {name: value}",
+}
+
+
+class Layer:
+    """The settings of one source."""
+
+    def __init__(self, source: Source, node: Node, above: Sequence[str] = (), *, replaces: bool = False) -> None:
+        """Args:
+        above: the names of the section or setting that `node` is; empty: of the whole configuration.
+        replaces: a mapping of names in it replaces the one that there is.
+        """
+        self._source = source
+        self._at: dict[str, tuple[Node, Node, Any]] = {}
+        """The node of each key, that of its value, and its type."""
+        self.emptied: list[tuple[str, ...]] = []
+        """Mappings of which nothing from layers below remains."""
+        hint: Any = Config
+        for name in above:
+            hint = inside(hint, name)
+        values = self._value(node, node, hint, tuple(above))
+        if replaces and isinstance(node, MappingNode) and get_origin(hint) is dict:
+            self.emptied.append(tuple(above))
+        for name in reversed(above):
+            values = {name: values}
+        self.values: dict[str, Any] = values
+
+    def where(self, key: str) -> str:
+        """The place of a key, for messages."""
+        return self._source.where(self._at[key][0]) if key in self._at else self._source.name
+
+    def gives(self, key: str) -> bool:
+        """Whether it has this key."""
+        return key in self._at
+
+    def unknown(self, key: str, section: type) -> UserError:
+        """The error for `key`, which `section` does not have."""
+        under = [
+            name.removeprefix(key)
+            for name, (_, node, _) in self._at.items()
+            if name.startswith(f"{key}.") and not isinstance(node, MappingNode)
+        ]
+        return unknown_key(self.where(key), key, under[:20], section, Config)
+
+    def refuse(self, key: str, wanted: str = "", more: str = "") -> UserError:
+        """The error for the value of `key`, which is not of its type unless `wanted` has another reason."""
+        if key not in self._at:  # a name that OmegaConf spells in another way
+            return UserError(f"{self._source.name}: {key}: {wanted or 'is not of its type'}")
+        _, node, hint = self._at[key]
+        if is_dataclass(hint):
+            what = f"'{key}' is a section of settings, not a value" if key else "expected settings"
+            return UserError(f"{self.where(key)}: {what} (got {shown(node)}); write key: value under it")
+        return UserError(f"{self.where(key)}: {key} = {shown(node)}: {wanted or _wanted(hint, node)}{more}")
+
+    def _value(self, at: Node, node: Node, hint: Any, path: tuple[str, ...]) -> Any:
+        """`node` as OmegaConf is given it."""
+        key = ".".join(path).replace(".[", "[")
+        hint = _without_none(hint)
+        self._at[key] = at, node, hint
+        value: Any
+        if isinstance(node, MappingNode):
+            named = entries(node, self._source)
+            value = {name: self._value(*pair, inside(hint, name), (*path, name)) for name, pair in named.items()}
+            if not value and get_origin(hint) is dict:
+                self.emptied.append(path)
+        elif isinstance(node, SequenceNode):
+            element = get_args(hint)[0] if get_origin(hint) is list else Any if hint is Any else None
+            value = [self._value(item, item, element, (*path, f"[{n}]")) for n, item in enumerate(node.value)]
+        else:
+            assert isinstance(node, ScalarNode)
+            value = self._scalar(node, hint, key)
+        form = dict if is_dataclass(hint) else get_origin(hint) or hint
+        if form in _WANTED and value is not None and type(value) is not form and not _refers(value, form):
+            raise self.refuse(key)
+        return value
+
+    def _scalar(self, node: ScalarNode, hint: Any, key: str) -> Any:
+        value = scalar(node)
+        if hint is Any and node.tag == DOUBTFUL:
+            raise self.refuse(key, "is no text, number, true, false or null; write it in quotes")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self.refuse(key, "must be a finite number")
+        if value is None and is_dataclass(hint) and not node.value and self._source.has_lines:
+            return {}  # every line under the section's name is a comment
+        if hint is float and type(value) is int:
+            return float(value)
+        if isinstance(value, str):
+            if hint is Any and references(value):
+                raise self.refuse(key, "takes no ${...}; write \\${ for the plain text")
+            try:
+                return for_omegaconf(value, key)
+            except ValueError as error:
+                raise self.refuse(key, str(error)) from None
+        return value
+
+
+def merged(layers: Sequence[Layer], *, keep_references: bool = False) -> Config:
+    """The configuration that `layers` make, each over those before it.
+
+    Args:
+        keep_references: leave references to the environment as they stand, for settings that are only compared.
+
+    Raises:
+        UserError: a setting that is unknown, or of a wrong type, or refers to what is not there.
+    """
+    config = deepcopy(_defaults())
+    for layer in layers:
+        _lay_over(config, layer)
+    try:
+        _check_references(OmegaConf.to_container(config), layers)
+        built = cast(Config, OmegaConf.to_object(config))
+    except OmegaConfBaseException as error:
+        key, value = error.full_key or "", repr(error.value)[:80]
+        came_to = "" if r"\x00" in value else f"; the reference comes to {value}"
+        raise _last(layers, key).refuse(key, more=came_to) from None
+    except RecursionError:
+        raise UserError("references to settings that refer to others in turn: nested too deeply") from None
+    _fill_in(built, "", layers, keep_references)
+    return built
+
+
+@cache
+def _defaults() -> DictConfig:
+    """What every configuration begins from. A copy takes 16 ms, making it from the classes 50."""
+    return cast(DictConfig, OmegaConf.structured(Config))
+
+
+def _lay_over(config: DictConfig, layer: Layer) -> None:
+    for *above, name in layer.emptied:
+        section: Any = config
+        for part in above:
+            section = None if section is None else section.get(part)
+        if section is not None:
+            section[name] = {}
+    try:
+        config.merge_with(layer.values)
+    except (ConfigKeyError, ConfigAttributeError) as error:
+        raise layer.unknown(error.full_key or "", error.object_type or Config) from None
+    except OmegaConfBaseException as error:
+        syntax = "expected ${a.setting}; write \\${ for the plain text" if isinstance(error, GrammarParseError) else ""
+        raise layer.refuse(error.full_key or "", syntax) from None
+
+
+def _last(layers: Sequence[Layer], key: str) -> Layer:
+    """The layer that gives `key` its value."""
+    return next((layer for layer in reversed(layers) if layer.gives(key)), layers[-1])
+
+
+def _check_references(values: Any, layers: Sequence[Layer]) -> None:
+    """Raise UserError for a reference to no setting, to a section, or in a circle."""
+    refers = {key: references(text) for key, text in texts(values) if "${" in text}
+    done: set[str] = set()
+    for key, names in refers.items():
+        for name in names:
+            found = values
+            for part in name.split("."):
+                found = found.get(part) if isinstance(found, dict) else None
+            if found is None or isinstance(found, dict | list):
+                wrong = f"there is no setting '{name}'" if found is None else f"'{name}' is not a single value"
+                raise _last(layers, key).refuse(key, wrong)
+        if circle := _circle(key, refers, done, ()):
+            raise _last(layers, key).refuse(key, f"the reference comes back to itself: {' -> '.join(circle)}")
+
+
+def _circle(key: str, refers: dict[str, list[str]], done: set[str], chain: tuple[str, ...]) -> tuple[str, ...]:
+    """The way from `key` back to a setting on the way; empty if there is none."""
+    if key in chain:
+        return (*chain, key)
+    for name in () if key in done else refers.get(key, ()):
+        if circle := _circle(name, refers, done, (*chain, key)):
+            return circle
+    done.add(key)
+    return ()
+
+
+def _fill_in(section: Any, prefix: str, layers: Sequence[Layer], keep_references: bool) -> None:
+    """Put what the environment holds into the texts of a section, a mapping or a list."""
+    named: Any = vars(section) if is_dataclass(section) else section
+    for name, value in enumerate(named) if isinstance(named, list) else list(named.items()):
+        key = f"{prefix}[{name}]" if isinstance(named, list) else f"{prefix}.{name}" if prefix else str(name)
+        if isinstance(value, str):  # of a class of OmegaConf's own where it was ???
+            try:
+                named[name] = from_environment(str(value), key, keep=keep_references)
+            except ValueError as error:
+                raise _last(layers, key).refuse(key, str(error)) from None
+        elif isinstance(value, dict | list) or is_dataclass(value):
+            _fill_in(value, key, layers, keep_references)
+
+
+def inside(hint: Any, name: str) -> Any:
+    """The type of `name` in a section or mapping of type `hint`; None if there is no such thing."""
+    hint = _without_none(hint)
+    if is_dataclass(hint):
+        return _hints(cast(type, hint)).get(name)
+    return get_args(hint)[1] if get_origin(hint) is dict else Any if hint is Any else None
+
+
+_hints = cache(get_type_hints)
+
+
+def _without_none(hint: Any) -> Any:
+    arms = [arm for arm in get_args(hint) if arm is not NoneType]
+    return arms[0] if get_origin(hint) in (Union, UnionType) else hint
+
+
+def _refers(value: Any, form: type) -> bool:
+    return isinstance(value, str) and form not in (dict, list) and ("${" in value or "\0" in value)
+
+
+def _wanted(hint: Any, node: Node) -> str:
+    """What a value of type `hint` must be, which `node` is not."""
+    hint = _without_none(hint)
+    form = get_origin(hint) or hint
+    wanted = f"must be one of {', '.join(map(str, get_args(hint)))}" if form is Literal else _WANTED[form]
+    if not isinstance(node, ScalarNode):
+        return wanted
+    if node.tag == "null":
+        return f"{wanted}; there is nothing to take null for"
+    if form is int and node.tag == DOUBTFUL:
+        return f"{wanted} in plain decimal digits"
+    return {list: f"{wanted}: [{shown(node)}]", str: f"{wanted}; write it in quotes: '{node.value}'"}.get(form, wanted)

@@ -1,0 +1,256 @@
+"""Problem sets with all that they inherit, and what may be wrong with their settings."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dppo_megatron.config.data import DataConfig, EvalSetConfig, SetConfig, TrainSetConfig
+from dppo_megatron.config.paths import check_file_or_directory
+from dppo_megatron.config.schema import Config, EvalConfig
+from dppo_megatron.config.templates import PLAIN, TEMPLATES, Template
+from dppo_megatron.types import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedSet:
+    """One problem set with all inherited settings resolved."""
+
+    key: str
+    """The settings that name it, for messages and permissions: `data.train_path`, `data.eval_sets.aime24`."""
+    path: str
+    """As in `SetConfig`; so are the fields below without a description of their own."""
+    split: str
+    """Empty: the only one."""
+    subset: str
+    """Empty: the default one."""
+    limit: int
+    """Rows; 0: all."""
+    problem_field: str
+    """Dots reach into nested rows."""
+    answer_field: str
+    """Dots reach into nested rows."""
+    source_field: str
+    """Empty: none is read."""
+    level_field: str
+    """Empty: `level`, or `difficulty`."""
+    template: Template
+    """The four settings of a template, with presets resolved."""
+    max_prompt_tokens: int
+    """Longest prompt."""
+    max_prompt_tokens_key: str
+    """The setting it came from."""
+    overlong: str
+    """`error` or `filter`."""
+
+    @property
+    def path_key(self) -> str:
+        """The setting that holds the path."""
+        return f"{self.key}.path" if "_sets." in self.key else self.key
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedTrainSet(ResolvedSet):
+    """A set to train on."""
+
+    weight: float
+    """Relative share of a step, above 0; read where `data.mixing` is weighted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedEvalSet(ResolvedSet):
+    """A set to evaluate on, with how it is sampled."""
+
+    samples: int
+    """Completions of every problem."""
+    temperature: float
+    """0 is greedy."""
+    top_p: float
+    """Smallest set of tokens with this probability."""
+    top_k: int
+    """The k most likely tokens; 0: all."""
+    max_completion_tokens: int
+    """Above 0: `rollout.sampling.max_completion_tokens` where nobody says another."""
+    grader: str
+    """Empty: as in training."""
+
+
+R = TypeVar("R", bound=ResolvedSet)
+
+
+def train_set_configs(config: Config) -> dict[str, ResolvedTrainSet]:
+    """The training sets by name, in the order of the config; `data.train_path` becomes the set `train`."""
+    data = config.data
+    named = {name: (f"data.train_sets.{name}", entry) for name, entry in data.train_sets.items()}
+    if data.train_path:
+        named = {"train": ("data.train_path", TrainSetConfig(path=data.train_path))} | named
+    return {name: _resolved(ResolvedTrainSet, key, entry, data) for name, (key, entry) in named.items()}
+
+
+def eval_set_configs(config: Config) -> dict[str, ResolvedEvalSet]:
+    """The evaluation sets by name; sampling settings that a set leaves out come from `eval`."""
+    data, defaults = config.data, config.eval
+    named = {name: (f"data.eval_paths.{name}", EvalSetConfig(path=path)) for name, path in data.eval_paths.items()}
+    named |= {name: (f"data.eval_sets.{name}", entry) for name, entry in data.eval_sets.items()}
+    sets = {}
+    for name, (key, entry) in named.items():
+        longest = defaults.max_completion_tokens if entry.max_completion_tokens is None else entry.max_completion_tokens
+        longest = longest or config.rollout.sampling.max_completion_tokens
+        more = {"max_completion_tokens": longest, "grader": entry.grader or ""}
+        sets[name] = _resolved(ResolvedEvalSet, key, entry, data, defaults, **more)
+    return sets
+
+
+def train_set_weights(config: Config) -> dict[str, float] | None:
+    """Weight of each training set; None where they are shuffled together."""
+    if config.data.mixing == "concatenate":
+        return None
+    return {name: one.weight for name, one in train_set_configs(config).items()}
+
+
+def example_set_config(config: Config) -> ResolvedSet:
+    """The warm start's worked solutions, as a set that inherits all settings."""
+    entry = SetConfig(path=config.warm_start.examples_path)
+    return _resolved(ResolvedSet, "warm_start.examples_path", entry, config.data)
+
+
+def longest_prompt_tokens(config: Config, *, training: bool = False) -> int:
+    """The largest `max_prompt_tokens` of all sets, or of those that are trained on; of `data` where there are none."""
+    sets: list[ResolvedSet] = list(train_set_configs(config).values())
+    sets += [] if training else eval_set_configs(config).values()
+    return max((one.max_prompt_tokens for one in sets), default=config.data.max_prompt_tokens)
+
+
+def longest_sequence(config: Config) -> tuple[int, str]:
+    """Longest prompt plus completion, in tokens, over training and all evaluation sets, and the set it belongs to."""
+    found: list[tuple[int, str]] = []
+    for name, settings in eval_set_configs(config).items():
+        tokens = settings.max_prompt_tokens + settings.max_completion_tokens
+        found.append((tokens, f"max_prompt_tokens + max_completion_tokens of evaluation set '{name}'"))
+    if not found or config.data.train_path or config.data.train_sets:  # not in a standalone evaluation
+        own = longest_prompt_tokens(config, training=True) + config.rollout.sampling.max_completion_tokens
+        found.insert(0, (own, "data.max_prompt_tokens + rollout.sampling.max_completion_tokens"))
+    return max(found, key=lambda item: item[0])
+
+
+def check_data(config: Config, *, trains: bool = True) -> None:
+    """Raise `UserError` for set settings that are out of range, contradictory or missing.
+
+    Args:
+        trains: False for an evaluation alone, which reads no training set.
+    """
+    data = config.data
+    _check_layer("data", data)
+    if data.train_path and data.train_sets and trains:
+        raise UserError(
+            f"data.train_path and data.train_sets ({', '.join(data.train_sets)}) are both set: train_path is short for"
+            " a single training set. To train on all of them, name it too (data.train_sets.NAME.path); else drop one"
+            " (data.train_path='' or data.train_sets={})"
+        )
+    for name in data.eval_paths.keys() & data.eval_sets.keys():
+        raise UserError(f"data.eval_paths.{name} and data.eval_sets.{name} are both the set '{name}'; drop one")
+    for section, entries in (("train_sets", data.train_sets), ("eval_sets", data.eval_sets)):
+        for name, entry in entries.items():
+            _check_layer(f"data.{section}.{name}", entry)
+    for name, entry in data.train_sets.items():
+        _check_weight(f"data.train_sets.{name}.weight", entry.weight, data.mixing)
+    sets: list[ResolvedSet] = [*eval_set_configs(config).values()]
+    if trains:
+        sets = [*train_set_configs(config).values(), *sets]
+    if trains and config.warm_start.steps:
+        sets.append(example_set_config(config))
+    for one in sets:
+        _check_resolved(one)
+
+
+def _resolved(
+    kind: type[R], key: str, entry: SetConfig, data: DataConfig, defaults: EvalConfig | None = None, **more: Any
+) -> R:
+    """A set whose fields are `more`, else the set's own settings, else those of `data`, else `defaults`."""
+    whose = "data" if entry.max_prompt_tokens is None else key
+    more |= {"key": key, "template": _template(entry, data), "max_prompt_tokens_key": f"{whose}.max_prompt_tokens"}
+    for name in [item.name for item in fields(kind) if item.name not in more]:
+        values = (getattr(layer, name, None) for layer in (entry, data, defaults))
+        more[name] = next(value for value in values if value is not None)
+    return kind(**more)
+
+
+def _template(entry: SetConfig, data: DataConfig) -> Template:
+    """Each of the four settings from the first of: the set, its template, `data`, data's template."""
+    chosen: dict[str, Any] = {}
+    for item in fields(Template):
+        layers = (entry, TEMPLATES.get(entry.template or ""), data, TEMPLATES.get(data.template), PLAIN)
+        values = (getattr(layer, item.name) for layer in layers if layer is not None)
+        chosen[item.name] = next(value for value in values if value is not None)
+    return Template(**chosen)
+
+
+_RESERVED = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "max_length",
+    "messages",
+    "padding",
+    "processor_kwargs",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+}
+"""Arguments of `apply_chat_template` that this code sets itself."""
+
+
+def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
+    if layer.template and layer.template not in TEMPLATES:
+        near = difflib.get_close_matches(layer.template, TEMPLATES, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(TEMPLATES)}"
+        raise UserError(f"{key}.template = '{layer.template}': no such template; {hint}")
+    if layer.prompt_template is not None and "{problem}" not in layer.prompt_template:
+        raise UserError(f"{key}.prompt_template = {layer.prompt_template!r}: must contain {{problem}}")
+    if layer.overlong not in (None, "error", "filter"):
+        raise UserError(f"{key}.overlong = '{layer.overlong}': must be error or filter")
+    for name in ("problem_field", "answer_field"):
+        if getattr(layer, name) == "":
+            raise UserError(f"{key}.{name} is empty: it must name a field of the rows")
+    for name in (layer.chat_template_kwargs or {}).keys() & _RESERVED:
+        raise UserError(f"{key}.chat_template_kwargs.{name} is not for the chat template: the trainer sets it itself")
+
+
+def _check_weight(key: str, weight: float, mixing: str) -> None:
+    if mixing != "weighted" and weight != 1.0:
+        raise UserError(f"{key} = {weight} has no effect while data.mixing = {mixing}; set data.mixing=weighted")
+
+
+def _check_resolved(one: ResolvedSet) -> None:
+    if not one.path:
+        raise UserError(f"{one.path_key} is not set: a file, a directory or hub:owner/name")
+    template = one.template
+    if not template.apply_chat_template:
+        for name, value in (("system_prompt", template.system_prompt), ("kwargs", template.chat_template_kwargs)):
+            if value:
+                setting = "chat_template_kwargs" if name == "kwargs" else name
+                raise UserError(
+                    f"{one.key}: {setting} = {value!r} needs the chat template; set apply_chat_template=true, or"
+                    f" {setting} back to {'{}' if name == 'kwargs' else 'nothing'}"
+                )
+    _check_path(one)
+
+
+def _check_path(one: ResolvedSet) -> None:
+    if one.path.startswith("hub:"):
+        return
+    check_file_or_directory(one.path_key, one.path)
+    is_file = Path(one.path).is_file()
+    for name, value in (("split", one.split), ("subset", one.subset)):
+        if is_file and value:
+            raise UserError(
+                f"{one.key}.{name} = '{value}' has no effect on a file; it belongs to directories and the hub"
+            )
