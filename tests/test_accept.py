@@ -205,6 +205,20 @@ def test_the_page_has_every_figure_and_loads_nothing(tmp_path: Path) -> None:
     assert "the device is on fire" in page
 
 
+def test_logs_of_a_step_with_two_runs_are_both_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`servers` starts one for its syncs and one for its training, each of which writes server_0.log."""
+    from dppo_megatron.accept import jobs
+
+    for name in ("write_task", "write_tiny_qwen3"):
+        monkeypatch.setattr(jobs, name, lambda *_, **__: None)
+    (step,) = (one for one in STEPS if one.name == "servers")
+    for part in ("syncs", "training"):
+        with jobs._task(child.Sheet(step, tmp_path, cuda=False, model="", server_python=""), part) as files:
+            (files / "run" / "servers").mkdir(parents=True)
+            (files / "run" / "servers" / "server_0.log").write_text(part)
+    assert [(tmp_path / part / "server_0.log").read_text() for part in ("syncs", "training")] == ["syncs", "training"]
+
+
 def _far_from_references() -> dict[str, float]:
     import torch
 

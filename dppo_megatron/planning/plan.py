@@ -55,7 +55,7 @@ class Plan:
                     f"{phase.name} needs {phase.total / GIB:.1f} GiB of a GPU's {site.gpu_memory / GIB:.1f}"
                     f" (most of it {most(phase)})"
                 )
-        if engine.kind != "hf" and engine.gpus and engine.sequences < 1:
+        if engine.gpus and engine.sequences < 1:
             found.append(
                 f"the servers have {engine.cache / GIB:.1f} GiB for keys and values, less than the"
                 f" {engine.cache_per_token * engine.longest / GIB:.1f} of one sequence of {engine.longest} tokens"
@@ -144,8 +144,7 @@ def make_plan(
         lengths = Lengths(prompt_tokens, completion_tokens, drawn)
     memory = plan_memory(config, architecture, site, lengths.sequence)
     timing = plan_timing(config, architecture, site, memory.engine, lengths, speeds)
-    fits = memory.largest.total <= site.gpu_memory and memory.engine.sequences >= 1
-    # of a job that does not fit there is nothing to make faster, and a cache of a few sequences takes long to play
+    fits = memory.largest.total <= site.gpu_memory  # else there is nothing to make faster
     faster = advise_speed(config, architecture, site, lengths, speeds, timing) if timing and fits else []
     predictions = predict(config, timing, lengths, methods, trace, watch) if methods and timing else []
     return Plan(

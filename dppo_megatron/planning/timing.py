@@ -103,12 +103,13 @@ def plan_timing(
     speeds: Speeds,
     cost: RolloutCost | None = None,
 ) -> Timing | None:
-    """Seconds of every phase; None where the number of generating GPUs is not known.
+    """Seconds of every phase; None where the number of generating GPUs is not known, or their cache holds less than one
+    sequence: playing how they wait for each other takes 16 s, for a job that does not run.
 
     Args:
         cost: of a round of generation; None: it is computed.
     """
-    if not engine.gpus:
+    if not engine.gpus or engine.sequences < 1:
         return None
     rollout, degrees = config.rollout, Degrees.of(config.actor.layout, site.gpus)
     sequences = rollout.prompts_per_step * rollout.completions_per_prompt
