@@ -316,7 +316,7 @@ def test_a_dispatcher_needs_its_package(tmp_path: Path) -> None:
         return check_settings(actor, architecture, torch.bfloat16, 1, "local", runs_here=runs_here)
 
     assert check("qwen3", True) == check("qwen3_moe", False) != []
-    with pytest.raises(UserError, match=r"dispatcher_type = flex: DeepEP is not installed \(the package deep_ep\); use"):
+    with pytest.raises(UserError, match=r"= flex: DeepEP is not installed \(the package deep_ep\); use"):
         check("qwen3_moe", True)
 
 

@@ -18,9 +18,8 @@ from dppo_megatron.config.objective import needs_old_logprobs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.cost import RolloutCost, cost_model
 from dppo_megatron.planning.engine import EnginePlan
-from dppo_megatron.planning.lengths import Lengths
 from dppo_megatron.planning.memory import microbatches
-from dppo_megatron.planning.roofline import LINK_BYTES_S, replica_of, rollout_cost
+from dppo_megatron.planning.roofline import LINK_BYTES_S, Lengths, replica_of, rollout_cost
 from dppo_megatron.planning.shares import Degrees, whole_model
 from dppo_megatron.planning.site import Site
 from dppo_megatron.weights.architecture import Architecture
