@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from support.launch import run_ranks
+from support.processes import running
 
 from dppo_megatron.accept import child, runner
 from dppo_megatron.accept.bars import STEPS
@@ -79,14 +80,6 @@ def _run(record: Record, directory: Path, **settings: object) -> list[str]:
     directory.mkdir(exist_ok=True)
     runner.run_steps(record, directory, watch=watch, saved=lambda: None, **options)
     return begun
-
-
-def _lives(pid: int) -> bool:
-    """Not as a zombie: where nobody reaps, the killed stay as names."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def test_the_table_fits_half_an_hour_and_every_bar_has_a_source() -> None:
@@ -160,7 +153,7 @@ def test_a_crash_and_a_hang_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyP
     verdict, note = _row(record, "ipc-expandable", "round trips")
     assert verdict == "fail" and "no end within 1 s" in note
     hanging = int((out / "steps" / "ipc-expandable" / "log").read_text())
-    assert not _lives(hanging)
+    assert not running(hanging)
     assert _row(record, "parity", "float32 local: mean")[0] == "pass"
     verdict, note = _row(record, "parity", "float32 local: first")
     assert verdict == "fail" and "exit code 7" in note and "the device is on fire" in note

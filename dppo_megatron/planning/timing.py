@@ -113,11 +113,9 @@ def plan_timing(
     rollout, degrees = config.rollout, Degrees.of(config.actor.layout, site.gpus)
     sequences = rollout.prompts_per_step * rollout.completions_per_prompt
     generated = sequences * lengths.completion
-    if cost is not None:
-        pass
-    elif speeds.decode is not None:
+    if cost is None and speeds.decode is not None:
         cost = RolloutCost.proportional(1000 / (speeds.decode.value * engine.gpus))
-    else:
+    elif cost is None:
         replica = replica_of(architecture, site, engine)
         cost = rollout_cost(replica, engine.replicas, lengths, rollout.prompts_per_step)
     forward_s, update_s = _training_s(config, architecture, site, degrees, lengths, speeds)
@@ -164,11 +162,7 @@ def _recomputed(config: Config, architecture: Architecture, lengths: Lengths) ->
     cost, tokens = cost_model(architecture), lengths.sequence
     width = experts.ffn_size * experts.per_token if experts else architecture.ffn_size
     parts = {
-        "core_attn": cost.quadratic * lengths.sequence**2,
-        ("moe" if experts else "mlp"): 18.0
-        * architecture.num_layers
-        * architecture.hidden_size
-        * width
-        * lengths.sequence,
+        "core_attn": cost.quadratic * tokens**2,
+        "moe" if experts else "mlp": 18.0 * architecture.num_layers * architecture.hidden_size * width * tokens,
     }
     return sum(parts.get(name, 0.0) for name in actor.recompute_modules) / float(cost.of(np.array([tokens]))[0])
