@@ -209,7 +209,7 @@ def our_side(samples: Sequence[Any], max_tokens_per_microbatch: int) -> Callable
         plan = plan_microbatches(
             samples, layout=packing_layout(config, 1), max_tokens_per_microbatch=max_tokens_per_microbatch
         )
-        metrics = actor.update(samples, plan, objective)
+        metrics = actor.update(samples, plan, objective).figures()
         took = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu_started}
         useful = plan.num_tokens / sum(pack.num_tokens for rank in plan.microbatches for pack in rank)
         return metrics | took | {"useful_share": useful}

@@ -142,7 +142,7 @@ def replay(
             pi, cost = selection.planned, lengths.sum(axis=1)
             realised, kept = float((moment / pi).sum() / moment.sum()), float((pi * cost).sum() / cost.sum())
             found.append((selection.metrics["planned_effect"], realised, 1.0 / kept, 1.0 / (realised * kept)))
-            measured = selection.metrics.get("realised_effect", 1.0)
+            measured = selection.effect.realised if selection.effect else 1.0
         kept_rows = selection.kept
         policy.observe(
             prompts[kept_rows],

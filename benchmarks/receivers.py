@@ -31,7 +31,8 @@ import torch
 
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.protocol import DeviceMemory, InFlight, Offer, TensorNote
-from dppo_megatron.rollout.transfer.groups import CHUNK_BYTES, BroadcastGroup, Chain, Meeting
+from dppo_megatron.rollout.servers.vllm import own_chain
+from dppo_megatron.rollout.transfer.groups import CHUNK_BYTES, BroadcastGroup, Meeting
 
 _IN_ENGINE = Path(__file__).resolve().parents[1] / "dppo_megatron" / "rollout" / "servers" / "in_engine"
 _FORK = multiprocessing.get_context("forkserver")
@@ -101,11 +102,12 @@ class PipeServer:
     def join_group(self, meeting: Meeting, first_rank: int, *, timeout_s: float) -> None:
         """As our receiver in vLLM joins."""
         seconds = meeting.joining.total_seconds(), meeting.timeout.total_seconds()
-        self._call("join", timeout_s, meeting.host, meeting.store.port, first_rank, meeting.world_size, *seconds)
+        place = meeting.host, meeting.store.port, first_rank, meeting.world_size
+        self._call("join", timeout_s, *place, *seconds, meeting.secret)
 
     def own_group(self, meeting: Meeting) -> BroadcastGroup:
         """The trainer's end of it."""
-        return Chain(meeting)
+        return own_chain(meeting)
 
     def begin_update(self, *, timeout_s: float) -> None:
         """Forgets what an earlier update has left."""
@@ -166,14 +168,16 @@ class _Receiver:
         self._asked, self._version = 0, "none"
         self._digest, self._whole = hashlib.sha256(), ""
 
-    def join(self, host: str, port: int, rank: int, world_size: int, joining_s: float, timeout_s: float) -> None:
+    def join(
+        self, host: str, port: int, rank: int, world_size: int, joining_s: float, timeout_s: float, secret: str
+    ) -> None:
         import torch.distributed as dist
         from dppo_wire import Chain as Link  # type: ignore[import-not-found]
 
         self._chain = None
         joining, timeout = timedelta(seconds=joining_s), timedelta(seconds=timeout_s)
         store = dist.TCPStore(host, port, world_size, False, joining, wait_for_workers=False)  # type: ignore[attr-defined]
-        self._chain = Link(store, rank, world_size, joining, timeout, CHUNK_BYTES)
+        self._chain = Link(store, rank, world_size, joining, timeout, CHUNK_BYTES, secret)
 
     def begin(self) -> None:
         self._digest = hashlib.sha256()

@@ -186,7 +186,7 @@ def measure(layout_name: str, args: argparse.Namespace) -> dict[str, Any]:
     objective = clipped_surrogate(CLIP, CLIP, 0.0)
     sides: dict[str, Callable[[], dict[str, float]]] = {
         "bare": bare.step,
-        "project": lambda: actor.update(samples, plan, objective),
+        "project": lambda: actor.update(samples, plan, objective).figures(),
     }
     first = {name: step() for name, step in sides.items()}
     difference = {

@@ -25,6 +25,7 @@ from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import Packable, plan_microbatches
 from dppo_megatron.pruning.interface import PromptFeatures, StepCost
 from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
+from dppo_megatron.rollout.engine import RolloutStats
 from dppo_megatron.selection import Chosen, Decision, Selector
 from dppo_megatron.step import Step, UpdatePlan, sizes_of
 from dppo_megatron.trace import trace_row
@@ -71,13 +72,13 @@ class Coordinator:
         """More prompts, for methods that ask until enough groups have variance; None: enough."""
         return self._selector.refill(Outcomes.join(self._outcomes).rewards, number)
 
-    def decide(self, step: Step, statistics: Mapping[str, float]) -> tuple[list[UpdatePlan], IntArray, Verdicts]:
+    def decide(self, step: Step, stats: RolloutStats) -> tuple[list[UpdatePlan], IntArray, Verdicts]:
         """What to train on, in which micro-batches; which rank holds each group; what becomes of each completion.
 
         Writes the step's metrics, ledger and trace row.
 
         Args:
-            statistics: the engine's, of this step's rollout.
+            stats: the engine's, of this step's rollout.
         """
         size, config = self._group_size, self._job.config
         outcomes = Outcomes.join([*self._outcomes, Outcomes.of({}, size, 0)])
@@ -85,13 +86,13 @@ class Coordinator:
         rollouts = outcomes.rollouts(step.selected)
         decision = self._selector.finish(rollouts, step.number)
         count = rollouts.lengths.size
-        cut = statistics.get("rollout/cut_completions", 0.0)
         record = step.record
-        record.metrics |= {**decision.metrics, **statistics}
+        record.counts = decision.counts
+        record.metrics |= decision.metrics | stats.metrics()
         record.metrics |= grading_metrics(outcomes.grades, list(config.reward.functions))
         record.metrics["rollout/completion_tokens_mean"] = float(rollouts.lengths.mean()) if count else math.nan
         record.metrics["rollout/truncated"] = float(outcomes.truncated.sum())
-        on_servers = *straggler_row(config.rollout, cut, count), *aborted_row(config.rollout)
+        on_servers = *straggler_row(config.rollout, stats.cut_completions or 0, count), *aborted_row(config.rollout)
         record.ledger = (*decision.ledger, *on_servers, *overlong_row(self._job))
         record.trace = trace_row(step.number, decision, rollouts)
         with record.timers.phase("pack"):
@@ -113,16 +114,15 @@ class Coordinator:
 
     def learn(self, step: Step) -> list[str]:
         """Report a finished step's cost to the policies; returns log lines. A skipped update has no gradient norm."""
-        measured = step.record.metrics
-        rollout_s, update_s = measured["time/rollout_s"] + measured["time/reward_s"], measured["time/update_s"]
-        probe_s = measured.get("time/probe_s", 0.0)  # no part of a step as others are
-        other_s = max(0.0, measured["time/step_s"] - rollout_s - update_s - probe_s)
-        grad_norm = math.nan if measured["train/skipped_updates"] else measured["train/grad_norm"]
-        said = self._selector.feedback(StepCost(step.number, rollout_s, update_s, other_s, grad_norm))
-        tokens = measured["tokens/generated"], measured["tokens/trained"]
-        self._advisor.time(rollout_s, update_s, other_s, *tokens)
-        measured |= self._advisor.metrics()
-        return [*said, *(self._advisor.lines() if probe_s else ())]
+        took, counts = step.record.timing, step.record.counts
+        assert counts is not None, f"step {step.number} has not been decided"
+        skipped = any(one.is_skipped for one in step.measured)
+        grad_norm = math.nan if skipped else float(np.mean([one.grad_norm for one in step.measured]))
+        said = self._selector.feedback(StepCost(step.number, took.rollout_s, took.update_s, took.other_s, grad_norm))
+        tokens = float(counts.tokens_generated), float(counts.tokens_trained)
+        self._advisor.time(took.rollout_s, took.update_s, took.other_s, *tokens)
+        step.record.metrics |= self._advisor.metrics()
+        return [*said, *(self._advisor.lines() if took.probe_s else ())]
 
     def probe(self, grad_norm: float, half_norm: float) -> None:
         """Gradient norms of an update and of half of its prompts, for the advice on the batch size."""

@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -138,7 +139,7 @@ class Loop:
                 chosen, position = order.take(position, warm.examples_per_step)
                 num_tokens = float(sum(examples[i].num_completion_tokens for i in chosen))
                 batch = [replace(examples[i], denominator=num_tokens) for i in chosen]
-                if self.actor.update(batch, self.pack(batch), supervised())["skipped_updates"]:
+                if self.actor.update(batch, self.pack(batch), supervised()).is_skipped:
                     raise FloatingPointError("warm start: loss or gradient is not finite; lower its learning rate")
                 advance(done)
 
@@ -153,7 +154,9 @@ class Loop:
         """Give the engine the actor's weights. Raises GuardStop if they do not arrive."""
         if self._offload != "none":
             self.actor.offload()  # before servers wake
-        if self._engine.load_weights(self._weights) or self._canary.is_overdue:
+        bucket_bytes = self.job.config.rollout.sync.bucket_mb << 20
+        weights = partial(self.actor.weights, self._engine.receivers, bucket_bytes)
+        if self._engine.load_weights(weights, self._release_weights) or self._canary.is_overdue:
             self._canary.ask(self._engine, self.job.train_prompts[0])
             if self._offload != "all":  # else in `to_training`, when there is room for the weights again
                 self._receipts |= self._canary.judge(self._score)
@@ -279,21 +282,18 @@ class Loop:
                 watch=watch,
             )
         metrics = step.record.metrics
-        metrics.setdefault("mismatch/logprob_abs_diff_mean", measured.pop("logprob_abs_diff", 0.0))
+        metrics.setdefault("mismatch/logprob_abs_diff_mean", measured.logprob_abs_diff)
         if watch is not None:
             self._measure_mismatch(step, [(update, watch)])
-        if measured["skipped_updates"]:
+        if measured.is_skipped:
             self.skipped_in_a_row += 1
             self.skipped_samples = _name_the_broken(update.samples.values())
         else:
             self.skipped_in_a_row = 0
         if half_norm is not None:
-            self._coordinator.probe(measured["grad_norm"], half_norm)
+            self._coordinator.probe(measured.grad_norm, half_norm)
         step.measured.append(measured)
-        for name in measured:
-            metrics[f"train/{name}"] = float(np.mean([one[name] for one in step.measured if name in one]))
-        metrics["train/skipped_updates"] = sum(one["skipped_updates"] for one in step.measured)
-        metrics["train/learning_rate"] = measured["learning_rate"]
+        metrics |= step.update_metrics()
         metrics |= {f"pack/{name}": value for name, value in update.plan.pack.metrics.items()}
         step.reach("updated")
 
@@ -306,7 +306,8 @@ class Loop:
     def finish(self, step: Step) -> list[str]:
         """Close the step and report its cost to the pruning policies; returns log lines if a rate changed."""
         record = step.record
-        record.metrics |= self._receipts | self._engine.statistics() | record.timers.drain()
+        record.timing = record.timers.timing()
+        record.metrics |= self._receipts | self._engine.statistics().metrics() | record.timers.drain()
         self._receipts = {}
         said = from_rank_zero(lambda: self._coordinator.learn(step))
         step.reached = "finished"  # also from `updated`, when a failed sync ends the run
@@ -347,10 +348,8 @@ class Loop:
     def _new(self, number: int) -> Step:
         return Step(number, record=StepRecord(timers=Timers(self._spans)))
 
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """A pass over the actor's weights for the engine. They leave the device with its end: servers have copies."""
-        bucket_bytes = self.job.config.rollout.sync.bucket_mb << 20
-        yield from self.actor.weights(self._engine.receivers, bucket_bytes)
+    def _release_weights(self) -> None:
+        """The engine has copies of the actor's weights."""
         if self._offload == "all":
             self.actor.offload(weights=True)
 

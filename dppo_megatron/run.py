@@ -204,7 +204,7 @@ class Run:
         if self._files:
             self._files.begin_step()
             self.summary.add(record.metrics)
-            self._files.write("trace.jsonl", record.trace | {"seconds": trace_seconds(record.metrics)})
+            self._files.write("trace.jsonl", record.trace | {"seconds": trace_seconds(record.timing)})
             self.say(self._new_warnings(record.ledger))
             self.progress.step(step.number, record.metrics)
         self._write_metrics(step.number, record.line(), scores, step.samples)

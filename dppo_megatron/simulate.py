@@ -218,10 +218,8 @@ def limits(predictions: list[Prediction], costs: CostModel) -> list[str]:
 
 
 def _prompt_effect(decision: Decision) -> tuple[float, float, float] | None:
-    realised, error, uniform = (
-        decision.metrics.get(f"prune/prompt_{name}") for name in ("realised_effect", "realised_error", "uniform_effect")
-    )
-    return None if realised is None or error is None or uniform is None else (realised, error, uniform)
+    effect = decision.effect
+    return None if effect is None else (effect.realised, effect.error, effect.uniform)
 
 
 def table(predictions: list[Prediction], costs: CostModel) -> str:

@@ -17,11 +17,20 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from dppo_megatron.observe.metrics import Timers
+from dppo_megatron.observe.metrics import StepTiming, Timers
 from dppo_megatron.observe.samples import RecordedGroup
 from dppo_megatron.packing.planner import SampleSize
 from dppo_megatron.pruning import LedgerRow
-from dppo_megatron.types import FloatArray, Group, IntArray, PackPlan, SelectedPrompt, TrainSample
+from dppo_megatron.types import (
+    FloatArray,
+    Group,
+    IntArray,
+    PackPlan,
+    SelectedPrompt,
+    StepCounts,
+    TrainSample,
+    UpdateResult,
+)
 
 Reached: TypeAlias = Literal[
     "new", "selected", "generating", "rolled_out", "pruned", "exchanged", "updating", "updated", "synced", "finished"
@@ -43,6 +52,10 @@ class StepRecord:
     trace: dict[str, Any] = field(default_factory=dict)
     """The outcomes of its rollouts, on rank 0."""
     timers: Timers = field(default_factory=Timers)
+    timing: StepTiming = field(default_factory=lambda: Timers().timing())
+    """Of the finished step; until then of an empty one."""
+    counts: StepCounts | None = None
+    """On rank 0, once it is pruned."""
 
     def line(self) -> dict[str, Any]:
         """The step's line of metrics.jsonl."""
@@ -90,8 +103,8 @@ class Step:
     samples: list[RecordedGroup] = field(default_factory=list)
     """Those of this rank's groups that are recorded for people to read."""
     record: StepRecord = field(default_factory=StepRecord)
-    measured: list[dict[str, float]] = field(default_factory=list)
-    """The figures of each update so far."""
+    measured: list[UpdateResult] = field(default_factory=list)
+    """What each update so far came to."""
     reached: Reached = "new"
 
     def reach(self, state: Reached) -> None:
@@ -100,6 +113,14 @@ class Step:
         skips = (self.reached, state) == ("selected", "rolled_out")  # no prompt was selected
         assert onward or skips or BACK.get(self.reached) == state, f"step {self.number}: {self.reached} -> {state}"
         self.reached = state
+
+    def update_metrics(self) -> dict[str, float]:
+        """`train/*`: means over the updates so far, how many were skipped, and the last learning rate."""
+        values = [{"loss": one.loss, "grad_norm": one.grad_norm, **one.means} for one in self.measured]
+        means = {name: float(np.mean([one[name] for one in values if name in one])) for name in values[-1]}
+        means["skipped_updates"] = float(sum(one.is_skipped for one in self.measured))
+        means["learning_rate"] = self.measured[-1].learning_rate
+        return {f"train/{name}": value for name, value in means.items()}
 
     @property
     def is_updated(self) -> bool:

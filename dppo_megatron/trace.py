@@ -16,6 +16,7 @@ from dppo_megatron.config.paths import check_file, json_reason
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import too_few_prompts
+from dppo_megatron.observe.metrics import StepTiming
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.selection import Decision, Rollouts
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError, Watch, counted, unwatched
@@ -82,11 +83,9 @@ def trace_row(step: int, decision: Decision, rollouts: Rollouts) -> dict[str, An
     }
 
 
-def trace_seconds(metrics: dict[str, Any]) -> dict[str, float]:
-    """A step's seconds, grouped by what they scale with."""
-    rollout = metrics["time/rollout_s"] + metrics["time/reward_s"]
-    update = metrics["time/update_s"]
-    return {"rollout": rollout, "update": update, "other": max(0.0, metrics["time/step_s"] - rollout - update)}
+def trace_seconds(timing: StepTiming) -> dict[str, float]:
+    """A step's seconds, as its line has them."""
+    return {"rollout": timing.rollout_s, "update": timing.update_s, "other": timing.other_s}
 
 
 def read_trace(path: str, watch: Watch = unwatched) -> Trace:

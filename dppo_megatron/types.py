@@ -206,6 +206,55 @@ class PackPlan:
         return self.num_tokens / capacity if capacity else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What an optimizer update came to, the same on every rank."""
+
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+    is_skipped: bool
+    """Loss or gradient was not finite: nothing has changed, the schedule included."""
+    logprob_abs_diff: float
+    """Mean over completion tokens of |log-probability before the step - behaviour log-probability|."""
+    means: Mapping[str, float]
+    """Means over completion tokens of `entropy` and the objective's own diagnostics."""
+
+    def figures(self) -> dict[str, float]:
+        """All of it by name; a skipped update is 1 `skipped_updates`."""
+        own = {"loss": self.loss, "grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
+        return own | {
+            "skipped_updates": float(self.is_skipped),
+            "logprob_abs_diff": self.logprob_abs_diff,
+            **self.means,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """How much a step selected, generated and trained on."""
+
+    prompts_considered: int
+    prompts_generated: int
+    completions_generated: int
+    completions_trained: int
+    tokens_generated: int
+    """Completion tokens."""
+    tokens_trained: int
+
+    def metrics(self) -> dict[str, float]:
+        """Under their names in metrics.jsonl."""
+        return {
+            "prune/prompts_considered": float(self.prompts_considered),
+            "prune/prompts_generated": float(self.prompts_generated),
+            "prune/completions_generated": float(self.completions_generated),
+            "prune/completions_trained": float(self.completions_trained),
+            "tokens/generated": float(self.tokens_generated),
+            "tokens/trained": float(self.tokens_trained),
+        }
+
+
 class Advance(Protocol):
     """Tells a display how far a task is."""
 

@@ -59,7 +59,7 @@ def _train(model_path: Path, parallel: Parallel, plan_kind: str) -> dict[str, ob
     samples = random_samples(24, VOCAB)
     plan = _plan(samples, parallel, plan_kind)
     objective = clipped_surrogate(0.2, 0.28, 3.0)
-    metrics = [actor.update(samples, plan, objective) for _ in range(STEPS)]
+    metrics = [actor.update(samples, plan, objective).figures() for _ in range(STEPS)]
     return {"metrics": metrics, "weights": {name: tensor.numpy() for name, tensor in actor.weights()}}
 
 

@@ -67,7 +67,7 @@ def _load_and_update(model: Path, directory: Path, parallel: Parallel) -> dict[s
     with actor.reference_weights():
         reference = {name: tensor.numpy().copy() for name, tensor in actor.weights()}
     samples = random_samples(6, 37)
-    measured = actor.update(samples, plan_for(samples, parallel), supervised())
+    measured = actor.update(samples, plan_for(samples, parallel), supervised()).figures()
     weights = {name: tensor.numpy().copy() for name, tensor in actor.weights()}
     return {"loop": loop_state, "drawn": drawn, "reference": reference, "measured": measured, "weights": weights}
 
@@ -80,7 +80,7 @@ def _three_updates(
     reference = {name: tensor.numpy().copy() for name, tensor in actor.weights()}
     samples = random_samples(6, 37)
     for _ in range(3):
-        measured = actor.update(samples, plan_for(samples, parallel), supervised())
+        measured = actor.update(samples, plan_for(samples, parallel), supervised()).figures()
     return measured, {name: tensor.numpy().copy() for name, tensor in actor.weights()}, reference
 
 

@@ -24,7 +24,8 @@ from dppo_megatron.data.tiny_model import write_tiny_qwen3
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.rollout.servers.http import Http, Refused
+from dppo_megatron.rollout.servers.answers import NamedWeights
+from dppo_megatron.rollout.servers.http import Done, Http, Refused
 from dppo_megatron.rollout.servers.launch import LaunchedServer
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import DiskChannel
@@ -159,7 +160,7 @@ def every_call_reaches_every_replica(engine: Any, config: Config) -> None:
         (server.wake, ("kv_cache",), "/is_sleeping", False),
     ):
         call(*arguments, timeout_s=60)
-        assert http.get(path, timeout_s=60) == {path[1:]: expected}
+        assert http.get(path, dict[str, bool], timeout_s=60) == {path[1:]: expected}
     requests = [Request(prompts_of(config)[0], index, 9) for index in range(4)]
     work = engine._plan(requests, Sampling(12, 1.0, 0))[0]
     for seed, channel in (
@@ -254,11 +255,11 @@ def _asks_for_its_key(server: LaunchedServer, engine: str) -> None:
     own = {"vllm": "/weight_info", "sglang": "/model_info"}[engine]
     for path in (own, "/server_info", "/health", "/v1/models"):
         with pytest.raises(Refused, match="HTTP 401"):
-            Http(server.url).get(path, timeout_s=30)
+            Http(server.url).get(path, Done, timeout_s=30)
     writes = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_tensor"}[engine]
     with pytest.raises(Refused, match="HTTP 401"):
-        Http(server.url, "another-key").post(writes, {"method": "dppo_model"}, timeout_s=30)
-    assert Http(server.url, server.api_key).get(own, timeout_s=30)
+        Http(server.url, "another-key").do(writes, {"method": "dppo_model"}, timeout_s=30)
+    assert Http(server.url, server.api_key).get(own, NamedWeights, timeout_s=30)
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             assert server.api_key.encode() not in process.read_bytes()

@@ -25,7 +25,7 @@ from dppo_megatron.rollout.grouping import grouped
 from dppo_megatron.rollout.hf import cut
 from dppo_megatron.rollout.servers.connect import check_server, choose_channel, ipc_warning
 from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
-from dppo_megatron.rollout.servers.http import Http, Unreachable
+from dppo_megatron.rollout.servers.http import Done, Http, Unreachable
 from dppo_megatron.rollout.servers.launch import LaunchedServer
 from dppo_megatron.rollout.servers.protocol import ServerInfo, is_older
 from dppo_megatron.rollout.servers.wire import GenerateRequest
@@ -248,7 +248,7 @@ def test_cuts_that_a_server_takes_otherwise_are_refused(tmp_path: Path, cuts: di
 def test_the_key_is_in_no_text() -> None:
     http = Http("http://127.0.0.1:9", "very-secret")
     with pytest.raises(Unreachable) as error:
-        http.get("/health", timeout_s=2)
+        http.get("/health", Done, timeout_s=2)
     assert "very-secret" not in repr(http) + str(error.value)
 
 

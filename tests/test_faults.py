@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,7 +64,7 @@ def _updates(model: Path, parallel: Parallel, poisoned: bool) -> tuple[list[dict
     broken = [*samples[:3], replace(samples[3], weight=float("inf")), *samples[4:]]
     measured = []
     for batch in (samples, broken, samples) if poisoned else (samples, samples):
-        measured.append(actor.update(batch, plan_for(batch, parallel), supervised()))
+        measured.append(actor.update(batch, plan_for(batch, parallel), supervised()).figures())
     return measured, {name: tensor.numpy().copy() for name, tensor in actor.weights()}
 
 
@@ -117,10 +118,10 @@ def _train_until_a_sync_fails(files: Path, run_dir: Path, failing_sync: int) -> 
         engine, syncs = run.loop._engine, itertools.count(1)
         load_weights = engine.load_weights
 
-        def load_or_fail(weights: Weights) -> None:
+        def load_or_fail(weights: Weights, release: Callable[[], None]) -> None:
             if next(syncs) == failing_sync:
                 raise GuardStop("no rollout server has taken the weights")
-            load_weights(weights)
+            load_weights(weights, release)
 
         engine.load_weights = load_or_fail  # type: ignore[method-assign]
         train(run)

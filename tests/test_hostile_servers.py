@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from support.engines.hostile import ENGINES, SLOW, WRONG
@@ -15,6 +17,8 @@ from support.engines.rig import Rig, requests, run
 from support.engines.stub import StubServers, completion, good
 
 from dppo_megatron.rollout.client.holding import Arrived
+from dppo_megatron.rollout.servers.http import BadAnswer
+from dppo_megatron.rollout.servers.wire import Expected, Span, as_sampled, checked
 from dppo_megatron.types import GuardStop
 
 LIMIT = 12
@@ -98,6 +102,36 @@ def test_alone(stage: Stage, name: str, engine: str) -> None:
         assert right(stage.rig.take(), 1, 3), "wrong for some requests only"
     finally:
         fleet.close()
+
+
+@pytest.mark.parametrize(
+    ("rows", "how", "wrong"),
+    [
+        (((5, 6, 1), (5, 6, 1)), {}, False),  # a model that has collapsed
+        (((5, 6, 1), (5, 6)), {}, False),  # the second was aborted
+        (((5, 1), (6, 1)), {"temperature": 0.0}, False),
+        (((5, 1), (6, 1)), {"reads_logprobs": False}, False),
+        (((5, 1), (6, 1)), {}, True),
+        (((5, 1), (6, 1)), {"top_p": 0.5}, True),
+        (((5, 6, 1), (1,)), {}, True),
+        (((5,) * 65 + (1,),), {}, True),
+        (((5,) * 65 + (1,),), {"top_k": 1}, False),
+        (((5,) * 20 + (1,),), {}, False),
+    ],
+)
+def test_certainty_that_cannot_be(rows: tuple[tuple[int, ...], ...], how: dict[str, Any], wrong: bool) -> None:
+    """Log-probabilities that are all 0: nothing else could have been sampled, so the others must be alike."""
+    group = msgspec.structs.replace(requests(1, len(rows), 100)[0], **how)
+    spans = [[Span("1", 0, len(row))] for row in rows]
+    answer = [
+        as_sampled(row, [0.0] * len(row), "stop" if row[-1] == 1 else "abort", span)
+        for row, span in zip(rows, spans, strict=True)
+    ]
+    if wrong:
+        with pytest.raises(BadAnswer, match="exactly 0"):
+            checked(answer, group, Expected(19, 1, 1))
+    else:
+        checked(answer, group, Expected(19, 1, 1))
 
 
 @pytest.mark.parametrize(("name", "engine"), [(name, engine) for name, engine, _ in SLOW], ids=lambda value: value)

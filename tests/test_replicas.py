@@ -5,6 +5,7 @@ vLLM's /collective_rpc calls every replica and answers for the first. `test_engi
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import msgspec
 import pytest
 import torch
 from support.engines.fake_vllm import FakeVLLM
+from support.engines.stub import StubServers
 from support.fake_fleet import World, groups, work_of
 from support.job import job_config, write_job_files
 
@@ -21,7 +23,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.servers.connect import Connection, connect
 from dppo_megatron.rollout.servers.dialects import SGLangDialect
-from dppo_megatron.rollout.servers.http import Http, Refused
+from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.servers.seats import RankDevice
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_environment
@@ -96,13 +98,13 @@ def test_a_server_of_which_not_all_workers_answer_is_refused(fake: FakeVLLM, lac
 
 def test_other_bytes_on_the_second_replica_are_found(fake: FakeVLLM) -> None:
     """The first has what was sent."""
-    sent = {"a": ("11",), "b": ("22",)}
+    sent = {"a": ("1" * 64,), "b": ("2" * 64,)}
     held = {f"dp{replica}:pp0:pcp0:tp0:{name}": digests[0] for replica in range(2) for name, digests in sent.items()}
     fake.instead["/weight_checker"] = {"checksums": held}
     server = _server(fake)
     server.describe(timeout_s=10)
-    assert server.checksums(timeout_s=10) == [{"a": "11", "b": "22"}] * 2
-    held["dp1:pp0:pcp0:tp0:b"] = "33"
+    assert server.checksums(timeout_s=10) == [{"a": "1" * 64, "b": "2" * 64}] * 2
+    held["dp1:pp0:pcp0:tp0:b"] = "3" * 64
     world = World()
     fleet = world.fleet(0)
     member = fleet.let_in(server)
@@ -116,7 +118,7 @@ def test_other_bytes_on_the_second_replica_are_found(fake: FakeVLLM) -> None:
     sync = WeightSync(fleet._config, None, fleet)  # type: ignore[arg-type]
     with pytest.raises(GuardStop, match=r"\(replica 1 of 2\) holds other bytes .*: b \(1 of 2"):
         sync._compare(Sent())  # type: ignore[arg-type]
-    held |= {f"dp{replica}:pp0:pcp0:tp1:a": "44" for replica in range(2)}
+    held |= {f"dp{replica}:pp0:pcp0:tp1:a": "4" * 64 for replica in range(2)}
     assert server.checksums(timeout_s=10) == [], "pieces of tensors have no digests of ours"
 
 
@@ -210,21 +212,9 @@ def _connected(fake: FakeVLLM, files: Path, channel: str, on_gpu: bool = False) 
 
 def test_a_sglang_without_our_file_counts_as_what_it_sets_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """It turns cuMem off in itself and does not say so: an error in the first transfer, unless the trainer has too."""
-    answers = {
-        "/server_info": {"version": "0.5.23", "model_path": "/m", "device": "cuda"},
-        "/model_info": {"architectures": ["Qwen3ForCausalLM"]},
-    }
-
-    class Answers:
-        url = "http://x"
-
-        def get(self, path: str, timeout_s: float) -> Any:
-            """As a plain server: 404 for our paths."""
-            if path in answers:
-                return answers[path]
-            raise Refused(404, "")
-
-    found = SGLangServer(Answers(), 19).describe(timeout_s=1).nccl  # type: ignore[arg-type]
+    with StubServers() as stubs:
+        stubs.pages["a/server_info"] = json.dumps({"version": "0.5.23", "model_path": "/m", "device": "cuda"})
+        found = SGLangServer(Http(stubs.url("a")), 19).describe(timeout_s=10).nccl
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     for name in dppo_nccl.DEFAULTS:
         monkeypatch.delenv(name, raising=False)

@@ -27,7 +27,7 @@ from dppo_megatron.config.rollout import RolloutConfig, check_rollout
 from dppo_megatron.observe.trackers.messages import Begin
 from dppo_megatron.observe.trackers.sink import Trackers
 from dppo_megatron.rollout.servers.connect import configured_key, describe, launch_servers, make_server
-from dppo_megatron.rollout.servers.http import Http, Refused, clean_key
+from dppo_megatron.rollout.servers.http import Done, Http, Refused, clean_key
 from dppo_megatron.rollout.servers.launch import LaunchedServer
 from dppo_megatron.rollout.servers.sglang import sglang_command
 from dppo_megatron.rollout.servers.vllm import vllm_command
@@ -86,10 +86,10 @@ def test_a_key_that_no_header_can_hold(monkeypatch: pytest.MonkeyPatch, key: str
 def test_no_answer_shows_the_key(echoing_server: str, engine: str) -> None:
     """Not even one that the server has put it into."""
     with pytest.raises(Refused) as refused:
-        Http(echoing_server, KEY).get("/x", timeout_s=10)
+        Http(echoing_server, KEY).get("/x", Done, timeout_s=10)
     assert "Bearer ***" in str(refused.value) and KEY not in str(refused.value)
     with pytest.raises(UserError) as error:
-        describe(make_server(engine, echoing_server, KEY, 19), "DPPO_ENGINE_API_KEY")  # type: ignore[arg-type]
+        describe(make_server(rollout_config({"engine": engine}), echoing_server, KEY, 19), "DPPO_ENGINE_API_KEY")  # type: ignore[arg-type]
     assert KEY not in str(error.value)
 
 
@@ -98,7 +98,7 @@ def test_no_answer_shows_half_of_the_key(echoing_server: str, key: str) -> None:
     """Long answers are cut, wherever the key stands in them."""
     for dots in range(280, 500, 9):
         with pytest.raises(Refused) as refused:
-            Http(echoing_server, key).get(f"/dots-{dots}", timeout_s=10)
+            Http(echoing_server, key).get(f"/dots-{dots}", Done, timeout_s=10)
         assert KEY[:4] not in str(refused.value)
 
 

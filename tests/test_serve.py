@@ -232,7 +232,7 @@ def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) ->
     )
     a, b = fakes.start("a"), fakes.start("b")
     fakes.servers["a"].trouble = 503
-    fakes.servers["b"].instead = {"/collective_rpc": {"results": []}}
+    fakes.servers["b"].instead = {"/collective_rpc": {"results": 7}}
     for name, url in (("a", f"{a}/"), ("b", b), ("c", "127.0.0.1:8000"), ("d", "http://[::1")):
         Registration(tmp_path, name, Entry(url, "key", "vllm"))
     for _ in range(2):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,11 @@ class SharingEngine(HFEngine):
         )
         assert not held & excluded, f"{arrow}: the engine holds {self.holds} beside the actor's {held & excluded}"
 
-    def load_weights(self, weights: Weights) -> bool:
+    def load_weights(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
         assert self.holds == "nothing"
         self.holds = "weights"
         self.note("sync")
-        super().load_weights(weights)
+        super().load_weights(weights, release)
         self.holds = "weights and cache"
         self.note("synced")
         return True  # a canary each time

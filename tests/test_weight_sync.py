@@ -38,7 +38,7 @@ from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, buckets, 
 from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import MOST_MISSED, Canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from dppo_megatron.rollout.transfer.groups import Broadcast, Chain, Meeting, listening_store
+from dppo_megatron.rollout.transfer.groups import Broadcast, BroadcastGroup, Chain, Meeting, listening_store
 from dppo_megatron.types import Completion, GuardStop, Prompt
 
 BUCKET = 5 << 20
@@ -128,6 +128,32 @@ def test_a_killed_server_costs_the_others_one_more_pass(running: Running) -> Non
     servers[1].healthy(timeout_s=60)  # until it has started
     sync.to(lambda: _weights(2))
     assert len(fleet.live) == 4 and all(_holds(server, _weights(2), "2") for server in servers)
+
+
+class _Occupied(PipeServer):
+    """Another program has its place in the first group."""
+
+    taken = ""
+
+    def own_group(self, meeting: Meeting) -> BroadcastGroup:
+        self.taken = self.taken or meeting.name
+        if meeting.name == self.taken:
+            raise RuntimeError("who has connected as member 1 of the group does not know its secret")
+        return super().own_group(meeting)
+
+    def join_group(self, meeting: Meeting, first_rank: int, *, timeout_s: float) -> None:
+        self.taken = self.taken or meeting.name
+        if meeting.name != self.taken:
+            super().join_group(meeting, first_rank, timeout_s=timeout_s)
+
+
+def test_a_stranger_in_a_group_costs_the_pass(running: Running) -> None:
+    """No bucket is sent, it is said, and the server has the weights after another group was made."""
+    server = _Occupied(0)
+    sync, fleet, _ = running.sync(server, **{"sync.verify_every": 0})
+    sync.to(lambda: _weights(1))
+    assert fleet.live and _holds(server, _weights(1), "1")
+    assert any("does not know its secret" in line for line in running.said)
 
 
 def test_a_transfer_has_a_time_of_its_own(running: Running) -> None:

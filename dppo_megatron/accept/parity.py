@@ -79,7 +79,7 @@ def measure(model: str, of: LayoutConfig, dtype: torch.dtype, spec: LayerSpec) -
     packing = packing_layout(config, layout.world_size)
     plan = plan_microbatches(samples, layout=packing, max_tokens_per_microbatch=1024)
     before = actor.logprobs(samples, plan)
-    steps = [actor.update(samples, plan, clipped_surrogate(0.2, 0.2, 0.0)) for _ in range(3)]
+    steps = [actor.update(samples, plan, clipped_surrogate(0.2, 0.2, 0.0)).figures() for _ in range(3)]
     after = actor.logprobs(samples, plan)
     parallel_state.destroy_model_parallel()
     if before is None or after is None:

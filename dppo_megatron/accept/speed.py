@@ -84,7 +84,7 @@ def time_steps(
     for _ in range(timed_steps):
         _synchronize()
         started = time.perf_counter()
-        metrics = actor.update(samples, plan, objective)
+        metrics = actor.update(samples, plan, objective).figures()
         _synchronize()
         seconds.append(time.perf_counter() - started)
     peak_memory_gib = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0

@@ -39,7 +39,7 @@ from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConf
 from dppo_megatron.distributed import to_rank_zero
 from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.spans import Spans
-from dppo_megatron.types import PackPlan, TrainSample
+from dppo_megatron.types import PackPlan, TrainSample, UpdateResult
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.sharded import DEFAULT_BUCKET_BYTES, WeightStream, load_hf_weights
 
@@ -131,32 +131,32 @@ class Actor:
         *,
         temperature: float = 1.0,
         watch: LogprobStore | None = None,
-    ) -> dict[str, float]:
+    ) -> UpdateResult:
         """One optimizer step on the weighted objective of `samples`.
 
         Args:
             samples: at least those of this rank's data-parallel replica.
             watch: takes the log-probabilities before the step, on the last pipeline stage.
-
-        Returns:
-            `loss`, `grad_norm` (before clipping), `learning_rate`, and means over completion tokens of `entropy`,
-            `logprob_abs_diff` (against the behaviour log-probabilities, before the step) and the objective's own
-            diagnostics. The same on every rank. `skipped_updates` is 1 if the loss or the gradient was not finite:
-            then nothing has changed, the schedule included.
         """
         sums = self.accumulate(samples, plan, objective, temperature=temperature, watch=watch)
         tokens = max(sums.pop("tokens", 0.0), 1.0)
-        metrics = {"loss": sums.pop("loss", 0.0)} | {name: value / tokens for name, value in sums.items()}
+        loss = sums.pop("loss", 0.0)
         # checked before the step: Megatron looks for infinities only when it scales an fp16 loss
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
-        applied = self._everywhere(math.isfinite(metrics["loss"]) and math.isfinite(grad_norm))
+        applied = self._everywhere(math.isfinite(loss) and math.isfinite(grad_norm))
         if applied:
             self._schedule.step(1)
             self._apply(grad_norm)
         learning_rate = max(group["lr"] for group in self._optimizer.param_groups)
-        own = {"grad_norm": grad_norm, "learning_rate": float(learning_rate), "skipped_updates": float(not applied)}
-        return metrics | own
+        return UpdateResult(
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=float(learning_rate),
+            is_skipped=not applied,
+            logprob_abs_diff=sums.pop("logprob_abs_diff", 0.0) / tokens,
+            means={name: value / tokens for name, value in sums.items()},
+        )
 
     def accumulate(
         self,

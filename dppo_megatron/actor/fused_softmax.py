@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dppo_megatron.actor.logprobs import BackwardChunk, Projection
+from dppo_megatron.actor.softmax import BackwardChunk, Projection
 
 _COLUMNS = 4096
 """Columns of a block: 16 a thread of 8 warps."""

@@ -24,8 +24,9 @@ from torch import Tensor
 from dppo_megatron.actor.batch import Microbatch
 from dppo_megatron.actor.context import gather_pack
 from dppo_megatron.actor.layout import Layout
-from dppo_megatron.actor.logprobs import LogprobStore, Projection, Softmax, chunked_logprobs
+from dppo_megatron.actor.logprobs import LogprobStore, chunked_logprobs
 from dppo_megatron.actor.model import output_weight
+from dppo_megatron.actor.softmax import Projection, Softmax
 from dppo_megatron.algorithms.objectives import Objective, TokenBatch
 
 

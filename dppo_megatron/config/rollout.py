@@ -6,6 +6,7 @@ In sections because most of it concerns servers: an embedded engine reads `sampl
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,25 @@ from dppo_megatron.config.ranges import COUNT, SECONDS, check_ranges, ranged
 from dppo_megatron.types import UserError
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_WORDS = r"(_*[A-Z]{1,20}[0-9]{0,2}(_|$))+[A-Z0-9_]{0,4}"
+"""What a variable that is not set may be called: a key in base32 or hexadecimal digits has none of these forms."""
+# of vLLM 0.32.0 and SGLang 0.5.23
+_KEY_OPTIONS = ("--api-key", "--admin-api-key", "--hf-token", "--ssl-keyfile-password")
+_CODE_OPTIONS = (
+    *("--trust-remote-code", "--middleware", "--worker-cls", "--worker-extension-cls", "--scheduler-cls"),
+    *("--tool-parser-plugin", "--reasoning-parser-plugin", "--io-processor-plugin", "--logits-processors"),
+    *("--model-class-overrides", "--kv-transfer-config", "--ec-transfer-config", "--custom-weight-loader"),
+    *("--enable-custom-logit-processor", "--forward-hooks"),
+)
+_OWN_OPTIONS = (
+    *("--host", "--port", "--uds", "--config", "--root-path", "--fastapi-root-path", "--grpc-port"),
+    *("--grpc-mode", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers"),
+    *("--enable-ssl-refresh", "--enable-http2", "--headless", "--nnodes", "-n", "--node-rank", "-r", "--master-addr"),
+    *("--master-port", "--dist-init-addr", "--nccl-init-addr", "--data-parallel-address", "-dpa", "--model"),
+    *("--model-path", "--served-model-name", "--weight-transfer-config", "--tokenizer-worker-num"),
+)
+_NOT_SHORT = ("--reasoning-parser", "--tokenizer")
+"""Options of their own that begin as one of those above does."""
 
 
 @dataclass
@@ -182,29 +202,42 @@ def check_rollout(config: RolloutConfig) -> None:
 
 def _check_keys(config: RolloutConfig) -> None:
     """Refuse API keys in settings, which are written to files. The message does not repeat the value."""
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", config.servers.api_key_env):
+    name = config.servers.api_key_env
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or not (name in os.environ or re.fullmatch(_WORDS, name)):
         raise UserError(
-            "rollout.servers.api_key_env is not the name of an environment variable; it must not be the key itself"
+            "rollout.servers.api_key_env is not the name of an environment variable that is set; it must not be the key"
+            " itself"
         )
-    if _names_option(config.servers.args, "--trust-remote-code"):
+    if _named_option(config.servers.args, _KEY_OPTIONS):
         raise UserError(
-            "rollout.servers.args has --trust-remote-code, which runs the Python files of a model directory; this"
-            " trainer never does: use a model that transformers knows by itself, and leave it out"
+            "rollout.servers.args holds a key, which would stand in config.yaml and in the list of processes;"
+            f" put it into the environment variable {name} (rollout.servers.api_key_env)"
         )
-    if _names_option(config.servers.args, "--api-key", "--admin-api-key"):
+    if option := _named_option(config.servers.args, _CODE_OPTIONS):
         raise UserError(
-            "rollout.servers.args holds an API key, which would stand in config.yaml and in the list of processes;"
-            f" put it into the environment variable {config.servers.api_key_env} (rollout.servers.api_key_env)"
+            f"rollout.servers.args has {option}, which runs code that this trainer does not know in the server; it"
+            " never runs the Python files of a model either: leave it out"
+        )
+    if option := _named_option(config.servers.args, _OWN_OPTIONS):
+        raise UserError(
+            f"rollout.servers.args has {option}, which the trainer chooses itself: the server's address and model, and"
+            " what it checks there; leave it out, or start the server yourself and name it in rollout.servers.endpoints"
         )
 
 
-def _names_option(arguments: Sequence[str], *options: str) -> bool:
-    """Whether an argument is one of `options`, as the engines' parsers read them: shortened, or with underscores.
+def _named_option(arguments: Sequence[str], options: Sequence[str]) -> str:
+    """The first of `options` that an argument is, as the engines' parsers read them: shortened, or with underscores.
 
     Example: "--api_key=x" and "--api-k" both mean --api-key.
     """
-    names = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
-    return any(len(name) > 2 and option.startswith(name) for name in names for option in options)
+
+    def is_meant(option: str, name: str) -> bool:
+        if not name.startswith("--"):
+            return option[1] != "-" and name.startswith(option)  # the value may follow at once: -n2
+        return name == option or (len(name) > 2 and name not in _NOT_SHORT and option.startswith(name))
+
+    names = [re.split(r"[=.]", argument)[0].replace("_", "-") for argument in arguments]
+    return next((option for option in options if any(is_meant(option, name) for name in names)), "")
 
 
 def check_endpoint(url: str, config: RolloutConfig) -> None:

@@ -1,12 +1,31 @@
-"""Phase timers."""
+"""Phase timers, and what a finished step took."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from dppo_megatron.spans import Spans
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """Seconds of a finished step, grouped by what they scale with."""
+
+    step_s: float
+    """The whole of it, `probe_s` included."""
+    rollout_s: float
+    """Generating and grading."""
+    update_s: float
+    probe_s: float
+    """The noise probe, which most steps do not have."""
+
+    @property
+    def other_s(self) -> float:
+        """Selecting, packing, syncing."""
+        return max(0.0, self.step_s - self.rollout_s - self.update_s - self.probe_s)
 
 
 class Timers:
@@ -46,6 +65,13 @@ class Timers:
 
     def _add(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def timing(self) -> StepTiming:
+        """Of everything since the last `drain`; a phase that there was no need for took 0 s."""
+        step, rollout, reward, update, probe = (
+            self._seconds.get(name, 0.0) for name in ("step", "rollout", "reward", "update", "probe")
+        )
+        return StepTiming(step_s=step, rollout_s=rollout + reward, update_s=update, probe_s=probe)
 
     def drain(self) -> dict[str, float]:
         """`time/<phase>_s` of everything since the last call."""

@@ -8,6 +8,7 @@ with the share of the score mass that it never trains on.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.pruning.completion_base import CompletionPolicyBase
 from dppo_megatron.pruning.designs import Draw, count_kept, design_effect, deterministic, floor_kept
-from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, keep_all, with_metrics
+from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, keep_all
 from dppo_megatron.pruning.labels import label_of_settings
 from dppo_megatron.pruning.prompt_infobatch import keep_share, two_class
 from dppo_megatron.pruning.subsets import max_variance_draw
@@ -246,9 +247,9 @@ def _lost(score: FloatArray, drawn: Draw) -> float:
 
 def _with_figures(selection: Selection, drawn: Draw, score: FloatArray) -> Selection:
     pi = drawn.inclusion_prob
-    return with_metrics(
+    return replace(
         selection,
-        {
+        metrics={
             "rate_effective": 1.0 - float(pi.mean()),
             "design_effect": design_effect(score, pi),
             "share_at_floor": float(np.mean(pi == pi.min())) if pi.min() < 1 else 0.0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from dppo_megatron.pruning.budget import RateControl
 from dppo_megatron.pruning.completion_base import CompletionPolicyBase
 from dppo_megatron.pruning.completion_slack import fill_slack
 from dppo_megatron.pruning.designs import WaterFiller, count_kept, design_effect
-from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, StepCost, keep_all, with_metrics
+from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, StepCost, keep_all
 from dppo_megatron.pruning.labels import label_of_settings
 from dppo_megatron.pruning.scores import budgeted_probabilities, completion_score, efficient_probabilities
 from dppo_megatron.pruning.weights import weigh
@@ -130,14 +131,14 @@ class DppoCompletionPolicy(CompletionPolicyBase):
             note=note,
             label=self.label,
         )
-        return with_metrics(
+        return replace(
             selection,
-            {
+            kept_cost=float(np.sum(pi * cost) / np.sum(cost)),
+            metrics={
                 "rate_effective": 1.0 - float(pi.mean()),
                 "rate_before_slack": 1.0 - float(before.mean()),
                 "slack_filled_tokens": float(np.sum(tokens * (pi - before))),
                 "design_effect": design_effect(score, pi),
-                "kept_cost": float(np.sum(pi * cost) / np.sum(cost)),
                 "share_at_floor": float(np.mean(live & (pi <= lower + 1e-12))),
                 "share_at_one": float(np.mean(pi >= 1)),
                 "share_without_gradient": float(np.mean(~live)),

@@ -23,6 +23,7 @@ weights other than the estimators' cannot be plugged in.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,7 +31,7 @@ import numpy as np
 from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.pruning.completion_base import CompletionPolicyBase
 from dppo_megatron.pruning.designs import Draw, design_effect
-from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, with_metrics
+from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity
 from dppo_megatron.pruning.labels import label_of_settings
 from dppo_megatron.pruning.prompt_base import PromptPolicyBase, Visits
 from dppo_megatron.pruning.weights import weigh, weigh_biased
@@ -189,9 +190,9 @@ def _picked(kept: BoolArray, name: str, score: FloatArray | None = None) -> Sele
 
 def _with_figures(selection: Selection, score: FloatArray | None = None) -> Selection:
     pi = selection.inclusion_prob
-    return with_metrics(
+    return replace(
         selection,
-        {
+        metrics={
             "rate_effective": 1.0 - float(pi.mean()),
             "design_effect": design_effect(np.ones(len(pi)) if score is None else score, pi),
             "share_at_floor": float(np.mean(pi == pi.min())) if pi.min() < 1 else 0.0,

@@ -16,6 +16,11 @@ import numpy as np
 
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, Prompt
 
+_LEAST_GROUPS = 48.0
+"""Groups with gradient that a verdict needs, after fading: the error of fewer is itself not known."""
+_ERRORS = 2.0
+"""So many standard errors above uniform skipping is worse beyond doubt."""
+
 
 @dataclass(frozen=True, slots=True)
 class LedgerRow:
@@ -28,6 +33,38 @@ class LedgerRow:
     label: Label
     note: str
     """Why the label, and about how much; empty if there is nothing to say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Growth of the variance over the last steps, as factors of no skipping."""
+
+    predicted: float
+    realised: float
+    error: float
+    """Standard error of `realised`."""
+    uniform: float
+    """Of skipping at random that costs as much."""
+    groups: float
+    """Groups with gradient it rests on, faded."""
+
+    @property
+    def is_worse(self) -> bool:
+        """Worse than skipping at random, beyond its error."""
+        return self.groups >= _LEAST_GROUPS and self.realised - self.uniform > _ERRORS * self.error
+
+    @property
+    def inflation(self) -> float:
+        """Realised growth over predicted growth, drawn to 1 by as much as it may be chance; in [0.5, 100].
+
+        Example: predicted 1.2, realised 1.4 with an error of 0.1: growth is 0.4 for 0.2, twice as much. The difference
+        is 2 errors, so 1 - 1 / 2^2 = 0.75 of it is believed: 1.75.
+        """
+        expected, difference = self.predicted - 1.0, self.realised - self.predicted
+        if self.groups < _LEAST_GROUPS or not expected > 1e-6 or abs(difference) <= self.error:
+            return 1.0
+        trust = 1.0 - (self.error / difference) ** 2
+        return float(np.clip(1.0 + trust * difference / expected, 0.5, 100.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +84,10 @@ class Selection:
     planned_prob: FloatArray | None = None
     """[n] what the probabilities would be if the method skipped; None: `inclusion_prob`. Read only to measure what
     skipping would do."""
+    kept_cost: float | None = None
+    """Expected share of the cost of what was offered that was kept, in (0, 1]; None: the method knows no cost."""
+    effect: Effect | None = None
+    """What skipping has done to the gradient's variance so far; None: not measured."""
 
     @property
     def planned(self) -> FloatArray:
@@ -277,11 +318,6 @@ def scatter(selection: Selection, order: IntArray) -> Selection:
         weight=selection.weight[back],
         planned_prob=None if selection.planned_prob is None else selection.planned_prob[back],
     )
-
-
-def with_metrics(selection: Selection, metrics: dict[str, float]) -> Selection:
-    """The selection with its figures."""
-    return replace(selection, metrics=metrics)
 
 
 def check_method(state: Mapping[str, Any], method: str) -> None:

@@ -28,7 +28,13 @@ def merge(parts: list[Selection], order: IntArray) -> Selection:
             name: float(np.mean([part.metrics[name] for part in parts if name in part.metrics]))
             for name in dict.fromkeys(name for part in parts for name in part.metrics)
         },
+        kept_cost=_mean([part.kept_cost for part in parts if part.kept_cost is not None]),
+        effect=next((part.effect for part in parts if part.effect is not None), None),
     )
+
+
+def _mean(values: list[float]) -> float | None:
+    return float(np.mean(values)) if values else None
 
 
 def with_refills(planned: Selection, refills: list[Selection]) -> Selection:

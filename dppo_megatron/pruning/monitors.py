@@ -23,8 +23,8 @@ def step_metrics(prompts: Selection, batch: CompletionBatch, completions: Select
     """
     ledger = prompts.ledger + completions.ledger
     return {
-        **{f"prune/prompt_{name}": value for name, value in prompts.metrics.items()},
-        **{f"prune/completion_{name}": value for name, value in completions.metrics.items()},
+        **_figures("prompt", prompts),
+        **_figures("completion", completions),
         **_counts("prompts", prompts),
         **_counts("completions", completions),
         **_tokens(batch, completions),
@@ -34,6 +34,20 @@ def step_metrics(prompts: Selection, batch: CompletionBatch, completions: Select
         "prune/biased_selections": float(sum(row.label == "biased" for row in ledger)),
         "prune/ratio_selections": float(sum(row.label == "ratio" for row in ledger)),
     }
+
+
+def _figures(level: str, selection: Selection) -> dict[str, float]:
+    figures = dict(selection.metrics)
+    if selection.kept_cost is not None:
+        figures["kept_cost"] = selection.kept_cost
+    if (effect := selection.effect) is not None:
+        figures |= {
+            "predicted_effect": effect.predicted,
+            "realised_effect": effect.realised,
+            "realised_error": effect.error,
+            "uniform_effect": effect.uniform,
+        }
+    return {f"prune/{level}_{name}": value for name, value in figures.items()}
 
 
 def weight_metrics(weights: FloatArray) -> dict[str, float]:

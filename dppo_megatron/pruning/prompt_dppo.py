@@ -18,7 +18,7 @@ import numpy as np
 from dppo_megatron.config.pruning import PromptPruningConfig, check_auto_rule, check_floor
 from dppo_megatron.pruning.budget import RateControl
 from dppo_megatron.pruning.designs import WaterFiller, count_kept, design_effect, deterministic
-from dppo_megatron.pruning.interface import Selection, StepCost, keep_all, with_metrics
+from dppo_megatron.pruning.interface import Selection, StepCost, keep_all
 from dppo_megatron.pruning.prompt_base import PromptPolicyBase, Visits
 from dppo_megatron.pruning.prompt_score import FittedScore
 from dppo_megatron.pruning.realised import EffectMonitor
@@ -113,7 +113,7 @@ class DppoPromptPolicy(PromptPolicyBase):
         # Neighbours in score replace each other in a systematic draw; the tie-break keeps equals in random order.
         order = np.lexsort((self._ties(ids, step, minibatch), plan.score))
         selection = self._draw_and_weigh(ids, plan.pi, order, step, minibatch, note=plan.note)
-        return with_metrics(selection, self._figures(plan, plan.pi))
+        return self._with_figures(selection, plan, plan.pi)
 
     def _rest(self, ids: IntArray, step: int, why: str) -> Selection:
         """Nothing is skipped, but what skipping would do is measured."""
@@ -123,26 +123,18 @@ class DppoPromptPolicy(PromptPolicyBase):
         selection = keep_all(len(ids), self.name, why)
         if plan is None:
             return selection
-        return replace(selection, planned_prob=plan.pi, metrics=self._figures(plan, selection.inclusion_prob))
+        return self._with_figures(replace(selection, planned_prob=plan.pi), plan, selection.inclusion_prob)
 
-    def _figures(self, plan: _Plan, pi: FloatArray) -> dict[str, float]:
-        measured = self.monitor.effect()
+    def _with_figures(self, selection: Selection, plan: _Plan, pi: FloatArray) -> Selection:
         figures = {
             "rate_effective": 1.0 - float(pi.mean()),
             "design_effect": design_effect(plan.score, pi),
             "planned_effect": design_effect(plan.score, plan.pi),
-            "kept_cost": float(np.sum(pi * plan.cost) / np.sum(plan.cost)),
             "share_at_floor": float(np.mean((pi <= plan.lower + 1e-12) & (plan.lower < 1))),
             "share_at_one": float(np.mean(pi >= 1)),
         }
-        if measured is not None:
-            figures |= {
-                "predicted_effect": measured.predicted,
-                "realised_effect": measured.realised,
-                "realised_error": measured.error,
-                "uniform_effect": measured.uniform,
-            }
-        return figures
+        kept_cost = float(np.sum(pi * plan.cost) / np.sum(plan.cost))
+        return replace(selection, metrics=figures, kept_cost=kept_cost, effect=self.monitor.effect())
 
     def _plan(self, ids: IntArray, step: int) -> _Plan | None:
         """The probabilities of a step in which prompts are skipped; None while nothing says how many."""
@@ -289,9 +281,9 @@ class PaperPromptPolicy(PromptPolicyBase):
             scale=1.0 / (1.0 - config.rate),
             note="prompts below the cut are never drawn, so no weight can stand in for them",
         )
-        return with_metrics(
+        return replace(
             selection,
-            {
+            metrics={
                 "rate_effective": 1.0 - float(drawn.kept.mean()),
                 "design_effect": 1.0,
                 "share_at_floor": float(np.mean(drawn.inclusion_prob == 0)),

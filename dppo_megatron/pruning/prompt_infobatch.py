@@ -7,12 +7,13 @@ pruning whatever the number of epochs, and the probability used is the one drawn
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
 from dppo_megatron.pruning.designs import design_effect
-from dppo_megatron.pruning.interface import Selection, with_metrics
+from dppo_megatron.pruning.interface import Selection
 from dppo_megatron.pruning.prompt_base import PromptPolicyBase
 from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
@@ -45,9 +46,9 @@ class InfoBatchPolicy(PromptPolicyBase):
         low = self.history.seen(ids) & (score < mean)
         pi = two_class(low, self.config.rate)
         order = np.lexsort((self._ties(ids, step, minibatch), score))
-        return with_metrics(
+        return replace(
             self._draw_and_weigh(ids, pi, order, step, minibatch),
-            {
+            metrics={
                 "rate_effective": 1.0 - float(pi.mean()),
                 "design_effect": design_effect(score, pi),
                 "share_at_floor": float(np.mean(low)),

@@ -8,6 +8,7 @@ probabilities, raises their floor, weights by 1/pi and never refills: that one i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from dppo_megatron.config.pruning import GresoConfig, PromptPruningConfig, check_between
 from dppo_megatron.pruning.designs import Draw
-from dppo_megatron.pruning.interface import Selection, check_state, keep_all, with_metrics
+from dppo_megatron.pruning.interface import Selection, check_state, keep_all
 from dppo_megatron.pruning.prompt_base import PromptPolicyBase, Visits
 from dppo_megatron.pruning.scores import spread
 from dppo_megatron.pruning.weights import weigh, weigh_biased
@@ -137,9 +138,9 @@ class GresoPolicy(PromptPolicyBase):
         uniform = uniforms(self.seed, "prompt coin", ids, step, minibatch)
         # Their comparison, not `uniform < pi`: the same numbers then give the same decisions.
         drawn = Draw(~(uniform < 1.0 - pi), pi, fixed_size=bool(np.all(pi == 1.0)))
-        return with_metrics(
+        return replace(
             self._weighed(drawn),
-            {
+            metrics={
                 "rate_effective": 1.0 - float(pi.mean()),
                 "design_effect": self._design_effect(pi),
                 "share_at_floor": float(np.mean(pi <= floor)),

@@ -14,53 +14,16 @@ of tokens that is planned to be kept. A score that does worse than that is worse
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dppo_megatron.pruning.interface import check_state
+from dppo_megatron.pruning.interface import Effect, check_state
 from dppo_megatron.types import FloatArray
 
 _FADE = 0.95
 """A horizon of 20 steps."""
-_LEAST_GROUPS = 48.0
-"""Groups with gradient that a verdict needs, after fading: the error of fewer is itself not known."""
-_ERRORS = 2.0
-"""So many standard errors above uniform skipping is worse beyond doubt."""
 _SUMS = ("effect", "moment", "predicted", "score", "kept", "tokens", "effect2", "cross", "moment2", "groups")
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """Growth of the variance over the last steps, as factors of no skipping."""
-
-    predicted: float
-    realised: float
-    error: float
-    """Standard error of `realised`."""
-    uniform: float
-    """Of skipping at random that costs as much."""
-    groups: float
-    """Groups with gradient it rests on, faded."""
-
-    @property
-    def is_worse(self) -> bool:
-        """Worse than skipping at random, beyond its error."""
-        return self.groups >= _LEAST_GROUPS and self.realised - self.uniform > _ERRORS * self.error
-
-    @property
-    def inflation(self) -> float:
-        """Realised growth over predicted growth, drawn to 1 by as much as it may be chance; in [0.5, 100].
-
-        Example: predicted 1.2, realised 1.4 with an error of 0.1: growth is 0.4 for 0.2, twice as much. The difference
-        is 2 errors, so 1 - 1 / 2^2 = 0.75 of it is believed: 1.75.
-        """
-        expected, difference = self.predicted - 1.0, self.realised - self.predicted
-        if self.groups < _LEAST_GROUPS or not expected > 1e-6 or abs(difference) <= self.error:
-            return 1.0
-        trust = 1.0 - (self.error / difference) ** 2
-        return float(np.clip(1.0 + trust * difference / expected, 0.5, 100.0))
 
 
 class EffectMonitor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
@@ -85,6 +85,25 @@ def own_requests(requests: Sequence[Request]) -> list[int]:
     return [position for position, prompt in enumerate(own) if prompt in mine]
 
 
+@dataclass(slots=True)
+class RolloutStats:
+    """What happened at the servers; None: nothing of the kind."""
+
+    retries: int | None = None
+    """Groups that were asked for again."""
+    cut_completions: int | None = None
+    """Completions that `limits.straggler_share` has ended."""
+    servers_live: int | None = None
+    staleness_mean: float | None = None
+    """Weight syncs between a token and the present weights."""
+    sync_s: float | None = None
+    tensors_verified: int | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Under their names in metrics.jsonl."""
+        return {f"rollout/{name}": float(value) for name, value in asdict(self).items() if value is not None}
+
+
 class Engine(Protocol):
     """A generator whose weights follow the actor's. All calls are collective: every rank makes them."""
 
@@ -97,9 +116,16 @@ class Engine(Protocol):
     def receivers(self) -> Sequence[int] | None:
         """Ranks that must be given the weights; None: all. The same on every rank."""
 
-    def load_weights(self, weights: Weights) -> bool:
-        """Replace all weights and count the weights version up by one. Returns whether the canary is due: engines
-        without servers never ask for one."""
+    def load_weights(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
+        """Replace all weights and count the weights version up by one.
+
+        Args:
+            release: called on every rank after each pass over `weights`, when the servers have copies: the actor may
+                give their memory up, which servers then take for their caches.
+
+        Returns:
+            Whether the canary is due: engines without servers never ask for one.
+        """
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Begin to sample a completion for each request; the caller may do something else before `finish`.
@@ -143,8 +169,8 @@ class Engine(Protocol):
         """State of every server by its address: live, or why not; nothing for an engine without servers. The same on
         every rank."""
 
-    def statistics(self) -> dict[str, float]:
-        """What happened since the last call, as `rollout/*` metrics."""
+    def statistics(self) -> RolloutStats:
+        """What happened since the last call."""
 
     def close(self) -> None:
         """Release servers and sockets."""

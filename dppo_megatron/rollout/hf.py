@@ -24,7 +24,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.randomness import uniform_rows
 from dppo_megatron.rollout.client.grading import Detokenizer, ToGrade
 from dppo_megatron.rollout.decoder import Decoder
-from dppo_megatron.rollout.engine import Request, Sampling, Weights, own_requests
+from dppo_megatron.rollout.engine import Request, RolloutStats, Sampling, Weights, own_requests
 from dppo_megatron.rollout.grading_ahead import GradingAhead
 from dppo_megatron.rollout.kv_cache import Moves
 from dppo_megatron.spans import Spans
@@ -73,7 +73,7 @@ class HFEngine:
         return None
 
     @torch.no_grad()
-    def load_weights(self, weights: Weights) -> bool:
+    def load_weights(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
         """Copy every tensor into the model. Raises ValueError if a parameter was not given."""
         self._version += 1
         missing = set(self._decoder.named)
@@ -82,6 +82,7 @@ class HFEngine:
             missing.discard(name)
         if missing:
             raise ValueError(f"the weight stream lacks {sorted(missing)}")
+        release()
         return False
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -148,9 +149,9 @@ class HFEngine:
         """No servers."""
         return {}
 
-    def statistics(self) -> dict[str, float]:
+    def statistics(self) -> RolloutStats:
         """Nothing can fail or wait here."""
-        return {}
+        return RolloutStats()
 
     def close(self) -> None:
         """End the grading thread."""

@@ -44,7 +44,7 @@ from dppo_megatron.rollout.client.remote import (
     take,
     this_node,
 )
-from dppo_megatron.rollout.engine import Request, Sampling, Weights
+from dppo_megatron.rollout.engine import Request, RolloutStats, Sampling, Weights
 from dppo_megatron.rollout.grouping import completion_of, grouped
 from dppo_megatron.rollout.launching import launch_everywhere
 from dppo_megatron.rollout.servers.connect import ChannelName, Connection, connect
@@ -100,7 +100,7 @@ class ServerEngine:
         self._nodes = _nodes()
         self._grades: dict[int, Grade] = {}
         self._grades_in_client = client_hook is not None
-        self._statistics: dict[str, float] = {}
+        self._stats = RolloutStats()
         self._started: _Background | None = None
         self._connection: Connection | None = None
         self.has_servers = True
@@ -136,13 +136,13 @@ class ServerEngine:
         """See `Engine.receivers`: rank 0, or the ranks on the servers' GPUs."""
         return self._sync.receivers
 
-    def load_weights(self, weights: Weights) -> bool:
+    def load_weights(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
         """Sync every server that answers; see `sync/weight_sync.py`. Raises GuardStop if none has the weights in the
         end."""
         if self._config.rollout.servers.colocate:
             torch.cuda.empty_cache()  # what the update has freed is the servers' now, and torch would keep it
             barrier()
-        return self._sync.to(weights)
+        return self._sync.to(weights, release)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """See `Engine.generate`."""
@@ -237,10 +237,10 @@ class ServerEngine:
         """Rank 0's view."""
         return from_rank_zero(lambda: self._fleet.health())
 
-    def statistics(self) -> dict[str, float]:
-        """`rollout/retries`, `cut_completions`, `servers_live`, `sync_s` and `tensors_verified`, since last asked."""
-        taken, self._statistics = self._statistics | self._sync.measured, {}
-        self._sync.measured = {}
+    def statistics(self) -> RolloutStats:
+        """See `Engine.statistics`."""
+        taken, self._stats = self._stats, RolloutStats()
+        taken.sync_s, taken.tensors_verified = self._sync.take_figures()
         return taken
 
     def close(self) -> None:
@@ -308,7 +308,7 @@ class ServerEngine:
     def _address_of(self, asked: Endpoint) -> Address:
         workers = sorted(asked.server.named) if isinstance(asked, Router) else ()
         server, place = asked.server, self._fleet.places[asked.name]
-        return Address(place, asked.name, server.dialect, server.http.api_key, tuple(workers))
+        return Address(place, asked.name, server.dialect, server.http.api_key, tuple(workers), bool(server.http.proves))
 
     def _await_clients(self, say: Callable[[str], None]) -> None:
         assert self._clients is not None
@@ -382,11 +382,10 @@ class ServerEngine:
         spans = [span for landed in work.done.values() for span in landed.spans]
         if spans:
             stale = sum((self._sync.version - version) * tokens for version, tokens in spans)
-            self._statistics["rollout/staleness_mean"] = stale / max(1, sum(tokens for _, tokens in spans))
-        counts = {"rollout/retries": work.retries, "rollout/cut_completions": work.cut_completions}
-        for name, count in counts.items():
-            self._statistics[name] = self._statistics.get(name, 0.0) + count
-        self._statistics["rollout/servers_live"] = len(self._fleet.live)
+            self._stats.staleness_mean = stale / max(1, sum(tokens for _, tokens in spans))
+        self._stats.retries = (self._stats.retries or 0) + work.retries
+        self._stats.cut_completions = (self._stats.cut_completions or 0) + work.cut_completions
+        self._stats.servers_live = len(self._fleet.live)
 
 
 class _Background:

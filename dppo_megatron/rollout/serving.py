@@ -83,7 +83,7 @@ class _Kept:
     ) -> None:
         self._server, self._directory, self._name, self._say = server, directory, name, say
         self._entry = Entry(server.url, server.api_key, config.rollout.engine)
-        self._speaker = make_server(config.rollout.engine, server.url, server.api_key, 0)
+        self._speaker = make_server(config.rollout, server.url, server.api_key, 0)
         self._timeout_s = config.rollout.limits.start_timeout_s
         self._registration: Registration | None = None
         self._was_ready = False

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dppo_megatron.pruning import CompletionBatch, LedgerRow, Selection
-from dppo_megatron.types import BoolArray, FloatArray, IntArray
+from dppo_megatron.pruning.interface import Effect
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, StepCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,9 @@ class Decision:
     """Optimizer mini-batch, 0 to updates_per_step - 1; groups are whole."""
     ledger: tuple[LedgerRow, ...]
     metrics: dict[str, float]
+    counts: StepCounts
+    effect: Effect | None
+    """What skipping prompts has done to the variance so far; None: not measured."""
     offered: IntArray
     """Nominal prompts of the step, refills included; those not rolled out too."""
     prompts: Chosen

@@ -38,7 +38,7 @@ from dppo_megatron.pruning.outcomes import check_outcomes
 from dppo_megatron.pruning.policies import bounds_noise, check_methods
 from dppo_megatron.selection.arrays import Chosen, Decision, Rollouts, completion_batch, join, part
 from dppo_megatron.selection.coefficients import Coefficients
-from dppo_megatron.types import FloatArray, IntArray, UserError
+from dppo_megatron.types import FloatArray, IntArray, StepCounts, UserError
 
 _NO_REFERENCE = "max_noise_ratio has too few unpruned steps to compare with"
 
@@ -229,7 +229,15 @@ class Selector:
             *completions.ledger,
         )
         of.reweighted = is_reweighted(planned) or is_reweighted(completions)
-        of.kept_costs = planned.metrics.get("kept_cost", 1.0), completions.metrics.get("kept_cost", 1.0)
+        of.kept_costs = _kept_cost(planned), _kept_cost(completions)
+        counts = StepCounts(
+            prompts_considered=len(offered.kept),
+            prompts_generated=int(offered.kept.sum()),
+            completions_generated=rollouts.rewards.size,
+            completions_trained=int(completions.kept.sum()),
+            tokens_generated=int(rollouts.lengths.sum()),
+            tokens_trained=int(batch.lengths[completions.kept].sum()),
+        )
         return Decision(
             kept=kept,
             weight=weight,
@@ -237,7 +245,9 @@ class Selector:
             denominator=denominator.ravel(),
             minibatch=np.repeat(minibatch, size),
             ledger=ledger,
-            metrics=self._metrics(offered, batch, completions, rollouts, prompts, zero_based),
+            metrics=counts.metrics() | self._metrics(offered, batch, completions, rollouts, prompts, zero_based),
+            counts=counts,
+            effect=offered.effect,
             offered=np.concatenate(of.offered),
             prompts=prompts,
             completion_prob=completion_prob,
@@ -394,12 +404,10 @@ class Selector:
             # weighted, because the generated prompts are a sample of the considered ones
             "reward/mean": float((weight * rewards).sum() / weight.sum()) if weight.sum() else math.nan,
             "reward/failed": float((~graded).sum()),
-            "prune/prompts_considered": float(len(offered.kept)),
-            "prune/prompts_generated": float(offered.kept.sum()),
-            "prune/completions_generated": float(rollouts.rewards.size),
-            "prune/completions_trained": float(completions.kept.sum()),
-            "tokens/generated": float(rollouts.lengths.sum()),
-            "tokens/trained": float(batch.lengths[completions.kept].sum()),
             **step_metrics(offered, batch, completions),
             **self._prompt_policy.history_metrics(step=step),
         }
+
+
+def _kept_cost(selection: Selection) -> float:
+    return 1.0 if selection.kept_cost is None else selection.kept_cost

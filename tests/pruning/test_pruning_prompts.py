@@ -413,4 +413,6 @@ def test_a_selection_is_plain_data():
         "ledger",
         "metrics",
         "planned_prob",
+        "kept_cost",
+        "effect",
     ]

@@ -221,7 +221,7 @@ def test_a_score_that_is_worse_than_chance_is_switched_off_and_on_again() -> Non
     assert "times the variance, random skipping 1.9" in line and "no prompt is skipped until" in line
     off = policy.select(np.arange(64), step=30)
     assert off.kept.all() and off.ledger[0].label == "exact" and "worse than skipping at random" in off.ledger[0].note
-    assert off.metrics["realised_effect"] > off.metrics["uniform_effect"] and off.planned.min() < 1
+    assert off.effect is not None and off.effect.realised > off.effect.uniform and off.planned.min() < 1
     policy.mended = True
     [line] = _play(policy, 30, 90)
     assert "prompts are skipped again" in line

@@ -17,6 +17,7 @@ from support.job import QUICK, read_metrics
 from support.launch import run_ranks
 from support.listening import beyond_loopback
 from support.served import LONG, Served, prompts_of, requests_for, train_on_this_rank
+from support.settings import rollout_config
 
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.evaluation import longest_sequence
@@ -27,7 +28,7 @@ from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.connect import make_server
 from dppo_megatron.rollout.servers.dialects import SGLANG_ARRAYS_PATH, VLLM_ARRAYS_PATH
-from dppo_megatron.rollout.servers.http import Http, Refused
+from dppo_megatron.rollout.servers.http import Done, Http, Refused
 from dppo_megatron.rollout.servers.intake import Ask
 from dppo_megatron.rollout.servers.protocol import generate
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
@@ -91,7 +92,7 @@ def test_both_forms_of_an_answer_say_the_same(served: Served, tmp_path: Path) ->
         assert (one.finish_reason, one.weights_versions) == (other.finish_reason, other.weights_versions)
     path = {"vllm": VLLM_ARRAYS_PATH, "sglang": SGLANG_ARRAYS_PATH}[served.name]
     with pytest.raises(Refused, match="401"):
-        Http(member.name).get(path, timeout_s=30)
+        Http(member.name).get(path, Done, timeout_s=30)
     for bad in (b"{}", b"[", b'{"request_id": "x", "token_ids": [1], "sampling_params": {"n": 100000}}'):
         with pytest.raises(Refused, match="400"):
             member.server.http.exchange(path, bad, timeout_s=30, max_bytes=1 << 16)
@@ -229,7 +230,7 @@ def test_a_group_has_one_prefill(served: Served, tmp_path: Path) -> None:
     """SGLang's own count for each completion of a group: all but the prompt's last token came out of the cache."""
     if served.name == "vllm":
         pytest.skip("n = G is one request, whose prompt vLLM prefills once; its cache counts whole blocks only")
-    server = make_server(served.name, served.servers[0].url, API_KEY, vocab_size=19)
+    server = make_server(rollout_config({"engine": served.name}), served.servers[0].url, API_KEY, vocab_size=19)
     server._arrays = False  # type: ignore[attr-defined] # the count is in SGLang's own answer only
     answers: list[bytes] = []
     exchange = server.http.exchange
@@ -240,7 +241,7 @@ def test_a_group_has_one_prefill(served: Served, tmp_path: Path) -> None:
 
     server.http.exchange = recorded  # type: ignore[method-assign]
     prompt = tuple(np.random.default_rng(5).integers(3, 19, 40).tolist())
-    request = GenerateRequest("1-0-0", prompt, 8, 0, max_tokens=4)
+    request = GenerateRequest("1-0-0", prompt, 8, 0, max_tokens=4, stop_token_ids=(1,))
     run = server.weights_version(timeout_s=60).rpartition(".")[0]  # of whoever used it before
     generate(server, request, Expected(19, 0, 10**6, run), timeout_s=60)
     assert [one["meta_info"]["cached_tokens"] for one in json.loads(answers[-1])] == [39] * 8

@@ -8,9 +8,11 @@ connection has not failed (`Stale`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -19,12 +21,14 @@ from dppo_megatron.rollout.client.messages import Address
 from dppo_megatron.rollout.servers.http import (
     OUR_ERRORS,
     BadAnswer,
+    NotProven,
     Refused,
     Unreachable,
     brief,
     excerpt,
     retry_after_s,
 )
+from dppo_megatron.rollout.servers.identity import Question
 from dppo_megatron.rollout.servers.intake import Ask
 from dppo_megatron.rollout.servers.wire import Call, GenerateRequest, Sampled, checked
 
@@ -84,6 +88,41 @@ class _Slot:
             self._slots.release()
 
 
+class _ToServers(aiohttp.TCPConnector):
+    """Connections whose other end has proven that it is the server, where that can (`servers/identity.py`)."""
+
+    provers: dict[tuple[str | None, int], Address]
+
+    def __init__(self, **named: Any) -> None:
+        super().__init__(**named)
+        self.provers = {}
+
+    async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> Any:
+        """Documented as what a connector of one's own overrides."""
+        made = await super()._create_connection(req, traces, timeout)
+        server, transport = self.provers.get(_place(str(req.url))), made.transport
+        if server is None:
+            return made
+        assert transport is not None
+        question, reader = Question(server.api_key, transport.get_extra_info("peername")), asyncio.StreamReader()
+        transport.set_protocol(asyncio.StreamReaderProtocol(reader))
+        try:
+            transport.write(question.request)
+            with contextlib.suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+                if question.is_answered_by(await reader.readuntil(b"\r\n\r\n")):
+                    transport.set_protocol(made)
+                    return made
+            raise NotProven(server.url)
+        finally:
+            if transport.get_protocol() is not made:
+                transport.abort()
+
+
+def _place(url: str) -> tuple[str | None, int]:
+    parts = urlsplit(url)
+    return parts.hostname, parts.port or 80
+
+
 class Asker:
     """Asks servers. Made and used in a running event loop.
 
@@ -94,8 +133,9 @@ class Asker:
     def __init__(self, sockets: int) -> None:
         trace = aiohttp.TraceConfig()
         trace.on_connection_reuseconn.append(_note_reuse)
+        self._connector = _ToServers(limit=sockets, keepalive_timeout=_IDLE_S)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=sockets, keepalive_timeout=_IDLE_S),
+            connector=self._connector,
             timeout=aiohttp.ClientTimeout(total=None),
             headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
             auto_decompress=False,
@@ -108,6 +148,7 @@ class Asker:
     def know(self, servers: list[Address]) -> None:
         """The servers that may be asked, by their numbers."""
         self._servers |= {address.server: address for address in servers}
+        self._connector.provers |= {_place(address.url): address for address in servers if address.proves}
 
     async def ask(self, ask: Ask) -> list[Sampled]:
         """The completions of a group, checked.

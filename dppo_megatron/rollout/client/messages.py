@@ -25,6 +25,8 @@ class Address(msgspec.Struct, frozen=True):
     api_key: str = ""
     workers: tuple[str, ...] = ()
     """Of a router: the servers behind it."""
+    proves: bool = False
+    """See `Http`."""
 
     def __repr__(self) -> str:
         """Without the key: messages go into logs."""

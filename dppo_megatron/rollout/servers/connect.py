@@ -22,7 +22,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.servers.directory import Addresses, Directory, Entry
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HealthFile
-from dppo_megatron.rollout.servers.http import Http, Refused, Unreachable, clean_key
+from dppo_megatron.rollout.servers.http import BadAnswer, Http, Refused, Unreachable, clean_key
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.servers.launch import LaunchedServer, ServerProcess, stop_all
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
@@ -37,8 +37,6 @@ from dppo_megatron.weights.torch_dist import is_torch_dist
 
 _FIRST_ANSWER_S = 30.0
 _READY_S = 5.0
-NOT_THIS_ENGINE = (LookupError, AttributeError, TypeError, ValueError)
-"""What comes of reading an answer that is JSON, but of another form."""
 
 ChannelName = Literal["disk", "gloo", "nccl", "ipc"]
 
@@ -91,7 +89,7 @@ def connect(
             directory = _named(known, routers, rollout, configured)
         urls = list(addresses)
         servers: list[Server] = [
-            make_server(rollout.engine, url, key, architecture.vocab_size) for url, key in addresses.items()
+            make_server(rollout, url, key, architecture.vocab_size) for url, key in addresses.items()
         ]
         _await_ready(launched, servers, rollout.limits.start_timeout_s, watch)
         infos = [describe(server, rollout.servers.api_key_env) for server in servers]
@@ -155,7 +153,7 @@ def _registered(directory: Directory, rollout: RolloutConfig, say: Callable[[str
         """Whether the server is healthy; raises UserError if this run must not use it."""
         check_entry(entry, rollout)
         try:
-            make_server(entry.engine, entry.url, entry.api_key, 0).healthy(timeout_s=_READY_S)
+            make_server(rollout, entry.url, entry.api_key, 0).healthy(timeout_s=_READY_S)
         except (Unreachable, Refused):
             return False
         return True
@@ -193,7 +191,7 @@ def routed(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> tupl
     servers: list[str] = []
     routers: list[RouterServer] = []
     for url in rollout.servers.endpoints:
-        named = _named_workers(Http(url, key))
+        named = _named_workers(Http(url, key, proves=None))
         for worker in named or []:
             check_endpoint(worker, rollout)
         if named == []:
@@ -223,7 +221,7 @@ def _named_workers(http: Http) -> list[str] | None:
     """None for what is no router."""
     try:
         return named_workers(http, _FIRST_ANSWER_S)
-    except (Unreachable, Refused):  # no such path, or nobody: `describe` says what is wrong
+    except (Unreachable, Refused):  # no such path, another answer, or nobody: `describe` says what is wrong
         return None
 
 
@@ -249,17 +247,25 @@ def configured_key(rollout: RolloutConfig) -> str:
     return clean_key(os.environ.get(name, ""), f"the environment variable {name} (rollout.servers.api_key_env)")
 
 
-def make_server(engine: str, url: str, api_key: str, vocab_size: int) -> Server:
-    """The dialect of `engine` for the server at `url`."""
-    http = Http(url, api_key)
-    return VLLMServer(http) if engine == "vllm" else SGLangServer(http, vocab_size)
+def make_server(rollout: RolloutConfig, url: str, api_key: str, vocab_size: int) -> Server:
+    """The dialect of the run's engine for the server at `url`."""
+    http = Http(url, api_key, proves=None if rollout.servers.endpoints else True)  # these may have our check
+    return VLLMServer(http) if rollout.engine == "vllm" else SGLangServer(http, vocab_size)
+
+
+def described(server: Server, timeout_s: float) -> ServerInfo:
+    """What the server says of itself. Raises Unreachable or Refused, and UserError for answers that cannot be read."""
+    try:
+        return server.describe(timeout_s=timeout_s)
+    except BadAnswer as error:
+        raise UserError(f"{server.http.url} answers, but not as this engine does: {error}") from None
 
 
 def describe(server: Server, api_key_env: str) -> ServerInfo:
     """What the server says of itself; UserError if it cannot be asked."""
     url = server.http.url
     try:
-        info = server.describe(timeout_s=_FIRST_ANSWER_S)  # first: another engine's server may not know how it is
+        info = described(server, _FIRST_ANSWER_S)  # first: another engine's server may not know how it is
         server.healthy(timeout_s=_FIRST_ANSWER_S)
         return info
     except Unreachable as error:
@@ -271,8 +277,6 @@ def describe(server: Server, api_key_env: str) -> ServerInfo:
                 f" {api_key_env} (rollout.servers.api_key_env)"
             ) from None
         raise UserError(f"{url} answers a question about itself with {error}") from None
-    except NOT_THIS_ENGINE as error:
-        raise UserError(f"{url} answers, but not as this engine does: {type(error).__name__} {error}") from None
 
 
 def choose_channel(
@@ -312,8 +316,6 @@ def choose_channel(
 def check_server(url: str, info: ServerInfo, config: Config, architecture: Architecture) -> None:
     """Raise UserError unless the server can generate what the actor will train on."""
     model = f"{url} serves '{info.served_model}'"
-    if len(info.devices) not in (0, info.world_size):
-        raise UserError(f"{url} has {info.world_size} workers and names the devices of {len(info.devices)}")
     if info.architecture is not None and info.architecture != architecture.name:
         raise UserError(f"{model}, a {info.architecture}; the actor is a {architecture.name} ({config.model.hf_path})")
     if info.vocab_size is not None and info.vocab_size != architecture.vocab_size:

@@ -7,18 +7,20 @@ dictionaries the same bytes cost 16 times the CPU time (docs/data_plane.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from dppo_megatron.rollout.servers.http import BadAnswer
-from dppo_megatron.rollout.servers.wire import Call, GenerateRequest, Sampled, Span, as_sampled, decoded
+from dppo_megatron.rollout.servers.http import BadAnswer, decoded
+from dppo_megatron.rollout.servers.wire import Call, GenerateRequest, Sampled, Span, as_sampled
+
+T = TypeVar("T")
 
 # ----------------------------------------------------------------------------------- arrays (in_engine/dppo_arrays.py)
 
 
-def _opened(decoder: msgspec.json.Decoder[Any], content: bytes) -> tuple[Any, memoryview]:
+def _opened(decoder: msgspec.json.Decoder[T], content: bytes) -> tuple[T, memoryview]:
     """The header and the arrays' bytes."""
     start = 4 + int.from_bytes(content[:4], "little")
     return decoded(decoder, content[4:start]), memoryview(content)[start:]
@@ -107,11 +109,11 @@ class VLLMDialect(msgspec.Struct, frozen=True, tag="vllm"):
         return True
 
     def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
-        """See `Dialect.read`."""
+        """The completions in the order of their indices."""
         [content] = answers
         if self.arrays:
             return _from_arrays(content, group)
-        answer = cast(_VLLMAnswer, decoded(_VLLM_DECODER, content))
+        answer = decoded(_VLLM_DECODER, content)
         _raise_if_anothers(answer, group)
         found = []
         for choice in sorted(answer.choices, key=lambda choice: choice.index):
@@ -130,8 +132,7 @@ def _raise_if_anothers(answer: _VLLMAnswer | _ArraysHeader, group: GenerateReque
 
 
 def _from_arrays(content: bytes, group: GenerateRequest) -> list[Sampled]:
-    header, body = _opened(_ARRAYS_DECODER, content)
-    answer = cast(_ArraysHeader, header)
+    answer, body = _opened(_ARRAYS_DECODER, content)
     _raise_if_anothers(answer, group)
     found = dict(zip((choice.index for choice in answer.choices), _in_turn(answer.choices, body), strict=True))
     return [found[index] for index in range(group.count)]
@@ -235,11 +236,11 @@ class SGLangDialect(msgspec.Struct, frozen=True, tag="sglang"):
         return True
 
     def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
-        """See `Dialect.read`. The batch's answers come in its order, each with its own id."""
+        """The batch's answers come in its order, each with its own id."""
         [content] = answers
         if self.arrays:
             return _sglang_from_arrays(content, group)
-        found = cast(list[_SGLangAnswer], decoded(_SGLANG_DECODER, content))
+        found = decoded(_SGLANG_DECODER, content)
         _raise_if_not(group.count, len(found))
         return [_sglang_completion(answer, _rid(group, index)) for index, answer in enumerate(found)]
 
@@ -269,8 +270,8 @@ class SGLangRouterDialect(msgspec.Struct, frozen=True, tag="sglang-router"):
         return not (_cuts(group) and group.reads_logprobs)
 
     def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
-        """See `Dialect.read`."""
-        found = [cast(_SGLangAnswer, decoded(_SGLANG_ONE_DECODER, content)) for content in answers]
+        """The completions in the order of their indices."""
+        found = [decoded(_SGLANG_ONE_DECODER, content) for content in answers]
         return [_sglang_completion(answer, _rid(group, index)) for index, answer in enumerate(found)]
 
 
@@ -289,7 +290,7 @@ def _prefill(group: GenerateRequest) -> list[list[Call]]:
 
 def _sglang_from_arrays(content: bytes, group: GenerateRequest) -> list[Sampled]:
     header, body = _opened(_SGLANG_ARRAYS_DECODER, content)
-    answers = cast(_SGLangArraysHeader, header).answers
+    answers = header.answers
     _raise_if_not(group.count, len(answers))
     for index, answer in enumerate(answers):
         _raise_if_not_id(answer.id, _rid(group, index))
@@ -367,4 +368,6 @@ def _rid(group: GenerateRequest, index: int) -> str:
 
 
 AnyDialect = VLLMDialect | SGLangDialect | SGLangRouterDialect
-"""As it travels."""
+"""How one engine is asked, as it travels to the rollout clients. `rounds`: what is posted, one round after the other,
+the calls of a round at the same time. `abort_calls`: what ends a request now; its answer then holds what there is, as
+`abort`. `carries`: whether all of a request reaches the engine this way. `read` takes the answers to the last round."""

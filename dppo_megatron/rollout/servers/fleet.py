@@ -25,6 +25,7 @@ from itertools import zip_longest
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers.dispatch import Dispatch, Work
 from dppo_megatron.rollout.servers.health_file import HealthFile
+from dppo_megatron.rollout.servers.http import NotProven
 from dppo_megatron.rollout.servers.intake import Intake
 from dppo_megatron.rollout.servers.launch import ServerProcess, stop_all
 from dppo_megatron.rollout.servers.member import Endpoint, Member, OwnedLock
@@ -273,7 +274,7 @@ class Fleet:
                 self.mark_out(asked, f"no answer to its health probe: {error}")
         elif error is None:
             self._is_back(asked)
-        elif isinstance(error, UserError):
+        elif isinstance(error, (UserError, NotProven)):
             if asked.reason != str(error):
                 self.say(f"rollout: {asked.name} answers again and is not used: {error}")
             with self.lock:

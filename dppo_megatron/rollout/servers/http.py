@@ -6,6 +6,8 @@ For questions, pausing and weights: a few calls at a time, from threads. Complet
 - A deadline is for a whole call: connecting, sending, and every byte of the answer. A server that gives a byte now and
   then keeps nobody.
 - An answer has a size that it may not pass, and only 2xx is success: a redirect is a wrong address, not weights.
+- An answer is decoded as the type that the caller names, with the bounds in it: no value of a server's is read that
+  was not checked.
 - Three kinds of failure: `Unreachable` (nobody answers: try elsewhere), `Refused` (an answer that says no), and
   `BadAnswer` (it says yes, and what it says cannot be so).
 
@@ -23,10 +25,16 @@ import socket
 import ssl
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import msgspec
+
+from dppo_megatron.rollout.servers.identity import LARGEST_ANSWER, Question
 from dppo_megatron.types import GuardStop, UserError
+
+T = TypeVar("T")
 
 MAX_ANSWER_BYTES = 64 << 20
 """Of questions and weight calls; checksums of a large model are a few MB."""
@@ -48,6 +56,16 @@ class Refused(Exception):
         """What the server asks for with 429 or 503."""
 
 
+class NotProven(Unreachable):
+    """Whoever answers at a server's address is not that server (`identity.py`)."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(
+            f"{url}: what answers there does not prove that it is this server, so nothing is sent to it; another"
+            " program may have taken its port"
+        )
+
+
 class BadAnswer(Unreachable):
     """An answer with status 2xx that is not what was asked for: as good as none."""
 
@@ -64,15 +82,31 @@ def clean_key(key: str, where: str) -> str:
     return key
 
 
+class Done(msgspec.Struct):
+    """The answer to a command: nothing, null, or an object. One that says no, with whatever status, is `Refused`."""
+
+    success: bool = True
+    error: Any = None
+    detail: Any = None
+    message: Any = None
+
+    def said(self, otherwise: str) -> str:
+        """Why not: FastAPI's and both engines' forms of it."""
+        found = self.error or self.detail or self.message
+        return str(found.get("message", found) if isinstance(found, dict) else found or otherwise)
+
+
 class Http:
     """One server's address. Thread-safe; a connection belongs to one request at a time and is kept for the next.
 
     Args:
         url: http(s)://host:port, with an optional path prefix.
         api_key: sent as a bearer token; appears in no message and no repr.
+        proves: whether the other end of each connection must prove that it has the key before anything is sent; None:
+            if the first one does. Not over TLS, where a certificate does it, and not without a key.
     """
 
-    def __init__(self, url: str, api_key: str = "") -> None:
+    def __init__(self, url: str, api_key: str = "", *, proves: bool | None = False) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None
         self.url = url.rstrip("/")
@@ -82,6 +116,7 @@ class Http:
         self.api_key = clean_key(api_key, f"the request to {self.url}")
         if self.api_key:
             self._headers["Authorization"] = f"Bearer {self.api_key}"
+        self.proves = proves if self.api_key and not self._tls else False
         self._lock = threading.Lock()
         self._idle: list[_Plain | _Secure] = []
         self._busy: set[_Plain | _Secure] = set()
@@ -90,14 +125,27 @@ class Http:
     def __repr__(self) -> str:
         return f"Http({self.url})"
 
-    def get(self, path: str, *, timeout_s: float) -> Any:
-        """The decoded JSON answer (None for an empty one). Raises Unreachable, Refused or BadAnswer."""
-        return self._decoded(path, self._request("GET", path, None, timeout_s, MAX_ANSWER_BYTES))
+    def get(self, path: str, kind: type[T], *, timeout_s: float) -> T:
+        """The answer as `kind`, a struct of msgspec's. Raises Unreachable, Refused or BadAnswer."""
+        return self._decoded(path, kind, self._request("GET", path, None, timeout_s, MAX_ANSWER_BYTES))
 
-    def post(self, path: str, body: Any = None, *, timeout_s: float) -> Any:
+    def find(self, path: str, kind: type[T], *, timeout_s: float) -> T | None:
+        """As `get`; None from a server without that path (404)."""
+        try:
+            return self.get(path, kind, timeout_s=timeout_s)
+        except Refused as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def post(self, path: str, kind: type[T], body: Any, *, timeout_s: float) -> T:
         """As `get`, with a JSON body."""
-        payload = json.dumps({} if body is None else body, separators=(",", ":")).encode()
-        return self._decoded(path, self._request("POST", path, payload, timeout_s, MAX_ANSWER_BYTES))
+        payload = json.dumps(body, separators=(",", ":")).encode()
+        return self._decoded(path, kind, self._request("POST", path, payload, timeout_s, MAX_ANSWER_BYTES))
+
+    def do(self, path: str, body: Any = None, *, timeout_s: float) -> None:
+        """A command. Raises as `get`."""
+        self.post(path, Done, body or {}, timeout_s=timeout_s)
 
     def exchange(self, path: str, payload: bytes, *, timeout_s: float, max_bytes: int) -> bytes:
         """Bytes for bytes. Raises as `get`."""
@@ -114,13 +162,15 @@ class Http:
                 if connection.sock is not None:
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
-    def _decoded(self, path: str, content: bytes) -> Any:
-        if not content.strip():
-            return None
+    def _decoded(self, path: str, kind: type[T], content: bytes) -> T:
+        content = content.strip()
         try:
-            return json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise BadAnswer(f"{self.url}{path}: its answer is no JSON: {brief(error)}") from None
+            answer = decoded(msgspec.json.Decoder(kind), b"{}" if content in (b"", b"null") else content)
+        except BadAnswer as error:
+            raise BadAnswer(f"{self.url}{path}: {error}") from None
+        if isinstance(answer, Done) and (answer.error or not answer.success):
+            raise Refused(409, f"{path}: {hidden(answer.said('it says no'), self.api_key)[:500]}")
+        return answer
 
     def _request(self, method: str, path: str, payload: bytes | None, timeout_s: float, max_bytes: int) -> bytes:
         deadline, cuts = time.monotonic() + timeout_s, self._cuts
@@ -135,7 +185,7 @@ class Http:
                 self._drop(connection)
                 connection = self._fresh(deadline)
                 response, content = self._exchange(connection, method, path, payload, max_bytes)
-        except BadAnswer:
+        except (BadAnswer, NotProven):
             self._drop(connection)
             raise
         except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a header that is no header
@@ -182,10 +232,29 @@ class Http:
             connection: _Plain | _Secure = _Secure(self._host, self._port, context=context)
         else:
             connection = _Plain(self._host, self._port)
+            connection.prove = self._prove
         _set_deadline(connection, deadline)
         with self._lock:
             self._busy.add(connection)
         return connection
+
+    def _prove(self, connection: _Plain) -> None:
+        if self.proves is False:
+            return
+        question = Question(self.api_key, connection.sock.getpeername())
+        connection.sock.sendall(question.request)
+        head = b""
+        with connection.sock.makefile("rb") as answer:
+            while not head.endswith(b"\r\n\r\n") and (line := answer.readline(LARGEST_ANSWER - len(head))):
+                head += line
+        if question.is_answered_by(head):
+            self.proves = True
+            return
+        if self.proves:
+            raise NotProven(self.url)
+        self.proves = False  # a server without our check: its address is its user's word
+        connection.sock.close()
+        connection.connect()
 
     def _drop(self, connection: _Plain | _Secure) -> None:
         connection.close()
@@ -218,12 +287,15 @@ class _Plain(http.client.HTTPConnection):
     """A connection whose socket keeps the deadline."""
 
     deadline = math.inf
+    prove: Callable[[_Plain], None]
+    """Raises NotProven."""
 
     def connect(self) -> None:
         super().connect()
         plain = self.sock
         self.sock = _PlainSocket(plain.family, plain.type, plain.proto, fileno=plain.detach())
         _set_deadline(self, self.deadline)
+        self.prove(self)
 
 
 class _Secure(http.client.HTTPSConnection):
@@ -244,6 +316,14 @@ def _set_deadline(connection: _Plain | _Secure, deadline: float) -> None:
         connection.sock.settimeout(left)
 
 
+def decoded(decoder: msgspec.json.Decoder[T], content: bytes) -> T:
+    """Raises BadAnswer for what is not of the decoder's type."""
+    try:
+        return decoder.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadAnswer(f"its answer cannot be read: {brief(error)}") from None
+
+
 def retry_after_s(header: str | None) -> float | None:
     """Seconds that a Retry-After header asks for; None without one that counts seconds."""
     try:
@@ -260,18 +340,10 @@ def brief(error: BaseException, key: str = "") -> str:
 
 
 def excerpt(content: bytes, key: str = "") -> str:
-    """The message of an error body, without `key`: FastAPI's and both engines' forms of it."""
+    """The message of an error body, without `key`."""
     text = content.decode(errors="replace")
-    try:
-        body = json.loads(text)
-    except (ValueError, RecursionError):
-        return hidden(text, key)[:500]
-    for name in ("error", "detail", "message"):
-        inner = body.get(name) if isinstance(body, dict) else None
-        if isinstance(inner, dict):
-            inner = inner.get("message", inner)
-        if inner:
-            return hidden(str(inner), key)[:500]
+    with contextlib.suppress(BadAnswer):
+        text = decoded(msgspec.json.Decoder(Done), content).said(text)
     return hidden(text, key)[:500]
 
 

@@ -83,12 +83,14 @@ class ServerProcess(ABC):
         while True:
             try:
                 is_ready()
-                self.is_starting = False
-                return
+                problem = ""
             except Exception as error:
-                problem = str(error)
+                problem = str(error) or type(error).__name__
             if not self.is_running:
                 problem = f"ended with code {self.exit_code} before it was ready"
+            elif not problem:
+                self.is_starting = False
+                return
             elif time.monotonic() < deadline:
                 time.sleep(0.5)
                 continue

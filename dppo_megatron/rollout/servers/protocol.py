@@ -5,13 +5,16 @@ A dialect only translates. Who is asked, how often, and what a failure means is 
 
 from __future__ import annotations
 
-import json
+import re
 import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
+import msgspec
+
+from dppo_megatron.rollout.servers.answers import ModelFile
 from dppo_megatron.rollout.servers.dialects import AnyDialect
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Sampled, checked
@@ -129,9 +132,9 @@ class BucketServer(Server, Protocol):
 def architecture_of(root: str) -> tuple[str | None, int | None]:
     """Architecture and vocabulary of the checkpoint that a server names as its model, if it can be read from here."""
     try:
-        raw = json.loads((Path(root) / "config.json").read_text(encoding="utf-8"))
-        return raw["architectures"][0], int(raw["vocab_size"])
-    except (OSError, ValueError, KeyError, IndexError):
+        found = msgspec.json.decode((Path(root) / "config.json").read_bytes(), type=ModelFile)
+        return found.architectures[0], found.vocab_size
+    except (OSError, ValueError, RecursionError):
         return None, None
 
 
@@ -142,18 +145,10 @@ def too_old(engine: str, version: str, minimum: str, url: str) -> UserError:
 
 def is_older(version: str, minimum: str) -> bool:
     """Compares the leading numbers of two versions; 0.9.1 is older than 0.10."""
-
-    def numbers(text: str) -> list[int]:
-        """Its leading numbers: [0, 10, 1] of 0.10.1rc2+cpu."""
-        found = []
-        for part in text.split("+")[0].split("."):
-            digits = part[: len(part) - len(part.lstrip("0123456789"))]
-            if not digits:
-                break
-            found.append(int(digits))
-        return found
-
-    return numbers(version) < numbers(minimum)
+    found, wanted = (
+        [int(number) for number in re.split(r"[^0-9.]", text)[0].split(".") if number] for text in (version, minimum)
+    )
+    return found < wanted
 
 
 def generate(server: Server, group: GenerateRequest, expected: Expected, *, timeout_s: float) -> list[Sampled]:

@@ -17,16 +17,16 @@ from collections.abc import Callable
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.servers.connect import (
-    NOT_THIS_ENGINE,
     Connection,
     check_entry,
     check_server,
+    described,
     make_server,
 )
 from dppo_megatron.rollout.servers.directory import Addresses, Entry
 from dppo_megatron.rollout.servers.dispatch import BUSY
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.http import Refused, Unreachable
+from dppo_megatron.rollout.servers.http import BadAnswer, NotProven, Refused, Unreachable
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
@@ -44,10 +44,7 @@ def inspect(server: Server, known: Connection, config: Config, architecture: Arc
         UserError: it does not fit.
     """
     url = server.http.url
-    try:
-        info = server.describe(timeout_s=_ASK_S)
-    except NOT_THIS_ENGINE as error:
-        raise UserError(f"{url} answers, but not as this engine does: {type(error).__name__} {error}") from None
+    info = described(server, _ASK_S)
     check_server(url, info, config, architecture)
     if known.channel not in info.channels:
         raise UserError(f"{url} is not started for weight sync over {known.channel}")
@@ -106,9 +103,11 @@ class Recruiter:
         config = self._config
         try:
             check_entry(entry, config.rollout)
-            server = make_server(config.rollout.engine, entry.url, entry.api_key, self._architecture.vocab_size)
+            server = make_server(config.rollout, entry.url, entry.api_key, self._architecture.vocab_size)
             server.healthy(timeout_s=_ASK_S)
             info = inspect(server, self._connection, config, self._architecture)
+        except (BadAnswer, NotProven) as error:
+            return self._not_used(fleet, entry, str(error), for_good=False)
         except Unreachable:
             return  # asked again at the next sync
         except Refused as error:

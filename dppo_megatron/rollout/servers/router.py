@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dppo_megatron.rollout.servers import answers
 from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, SGLangRouterDialect, VLLMDialect
 from dppo_megatron.rollout.servers.directory import Entry
-from dppo_megatron.rollout.servers.http import BadAnswer, Http, Refused, Unreachable
+from dppo_megatron.rollout.servers.http import MAX_ANSWER_BYTES, BadAnswer, Http, Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Endpoint, Member, OwnedLock
 
 _ASK_S = 10.0
@@ -97,15 +98,10 @@ class NamedServers:
         return {url: Entry(url, self._key, self._engine) for url in urls}
 
 
-def named_workers(http: Http, timeout_s: float) -> list[str] | None:
-    """The addresses that `GET /workers` names, in the form of sglang-router 0.3.2 and vllm-router 0.1.17; None for an
-    answer of another form. Raises Unreachable or Refused."""
-    answer = http.get("/workers", timeout_s=timeout_s)
-    listed = answer.get("workers") if isinstance(answer, dict) else None
-    if not isinstance(listed, list):
-        return None
-    urls = [worker.get("url") for worker in listed if isinstance(worker, dict)]
-    return [url.rstrip("/") for url in urls if isinstance(url, str)]
+def named_workers(http: Http, timeout_s: float) -> list[str]:
+    """The addresses that `GET /workers` names. Raises as `Http.get`."""
+    answer = http.get("/workers", answers.RoutedWorkers, timeout_s=timeout_s)
+    return [worker.url.rstrip("/") for worker in answer.workers]
 
 
 def through(router: RouterServer, workers: Sequence[AnyDialect]) -> bool:
@@ -119,7 +115,7 @@ def through(router: RouterServer, workers: Sequence[AnyDialect]) -> bool:
     else:
         path, router.dialect = "/inference/v1/generate", VLLMDialect(seeded)
     try:
-        router.http.post(path, {}, timeout_s=_ASK_S)
+        router.http.exchange(path, b"{}", timeout_s=_ASK_S, max_bytes=MAX_ANSWER_BYTES)
     except Refused as error:
         return error.status not in (404, 405)
     except Unreachable:

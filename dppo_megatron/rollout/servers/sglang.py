@@ -12,11 +12,11 @@ import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.rollout.servers import answers
 from dppo_megatron.rollout.servers.dialects import SGLANG_ARRAYS_PATH, SGLANG_NCCL_PATH, SGLangDialect
-from dppo_megatron.rollout.servers.http import Http, Refused
+from dppo_megatron.rollout.servers.http import Done, Http, Refused
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
@@ -70,46 +70,38 @@ class SGLangServer:
 
     def describe(self, *, timeout_s: float) -> ServerInfo:
         """Raises UserError for a server that is no SGLang or too old."""
-        try:
-            info = self.http.get("/server_info", timeout_s=timeout_s)
-            model = self.http.get("/model_info", timeout_s=timeout_s)
-        except Refused as error:
-            if error.status == 404:
-                raise UserError(f"{self.http.url} answers, but is no SGLang server (no /server_info)") from None
-            raise
-        if not isinstance(info, dict) or "version" not in info:
-            raise UserError(f"{self.http.url} answers, but is no SGLang server (no version in /server_info)")
-        if is_older(info["version"], MINIMUM_VERSION):
-            raise too_old("SGLang", info["version"], MINIMUM_VERSION, self.http.url)
-        self._seeded = bool(info.get("enable_deterministic_inference"))
-        self._arrays = self._ask(SGLANG_ARRAYS_PATH, timeout_s) == {"form": 1}
-        self._hashes_bytes = info.get("device") == "cpu"
-        self._workers, self.replicas = int(info.get("tp_size", 1)), int(info.get("dp_size", 1))
-        root = info.get("model_path") or model["model_path"]  # the latter may be a snapshot of an earlier run's
+        info = self.http.find("/server_info", answers.ServerArgs, timeout_s=timeout_s)
+        model = self.http.find("/model_info", answers.Model, timeout_s=timeout_s)
+        if info is None or model is None:
+            raise UserError(f"{self.http.url} answers, but is no SGLang server (no /server_info)")
+        if is_older(info.version, MINIMUM_VERSION):
+            raise too_old("SGLang", info.version, MINIMUM_VERSION, self.http.url)
+        self._seeded = bool(info.enable_deterministic_inference)
+        self._arrays = self.http.find(SGLANG_ARRAYS_PATH, dict[str, int], timeout_s=timeout_s) == {"form": 1}
+        self._hashes_bytes = info.device == "cpu"
+        self._workers, self.replicas = info.tp_size, info.dp_size
+        root = info.model_path or model.model_path  # the latter may be a snapshot of an earlier run's
         architecture, vocab_size = architecture_of(root)
-        single = int(info.get("pp_size", 1)) == self.replicas == 1  # SGLang numbers group members by TP
+        single = info.pp_size == self.replicas == 1  # SGLang numbers group members by TP
+        nccl = self.http.find(SGLANG_NCCL_PATH, answers.Nccl, timeout_s=timeout_s) if self._arrays else None
         return ServerInfo(
-            engine_version=info["version"],
+            engine_version=info.version,
             served_model=root,
             max_tokens=_longest(info),
-            architecture=architecture or (model.get("architectures") or [None])[0],
+            architecture=architecture or next(iter(model.architectures or ()), None),
             vocab_size=vocab_size,
             channels=("disk", "gloo", "nccl", "ipc") if single else ("disk",),
             world_size=self._workers,
             logprobs_are_processed=None,
-            max_top_k=int(info.get("sampling_mask_max_tokens") or 0),
+            max_top_k=info.sampling_mask_max_tokens or 0,
             cuts_in_order=False,
-            nccl=(self._ask(SGLANG_NCCL_PATH, timeout_s) if self._arrays else None) or _OWN_NCCL,
+            nccl=nccl or _OWN_NCCL,
         )
 
     def healthy(self, *, timeout_s: float) -> None:
         """/server_info asks the scheduler for its state. /health has a token generated instead, which one that an
         interrupted sync has left paused never does: it would stay out for good."""
-        try:
-            self.http.get("/server_info", timeout_s=timeout_s)
-        except Refused as error:
-            if error.status != 404:  # no SGLang: `describe` says so
-                raise
+        self.http.find("/server_info", Done, timeout_s=timeout_s)  # 404: no SGLang, `describe` says so
 
     @property
     def dialect(self) -> SGLangDialect:
@@ -118,32 +110,33 @@ class SGLangServer:
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
         """See `_PAUSE_MODE`."""
-        self.http.post("/pause_generation", {"mode": _PAUSE_MODE[in_flight]}, timeout_s=timeout_s)
+        self.http.do("/pause_generation", {"mode": _PAUSE_MODE[in_flight]}, timeout_s=timeout_s)
 
     def resume(self, *, timeout_s: float) -> None:
         """After `pause`."""
-        self.http.post("/continue_generation", {}, timeout_s=timeout_s)
+        self.http.do("/continue_generation", {}, timeout_s=timeout_s)
 
     def load_from_disk(self, path: str, version: str, *, timeout_s: float) -> None:
         """The cache is flushed by the same call."""
-        self._do("/update_weights_from_disk", {"model_path": path, "weight_version": version}, timeout_s)
+        body = {"model_path": path, "weight_version": version}
+        self.http.do("/update_weights_from_disk", body, timeout_s=timeout_s)
 
     def weights_version(self, *, timeout_s: float) -> str:
         """What the engine calls its present weights."""
-        return str(self.http.get("/model_info", timeout_s=timeout_s).get("weight_version"))
+        return self.http.get("/model_info", answers.NamedWeights, timeout_s=timeout_s).weight_version
 
     def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
         """The first 16 digits of SHA-256, on a CPU without splits; elsewhere the canary is the receipt."""
         if not self._hashes_bytes or self._workers > 1:
             return []
-        answer = self.http.post("/weights_checker", {"action": "checksum"}, timeout_s=timeout_s)
-        return [dict(rank["checksums"]) for rank in answer["ranks"]]
+        answer = self.http.post("/weights_checker", answers.Ranks, {"action": "checksum"}, timeout_s=timeout_s)
+        return [rank.checksums for rank in answer.ranks]
 
     def join_group(self, meeting: Meeting, first_rank: int, *, timeout_s: float) -> None:
         """Every tensor-parallel worker joins. A server that was started again has no group to leave: no failure."""
         if self._group:
             with contextlib.suppress(Refused):
-                self.http.post("/destroy_weights_update_group", {"group_name": self._group}, timeout_s=timeout_s)
+                self.http.do("/destroy_weights_update_group", {"group_name": self._group}, timeout_s=timeout_s)
         self._group = meeting.name
         body = {
             "master_address": meeting.host,
@@ -153,7 +146,7 @@ class SGLangServer:
             "group_name": meeting.name,
             "backend": meeting.backend,
         }
-        self.http.post("/init_weights_update_group", body, timeout_s=timeout_s)
+        self.http.do("/init_weights_update_group", body, timeout_s=timeout_s)
 
     def own_group(self, meeting: Meeting) -> BroadcastGroup:
         """SGLang's end is a process group of torch's."""
@@ -162,10 +155,10 @@ class SGLangServer:
     def begin_update(self, *, timeout_s: float) -> None:
         """Opens a session; one that an interrupted sync has left open is closed first."""
         try:
-            self.http.post("/begin_weight_update", {}, timeout_s=timeout_s)
+            self.http.do("/begin_weight_update", {}, timeout_s=timeout_s)
         except Refused:
-            self.http.post("/end_weight_update", {}, timeout_s=timeout_s)
-            self.http.post("/begin_weight_update", {}, timeout_s=timeout_s)
+            self.http.do("/end_weight_update", {}, timeout_s=timeout_s)
+            self.http.do("/begin_weight_update", {}, timeout_s=timeout_s)
 
     def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
         """See `_FLUSH`. One broadcast of bytes, end to end. The version is given after the last bucket."""
@@ -177,51 +170,37 @@ class SGLangServer:
             "load_format": "flattened_bucket",
             **_FLUSH,
         }
-        self.http.post("/update_weights_from_distributed", body, timeout_s=timeout_s)
+        self.http.do("/update_weights_from_distributed", body, timeout_s=timeout_s)
 
     def receive_shared(self, offers: Sequence[Offer], tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
         """Handles of the trainer's memory, one pickle a worker."""
         body = {"serialized_named_tensors": list(offers), **_FLUSH}
-        self.http.post("/update_weights_from_tensor", body, timeout_s=timeout_s)
+        self.http.do("/update_weights_from_tensor", body, timeout_s=timeout_s)
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
         """Close the session, then name what it brought."""
-        self.http.post("/end_weight_update", {}, timeout_s=timeout_s)
+        self.http.do("/end_weight_update", {}, timeout_s=timeout_s)
         body = {"new_version": version, "abort_all_requests": False}
-        self.http.post("/update_weight_version", body, timeout_s=timeout_s)
+        self.http.do("/update_weight_version", body, timeout_s=timeout_s)
 
     def sleep(self, awake: Set[DeviceMemory], *, timeout_s: float) -> None:
         """Needs --enable-memory-saver; on a CPU, which has no memory to give, SGLang only keeps account. Its scheduler
         ends when it is to sleep over running requests. `abort` lets those run one more token whose client has gone, and
         does not wait for it; `retract` takes them out at once."""
         for mode in ("abort", "retract"):
-            self.http.post("/pause_generation", {"mode": mode}, timeout_s=timeout_s)
-        self.http.post("/release_memory_occupation", {"tags": sorted(awake)}, timeout_s=timeout_s)
+            self.http.do("/pause_generation", {"mode": mode}, timeout_s=timeout_s)
+        self.http.do("/release_memory_occupation", {"tags": sorted(awake)}, timeout_s=timeout_s)
 
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
         """Weights before the sync, the cache after it."""
-        self.http.post("/resume_memory_occupation", {"tags": [what]}, timeout_s=timeout_s)
-
-    def _ask(self, path: str, timeout_s: float) -> Any:
-        """None from a server that has no path of ours."""
-        try:
-            return self.http.get(path, timeout_s=timeout_s)
-        except Refused as error:
-            if error.status == 404:
-                return None
-            raise
-
-    def _do(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
-        answer = self.http.post(path, body, timeout_s=timeout_s)
-        if isinstance(answer, dict) and not answer.get("success", True):
-            raise Refused(409, f"{path}: {answer.get('message')}")
+        self.http.do("/resume_memory_occupation", {"tags": [what]}, timeout_s=timeout_s)
 
 
-def _longest(info: dict[str, Any]) -> int | None:
+def _longest(info: answers.ServerArgs) -> int | None:
     """Prompt and completion together that it generates in full; the longest prompt is 4 shorter where it tells that."""
-    if info.get("context_length"):
-        return int(info["context_length"]) - _SPARE
-    return int(info["max_req_input_len"]) + 4 if info.get("max_req_input_len") else None
+    if info.context_length is not None:
+        return info.context_length - _SPARE
+    return info.max_req_input_len + 4 if info.max_req_input_len is not None else None
 
 
 def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:

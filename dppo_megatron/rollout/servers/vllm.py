@@ -16,8 +16,10 @@ from typing import Any
 from urllib.parse import quote
 
 from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.rollout.servers import answers
 from dppo_megatron.rollout.servers.dialects import VLLM_ARRAYS_PATH, VLLM_WORKERS_PATH, VLLMDialect
-from dppo_megatron.rollout.servers.http import Http, Refused
+from dppo_megatron.rollout.servers.http import Done, Http, Refused
+from dppo_megatron.rollout.servers.in_engine import dppo_members
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
     InFlight,
@@ -38,6 +40,7 @@ _PAUSE_MODE: dict[InFlight, str] = {"finish": "wait", "abort": "abort", "continu
 _WHOLE_PREFILL = ("--no-enable-chunked-prefill",)
 """On a CPU a request with a seed whose prefill is cut in two ends vLLM 0.32.0's engine: it rewinds the generator of the
 discarded sample by `set_offset`, which torch has for CUDA only."""
+_RPC = "/collective_rpc"
 _RL_CALLS = "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (docs/engines.md)"
 
 
@@ -47,7 +50,6 @@ class VLLMServer:
 
     http: Http
     replicas: int = field(default=1, init=False)
-    _model: str = field(default="", init=False)
     _extended: bool = field(default=False, init=False)
     """The server runs our worker extension."""
     _seeded: bool = field(default=True, init=False)
@@ -57,47 +59,45 @@ class VLLMServer:
 
     def describe(self, *, timeout_s: float) -> ServerInfo:
         """Raises UserError for a server that is no vLLM, too old, or not started for RL."""
-        version = self._ask("/version", timeout_s)
-        if not isinstance(version, dict) or "version" not in version:
-            raise UserError(f"{self.http.url} answers, but is no vLLM server (no /version)")
-        if is_older(version["version"], MINIMUM_VERSION):
-            raise too_old("vLLM", version["version"], MINIMUM_VERSION, self.http.url)
-        [card, *_] = self.http.get("/v1/models", timeout_s=timeout_s)["data"]
-        self._model = card["id"]
-        settings = self._ask("/server_info?config_format=json", max(60.0, timeout_s))
-        if not isinstance(settings, dict) or self._ask("/weight_info", timeout_s) is None:
-            raise UserError(f"{self.http.url}: vLLM without its RL endpoints; {_RL_CALLS}")
-        engine_config = settings["vllm_config"]
-        transfer = engine_config.get("weight_transfer_config") or {}
-        extension = (engine_config.get("parallel_config") or {}).get("worker_extension_cls") or ""
-        self._extended = extension.startswith("dppo_vllm_extension.")
-        chunked = (engine_config.get("scheduler_config") or {}).get("enable_chunked_prefill", True)
-        on_cpu = "cpu" in str((engine_config.get("device_config") or {}).get("device", "")).lower()
-        self._seeded = not (on_cpu and chunked)
-        self._arrays = self._ask(VLLM_ARRAYS_PATH, timeout_s) == {"form": 1}
-        self.replicas = int((engine_config.get("parallel_config") or {}).get("data_parallel_size") or 1)
-        world_size = int(self.http.get("/get_world_size", timeout_s=timeout_s)["world_size"])
+        http = self.http
+        engine = http.find("/version", answers.VLLMVersion, timeout_s=timeout_s)
+        if engine is None:
+            raise UserError(f"{http.url} answers, but is no vLLM server (no /version)")
+        if is_older(engine.version, MINIMUM_VERSION):
+            raise too_old("vLLM", engine.version, MINIMUM_VERSION, http.url)
+        card = http.get("/v1/models", answers.Cards, timeout_s=timeout_s).data[0]
+        settings = http.find("/server_info?config_format=json", answers.Settings, timeout_s=max(60.0, timeout_s))
+        if settings is None or http.find("/weight_info", answers.NamedWeights, timeout_s=timeout_s) is None:
+            raise UserError(f"{http.url}: vLLM without its RL endpoints; {_RL_CALLS}")
+        config = settings.vllm_config
+        transfer, parallel = config.weight_transfer_config, config.parallel_config
+        self._extended = parallel.worker_extension_cls.startswith("dppo_vllm_extension.")
+        on_cpu = "cpu" in config.device_config.device.lower()
+        self._seeded = not (on_cpu and config.scheduler_config.enable_chunked_prefill)
+        self._arrays = http.find(VLLM_ARRAYS_PATH, dict[str, int], timeout_s=timeout_s) == {"form": 1}
+        self.replicas = parallel.data_parallel_size
+        world_size = http.get("/get_world_size", answers.WorldSize, timeout_s=timeout_s).world_size
         models = self._workers(world_size, timeout_s)
-        if self._extended:
-            architecture, vocab_size = models[0]["architecture"], models[0]["vocab_size"]
+        if models:
+            architecture, vocab_size = models[0].architecture, models[0].vocab_size
         else:
-            architecture, vocab_size = architecture_of(card.get("root") or "")
+            architecture, vocab_size = architecture_of(card.root or "")
         return ServerInfo(
-            engine_version=version["version"],
-            served_model=str(card.get("root") or self._model),
-            max_tokens=card.get("max_model_len"),
+            engine_version=engine.version,
+            served_model=card.root or card.id,
+            max_tokens=card.max_model_len,
             architecture=architecture,
             vocab_size=vocab_size,
-            channels=("disk", "gloo", "nccl", "ipc") if transfer.get("backend") == "dppo" else ("disk",),
+            channels=("disk", "gloo", "nccl", "ipc") if transfer and transfer.backend == "dppo" else ("disk",),
             world_size=world_size,
-            logprobs_are_processed=engine_config["model_config"].get("logprobs_mode") == "processed_logprobs",
-            devices=tuple(str(model["device"]) for model in models),
-            nccl=models[0].get("nccl", {}) if models else {},
+            logprobs_are_processed=config.model_config.logprobs_mode == "processed_logprobs",
+            devices=tuple(model.device for model in models),
+            nccl=models[0].nccl if models else {},
         )
 
     def healthy(self, *, timeout_s: float) -> None:
         """/health asks the engine process, not only the front end."""
-        self.http.get("/health", timeout_s=timeout_s)
+        self.http.get("/health", Done, timeout_s=timeout_s)
 
     @property
     def dialect(self) -> VLLMDialect:
@@ -106,19 +106,19 @@ class VLLMServer:
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
         """vLLM's wait / abort / keep."""
-        self.http.post(f"/pause?mode={_PAUSE_MODE[in_flight]}", timeout_s=timeout_s)
+        self.http.do(f"/pause?mode={_PAUSE_MODE[in_flight]}", timeout_s=timeout_s)
 
     def resume(self, *, timeout_s: float) -> None:
         """After `pause`."""
-        self.http.post("/resume", timeout_s=timeout_s)
+        self.http.do("/resume", timeout_s=timeout_s)
 
     def load_from_disk(self, path: str, version: str, *, timeout_s: float) -> None:
         """vLLM's reload_weights, then the repair of packed copies where our extension is there."""
-        self._rpc("reload_weights", timeout_s, weights_path=path)
+        self.http.do(_RPC, _call("reload_weights", timeout_s, weights_path=path), timeout_s=timeout_s)
         if self._extended:
-            self._rpc("dppo_refresh_packed", timeout_s)
+            self.http.do(_RPC, _call("dppo_refresh_packed", timeout_s), timeout_s=timeout_s)
         self._forget_prefixes(timeout_s)
-        self.http.post("/update_weight_version", {"new_version": version}, timeout_s=timeout_s)
+        self.http.do("/update_weight_version", {"new_version": version}, timeout_s=timeout_s)
 
     def join_group(self, meeting: Meeting, first_rank: int, *, timeout_s: float) -> None:
         """Through vLLM's weight transfer interface, with our receiver, which leaves an earlier group by itself."""
@@ -131,12 +131,13 @@ class VLLMServer:
             "joining_s": meeting.joining.total_seconds(),
             "timeout_s": meeting.timeout.total_seconds(),
             "chunk_bytes": CHUNK_BYTES,
+            "secret": meeting.secret,
         }
-        self.http.post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=timeout_s)
+        self.http.do("/init_weight_transfer_engine", {"init_info": info}, timeout_s=timeout_s)
 
     def own_group(self, meeting: Meeting) -> BroadcastGroup:
         """As our receiver makes its end."""
-        return Chain(meeting) if meeting.backend == "gloo" else Broadcast(meeting, as_torch_does=False)
+        return own_chain(meeting) if meeting.backend == "gloo" else Broadcast(meeting, as_torch_does=False)
 
     def begin_update(self, *, timeout_s: float) -> None:
         """Layers are ready to take checkpoint tensors."""
@@ -144,28 +145,28 @@ class VLLMServer:
 
     def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
         """One bucket of one dtype."""
-        self.http.post("/update_weights", {"update_info": _update_info(tensors)}, timeout_s=timeout_s)
+        self.http.do("/update_weights", {"update_info": _update_info(tensors)}, timeout_s=timeout_s)
 
     def receive_shared(self, offers: Sequence[Offer], tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
         """One bucket of one dtype; our receiver maps the buffer."""
         info = [_update_info(tensors) | {"memory": offer} for offer in offers]
-        self.http.post("/update_weights", {"update_info": info}, timeout_s=timeout_s)
+        self.http.do("/update_weights", {"update_info": info}, timeout_s=timeout_s)
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
         """Commit under `version`."""
-        self.http.post("/finish_weight_update", {"weight_version": version}, timeout_s=timeout_s)
+        self.http.do("/finish_weight_update", {"weight_version": version}, timeout_s=timeout_s)
         self._forget_prefixes(timeout_s)
 
     def weights_version(self, *, timeout_s: float) -> str:
         """What the engine calls its present weights."""
-        return str(self.http.get("/weight_info", timeout_s=timeout_s)["weight_version"])
+        return self.http.get("/weight_info", answers.NamedWeights, timeout_s=timeout_s).weight_version
 
     def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
         """By vLLM's names (dp0:pp0:pcp0:tp0:NAME), of engines without tensor or pipeline splits; packed weights (CPU)
         show as empty."""
-        found = self.http.post("/weight_checker", {"action": "checksum"}, timeout_s=timeout_s)["checksums"]
+        found = self.http.post("/weight_checker", answers.VLLMChecksums, {"action": "checksum"}, timeout_s=timeout_s)
         workers: dict[str, dict[str, str]] = {}
-        for name, digest in found.items():
+        for name, digest in found.checksums.items():
             worker, _, tensor = name.rpartition(":")
             workers.setdefault(worker, {})[tensor] = digest
         replicas = {worker.partition(":")[0] for worker in workers}
@@ -175,41 +176,42 @@ class VLLMServer:
         """Level 2: weights are dropped, since the next sync brings new ones. vLLM knows itself what sleeps already, and
         aborts what runs. A CPU keeps its memory."""
         try:
-            self.http.post("/sleep?level=2", timeout_s=timeout_s)
+            self.http.do("/sleep?level=2", timeout_s=timeout_s)
         except Refused:
             # Another program took memory of the card meanwhile: vLLM's worker has freed all, finds less free than
             # before, and raises, so its executor would wake nothing. Level 1 does not read what is gone
-            self.http.post("/sleep?level=1", timeout_s=timeout_s)
+            self.http.do("/sleep?level=1", timeout_s=timeout_s)
 
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
         """Weights before the sync, the cache after it: both at once would not fit beside the actor."""
-        self.http.post(f"/wake_up?tags={quote(what)}", timeout_s=timeout_s)
+        self.http.do(f"/wake_up?tags={quote(what)}", timeout_s=timeout_s)
 
     def _after_an_interruption(self, path: str, timeout_s: float) -> None:
         """An update that was left half-way stays open and bars these calls; ended, its mixed weights have a name that
         no run accepts."""
         try:
-            self.http.post(path, timeout_s=timeout_s)
+            self.http.do(path, timeout_s=timeout_s)
         except Refused:
             with contextlib.suppress(Refused):  # it was refused for another reason: the second answer says which
-                self.http.post("/finish_weight_update", {"weight_version": "interrupted"}, timeout_s=timeout_s)
-            self.http.post(path, timeout_s=timeout_s)
+                self.http.do("/finish_weight_update", {"weight_version": "interrupted"}, timeout_s=timeout_s)
+            self.http.do(path, timeout_s=timeout_s)
 
     def _forget_prefixes(self, timeout_s: float) -> None:
-        answer = self.http.post("/reset_prefix_cache?reset_running_requests=true", timeout_s=timeout_s)
-        if isinstance(answer, dict) and not answer.get("success", True):
-            raise Refused(409, "the prefix cache could not be reset: blocks are still held")
+        """Refused while blocks are still held."""
+        self.http.do("/reset_prefix_cache?reset_running_requests=true", timeout_s=timeout_s)
 
-    def _workers(self, world_size: int, timeout_s: float) -> list[dict[str, Any]]:
+    def _workers(self, world_size: int, timeout_s: float) -> list[answers.Worker]:
         """What each worker says of itself (`in_engine`), replica by replica; nothing without our extension. Raises
         UserError for replicas of which not all workers answer: the others would be left without weights."""
-        models = []
+        models: list[answers.Worker] = []
         if self._extended and self._arrays:
-            replicas = self.http.get(VLLM_WORKERS_PATH, timeout_s=timeout_s)["replicas"]
-            models = sorted((model for replica in replicas for model in replica), key=lambda model: int(model["place"]))
-        elif self._extended:
-            models = self._rpc("dppo_model", timeout_s)["results"]  # of the first replica only
-        if self.replicas > 1 and [model["place"] for model in models] != list(range(world_size)):
+            replicas = self.http.get(VLLM_WORKERS_PATH, answers.Models, timeout_s=timeout_s).replicas
+            models = sorted((model for replica in replicas for model in replica), key=lambda model: model.place)
+        elif self._extended:  # of the first replica only
+            asked = _call("dppo_model", timeout_s)
+            models = self.http.post(_RPC, answers.Models, asked, timeout_s=timeout_s).results
+        whole = [model.place for model in models] == list(range(world_size)) and world_size % self.replicas == 0
+        if not whole and (self.replicas > 1 or self._extended):
             raise UserError(
                 f"{self.http.url} has {self.replicas} replicas (--data-parallel-size), and {len(models)} of their"
                 f" {world_size} workers answer: start it with our --worker-extension-cls and --middleware"
@@ -217,17 +219,18 @@ class VLLMServer:
             )
         return models
 
-    def _rpc(self, method: str, timeout_s: float, **kwargs: Any) -> Any:
-        body = {"method": method, "kwargs": kwargs, "timeout": timeout_s}
-        return self.http.post("/collective_rpc", body, timeout_s=timeout_s)
 
-    def _ask(self, path: str, timeout_s: float) -> Any:
-        try:
-            return self.http.get(path, timeout_s=timeout_s)
-        except Refused as error:
-            if error.status == 404:
-                return None
-            raise
+def _call(method: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+    return {"method": method, "kwargs": arguments, "timeout": timeout_s}
+
+
+def own_chain(meeting: Meeting) -> Chain:
+    """The trainer's end of a group with our receivers over gloo. Returns when all have joined and proven it."""
+
+    def prove(group: Any) -> None:
+        dppo_members.prove(group, meeting.secret, 0, 1, meeting.joining)
+
+    return Chain(meeting, dppo_members.Sealed(meeting.store, meeting.secret), prove)
 
 
 def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dppo_megatron.rollout.servers.http import BadAnswer, brief
+from dppo_megatron.rollout.servers.http import BadAnswer
 
 _HIGHEST_LOGPROB = 1e-3
 """Rounding of a log-softmax in bfloat16 may lift a certain token a little above 0."""
 _LOWEST_LOGPROB = -104.0
 """Below log(2**-149): a probability that float32 cannot hold was never drawn. vLLM writes -9999 for NaN and for a token
 without a log-probability."""
+_MOST_CERTAIN = 64
+"""Tokens in a row of which each may be the only likely one: float32 has 0 for the log of 1 - 6e-8."""
 _ANSWER_BYTES = 1 << 20
 _TOKEN_BYTES = 512
 """Room for one token of an answer; vLLM's form takes 168, SGLang's 46."""
@@ -107,23 +109,6 @@ class Call(NamedTuple):
     body: bytes
 
 
-class Dialect(Protocol):
-    """How one engine is asked. Picklable: it goes to the rollout clients."""
-
-    def rounds(self, group: GenerateRequest) -> list[list[Call]]:
-        """What is posted: one round after the other, the calls of a round at the same time. The answers to the last
-        round have the completions."""
-
-    def abort_calls(self, group: GenerateRequest) -> list[Call]:
-        """What ends the request now; its answer then holds what there is, as `abort`."""
-
-    def carries(self, group: GenerateRequest) -> bool:
-        """Whether all of the request reaches the engine this way."""
-
-    def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
-        """The completions in the order of their indices, from the answers to the last round. Raises BadAnswer."""
-
-
 def checked(sampled: Sequence[Sampled], group: GenerateRequest, expected: Expected) -> list[Sampled]:
     """`sampled` as it ended, if it can be what was asked for.
 
@@ -134,6 +119,8 @@ def checked(sampled: Sequence[Sampled], group: GenerateRequest, expected: Expect
     """
     for one in sampled:
         _raise_if_wrong(one, group, expected)
+    if group.temperature > 0 and group.reads_logprobs:
+        _raise_if_falsely_certain(sampled, group)
     return [_as_it_ended(one, group) for one in sampled]
 
 
@@ -155,10 +142,28 @@ def _raise_if_wrong(one: Sampled, group: GenerateRequest, expected: Expected) ->
         raise BadAnswer(f"token {wrong} with a vocabulary of {expected.vocab_size}")
     if any(bool((one.token_ids[:-1] == stop).any()) for stop in group.stop_token_ids):
         raise BadAnswer("it goes on after a token that ends a completion")
+    last = int(one.token_ids[-1])
+    if one.finish_reason == "stop" and last not in group.stop_token_ids:
+        raise BadAnswer(f"it stopped at token {last}, which ends no completion (rollout.sampling.stop_token_ids)")
     worst, best = float(one.logprobs.min()), float(one.logprobs.max())
     if not (worst >= _LOWEST_LOGPROB and best <= _HIGHEST_LOGPROB):  # NaN is neither
         raise BadAnswer(f"a log-probability of {best if best > _HIGHEST_LOGPROB else worst:g}")
     _raise_if_versions_wrong(one, expected)
+
+
+def _raise_if_falsely_certain(sampled: Sequence[Sampled], group: GenerateRequest) -> None:
+    """Log-probabilities that are all exactly 0: where each token had probability 1, no other completion of the prompt
+    can have taken another one. Honest ones are alike (a cut to one token, a model that has collapsed) or short."""
+    most = _MOST_CERTAIN if group.top_p == 1 and group.top_k == 0 else group.max_tokens
+    for one in sampled:
+        count = len(one.token_ids)
+        if count and not one.logprobs.any() and (count > most or any(_differ(one, other) for other in sampled)):
+            raise BadAnswer(f"all log-probabilities of {count} sampled tokens are exactly 0")
+
+
+def _differ(one: Sampled, other: Sampled) -> bool:
+    both = min(len(one.token_ids), len(other.token_ids))  # one that was aborted is the beginning of another
+    return not np.array_equal(one.token_ids[:both], other.token_ids[:both])
 
 
 def _raise_if_versions_wrong(one: Sampled, expected: Expected) -> None:
@@ -205,11 +210,3 @@ def as_sampled(tokens: Ints, logprobs: Floats, reason: str | None, spans: Sequen
         values = np.array(logprobs, dtype=np.float32).reshape(-1)
     versions = tuple((span.version, span.start, span.end) for span in spans if span.start != span.end)
     return Sampled(token_ids, values, cast(Any, reason), versions)
-
-
-def decoded(decoder: msgspec.json.Decoder[Any], content: bytes) -> Any:
-    """Raises BadAnswer for what is not of the decoder's type."""
-    try:
-        return decoder.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadAnswer(f"its answer cannot be read: {brief(error)}") from None

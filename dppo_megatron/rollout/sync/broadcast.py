@@ -112,11 +112,12 @@ class BroadcastChannel(BucketChannel):
         wait(begun, return_when=FIRST_EXCEPTION)
         if any(answer.done() and isinstance(answer.exception(), Unreachable) for _, answer in answers):
             answers = [(member, answer) for member, answer in answers if answer.done()]  # the others wait in vain
-        if not self._blame(answers, "it did not join the broadcast: "):
-            return own.result()
-        return None
+        doing = "it did not join the broadcast: "
+        if self._blame(answers, doing) or self._blame([(members[0], own)], doing):  # our end's neighbour is its first
+            return None
+        return own.result()
 
-    def _blame(self, answers: Sequence[tuple[Member, Future[None]]], doing: str = "") -> bool:
+    def _blame(self, answers: Sequence[tuple[Member, Future[Any]]], doing: str = "") -> bool:
         """Mark out who broke the group, if any of `answers` is a failure: servers that cannot be reached, or, if all
         answer, those that refuse."""
         failed = {member: error for member, answer in answers if (error := answer.exception()) is not None}

@@ -73,6 +73,7 @@ class WeightSync:
         self._settle_requests = settle_requests
         self._timeout_s = rollout.limits.sync_timeout_s
         self._weights: Weights | None = None
+        self._release: Callable[[], None] = lambda: None
         self._checksums = Receipt("checksums")
         self._proves = False
         """The present sync is proven: the first, every `verify_every`-th, one after a proof that nobody answered."""
@@ -81,16 +82,19 @@ class WeightSync:
         """Number of the last sync that was begun; the one counter of syncs."""
         self.stage: Stage = "done"
         """How far the present pass is."""
-        self.measured: dict[str, float] = {}
-        """`rollout/sync_s`, `rollout/tensors_verified`; taken away by who reads them."""
+        self._sync_s: float | None = None
+        self._tensors_verified: int | None = None
 
     @property
     def receivers(self) -> Sequence[int]:
         """Ranks of the actor that must be given the stream."""
         return self._channel.receivers
 
-    def to(self, weights: Weights) -> bool:
+    def to(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
         """Count one version up and bring it to every server that answers.
+
+        Args:
+            release: see `Engine.load_weights`.
 
         Returns:
             Whether this sync is one of those that are proven: checksums were asked for, and the canary is due.
@@ -99,7 +103,7 @@ class WeightSync:
             GuardStop: nobody has the weights in the end, or a server holds others than it was sent.
         """
         self.version += 1
-        self._weights = weights
+        self._weights, self._release = weights, release
         every = self._rollout.sync.verify_every
         self._proves = every > 0 and ((self.version - 1) % every == 0 or self._checksums.is_overdue)
         if self._all is not None:
@@ -124,7 +128,13 @@ class WeightSync:
 
             is_over = from_rank_zero(decide)
         self._reach("done")
-        self.measured["rollout/sync_s"] = time.perf_counter() - started
+        self._sync_s = time.perf_counter() - started
+
+    def take_figures(self) -> tuple[float | None, int | None]:
+        """Seconds of the last sync and tensors that its proof compared; None if there was none since last asked."""
+        taken = self._sync_s, self._tensors_verified
+        self._sync_s = self._tensors_verified = None
+        return taken
 
     def sleep(self) -> None:
         """On rank 0: device memory back to the actor, from every server that answers and is awake. What still runs
@@ -192,6 +202,7 @@ class WeightSync:
             self._channel.take_part(stream)
         attempt(lambda: self._send(digests.watch(stream) if digests else stream, members))
         drain(stream)
+        self._release()
         gather_all([self._channel.name])  # all have handed over
         attempt(lambda: self._finish(members, digests))
         return problem
@@ -269,7 +280,7 @@ class WeightSync:
                         f"{member.part(replica)} holds other bytes than weight sync {self.version} sent:"
                         f" {', '.join(names[:8])} ({len(names)} of {compared} tensors compared)"
                     )
-        self.measured["rollout/tensors_verified"] = compared
+        self._tensors_verified = compared
         self._checksums.settle(answered, len(live), self._fleet.say)
 
     def _needs_another_pass(self, problem: Exception | None, passes: int, wait_until: float) -> bool:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixStore
+from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixStore, Store
 
 BroadcastBackend = Literal["gloo", "nccl"]
 CHUNK_BYTES = 4 << 20
@@ -46,6 +48,8 @@ class Meeting:
     """For everybody to come."""
     timeout: timedelta
     """For one transfer."""
+    secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    """Goes to servers with the request to join; members show each other that they know it, where both ends are ours."""
 
 
 def listening_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
@@ -71,11 +75,18 @@ class BroadcastGroup(ABC):
 
 
 class Chain(BroadcastGroup):
-    """Over gloo to our own receivers: to the first worker, which passes it on. Returns when all have joined."""
+    """Over gloo to our own receivers: to the first worker, which passes it on. Returns when all have joined.
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._backend: Any = _backend(meeting, PrefixStore(_PREFIX, meeting.store))
+    Args:
+        sealed: the meeting's store, as members read and write it.
+        prove: raises RuntimeError unless the first worker's end of a group knows the secret.
+    """
+
+    def __init__(self, meeting: Meeting, sealed: Store, prove: Callable[[Any], None]) -> None:
+        self._sealed = sealed  # C++ calls it, and keeps no Python object alive
+        self._backend: Any = _backend(meeting, PrefixStore(_PREFIX, sealed))
         self._timeout = meeting.timeout
+        prove(self._backend)
 
     def send(self, memory: Tensor) -> None:
         """Send to the one receiver, in parts, through the host's memory."""

@@ -13,6 +13,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[3] / "dppo_megatron" / "rollout" / "servers" / "in_engine"))
+from dppo_vllm_guard import PROOF_HEADER, PROOF_PATH, proof
+
 
 class FakeVLLM(ThreadingHTTPServer):
     """One server; serves from `serve_forever`."""
@@ -37,6 +40,12 @@ class _Handler(BaseHTTPRequestHandler):
     server: FakeVLLM
 
     def do_GET(self) -> None:
+        path, _, nonce = self.path.partition("?")
+        if path == PROOF_PATH:
+            self.send_response(204)
+            own: Any = self.connection.getsockname()[:2]
+            self.send_header(PROOF_HEADER.decode(), proof(self.server.key, nonce.encode(), own).decode())
+            return self.end_headers()
         self._answer(None)
 
     def do_POST(self) -> None:

@@ -170,6 +170,10 @@ def _short(answer: Any) -> Any:
     return _two_tokens(answer, [5, 6], "length")
 
 
+def _stopped_anywhere(answer: Any) -> Any:
+    return _two_tokens(answer, [5, 6], "stop")
+
+
 def _past_the_stop(answer: Any) -> Any:
     return _two_tokens(answer, [1, 5], "stop")
 
@@ -187,6 +191,8 @@ _VALUES: dict[str, dict[str, Behaviour]] = {
     "one token too many": _tokens(lambda ids: [5, *ids]),
     "one token missing": _tokens(lambda ids: ids[1:]),
     "goes on after the stop": {engine: _json(_past_the_stop) for engine in ENGINES},
+    "stops at another token": {engine: _json(_stopped_anywhere) for engine in ENGINES},
+    "log-probabilities all 0": _logprobs(lambda values: [0.0] * len(values)),
     "log-probability +5": _logprobs(lambda values: [5.0, *values[1:]]),
     "log-probability +0.01": _logprobs(lambda values: [0.01, *values[1:]]),
     "log-probability -9999": _logprobs(lambda values: [-9999.0, *values[1:]]),

@@ -92,7 +92,7 @@ def real_router(engine: str, urls: list[str], log: Path) -> Iterator[str]:
     def ready() -> bool:
         assert router.poll() is None, log.read_text()[-2000:]
         with contextlib.suppress(Exception):
-            return set(named_workers(Http(url), 5) or ()) == set(urls)
+            return set(named_workers(Http(url), 5)) == set(urls)
         return False
 
     try:

@@ -19,7 +19,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.engine import Request
 from dppo_megatron.rollout.hf import cut
 from dppo_megatron.rollout.servers.connect import launch_servers
-from dppo_megatron.rollout.servers.http import Http
+from dppo_megatron.rollout.servers.http import Done, Http
 from dppo_megatron.rollout.servers.launch import LaunchedServer
 from dppo_megatron.types import Completion
 from support.job import job_config
@@ -82,7 +82,7 @@ def start_servers(engine: str, files: Path, run_dir: Path, count: int) -> list[L
     try:
         for server in servers:
             http = Http(server.url, API_KEY)
-            server.wait_ready(lambda http=http: http.get("/health", timeout_s=5.0), timeout_s=500.0)
+            server.wait_ready(lambda http=http: http.get("/health", Done, timeout_s=5.0), timeout_s=500.0)
     except BaseException:
         for server in servers:
             server.stop()

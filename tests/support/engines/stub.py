@@ -59,6 +59,7 @@ _ABOUT_ITSELF: dict[str, Any] = {
     "weight_info": {"weight_version": VERSION},
     "get_world_size": {"world_size": 1},
     "weight_checker": {"checksums": {}},
+    "weights_checker": {"ranks": []},
     "model_info": {"model_path": "/no/such/model", "weight_version": VERSION},
 }
 """Enough for the trainer to take a stub for either engine."""
@@ -74,8 +75,10 @@ class StubServers:
     behaviours: dict[str, Behaviour] = field(default_factory=dict)
     asked: dict[str, int] = field(default_factory=dict)
     health: dict[str, Behaviour] = field(default_factory=dict)
-    pages: dict[str, str] = field(default_factory=dict)
-    """Answers to other questions, by name/path."""
+    pages: dict[str, str | Behaviour] = field(default_factory=dict)
+    """Answers to other questions, by name/path without its query."""
+    met: set[str] = field(default_factory=set)
+    """Which of `pages` somebody has asked for."""
     aborted: dict[str, list[Any]] = field(default_factory=dict)
     """The ids that each server was asked to end."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -139,8 +142,10 @@ class StubServers:
                     await asked.reply("")
                 elif rest in ("health", "server_info") and name in self.health:
                     await self.health[name](asked)
-                elif f"{name}/{rest}" in self.pages:
-                    await asked.reply(self.pages[f"{name}/{rest}"])
+                elif (page := f"{name}/{rest.partition('?')[0]}") in self.pages:
+                    self.met.add(page)
+                    answer = self.pages[page]
+                    await (asked.reply(answer) if isinstance(answer, str) else answer(asked))
                 elif rest == "workers":
                     await asked.reply("no such path", "404 Not Found")
                 else:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -49,6 +49,8 @@ class InitInfo(WeightTransferInitInfo):
     joining_s: float
     timeout_s: float
     chunk_bytes: int
+    secret: str = field(repr=False)
+    """Known to the group's members only."""
 
 
 @dataclass
@@ -87,7 +89,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if init_info.backend == "nccl":
             self._group = Broadcast(store, rank, init_info.world_size, timeout, self.device)
         else:
-            self._group = Chain(store, rank, init_info.world_size, joining, timeout, init_info.chunk_bytes)
+            more = init_info.chunk_bytes, init_info.secret
+            self._group = Chain(store, rank, init_info.world_size, joining, timeout, *more)
 
     def start_weight_update(self) -> None:
         """The layers take tensors in checkpoint form from here on. One that an update left half loaded, when a bucket

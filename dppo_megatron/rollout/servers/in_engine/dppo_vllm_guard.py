@@ -5,6 +5,8 @@ In development mode vLLM takes weights, and calls of its workers' methods, from 
 
     VLLM_API_KEY=... vllm serve ... --middleware dppo_vllm_guard.RequireKey
 
+One path needs no key: there the server proves that it has it (`proof`), before a client shows its own.
+
 A file of its own, importing nothing, because it runs in the engine's environment.
 """
 
@@ -18,6 +20,17 @@ from typing import Any
 Message = MutableMapping[str, Any]
 App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
+PROOF_PATH = "/dppo_proof"
+"""GET PROOF_PATH?NONCE, answered by 204 and the header PROOF_HEADER."""
+PROOF_HEADER = b"dppo-proof"
+_NONCE_DIGITS = 64
+
+
+def proof(key: str, nonce: bytes, address: tuple[str, int]) -> bytes:
+    """What only a holder of `key` can say, in hexadecimal digits. `address` is the server's end of the connection, as
+    both kernels tell it: who passes a question on to another server of the same key gets that one's proof."""
+    return hmac.new(key.encode(), b"%s %s %d" % (nonce, address[0].encode(), address[1]), "sha256").hexdigest().encode()
+
 
 class RequireKey:
     """ASGI middleware: 401 for a request without `Authorization: Bearer` and the key that `variable` holds."""
@@ -26,12 +39,17 @@ class RequireKey:
         key = os.environ.get(variable, "")
         if not key:
             raise RuntimeError(f"dppo_vllm_guard.RequireKey: the environment variable {variable} is not set")
-        self._app, self._wanted = app, f"Bearer {key}".encode()
+        self._app, self._key, self._wanted = app, key, f"Bearer {key}".encode()
 
     async def __call__(
         self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
     ) -> None:
-        """One connection."""
+        """One request."""
+        if scope["type"] == "http" and scope["path"] == PROOF_PATH and len(scope["query_string"]) == _NONCE_DIGITS:
+            headers = [(PROOF_HEADER, proof(self._key, scope["query_string"], scope["server"]))]
+            await send({"type": "http.response.start", "status": 204, "headers": headers})
+            await send({"type": "http.response.body", "body": b""})
+            return
         if scope["type"] in ("http", "websocket"):
             given = dict(scope.get("headers") or []).get(b"authorization", b"")
             if not hmac.compare_digest(given, self._wanted):

@@ -9,7 +9,8 @@ group closes ours, so the next one down the chain learns of it in its turn. What
 Over NCCL a broadcast is such a chain already. Its kernel does not notice that a member has died, so a thread waits for
 the trainer to say so in the group's store, and aborts.
 
-Imports torch only: it runs in the engine's environment, and in the receivers of benchmarks/data_plane.
+Imports torch and the file beside it only: it runs in the engine's environment, and in the receivers of
+benchmarks/data_plane.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from dppo_members import Sealed, prove
 from torch.distributed.distributed_c10d import PrefixStore
 
 PREFIX = "dppo"
@@ -58,10 +60,15 @@ class Chain:
         joining: timedelta,
         timeout: timedelta,
         chunk_bytes: int,
+        secret: str,
     ) -> None:
-        self._group = dist.ProcessGroupGloo(PrefixStore(PREFIX, store), rank, world_size, joining)
+        self._sealed = Sealed(store, secret)
+        self._group = dist.ProcessGroupGloo(PrefixStore(PREFIX, self._sealed), rank, world_size, joining)
         self._timeout = timeout
         self._previous, self._next = rank - 1, rank + 1 if rank + 1 < world_size else None
+        for neighbour in (self._previous, self._next):
+            if neighbour is not None:
+                prove(self._group, secret, rank, neighbour, joining)
         self._chunk_bytes = chunk_bytes
         self._passing: deque[_Passing] = deque()
         """Two buckets' memory in turns, kept between syncs: touching fresh memory costs as much as filling it."""

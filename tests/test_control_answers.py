@@ -1,0 +1,263 @@
+"""Damaged answers to what servers are asked beside completions: beside a good server no run ends, and each is named.
+
+The table is tests/support/engines/control.py: every question and command of both engines and of routers, each with more
+than 40 damaged answers. Each damage is a server of its own; all servers of a row are in one fleet with a good one.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from support.engines.control import NO_ANSWERS, ROWS, VLLM_SETTINGS, Row
+from support.engines.stub import Behaviour, StubServers
+from support.fake_fleet import Inline
+from support.job import job_config, write_job_files
+from support.settings import rollout_config
+
+from dppo_megatron.config.schema import Config
+from dppo_megatron.rollout.servers import connect, dialects, router, sglang, vllm
+from dppo_megatron.rollout.servers.connect import Connection, describe, make_server
+from dppo_megatron.rollout.servers.directory import Entry
+from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.http import Http
+from dppo_megatron.rollout.servers.recruit import Recruiter, inspect
+from dppo_megatron.rollout.servers.router import RouterServer, named_workers
+from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
+from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
+from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
+from dppo_megatron.rollout.sync.weight_sync import WeightSync
+from dppo_megatron.rollout.transfer.groups import BroadcastGroup
+from dppo_megatron.types import UserError
+
+VOCABULARY = 19
+ARCHITECTURE = cast(Any, SimpleNamespace(name="Qwen3ForCausalLM", vocab_size=VOCABULARY))
+
+
+class Group(BroadcastGroup):
+    """The trainer's end of a group whose other members take everything."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def send(self, memory: torch.Tensor) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job_files(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture
+def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubServers]:
+    """Servers; no thread of the trainer may end by an exception."""
+    raised: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda problem: raised.append(str(problem)))
+    for engine in (vllm.VLLMServer, sglang.SGLangServer):
+        monkeypatch.setattr(engine, "own_group", Group)
+    with StubServers() as servers:
+        yield servers
+    assert not raised
+
+
+class Case:
+    """The servers of one row: a damaged one each, by what is wrong with it, and a good one."""
+
+    def __init__(self, row: Row, stubs: StubServers) -> None:
+        self.row, self.stubs, self.said = row, stubs, list[str]()
+        damages = row.damages()
+        self.must_be_found = {f"s{number}" for number, (_, _, found) in enumerate(damages) if found}
+        self.wrong = {f"s{number}": (name, behave) for number, (name, behave, _) in enumerate(damages)}
+        self.urls = {name: stubs.url(name) for name in [*self.wrong, "good"]}
+
+    def add(self, more: dict[str, Behaviour]) -> None:
+        for name, behave in more.items():
+            place = f"s{len(self.wrong)}"
+            self.wrong[place], self.urls[place] = (name, behave), self.stubs.url(place)
+            self.must_be_found.add(place)
+
+    def damage(self) -> None:
+        for place, (_, behave) in self.wrong.items():
+            self.stubs.pages[f"{place}/{self.row.path}"] = behave
+
+    def all_named(self, out: Sequence[str]) -> None:
+        """Those that are `out` are the damaged ones, no more and no less; a line names each, and each was met."""
+        names = {self.urls[place]: damage for place, (damage, _) in self.wrong.items()}
+        found = {self.urls[place] for place in self.must_be_found}
+        assert not [names.get(url, url) for url in found ^ set(out)], f"of {len(out)} out"
+        for url in out:
+            assert any(re.search(f"{re.escape(url)}\\b", line) for line in self.said), names[url]
+        for line in self.said:
+            assert len(line) < 2000 and "\n" not in line and any(url in line for url in self.urls.values()), line
+        assert {f"{place}/{self.row.path}" for place in self.wrong} <= self.stubs.met
+
+
+def _rows(*phases: str) -> Any:
+    found = [row for row in ROWS if row.phase in phases]
+    return pytest.mark.parametrize("row", found, ids=[row.name for row in found])
+
+
+def _config(files: Path, engine: str, **values: Any) -> Config:
+    endpoints = {"rollout__servers__endpoints": "[http://127.0.0.1:1]", "rollout__engine": engine}
+    return job_config(files, files / "run", **(endpoints | values))
+
+
+def _fleet(servers: Sequence[Any], config: Config, said: list[str], routers: Sequence[RouterServer] = ()) -> Fleet:
+    return Fleet(servers, config.rollout, said.append, threads=Inline(), routers=routers)
+
+
+def test_every_call_has_its_row() -> None:
+    """Each path that the engines' and the router's files name, but those for completions."""
+    named = set()
+    for module in (vllm, sglang, router):
+        assert module.__file__ is not None
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named |= {found[1] for found in [re.fullmatch(r"/([a-z_0-9/]+)(\?.*)?", node.value)] if found}
+            if isinstance(node, ast.Name) and node.id.endswith("_PATH"):
+                named.add(getattr(dialects, node.id)[1:])
+    assert named - {"generate", "inference/v1/generate"} == {row.path for row in ROWS}
+    assert all(len(row.damages()) >= 40 for row in ROWS)
+
+
+def test_good_answers_are_good(stubs: StubServers, files: Path) -> None:
+    """Else the table would show nothing."""
+    for row in ROWS:
+        if row.phase == "described":
+            _pages(stubs, "good", row)
+            http_server = make_server(rollout_config({"engine": row.engine}), stubs.url("good"), "", VOCABULARY)
+            assert describe(http_server, "KEY").world_size == 1
+
+
+def _pages(stubs: StubServers, name: str, row: Row) -> None:
+    """What a good server of the row's kind tells of itself: with our files, or without our middleware."""
+    about = {one.path: one.good for one in ROWS if one.engine == row.engine and one.phase == "described"}
+    if row.path == "collective_rpc":
+        about["inference/v1/generate_arrays"] = {}
+    for path, answer in about.items():
+        stubs.pages[f"{name}/{path}"] = json.dumps(answer)
+
+
+@_rows("described")
+def test_when_a_server_is_new_or_back(row: Row, stubs: StubServers, files: Path) -> None:
+    """At the start: refused, by its address. Later: not used, which is said once, and the good one is."""
+    case = Case(row, stubs)
+    config = _config(files, row.engine)
+    for name in case.urls:
+        _pages(stubs, name, row)
+    case.damage()
+    wrong = []
+    for url in case.urls.values():
+        try:
+            describe(make_server(rollout_config({"engine": row.engine}), url, "", VOCABULARY), "KEY")
+        except UserError as error:
+            assert url in str(error) and len(str(error)) < 2000
+            wrong.append(url)
+    fleet = _fleet([], config, case.said)
+    known = Connection(fleet, "disk", {}, "", {})
+    entries = {url: Entry(url, "", row.engine) for url in case.urls.values()}
+    directory = SimpleNamespace(entries=lambda: entries)
+    Recruiter(directory, known, config, ARCHITECTURE, lambda _: None).update(fleet)
+    members = {member.name for member in fleet.members}
+    assert case.urls["good"] in members and len(fleet.members) == len(members)
+    not_used = [url for url in case.urls.values() if url not in members]
+    assert set(not_used) == set(wrong)
+    case.said = [line for line in case.said if "has come" not in line]
+    case.all_named(not_used)
+
+    servers = [make_server(rollout_config({"engine": row.engine}), url, "", VOCABULARY) for url in case.urls.values()]
+    case.said.clear()
+    fleet.close()
+    fleet = _fleet(servers, config, case.said)
+    fleet.inspect = lambda member: cast(None, inspect(member.server, known, config, ARCHITECTURE))
+    for member in fleet.members:
+        fleet.mark_out(member, "a test")
+    fleet.revive()
+    case.all_named([member.name for member in fleet.members if member.state == "out"])
+    fleet.close()
+
+
+@_rows("disk", "ipc", "gloo")
+def test_in_a_weight_sync(row: Row, stubs: StubServers, files: Path, tmp_path: Path) -> None:
+    """From sleep to proof, twice: only the damaged servers are out, and the good one has the weights. Checksums that
+    cannot be read are no outage, and no proof."""
+    case = Case(row, stubs)
+    case.add(NO_ANSWERS)
+    case.damage()
+    colocated = row.phase == "disk"
+    config = _config(files, row.engine, rollout__limits__sync_timeout_s=20)
+    config.rollout.servers.colocate, config.rollout.sync.verify_every = colocated, 1
+    servers: list[Any] = [
+        make_server(rollout_config({"engine": row.engine}), url, "", VOCABULARY) for url in case.urls.values()
+    ]
+    for server in servers:
+        setattr(server, {"vllm": "_extended", "sglang": "_hashes_bytes"}[row.engine], True)
+    fleet = _fleet(servers, config, case.said)
+    channel = _channel(row, fleet, tmp_path, config)
+    sync = WeightSync(config.rollout, channel, fleet)
+    for _ in range(1 + (row.phase == "gloo")):  # the second group is joined after the first is left
+        if colocated:
+            sync.sleep()
+        sync.to(lambda: [("lm_head.weight", torch.zeros(2, 2))])
+        channel.close()
+    assert case.urls["good"] in {member.name for member in fleet.live}
+    is_proof, lines = row.path in ("weight_checker", "weights_checker"), "\n".join(case.said)
+    line = "no checksums of weight sync 1 from {}:" if is_proof else "rollout: {} is out: "
+    out = [url for url in case.urls.values() if line.format(url) in lines]
+    assert not is_proof or len(fleet.live) == len(servers)
+    case.all_named(out)
+    fleet.close()
+
+
+def _channel(row: Row, fleet: Fleet, directory: Path, config: Config) -> Channel:
+    urls = [member.name for member in fleet.members]
+    if row.phase == "disk":
+        return DiskChannel(fleet, directory, config.model.hf_path, 1 << 20, 20.0)
+    if row.phase == "ipc":
+        return SharedMemoryChannel(fleet, dict.fromkeys(urls, (0,)), lambda *_: "offer", 1 << 10, 20.0)
+    return BroadcastChannel(fleet, "gloo", dict.fromkeys(urls, 1), 1 << 10, 20.0)
+
+
+@_rows("probed", "routed")
+def test_in_a_health_probe(row: Row, stubs: StubServers, files: Path) -> None:
+    """Of a server or a router; whose workers are known still, and whose endpoint is no router where it says nothing of
+    them."""
+    case = Case(row, stubs)
+    case.add(NO_ANSWERS)
+    config = _config(files, row.engine)
+    urls = case.urls.values()
+    routers = [RouterServer(Http(url), named=frozenset(("http://127.0.0.1:9",))) for url in urls]
+    for name in case.urls:
+        stubs.pages[f"{name}/{row.path}"] = json.dumps(row.good)
+    servers = (
+        []
+        if row.phase == "routed"
+        else [make_server(rollout_config({"engine": row.engine}), url, "", VOCABULARY) for url in urls]
+    )
+    fleet = _fleet(servers, config, case.said, routers if row.phase == "routed" else ())
+    case.damage()
+    fleet.probe_all()
+    fleet.probe_all()
+    case.all_named([asked.name for asked in fleet.endpoints if asked.state == "out"])
+    if row.phase == "routed":
+        entries = router.NamedServers([], routers, "", row.engine).entries()
+        assert "http://127.0.0.1:9" in entries and named_workers(Http(case.urls["good"]), 5) == [
+            "http://127.0.0.1:8000"
+        ]
+        for place in case.must_be_found:
+            assert not connect._named_workers(Http(case.urls[place]))
+    fleet.close()
+
+
+def test_settings_are_vllms_own() -> None:
+    """No section of a server's settings has one of our fields for something else (`answers.Section`)."""
+    assert set(VLLM_SETTINGS) == set(vllm.answers.VLLMConfig.__struct_fields__)
