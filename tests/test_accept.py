@@ -24,7 +24,8 @@ from support.processes import running
 
 from dppo_megatron.accept import child, runner
 from dppo_megatron.accept.bars import STEPS
-from dppo_megatron.accept.record import Ran, Record, read_figures, read_record, write_page
+from dppo_megatron.accept.page import write_page
+from dppo_megatron.accept.record import Ran, Record, read_figures, read_record
 from dppo_megatron.accept.workload import Lengths
 from dppo_megatron.cli import main
 from dppo_megatron.types import UserError, unwatched

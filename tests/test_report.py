@@ -17,9 +17,9 @@ from support.record import write_record
 
 from dppo_megatron.cli import main
 from dppo_megatron.compare.arms import Arm
+from dppo_megatron.compare.page import write_page as write_comparison
 from dppo_megatron.compare.record import MethodRun, Point
 from dppo_megatron.compare.table import results, table
-from dppo_megatron.compare.table import write_page as write_comparison
 from dppo_megatron.compare.verdict import judge
 from dppo_megatron.report.browser import read_samples
 from dppo_megatron.report.findings import findings

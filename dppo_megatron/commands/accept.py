@@ -45,7 +45,8 @@ def add(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _accept(arguments: argparse.Namespace) -> int:
-    from dppo_megatron.accept.record import read_record, write_page
+    from dppo_megatron.accept.page import write_page
+    from dppo_megatron.accept.record import read_record
     from dppo_megatron.accept.runner import run_steps
 
     check_number("--hours", arguments.hours, "(0, 100]")

@@ -139,9 +139,9 @@ def run_all(
 
 
 def in_a_process(run_dir: Path, arguments: list[str], line: Callable[[str], None]) -> None:
-    """Run `dppo-megatron` with `arguments` in a separate process; `line` takes what it prints."""
+    """Run `dppo-megatron` with `arguments` in a process of its own; `line` takes what it prints."""
     command = [sys.executable, "-P", "-m", "dppo_megatron", *arguments]
-    with tempfile.TemporaryFile() as errors:  # an unread pipe would block the run once it is full (64 KiB)
+    with tempfile.TemporaryFile() as errors:  # a pipe that nobody empties would stop the run when it is full
         with subprocess.Popen(
             command,
             stdout=subprocess.PIPE,

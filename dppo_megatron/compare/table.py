@@ -1,4 +1,4 @@
-"""The comparison as text, as JSON for other tools, and as one HTML file that needs no network."""
+"""The comparison as text, and as JSON for other tools."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from dppo_megatron import __version__
 from dppo_megatron.compare.record import MethodRun
 from dppo_megatron.compare.verdict import BUDGETS, SHARES, ArmVerdict, Verdict
-from dppo_megatron.report.document import ASSETS, script_data, write_html
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "numpy")
 
@@ -108,24 +106,3 @@ def results(verdict: Verdict, runs: Sequence[MethodRun], notes: Sequence[str]) -
 def write_results(path: Path, values: dict[str, Any]) -> None:
     """results.json."""
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-_OWN = files("dppo_megatron.compare") / "assets"
-
-
-def write_page(path: Path, title: str, text: str, values: dict[str, Any]) -> None:
-    """Write the page.
-
-    Args:
-        text: the table, as printed.
-        values: what results.json holds.
-
-    Raises:
-        UserError: `path` cannot be written.
-    """
-    runs = [{name: value for name, value in run.items() if name != "solved"} for run in values["runs"]]
-    about = {name: values[name] for name in ("date", "versions", "machine")}
-    data = {"runs": runs, "verdict": values["verdict"], "notes": values["notes"], "about": about}
-    data |= {"title": title, "text": text}
-    scripts = [ASSETS / "data.js", ASSETS / "charts.js", _OWN / "compare.js"]
-    write_html(path, _OWN / "compare.html", title, [script_data("report-data", data)], scripts)

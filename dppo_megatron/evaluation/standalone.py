@@ -21,13 +21,12 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.choice import chosen_sets, without
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.evaluation.grading import SetGraders, unparsed, vote_of
+from dppo_megatron.evaluation.levels import by_level, level_lines
 from dppo_megatron.evaluation.samples import (
     RESULTS,
     SAMPLES,
     EvalSample,
-    by_level,
     check_out,
-    level_lines,
     read_samples,
     scores_of,
     write_samples,
