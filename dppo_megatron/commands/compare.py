@@ -53,8 +53,9 @@ def _compare(arguments: argparse.Namespace) -> int:
     with watch("loading libraries", 0, ""):
         from dppo_megatron.compare.arms import parse_arms
         from dppo_megatron.compare.page import write_page
-        from dppo_megatron.compare.runs import in_a_process, run_all, shared_task
+        from dppo_megatron.compare.runs import in_a_process, run_all
         from dppo_megatron.compare.table import results, table, write_results
+        from dppo_megatron.compare.tasks import shared_task
         from dppo_megatron.compare.verdict import judge
 
     from tqdm import tqdm
