@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from support.launch import run_ranks
+from support.processes import running
 
 from dppo_megatron.accept import child, runner
 from dppo_megatron.accept.bars import STEPS
@@ -80,14 +81,6 @@ def _run(record: Record, directory: Path, **settings: object) -> list[str]:
     directory.mkdir(exist_ok=True)
     runner.run_steps(record, directory, watch=watch, saved=lambda: None, **options)
     return begun
-
-
-def _lives(pid: int) -> bool:
-    """Not as a zombie: where nobody reaps, the killed stay as names."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def test_the_table_fits_half_an_hour_and_every_bar_has_a_source() -> None:
@@ -161,7 +154,7 @@ def test_a_crash_and_a_hang_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyP
     verdict, note = _row(record, "ipc-expandable", "round trips")
     assert verdict == "fail" and "no end within 1 s" in note
     hanging = int((out / "steps" / "ipc-expandable" / "log").read_text())
-    assert not _lives(hanging)
+    assert not running(hanging)
     assert _row(record, "parity", "float32 local: mean")[0] == "pass"
     verdict, note = _row(record, "parity", "float32 local: first")
     assert verdict == "fail" and "exit code 7" in note and "the device is on fire" in note
@@ -203,6 +196,20 @@ def test_the_page_has_every_figure_and_loads_nothing(tmp_path: Path) -> None:
     assert "a &lt;b&gt;card&lt;/b&gt;" in page and "<b>" not in page
     assert not re.search(r"src=|href=|url\(|<script", page) and "default-src 'none'" in page
     assert "the device is on fire" in page
+
+
+def test_logs_of_a_step_with_two_runs_are_both_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`servers` starts one for its syncs and one for its training, each of which writes server_0.log."""
+    from dppo_megatron.accept import jobs
+
+    for name in ("write_task", "write_tiny_qwen3"):
+        monkeypatch.setattr(jobs, name, lambda *_, **__: None)
+    (step,) = (one for one in STEPS if one.name == "servers")
+    for part in ("syncs", "training"):
+        with jobs._task(child.Sheet(step, tmp_path, cuda=False, model="", server_python=""), part) as files:
+            (files / "run" / "servers").mkdir(parents=True)
+            (files / "run" / "servers" / "server_0.log").write_text(part)
+    assert [(tmp_path / part / "server_0.log").read_text() for part in ("syncs", "training")] == ["syncs", "training"]
 
 
 def _far_from_references() -> dict[str, float]:

@@ -29,9 +29,9 @@ from dppo_megatron.actor.layout import Layout, build_layout
 from dppo_megatron.actor.logprobs import LogprobStore
 from dppo_megatron.actor.loss import LossHook
 from dppo_megatron.actor.megatron_fields import DECIDED, ELSEWHERE, RECIPES, REFUSED, TESTED
-from dppo_megatron.actor.model import _ddp_settings
+from dppo_megatron.actor.model import _ddp_settings, check_settings, not_tried
 from dppo_megatron.actor.model import _settings as model_settings
-from dppo_megatron.actor.overrides import not_tried, overridden
+from dppo_megatron.actor.overrides import overridden
 from dppo_megatron.actor.rotary import Rotary
 from dppo_megatron.algorithms.objectives import make_objective, supervised
 from dppo_megatron.build import what_to_offload
@@ -291,13 +291,33 @@ def test_fields_of_a_recipe_and_of_an_enumeration() -> None:
         _settings_of(TransformerConfig, "actor.megatron", {"attention_backend": "quick"})
 
 
-def test_what_is_not_tried_is_said() -> None:
-    """Once, by name, by plan and by the line about the actor; nothing where everything is tested."""
-    given = {"moe_permute_fusion": True, "overlap_p2p_comm": True, "mtp_num_layers": None}
-    actor = ActorConfig(megatron=given, ddp={"nccl_ub": True})
-    [line] = not_tried(actor)
+def test_what_is_not_tried_is_said(tmp_path: Path) -> None:
+    """Once, by name, by plan and by the line about the actor; not what is tested, nor a value that the field has
+    without it: ours, or Megatron's default."""
+    architecture = read_architecture(write_model(tmp_path, family="qwen3_moe"))
+
+    def said(**actor: Any) -> list[str]:
+        return not_tried(architecture, LAYOUT_OF_ONE, torch.bfloat16, ActorConfig(**actor), "local")
+
+    given = {"moe_permute_fusion": True, "overlap_p2p_comm": True, "mtp_num_layers": None, "num_layers": 4}
+    unchanged = {"moe_token_dispatcher_type": "alltoall", "moe_router_fusion": False, "attention_backend": "auto"}
+    [line] = said(megatron=given | unchanged, ddp={"nccl_ub": True, "grad_reduce_in_fp32": True})
     assert line.endswith(": actor.ddp.nccl_ub, actor.megatron.moe_permute_fusion")
-    assert not_tried(ActorConfig(megatron={"bias_activation_fusion": True})) == []
+    assert said(megatron={"bias_activation_fusion": True}) == said(megatron=unchanged) == []
+
+
+def test_a_dispatcher_needs_its_package(tmp_path: Path) -> None:
+    """Megatron asks for DeepEP when it builds a layer of experts, which a dense model has not; a plan for other
+    machines cannot know."""
+    actor = ActorConfig(megatron={"moe_token_dispatcher_type": "flex"})
+
+    def check(family: str, runs_here: bool) -> list[str]:
+        architecture = read_architecture(write_model(tmp_path / family, family=family))
+        return check_settings(actor, architecture, torch.bfloat16, 1, "local", runs_here=runs_here)
+
+    assert check("qwen3", True) == check("qwen3_moe", False) != []
+    with pytest.raises(UserError, match=r"= flex: DeepEP is not installed \(the package deep_ep\); use"):
+        check("qwen3_moe", True)
 
 
 def test_names_of_other_programs_are_known() -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import resource
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from support.job import REPOSITORY
 from support.launch import RankError, run_ranks
+from support.processes import free_port
 
 from dppo_megatron.cli import main
 from dppo_megatron.doctor.environment import allocator_row
@@ -31,12 +31,6 @@ from dppo_megatron.launched import check_launched, place_from_slurm
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks are forked, and judged as a CPU's")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _doctor(arguments: list[str], planted: Callable[[int], object], port: int, out: Path) -> int:
@@ -51,7 +45,7 @@ def _doctor(arguments: list[str], planted: Callable[[int], object], port: int, o
 def _report(arguments: list[str], planted: Callable[[int], object], out: Path) -> tuple[int, list[str]]:
     """Rank 0's exit code and lines of two ranks, each of which has called `planted` first."""
     try:
-        code = run_ranks(_doctor, 2, arguments, planted, _free_port(), out, dies=0)[0]
+        code = run_ranks(_doctor, 2, arguments, planted, free_port(), out, dies=0)[0]
     except RankError as error:  # its main thread was inside a call that does not end
         [code] = map(
             int, re.findall(r"^rank 0 of 2 died without a message: exit code (\d+)$", str(error), re.MULTILINE)
@@ -200,7 +194,7 @@ def test_faults_of_a_launch(tmp_path: Path) -> None:
         "--nproc-per-node",
         "2",
         "--master-port",
-        str(_free_port()),
+        str(free_port()),
     ]
     command = ["prlimit", "--nofile=400:400", *launch, "-m", "dppo_megatron", "doctor", *job]
     can_mount = subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0

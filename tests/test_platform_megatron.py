@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.launch import RankError, run_ranks
+from support.processes import running
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU platform is never active where CUDA is")
 
@@ -270,18 +271,6 @@ def test_timeout_tells_where_each_rank_was_and_leaves_nothing_running(tmp_path: 
     for file in tmp_path.iterdir():
         for process in map(int, file.read_text().split()):
             assert not running(process), f"process {process} of rank {file.name} is still there"
-
-
-def running(process: int) -> bool:
-    """Whether a process exists and is no zombie (an orphan's parent may be slow to collect it)."""
-    for _ in range(1200):
-        try:
-            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return False
-        except FileNotFoundError:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def test_ranks_can_differentiate_after_the_parent_did() -> None:

@@ -1,4 +1,4 @@
-"""One step of accept in a process of its own: `python -m dppo_megatron.accept.child STEP DIRECTORY OPTIONS`.
+"""One step of accept, in one process: `python -m dppo_megatron.accept.child STEP DIRECTORY OPTIONS`.
 
 Figures are written line by line as they are found, so that a crash or a limit loses only what was not measured yet.
 """

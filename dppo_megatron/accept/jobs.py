@@ -60,7 +60,7 @@ def gpu_tests(sheet: Sheet) -> None:
 def killed_and_resumed(sheet: Sheet) -> None:
     """The quickstart's job; what the second process does again must be what the first one did."""
     steps, every, kill_at = (40, 16, 20) if sheet.cuda else (8, 4, 5)
-    with _task(sheet) as files:
+    with _task(sheet, "job") as files:
         settings = _settings(files, sheet) | {
             "steps": steps,
             "checkpoint.every_steps": every,
@@ -89,14 +89,14 @@ def killed_and_resumed(sheet: Sheet) -> None:
 def servers(sheet: Sheet) -> None:
     """One engine by its own interface, then three steps through the command line."""
     colocate = {"rollout.servers.colocate": str(sheet.cuda).lower()}
-    with _task(sheet) as files:
+    with _task(sheet, "syncs") as files:
         _syncs(sheet, files, colocate)
     three_steps(sheet, colocate)
 
 
 def three_steps(sheet: Sheet, more: dict[str, str], ranks: int = 1, arguments: tuple[str, ...] = ()) -> None:
     """A training run beside a server that it launches; `arguments` are the server's."""
-    with _task(sheet) as files:
+    with _task(sheet, "training") as files:
         settings = _settings(files, sheet) | _serving(sheet, *arguments) | more
         settings |= {"steps": 3, "warm_start.steps": 30, "rollout.sync.verify_every": 1}
         subprocess.run(_train(settings, ranks), check=True)
@@ -175,8 +175,9 @@ def _random_model(directory: Path, sheet: Sheet) -> Path:
 
 
 @contextmanager
-def _task(sheet: Sheet) -> Iterator[Path]:
-    """A directory with task and model, and `run` beside them, of which the metrics and the servers' logs are kept."""
+def _task(sheet: Sheet, part: str) -> Iterator[Path]:
+    """A directory with task and model, and `run` beside them, of which the metrics and the servers' logs are kept, in a
+    directory of the step for each of its parts."""
     with tempfile.TemporaryDirectory() as scratch:
         files = Path(scratch)
         write_task(files, seed=0, num_train=512, num_heldout=16, num_warm_start=4096)
@@ -184,8 +185,9 @@ def _task(sheet: Sheet) -> Iterator[Path]:
         try:
             yield files
         finally:
+            (sheet.directory / part).mkdir()
             for kept in (*files.glob("run/metrics.jsonl"), *files.glob("run/servers/*.log")):
-                shutil.copy(kept, sheet.directory)
+                shutil.copy(kept, sheet.directory / part)
 
 
 def _settings(files: Path, sheet: Sheet) -> dict[str, Any]:

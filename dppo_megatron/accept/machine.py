@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
+from torch.utils.benchmark import Timer
 
 from dppo_megatron.accept.child import Sheet
 from dppo_megatron.accept.workload import (
@@ -18,8 +17,7 @@ from dppo_megatron.accept.workload import (
 )
 from dppo_megatron.config.schema import Config
 from dppo_megatron.doctor.environment import report
-from dppo_megatron.doctor.links import copy_rows, server_rows
-from dppo_megatron.doctor.machine import machine_rows
+from dppo_megatron.doctor.machine import copy_rows, machine_rows, server_rows
 from dppo_megatron.planning.memory import plan_memory
 from dppo_megatron.planning.site import CHIPS, GIB, Site
 from dppo_megatron.planning.timing import speeds_for
@@ -52,13 +50,9 @@ def environment(sheet: Sheet) -> None:
 
 def _product_flops() -> float:
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    for repeats in (10, 20):  # the first pick the kernel and bring the clock up
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(repeats):
-            a @ b
-        torch.cuda.synchronize()
-    return 20 * 2 * 8192**3 / (time.perf_counter() - started)
+    timer = Timer("a @ b", globals={"a": a, "b": b})  # waits for the device before and after
+    timer.timeit(10)  # picks the kernel and brings the clock up
+    return 2 * 8192**3 / timer.timeit(20).mean
 
 
 def _predictions(model: str) -> dict[str, dict[str, float]]:

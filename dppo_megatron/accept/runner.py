@@ -1,4 +1,4 @@
-"""Runs the steps, each in a process group of its own with a limit, and keeps the record.
+"""Runs each step in a separate process group with a time limit, and keeps the record.
 
 A step that hangs or crashes is a row. This process imports no torch and holds no memory of a device: it waits for the
 child and ends its whole group at its limit. Servers are in groups of their own and end with the child that started

@@ -30,10 +30,9 @@ from dppo_megatron.actor.batch import Microbatch, Samples, build_microbatch
 from dppo_megatron.actor.layout import Layout
 from dppo_megatron.actor.logprobs import LogprobStore, choose_softmax
 from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
-from dppo_megatron.actor.model import build_model, ddp_config, transformer_config
+from dppo_megatron.actor.model import build_model, ddp_config, not_tried, transformer_config
 from dppo_megatron.actor.offload import Offload, Part, pageable
 from dppo_megatron.actor.optimizer import build_optimizer, build_schedule
-from dppo_megatron.actor.overrides import not_tried
 from dppo_megatron.actor.timing import ScheduleTimers
 from dppo_megatron.algorithms.objectives import Objective
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
@@ -70,10 +69,11 @@ class Actor:
         self._architecture = architecture
         self._dtype = dtype
         spec, reason = this_machine().choose_layer_spec(config.layer_spec, config.fp8)
+        untried = not_tried(architecture, layout, dtype, config, spec)
         self._softmax, kernel = choose_softmax(config.logprob_kernel, layout.device, dtype)
         self.description = (
             f"actor: {_describe(config.layout, layout)}; layers: {spec} ({reason}); fp8: {config.fp8};"
-            f" log-probabilities: {kernel}{''.join('; ' + line for line in not_tried(config))}"
+            f" log-probabilities: {kernel}{''.join('; ' + line for line in untried)}"
         )
         """One line for the log: how the model is split, which layers were chosen and why."""
         megatron_config = transformer_config(architecture, layout, dtype, config, spec)

@@ -8,6 +8,7 @@ Positions enter in the attention (`rotary.py`). The model returns hidden states;
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -29,11 +30,12 @@ from torch import Tensor
 from dppo_megatron.actor.attention import PackedAttention, RMSNorm
 from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.actor.layout import Layout
-from dppo_megatron.actor.overrides import build, overridden
+from dppo_megatron.actor.overrides import build, overridden, untested
 from dppo_megatron.actor.precision import fp8_settings
 from dppo_megatron.actor.rotary import Rotary, Rotating
 from dppo_megatron.config.schema import ActorConfig
 from dppo_megatron.platform.capabilities import LayerSpec, this_machine
+from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 
 
@@ -62,12 +64,15 @@ def check_settings(
     spec: LayerSpec,
     *,
     runs_here: bool,
-) -> None:
-    """Raise `UserError` for what cannot be in `actor.megatron` and `actor.ddp`. Needs no process group.
+) -> list[str]:
+    """Check `actor.megatron` and `actor.ddp`; returns the line of `not_tried`. Needs no process group.
 
     Args:
         runs_here: the job will run on this machine. Else only the fields' names are checked: what Megatron itself
             refuses depends on the packages that are installed.
+
+    Raises:
+        UserError: a field that cannot have its value.
     """
     sizes = config.layout
     layout = Layout(
@@ -84,9 +89,34 @@ def check_settings(
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
     )
     check = build if runs_here else overridden
+    for given in _given(architecture, layout, dtype, config, spec):
+        check(*given)
+    flex = architecture.experts and config.megatron.get("moe_token_dispatcher_type") == "flex"
+    if runs_here and flex and importlib.util.find_spec("deep_ep") is None:  # Megatron looks when it builds a layer
+        raise UserError(
+            "actor.megatron.moe_token_dispatcher_type = flex: DeepEP is not installed (the package deep_ep); use"
+            " alltoall"
+        )
+    return not_tried(architecture, layout, dtype, config, spec)
+
+
+def not_tried(
+    architecture: Architecture, layout: Layout, dtype: torch.dtype, config: ActorConfig, spec: LayerSpec
+) -> list[str]:
+    """A line that names the given fields which no test here trains with; none if there are none."""
+    names = [name for given in _given(architecture, layout, dtype, config, spec) for name in untested(*given)]
+    return [f"not tried here, watch loss and mismatch: {', '.join(sorted(names))}"] if names else []
+
+
+def _given(
+    architecture: Architecture, layout: Layout, dtype: torch.dtype, config: ActorConfig, spec: LayerSpec
+) -> list[tuple[str, type, dict[str, Any], dict[str, Any], str]]:
+    """Arguments of `overridden` and its relatives for both of Megatron's dataclasses."""
     ours = _settings(architecture, layout, dtype, config, spec)
-    check("actor.megatron", TransformerConfig, ours, config.megatron, config.fp8)
-    check("actor.ddp", DistributedDataParallelConfig, _ddp_settings(config, dtype), config.ddp, config.fp8)
+    return [
+        ("actor.megatron", TransformerConfig, ours, config.megatron, config.fp8),
+        ("actor.ddp", DistributedDataParallelConfig, _ddp_settings(config, dtype), config.ddp, config.fp8),
+    ]
 
 
 def _ddp_settings(config: ActorConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from dppo_megatron.actor.megatron_fields import DECIDED, ELSEWHERE, HARMLESS, RECIPES, REFUSED, TESTED
-from dppo_megatron.config.schema import ActorConfig
 from dppo_megatron.types import UserError
 
 
@@ -60,12 +59,10 @@ def _refusal(key: str, fp8: str) -> str:
     return ""
 
 
-def not_tried(actor: ActorConfig) -> list[str]:
-    """A line that names the fields which are accepted, but which no test here trains with; none if there are none."""
-    known = TESTED | DECIDED.keys() | REFUSED.keys()  # of the refused ones only what changes nothing is accepted
-    names = [f"actor.megatron.{key}" for key in actor.megatron if key not in known]
-    names += [f"actor.ddp.{key}" for key in actor.ddp if key not in known]
-    return [f"not tried here, watch loss and mismatch: {', '.join(sorted(names))}"] if names else []
+def untested(name: str, cls: type, ours: Mapping[str, Any], given: Mapping[str, Any], fp8: str) -> list[str]:
+    """The fields of `given` that are accepted and change something, but which no test here trains with."""
+    found = overridden(name, cls, ours, given, fp8)
+    return [f"{name}.{key}" for key in found if key not in TESTED and (key not in ours or found[key] != ours[key])]
 
 
 def build(name: str, cls: type, ours: Mapping[str, Any], given: Mapping[str, Any], fp8: str) -> Any:

@@ -33,12 +33,10 @@ def check_actor_settings(
 
         platform.prepare(keep=writes)
         from dppo_megatron.actor.model import check_settings
-        from dppo_megatron.actor.overrides import not_tried
         from dppo_megatron.weights.architecture import read_architecture
     architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
     check_world_size(config, world_size)
     architecture.check_layout(actor)
     spec, _ = machine.choose_layer_spec(actor.layer_spec, actor.fp8)
     dtype = getattr(torch, config.model.dtype)
-    check_settings(actor, architecture, dtype, world_size, spec, runs_here=runs_here)
-    return not_tried(actor)
+    return check_settings(actor, architecture, dtype, world_size, spec, runs_here=runs_here)

@@ -1,4 +1,4 @@
-"""The same job under several pruning methods: who gets where the baseline gets to, at what cost, and how surely.
+"""The same job under several pruning methods: which reach the accuracy of the baseline, at what cost, and how surely.
 
     command ─▶ arms, tasks ─▶ runs ──files──▶ record ─▶ verdict ─▶ table, page
                what to run    processes       curves    statistics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -62,7 +62,7 @@ def read_method_run(arm: str, seed: int, run_dir: Path) -> MethodRun:
         UserError: a file that is missing or damaged, since a lost line would make the run look cheaper than it was; or
             no score at its start or its end, because every grading of an evaluation set failed.
     """
-    costs = _Costs()
+    total = Point(0, 0.0, 0.0, 0.0, 0, 0)
     curve: list[Point] = []
     steps: list[int] = []
     labels: dict[str, str] = {}
@@ -74,12 +74,19 @@ def read_method_run(arm: str, seed: int, run_dir: Path) -> MethodRun:
         steps.append(row.step)
         if row.step:
             step = _decode(line, _Step, f"{run_dir / 'metrics.jsonl'}:{number}")
-            costs.add(step)
+            total = replace(
+                total,
+                train_s=total.train_s + step.seconds,
+                train_cpu_s=total.train_cpu_s + step.cpu_seconds,
+                tokens_generated=total.tokens_generated + int(step.generated),
+                tokens_trained=total.tokens_trained + int(step.trained),
+            )
             for entry in step.ledger:
                 labels[entry.name] = max(labels.get(entry.name, "exact"), entry.label, key=_LABELS.index)
         scores = _scores(line, f"{run_dir / 'metrics.jsonl'}:{number}")
         if scores and None not in scores:  # null: every grading of a set failed
-            curve.append(costs.point(row.step, statistics.mean(score for score in scores if score is not None)))
+            accuracy = statistics.mean(score for score in scores if score is not None)
+            curve.append(replace(total, step=row.step, accuracy=accuracy))
             solved.append(row.problems)
     if not curve or (curve[0].step, curve[-1].step) != (steps[0], steps[-1]):
         raise UserError(
@@ -118,25 +125,6 @@ class _Step(msgspec.Struct):
 
 class _Summary(msgspec.Struct):
     phase_s: dict[str, _Amount]
-
-
-@dataclass
-class _Costs:
-    """Of the steps so far."""
-
-    train_s: float = 0.0
-    train_cpu_s: float = 0.0
-    tokens_generated: int = 0
-    tokens_trained: int = 0
-
-    def add(self, step: _Step) -> None:
-        self.train_s += step.seconds
-        self.train_cpu_s += step.cpu_seconds
-        self.tokens_generated += int(step.generated)
-        self.tokens_trained += int(step.trained)
-
-    def point(self, step: int, accuracy: float) -> Point:
-        return Point(step, accuracy, self.train_s, self.train_cpu_s, self.tokens_generated, self.tokens_trained)
 
 
 def _scores(line: bytes, where: str) -> list[float | None]:

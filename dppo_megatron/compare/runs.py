@@ -1,6 +1,6 @@
 """Starts the runs of a comparison, one process after another, and says how far they are.
 
-Each run is a process of its own, as a user would start it. For each seed there is one warm start, and all arms begin
+Each run is a separate process, as a user would start it. For each seed there is one warm start, and all arms begin
 from its checkpoint with the same data order and evaluation. The order of the arms rotates from seed to seed, so that a
 machine that slows down does not always penalize the same one.
 
@@ -55,7 +55,7 @@ class Progress:
     say: Callable[[str], None]
     total: int
     advance: Advance
-    """Is told how many runs have ended."""
+    """Takes the number of runs that have ended."""
     done: int = 0
     _last: float = 0.0
 
@@ -63,22 +63,21 @@ class Progress:
         """A run starts, or is there already."""
         self.advance(self.done)
         self.done += 1
-        self._last = time.monotonic()
-        self.say(f"compare: {self.done}/{self.total} {name}{': kept, it had finished with these settings' * kept}")
+        self._say(f"{name}{': kept, it had finished with these settings' * kept}")
 
     def line(self, name: str, line: str) -> None:
         """A line of the run's own log: evaluations are passed on, steps now and then."""
-        now = time.monotonic()
-        step = _STEP_LINE.match(line)
-        if step and now - self._last >= _EVERY_S:
-            self.say(f"compare: {self.done}/{self.total} {name}: step {step[1]} of {step[2]}")
-            self._last = now
-        elif _PROGRESS_LINE.match(line) and now - self._last >= _EVERY_S:
-            self.say(f"compare: {self.done}/{self.total} {name}: {line.strip()}")
-            self._last = now
+        step, is_due = _STEP_LINE.match(line), time.monotonic() - self._last >= _EVERY_S
+        if step and is_due:
+            self._say(f"{name}: step {step[1]} of {step[2]}")
+        elif _PROGRESS_LINE.match(line) and is_due:
+            self._say(f"{name}: {line.strip()}")
         elif " pass@1 " in line and line.startswith("step "):
-            self.say(f"compare: {self.done}/{self.total} {name}: {' '.join(line.split())}")
-            self._last = now
+            self._say(f"{name}: {' '.join(line.split())}")
+
+    def _say(self, said: str) -> None:
+        self.say(f"compare: {self.done}/{self.total} {said}")
+        self._last = time.monotonic()
 
 
 def run_all(

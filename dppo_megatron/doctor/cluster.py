@@ -8,7 +8,7 @@ group that is on trial.
                          ── stop: a fault ─▶      ◀── reported: the other ranks end
 
 Rank 0 waits until all are done, or until the limit; after a fault only a little longer, for what the others see of it.
-Then whoever's thread still hangs ends its process.
+Then a rank whose thread still hangs ends its process.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from dppo_megatron.actor.layout import build_layout, start_process_group, stop_p
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import said_by_each_rank
 from dppo_megatron.doctor.environment import allocator_row
-from dppo_megatron.doctor.links import copy_rows, reduce_row, server_rows
-from dppo_megatron.doctor.machine import machine_rows
+from dppo_megatron.doctor.machine import copy_rows, machine_rows, reduce_row, server_rows
 from dppo_megatron.doctor.rows import Row, report_of
 from dppo_megatron.launched import launched_local_rank, launched_rank, launched_world_size
 from dppo_megatron.types import GuardStop
@@ -58,11 +57,11 @@ def check_cluster(config: Config | None, limit_s: float, report: Callable[[list[
     """Look at everything, have rank 0 `report` it, return the exit code: there 2 after a fault. Collective.
 
     Raises:
-        GuardStop: nobody answers at MASTER_ADDR.
+        GuardStop: there is no answer at MASTER_ADDR.
     """
     mine, until, code = _State(socket.gethostname()), time.monotonic() + limit_s, 0
     store = _reach(limit_s / 2)
-    # a connection of its own: this one is inside calls
+    # a second connection for the thread: calls on this one block
     looking = (config, mine, store.clone() if launched_world_size() > 1 else store, until)
     threading.Thread(target=_look, args=looking, daemon=True).start()
     if launched_rank() == 0:
@@ -105,11 +104,11 @@ def _look(config: Config | None, mine: _State, store: Any, until: float) -> None
     try:
         post()
         _meet(store, (until - time.monotonic()) / 2)
-        for told in _findings(config, until):
-            if isinstance(told, Row):
-                mine.rows.append(told)
+        for found in _findings(config, until):
+            if isinstance(found, Row):
+                mine.rows.append(found)
             else:
-                mine.stage = told
+                mine.stage = found
             post()
     except Exception as error:  # whatever it is: rank 0 has to hear of it
         mine.rows.append(Row(mine.stage, "fault", " ".join(str(error).split()) or repr(error)))

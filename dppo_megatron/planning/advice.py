@@ -5,38 +5,28 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import reduce
+from typing import Any, TypeAlias
 
 from dppo_megatron.config.checks import check_values, check_world_size
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.sets import longest_sequence
-from dppo_megatron.planning.lengths import Lengths
-from dppo_megatron.planning.memory import plan_memory
+from dppo_megatron.planning.memory import MemoryPlan, plan_memory
+from dppo_megatron.planning.roofline import Lengths
 from dppo_megatron.planning.site import GIB, Site
 from dppo_megatron.planning.timing import Speeds, Timing, plan_timing
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 
 _LEAST = 0.5 * GIB
-_SHARE = "--gpu-memory-utilization"
-
-
+_SHARE, _TENSOR, _DATA = "--gpu-memory-utilization", "--tensor-parallel-size", "--data-parallel-size"
+_CAP, _ARGS = "packing.max_tokens_per_microbatch", "rollout.servers.args"
 _FASTER = 0.01
 """Of a step: less is not worth a change."""
 _FEWEST_TOKENS = 4096
 """Micro-batches below this are not advised: products of fewer rows are slower, which the seconds here do not know."""
-
-
-@dataclass(frozen=True, slots=True)
-class Faster:
-    """A change that fits and takes fewer seconds."""
-
-    change: str
-    """As it would be written on the command line."""
-    step_s: float
-    """Seconds of a step with it."""
-    total: float
-    """Bytes of the largest phase with it."""
+_Settings: TypeAlias = dict[str, Any]
+"""Values by key, such as `actor.recompute`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,129 +37,116 @@ class Advice:
     """As it would be written on the command line."""
     total: float
     """Bytes of the largest phase with it."""
-    price: str
+    price: str = ""
+    """What it costs, of one that makes the job smaller."""
+    step_s: float = 0.0
+    """Seconds of a step with it, of one that makes the job faster."""
 
 
 def advise(config: Config, architecture: Architecture, site: Site, mean_tokens: float) -> list[Advice]:
     """Changes that lower the largest phase by half a GiB or more, the best first."""
     now = plan_memory(config, architecture, site, mean_tokens).largest.total
+    tried = [(_written(settings), price, _changed(config, settings), site) for settings, price in _smaller(config)]
+    tried.append((f"--gpus {2 * site.gpus}", "twice the GPUs", config, replace(site, gpus=2 * site.gpus)))
     found = []
-    for change, price, changed, there in _changes(config, site):
-        try:
-            check_values(changed, "plan")
-            architecture.check_layout(changed.actor)
-            check_world_size(changed, there.gpus)
-            total = plan_memory(changed, architecture, there, mean_tokens).largest.total
-        except UserError:  # it contradicts another setting, or there is no such layout of this model on these GPUs
-            continue
-        if now - total >= _LEAST:
-            found.append(Advice(change, total, price))
+    for change, price, changed, there in tried:
+        memory = _planned(changed, architecture, there, mean_tokens)
+        if memory and now - memory.largest.total >= _LEAST:
+            found.append(Advice(change, memory.largest.total, price))
     return sorted(found, key=lambda advice: advice.total)
 
 
 def advise_speed(
     config: Config, architecture: Architecture, site: Site, lengths: Lengths, speeds: Speeds, now: Timing
-) -> list[Faster]:
+) -> list[Advice]:
     """Changes with which the job fits and a step is a hundredth shorter or more, the best first."""
-    found: dict[str, Faster] = {}
-    for kind, change, changed in _faster(config):
+    found: dict[str, Advice] = {}
+    for kind, settings in _faster(config):
         if kind in found:  # the first of a kind that fits does least to the rest
             continue
-        try:
-            check_values(changed, "plan")
-            architecture.check_layout(changed.actor)
-            check_world_size(changed, site.gpus)
-            memory = plan_memory(changed, architecture, site, lengths.sequence)
-        except UserError:
+        changed = _changed(config, settings)
+        memory = _planned(changed, architecture, site, lengths.sequence)
+        if memory is None or memory.largest.total > site.gpu_memory:
             continue
-        cost = None if kind.startswith("engine") else now.rollout
+        cost = None if _ARGS in settings else now.rollout
         timing = plan_timing(changed, architecture, site, memory.engine, lengths, speeds, cost)
-        fits = memory.largest.total <= site.gpu_memory
-        if timing and fits and timing.step_s <= now.step_s * (1 - _FASTER):
-            found[kind] = Faster(change, timing.step_s, memory.largest.total)
+        if timing and timing.step_s <= now.step_s * (1 - _FASTER):
+            found[kind] = Advice(_written(settings), memory.largest.total, step_s=timing.step_s)
     return sorted(found.values(), key=lambda one: one.step_s)
 
 
-def _faster(config: Config) -> Iterator[tuple[str, str, Config]]:
-    """(kind of change, setting, the config with it), of a kind the fastest first."""
-    longest, cap = longest_sequence(config)[0], config.packing.max_tokens_per_microbatch
-    modes: tuple[Literal["none", "selective"], ...] = ("none", "selective")
-    for mode in modes[: {"none": 0, "selective": 1, "full": 2}[config.actor.recompute]]:
-        for tokens in (cap, cap // 2, cap // 4):
-            if tokens == cap or tokens >= max(longest, _FEWEST_TOKENS):
-                one = copy.deepcopy(config)
-                one.actor.recompute, one.packing.max_tokens_per_microbatch = mode, tokens
-                smaller = "" if tokens == cap else f" packing.max_tokens_per_microbatch={tokens}"
-                yield "recompute", f"actor.recompute={mode}{smaller}", one
+def _planned(config: Config, architecture: Architecture, site: Site, mean_tokens: float) -> MemoryPlan | None:
+    """None if it contradicts another setting, or there is no such layout of this model on these GPUs."""
+    try:
+        check_values(config, "plan")
+        architecture.check_layout(config.actor)
+        check_world_size(config, site.gpus)
+        return plan_memory(config, architecture, site, mean_tokens)
+    except UserError:
+        return None
+
+
+def _changed(config: Config, settings: _Settings) -> Config:
     one = copy.deepcopy(config)
-    one.packing.max_tokens_per_microbatch = cap // 2
-    if cap // 2 >= max(longest, _FEWEST_TOKENS):
-        yield "cap", f"packing.max_tokens_per_microbatch={cap // 2}", one
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        if key == _ARGS:
+            value = list(one.rollout.servers.args)
+            for flag, number in settings[key].items():
+                value[value.index(flag) + 1] = number
+        setattr(reduce(getattr, sections, one), name, value)
+    return one
+
+
+def _written(settings: _Settings) -> str:
+    if _ARGS in settings:
+        return " ".join(f"{flag} {number}" for flag, number in settings[_ARGS].items()) + f" in {_ARGS}"
+    return " ".join(f"{key}={'true' if value is True else value}" for key, value in settings.items())
+
+
+def _faster(config: Config) -> Iterator[tuple[str, _Settings]]:
+    """(kind of change, settings), of a kind the fastest first."""
+    cap, args = config.packing.max_tokens_per_microbatch, config.rollout.servers.args
+    fewest = max(longest_sequence(config)[0], _FEWEST_TOKENS)
+    for mode in ("none", "selective")[: {"none": 0, "selective": 1, "full": 2}[config.actor.recompute]]:
+        yield "recompute", {"actor.recompute": mode}
+        for tokens in (cap // 2, cap // 4):
+            if tokens >= fewest:
+                yield "recompute", {"actor.recompute": mode, _CAP: tokens}
+    if cap // 2 >= fewest:
+        yield "cap", {_CAP: cap // 2}
     for name in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
-        one = copy.deepcopy(config)
-        size = getattr(one.actor.layout, name) // 2
-        if size:
-            setattr(one.actor.layout, name, size)
-            yield name, f"actor.layout.{name}={size}", one
-    args = config.rollout.servers.args
+        if size := getattr(config.actor.layout, name) // 2:
+            yield name, {f"actor.layout.{name}": size}
     if _SHARE in args:
-        place = args.index(_SHARE) + 1
         for more in (0.2, 0.1):
-            one, share = copy.deepcopy(config), round(float(args[place]) + more, 2)
-            if share < 0.95:
-                one.rollout.servers.args[place] = str(share)
-                yield "engine share", f"{_SHARE} {share:g} in rollout.servers.args", one
-    tensor, data = "--tensor-parallel-size", "--data-parallel-size"
-    if tensor in args and data in args and int(args[args.index(tensor) + 1]) > 1:
-        one = copy.deepcopy(config)
-        wider, narrower = int(args[args.index(data) + 1]) * 2, int(args[args.index(tensor) + 1]) // 2
-        one.rollout.servers.args[args.index(tensor) + 1] = str(narrower)
-        one.rollout.servers.args[args.index(data) + 1] = str(wider)
-        yield "engine layout", f"{tensor} {narrower} {data} {wider} in rollout.servers.args", one
+            if (share := round(float(args[args.index(_SHARE) + 1]) + more, 2)) < 0.95:
+                yield "engine share", {_ARGS: {_SHARE: f"{share:g}"}}
+    if _TENSOR in args and _DATA in args and (tensor := int(args[args.index(_TENSOR) + 1])) > 1:
+        replicas = int(args[args.index(_DATA) + 1])
+        yield "engine layout", {_ARGS: {_TENSOR: str(tensor // 2), _DATA: str(2 * replicas)}}
 
 
-def _changes(config: Config, site: Site) -> Iterator[tuple[str, str, Config, Site]]:
-    """(setting, what it costs, the config with it, the site with it)."""
-
-    def changed() -> Config:
-        """A copy to change."""
-        return copy.deepcopy(config)
-
-    if config.actor.recompute != "full":
-        one = changed()
-        one.actor.recompute = "full"
-        yield "actor.recompute=full", "a third more FLOPs", one, site
-    longest, cap = longest_sequence(config)[0], config.packing.max_tokens_per_microbatch
-    if (smaller := max(longest, cap // 2)) < cap:
-        one = changed()
-        one.packing.max_tokens_per_microbatch = smaller
-        yield f"packing.max_tokens_per_microbatch={smaller}", "more, smaller micro-batches", one, site
-    if (chunk := config.actor.logprob_chunk_tokens // 2) >= 256:
-        one = changed()
-        one.actor.logprob_chunk_tokens = chunk
-        yield f"actor.logprob_chunk_tokens={chunk}", "smaller products in the output layer", one, site
-    if not config.actor.optimizer.distributed:
-        one = changed()
-        one.actor.optimizer.distributed = True
-        yield "actor.optimizer.distributed=true", "nothing", one, site
-    if config.actor.optimizer.distributed and config.actor.optimizer.cpu_offload < 1:
-        one = changed()
-        one.actor.optimizer.cpu_offload = 1.0
-        yield "actor.optimizer.cpu_offload=1", "an optimizer step on the host", one, site
+def _smaller(config: Config) -> Iterator[tuple[_Settings, str]]:
+    """(settings, what they cost)."""
+    actor, cap, args = config.actor, config.packing.max_tokens_per_microbatch, config.rollout.servers.args
+    if actor.recompute != "full":
+        yield {"actor.recompute": "full"}, "a third more FLOPs"
+    if (smaller := max(longest_sequence(config)[0], cap // 2)) < cap:
+        yield {_CAP: smaller}, "more, smaller micro-batches"
+    if (chunk := actor.logprob_chunk_tokens // 2) >= 256:
+        yield {"actor.logprob_chunk_tokens": chunk}, "smaller products in the output layer"
+    if not actor.optimizer.distributed:
+        yield {"actor.optimizer.distributed": True}, "nothing"
+    elif actor.optimizer.cpu_offload < 1:
+        yield {"actor.optimizer.cpu_offload": 1}, "an optimizer step on the host"
     for name, price in (
         ("tensor_parallel", "communication in every layer"),
         ("pipeline_parallel", "idle stages at both ends of a step"),
         ("context_parallel", "keys and values exchanged in every layer"),
         ("expert_parallel", "tokens exchanged between more ranks"),
     ):
-        one = changed()
-        size = 2 * getattr(config.actor.layout, name)
-        setattr(one.actor.layout, name, size)
-        yield f"actor.layout.{name}={size}", price, one, site
-    if config.rollout.servers.colocate and _SHARE in config.rollout.servers.args:
-        one = changed()
-        place = one.rollout.servers.args.index(_SHARE) + 1
-        lower = max(0.1, round(float(one.rollout.servers.args[place]) - 0.1, 2))
-        one.rollout.servers.args[place] = str(lower)
-        yield f"{_SHARE} {lower:g} in rollout.servers.args", "fewer sequences at a time", one, site
-    yield f"--gpus {2 * site.gpus}", "twice the GPUs", changed(), replace(site, gpus=2 * site.gpus)
+        yield {f"actor.layout.{name}": 2 * getattr(actor.layout, name)}, price
+    if config.rollout.servers.colocate and _SHARE in args:
+        lower = max(0.1, round(float(args[args.index(_SHARE) + 1]) - 0.1, 2))
+        yield {_ARGS: {_SHARE: f"{lower:g}"}}, "fewer sequences at a time"

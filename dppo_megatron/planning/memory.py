@@ -188,7 +188,7 @@ class _Stage:
         stage: int,
         mean_tokens: float,
     ) -> None:
-        self._config, self._architecture, self._degrees, self._engine = config, architecture, degrees, engine
+        self._config, self._architecture, self._engine = config, architecture, engine
         self._number, self._is_last = stage, stage == degrees.pipeline - 1
         self._layers = sum(split_layers(architecture.num_layers, config.actor)[stage])
         self._share = share_of(architecture, degrees, stage, self._layers)

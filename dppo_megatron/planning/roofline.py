@@ -6,7 +6,7 @@ One iteration of a replica gives each of its running sequences a token and takes
 
 so a few stragglers cost nearly as much an iteration as a full batch, and the seconds of a rollout are not proportional
 to its tokens. `rollout_s` runs a rollout through that formula, many iterations at a time. It simulates whole replicas
-instead of integrating over a length distribution: what decides is who is still running when.
+instead of integrating over a length distribution: what decides is which sequences still run, and when.
 """
 
 from __future__ import annotations
@@ -17,12 +17,50 @@ import numpy as np
 
 from dppo_megatron.cost import RolloutCost
 from dppo_megatron.planning.engine import EnginePlan
-from dppo_megatron.planning.lengths import Lengths
 from dppo_megatron.planning.shares import active_parameters
 from dppo_megatron.planning.site import Site
 from dppo_megatron.randomness import generator
 from dppo_megatron.types import FloatArray, IntArray
 from dppo_megatron.weights.architecture import Architecture
+
+SPREAD = 0.6
+"""Sigma of the logarithm between prompts, and again within a prompt's completions. An assumption; `--trace` takes those
+of a run."""
+_GROUPS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of prompts and completions."""
+
+    prompt: float
+    """Mean."""
+    completion: float
+    """Mean."""
+    drawn: IntArray
+    """[groups, G] lengths of completions, a population to draw from."""
+
+    @property
+    def sequence(self) -> float:
+        """Mean of both."""
+        return self.prompt + self.completion
+
+    @staticmethod
+    def assumed(prompt: float, completion: float, cap: int, size: int) -> Lengths:
+        """Groups of `size` completions whose mean is `completion` and none of which is above `cap`."""
+        random = generator(0, "lengths")
+        shape = np.exp(random.normal(0.0, SPREAD, (_GROUPS, 1)) + random.normal(0.0, SPREAD, (_GROUPS, size)))
+        return Lengths(prompt, completion, capped(shape, completion, cap))
+
+
+def capped(shape: FloatArray, mean: float, cap: int) -> IntArray:
+    """`shape` times the factor at which its mean is `mean` once nothing is above `cap`; at least 1 each."""
+    low, high = 0.0, cap / float(shape.min())
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.minimum(shape * middle, cap).mean() < mean else (low, middle)
+    return np.clip(np.round(shape * high), 1, cap).astype(np.int64)
+
 
 BANDWIDTH_SHARE = 0.7
 """Of the data sheet's bandwidth that decoding reaches; docs/plan.md says what it was fitted to."""
@@ -41,7 +79,7 @@ EXPERTS_S = 100e-6
 _EMBEDDED_LAYER_S = 5e-4
 """A layer of the embedded engine, which launches each kernel from Python. An assumption."""
 _STEPS = 48
-"""Pieces into which the longest completion is cut; an iteration's seconds are taken as constant within one."""
+"""Pieces into which the longest completion is divided; an iteration's seconds are taken as constant within one."""
 _ELEMENTS = 8192
 """Sequences that are simulated at most: of a larger rollout as many replicas as hold them, since all are alike."""
 _DRAWS = 8
@@ -140,7 +178,7 @@ def rollout_s(replica: Replica, lengths: IntArray, prompt_tokens: float, replica
         makes = np.where(running, np.minimum(left.reshape(running.shape), piece), 0.0)
         iterations = np.maximum(makes.max(axis=1), 1e-9)
         sequences, cached = makes.sum(axis=1) / iterations, (makes * context).sum(axis=1) / iterations
-        # who waited for room in the cache has lost its keys and values, and computes them again
+        # a sequence that waited for room in the cache has lost its keys and values: they are computed again
         back = np.where(running & ~before & (done.reshape(running.shape) > 0), context, 0.0).sum(axis=1)
         spent = iterations * replica.iteration_s(sequences, cached) + back * replica.token_s
         clock, before = clock + np.where(sequences > 0, spent, 0.0), running
@@ -149,7 +187,7 @@ def rollout_s(replica: Replica, lengths: IntArray, prompt_tokens: float, replica
 
 
 def _assigned(lengths: IntArray, replicas: int, room: int) -> FloatArray:
-    """[replicas, groups of one, G]: the first groups go round, and whoever has had the least to do gets the next."""
+    """[replicas, groups of one, G]: the first groups go round, the next goes to the replica with the fewest tokens."""
     loads = np.zeros(replicas)
     of: list[list[int]] = [[] for _ in range(replicas)]
     totals = lengths.sum(axis=1).tolist()

@@ -6,6 +6,7 @@ soon as it can be trained.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -107,7 +108,7 @@ def active_parameters(architecture: Architecture) -> int:
         if key == EMBEDDING and not architecture.tied_embeddings:
             continue
         axes = stacked_axes(key, architecture)
-        size = _numel(full_shape(key, architecture)) * (architecture.num_layers if axes else 1)
+        size = math.prod(full_shape(key, architecture)) * (architecture.num_layers if axes else 1)
         total += size * (experts.per_token if experts and axes == 2 else 1)
     return total
 
@@ -116,7 +117,7 @@ def _tensors(architecture: Architecture, degrees: Degrees, stage: int, layers: i
     last = stage == degrees.pipeline - 1
     experts = architecture.experts.count // degrees.expert if architecture.experts else 0
     for key in table(architecture):
-        numel = _numel(full_shape(key, architecture))
+        numel = math.prod(full_shape(key, architecture))
         split = 1 if key.endswith(_ON_EVERY_RANK) else degrees.tensor
         axes = stacked_axes(key, architecture)
         if key in (EMBEDDING, OUTPUT):
@@ -134,10 +135,3 @@ def _tensors(architecture: Architecture, degrees: Degrees, stage: int, layers: i
             yield Tensors(-(-numel // split), layers, False, is_linear)
         else:
             yield Tensors(numel // degrees.expert_tensor, layers * experts, True, True)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

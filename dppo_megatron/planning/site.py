@@ -1,7 +1,4 @@
-"""The machines that a plan is for, and the constants that no config.json tells.
-
-Each constant says where it comes from; `assumptions` lists those that are guesses, for the end of a plan.
-"""
+"""The machines that a plan is for, and the constants that no config.json has, each with its source."""
 
 from __future__ import annotations
 

@@ -76,7 +76,8 @@ def _seconds(plan: Plan) -> Iterator[str]:
     timing = plan.timing
     yield ""
     if timing is None:
-        yield "seconds of a step: not estimated, the number of generating GPUs is not known"
+        unknown, full = "the number of generating GPUs is not known", "the servers' cache holds less than one sequence"
+        yield f"seconds of a step: not estimated, {full if plan.memory.engine.gpus else unknown}"
         return
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in timing.seconds.items() if seconds)
     yield (

@@ -18,9 +18,8 @@ from dppo_megatron.config.objective import needs_old_logprobs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.cost import RolloutCost, cost_model
 from dppo_megatron.planning.engine import EnginePlan
-from dppo_megatron.planning.lengths import Lengths
 from dppo_megatron.planning.memory import microbatches
-from dppo_megatron.planning.roofline import LINK_BYTES_S, replica_of, rollout_cost
+from dppo_megatron.planning.roofline import LINK_BYTES_S, Lengths, replica_of, rollout_cost
 from dppo_megatron.planning.shares import Degrees, whole_model
 from dppo_megatron.planning.site import Site
 from dppo_megatron.weights.architecture import Architecture
@@ -103,21 +102,20 @@ def plan_timing(
     speeds: Speeds,
     cost: RolloutCost | None = None,
 ) -> Timing | None:
-    """Seconds of every phase; None where the number of generating GPUs is not known.
+    """Seconds of every phase; None where the number of generating GPUs is not known, or their cache holds less than one
+    sequence: playing how they wait for each other takes 16 s, for a job that does not run.
 
     Args:
         cost: of a round of generation; None: it is computed.
     """
-    if not engine.gpus:
+    if not engine.gpus or engine.sequences < 1:
         return None
     rollout, degrees = config.rollout, Degrees.of(config.actor.layout, site.gpus)
     sequences = rollout.prompts_per_step * rollout.completions_per_prompt
     generated = sequences * lengths.completion
-    if cost is not None:
-        pass
-    elif speeds.decode is not None:
+    if cost is None and speeds.decode is not None:
         cost = RolloutCost.proportional(1000 / (speeds.decode.value * engine.gpus))
-    else:
+    elif cost is None:
         replica = replica_of(architecture, site, engine)
         cost = rollout_cost(replica, engine.replicas, lengths, rollout.prompts_per_step)
     forward_s, update_s = _training_s(config, architecture, site, degrees, lengths, speeds)
@@ -164,11 +162,7 @@ def _recomputed(config: Config, architecture: Architecture, lengths: Lengths) ->
     cost, tokens = cost_model(architecture), lengths.sequence
     width = experts.ffn_size * experts.per_token if experts else architecture.ffn_size
     parts = {
-        "core_attn": cost.quadratic * lengths.sequence**2,
-        ("moe" if experts else "mlp"): 18.0
-        * architecture.num_layers
-        * architecture.hidden_size
-        * width
-        * lengths.sequence,
+        "core_attn": cost.quadratic * tokens**2,
+        "moe" if experts else "mlp": 18.0 * architecture.num_layers * architecture.hidden_size * width * tokens,
     }
     return sum(parts.get(name, 0.0) for name in actor.recompute_modules) / float(cost.of(np.array([tokens]))[0])

@@ -149,8 +149,9 @@ def _parts(layout: Any, said: str) -> list[str]:
     if not isinstance(layout, str):
         raise UserError(f"{said}: must be a text such as 'Et*24|t*22L', or a list of lists")
     unrolled = layout.replace(",", "")
-    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+    for pattern in (r"\(([^)]+)\)\*0*([0-9]+)", r"(.)\*0*([0-9]+)"):
         found = re.findall(pattern, unrolled)
+        # six digits decide: int() refuses texts of more than 4,300, and zeros in front must not hide the others
         if sum(len(what) * int(times[:6]) for what, times in found) > _MOST:
             raise UserError(f"{said}: is longer than {_MOST} layers and stages")
         unrolled = re.sub(pattern, lambda match: match[1] * int(match[2]), unrolled)

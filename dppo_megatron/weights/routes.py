@@ -5,7 +5,7 @@
                  that one ──▶ the other receivers of its node              second hop, inside the node
 
 A network card has an eighth of the speed of the links inside a node, and colocated servers make every rank a receiver:
-sent by whoever is nearest by number, the ranks at the border of a pipeline stage sent everything to everybody. So the
+sent by the nearest rank by number, all of it came from the ranks at the border of a pipeline stage. So the
 pieces of what the same ranks hold take turns: holders in sending them, the receivers of a node in fetching them.
 
 Every rank computes its own part, from what all know: the holders, the receivers, the node of each rank. The parts fit

@@ -18,6 +18,7 @@ from support.true_shapes import MODELS, write_config, write_empty_model
 
 from dppo_megatron.cli import main
 from dppo_megatron.config import load_config
+from dppo_megatron.planning import timing
 
 RECIPES = sorted((REPOSITORY / "configs" / "h100").glob("*gpus_*.yaml"))
 PARTS = re.compile(r"(\w+)_(\d+)gpus_(grpo|dppo)")
@@ -152,6 +153,23 @@ def test_what_cannot_be_is_exit_2(
     settings = [recipe, f"model.hf_path={model}"]
     assert main(["plan", *settings, *options, "--methods", "grpo"]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_waiting_for_a_cache_of_less_than_a_sequence_is_not_played(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a job does not run, and playing it took 16 s."""
+
+    def played(*_: object) -> None:
+        raise AssertionError("played")
+
+    monkeypatch.setattr(timing, "rollout_cost", played)
+    model = write_config(tmp_path, "qwen3_32b")
+    recipe = str(REPOSITORY / "configs" / "h100" / "qwen3_32b_8gpus_grpo.yaml")
+    assert main(["plan", recipe, f"model.hf_path={model}", "--gpu-memory", "26", "--methods", "grpo"]) == 2
+    said = capsys.readouterr()
+    assert "seconds of a step: not estimated, the servers' cache holds less than one sequence" in said.out
+    assert "the servers have 0.0 GiB for keys and values" in said.out
 
 
 def test_what_would_be_faster_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

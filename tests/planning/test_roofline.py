@@ -14,8 +14,7 @@ from support.true_shapes import MODELS, write_config
 from dppo_megatron.config.schema import Config
 from dppo_megatron.cost import RolloutCost
 from dppo_megatron.planning.engine import plan_engine
-from dppo_megatron.planning.lengths import Lengths
-from dppo_megatron.planning.roofline import Replica, replica_of, rollout_cost, rollout_s
+from dppo_megatron.planning.roofline import Lengths, Replica, replica_of, rollout_cost, rollout_s
 from dppo_megatron.planning.site import CHIPS, Site
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 

@@ -1,11 +1,14 @@
-"""A process beside the test that holds something until it is killed."""
+"""Processes beside the test: one that holds something until it is killed, whether one lives, a port for one."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 def in_child(hold: Callable[[], object]) -> int:
@@ -40,3 +43,21 @@ def holding(hold: Callable[[], object]) -> Iterator[int]:
         yield child
     finally:
         kill(child)
+
+
+def running(process: int) -> bool:
+    """Whether a process exists after a minute and is no zombie (an orphan's parent may be slow to collect it)."""
+    for _ in range(1200):
+        try:
+            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return False
+        except FileNotFoundError:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def free_port() -> int:
+    """A port that nothing listens on at the moment."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

@@ -15,7 +15,6 @@ import importlib.util
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ import pytest
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.router import named_workers
 from support.engines.stub import Asked, Behaviour, StubServers
+from support.processes import free_port
 
 _MODULE = {"vllm": "vllm_router", "sglang": "sglang_router"}
 _KNOWN = {"text", "input_ids", "sampling_params", "rid", "stream"}
@@ -81,7 +81,7 @@ def real_router(engine: str, urls: list[str], log: Path) -> Iterator[str]:
     """The address of the engine's own router in front of `urls`."""
     if not _has_router(engine):
         pytest.skip(f"no {_MODULE[engine]}; DPPO_{engine.upper()}_ROUTER_PYTHON names an interpreter that has it")
-    port, metrics = _free_port(), _free_port()
+    port, metrics = free_port(), free_port()
     command = [_python(engine), "-m", f"{_MODULE[engine]}.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     with open(log, "wb") as output:
         router = subprocess.Popen(
@@ -101,8 +101,3 @@ def real_router(engine: str, urls: list[str], log: Path) -> Iterator[str]:
     finally:
         router.terminate()
         router.wait(20)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
