@@ -104,13 +104,6 @@ def test_a_run_leaves_what_its_trace_says(finished: tuple[Path, Any]) -> None:
             assert theirs == pytest.approx(mine_, abs=1e-3)
 
 
-@pytest.mark.slow
-def test_polars_reads_it_too(finished: tuple[Path, Any]) -> None:
-    polars = pytest.importorskip("polars")
-    run_dir, _ = finished
-    assert len(polars.read_parquet(run_dir / "samples" / "*.parquet")) == len(pd.read_parquet(run_dir / "samples"))
-
-
 def test_a_row() -> None:
     table = to_table(5, [_group(1), _group(0, text="\ud800 lone")])
     rows = table.to_pylist()

@@ -7,10 +7,12 @@ import gc
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from megatron.core import parallel_state
+from support.executed import Executed
 from support.launch import run_ranks
 
 
@@ -56,3 +58,25 @@ def test_gpu_tests_build_the_groups_once() -> None:
     ]
     assert [function.name for function in builders] == ["layout"]
     assert [ast.unparse(one) for one in builders[0].decorator_list] == ["pytest.fixture(scope='module')"]
+
+
+def _report(nodeid: str, skipped: str = "", when: str = "call") -> Any:
+    longrepr = ("a.py", 1, f"Skipped: {skipped}") if skipped else None
+    return SimpleNamespace(nodeid=nodeid, when=when, skipped=bool(skipped), longrepr=longrepr)
+
+
+def test_a_run_that_executed_nothing_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases by generator, skips by reason. Red: an unknown reason, an engine that should be there, only skips."""
+    monkeypatch.delenv("DPPO_VLLM_PYTHON", raising=False)
+    gone = "no vllm: /x is not there"
+    ran = [_report("a.py::f[1]"), _report("a.py::f[2]"), _report("a.py::g")]
+    skipped = [_report("a.py::h[1]", gone, "setup"), _report("a.py::i", "needs a CUDA device; it has none")]
+    whole = Executed.of(ran + skipped)
+    assert (whole.generators, whole.tests, whole.faults()) == ({"a.py::f": 2, "a.py::h": 0}, 3, [])
+    assert set(whole.skips.values()) == {1} and len(whole.skips) == 2
+    assert "nothing has run" in str(Executed.of(skipped).faults())
+    assert "could not import 'torch'" in str(
+        Executed.of([*ran, _report("a.py::j", "could not import 'torch'")]).faults()
+    )
+    monkeypatch.setenv("DPPO_VLLM_PYTHON", "/x")
+    assert gone in str(whole.faults())
