@@ -4,7 +4,7 @@
     PYTHONPATH=tests python -m night [--kills 1000] [--hours 8] [--seed 20261123] [--trial 17] [--vllm-hours 8]
 
 Ends when so many blows have struck and the hours with vLLM are over, or after `--hours`. Each trial is a run that is
-struck up to five times (`trials.py`, `blows.py`); `memory.py` is the run with vLLM. The summary counts blows by kind
+struck up to eight times (`trials.py`, `blows.py`); `memory.py` is the run with vLLM. The summary counts blows by kind
 and names each failure with what repeats it. A night in which a kind that is possible here has not struck is red.
 """
 
@@ -40,6 +40,7 @@ def main() -> int:
     parser.add_argument("--trial", type=int, help="this one alone, as a failure names it")
     parser.add_argument("--out", type=Path, help="for failed runs and the memory record (default: a new directory)")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SIGINT is ignored by what a shell has in the background
     out = arguments.out or Path(tempfile.mkdtemp(prefix="night-"))
     out.mkdir(parents=True, exist_ok=True)
     hours = arguments.hours if arguments.vllm_hours is None else arguments.vllm_hours
@@ -50,7 +51,7 @@ def main() -> int:
     count, failures, number = Counter[str](), list[str](), arguments.trial or 0
     deadline = time.monotonic() + 3600 * arguments.hours
     if memory is not None:
-        atexit.register(_interrupt, memory)
+        atexit.register(_end, memory)
     while time.monotonic() < deadline and sum(count[kind] for kind in KINDS) < arguments.kills:
         began = time.monotonic()
         try:
@@ -90,9 +91,9 @@ def _start_memory(out: Path, hours: float) -> subprocess.Popen[bytes]:
         return subprocess.Popen([*command, "--python", PYTHON["vllm"]], stdout=log, stderr=log)
 
 
-def _interrupt(memory: subprocess.Popen[bytes]) -> None:
+def _end(memory: subprocess.Popen[bytes]) -> None:
     if memory.poll() is None:
-        memory.send_signal(signal.SIGINT)
+        memory.terminate()
         memory.wait()
 
 

@@ -30,6 +30,7 @@ ROLES = {"client": "rollout client", "rewards": "grader", "keeper": "keeper", "t
 EVERY_S, SPANS, MOST_MB_AN_HOUR = 10.0, 20, 1.0
 VALUES = {
     "steps": 1_000_000,
+    "actor__optimizer__learning_rate": 1e-7,  # or it has soon learnt all there is, and trains on nothing
     "warm_start__steps": 2,
     "reward__function": "support.faulty:length_parity",
     "reward__min_self_consistency": 0,
@@ -56,6 +57,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--blow-minutes", type=float, default=20.0, help="between two blows to the server; 0: none")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     out: Path = arguments.out
     code = 0
     if arguments.hours:
