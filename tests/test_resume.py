@@ -185,10 +185,14 @@ def _signalled(files: Path, run_dir: Path, extra: dict[str, Any], number: int) -
     """On a rank: gets a signal while it trains, after a step of its own."""
     import os
 
-    before = len(read_metrics(run_dir)) if run_dir.exists() else 1  # the line of the first evaluation
+    def recorded() -> int:
+        metrics = run_dir / "metrics.jsonl"
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    before = recorded() or 1  # the line of the first evaluation
 
     def send_when_recorded() -> None:
-        while not (run_dir / "metrics.jsonl").exists() or len(read_metrics(run_dir)) <= before:
+        while recorded() <= before:
             time.sleep(0.01)
         os.kill(os.getpid(), number)
 

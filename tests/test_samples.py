@@ -80,6 +80,7 @@ def test_a_run_leaves_what_its_trace_says(finished: tuple[Path, Any]) -> None:
     frame = pd.read_parquet(run_dir / "samples")
     trace = [json.loads(line) for line in (run_dir / "trace.jsonl").read_text().splitlines()][1:]
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:]
+    assert [row["step"] for row in trace] == [1, 2, 3, 4]
     for row, measured in zip(trace, metrics, strict=True):
         mine = frame[frame.step == row["step"]].sort_values(["group", "completion"])
         groups = mine.groupby("group").first()

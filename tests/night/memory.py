@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from support.job import REPOSITORY, read_metrics, settings, write_job_files
+from support.job import REPOSITORY, settings, write_job_files
 
 ROLES = {"client": "rollout client", "rewards": "grader", "keeper": "keeper", "tracker": "tracker"}
 EVERY_S, SPANS, MOST_MB_AN_HOUR = 10.0, 20, 1.0
@@ -95,7 +95,8 @@ def _train(out: Path, hours: float, python: str, blow_minutes: float) -> int:
 
 
 def _steps(out: Path) -> int:
-    return len(read_metrics(out / "run")) - 1 if (out / "run" / "metrics.jsonl").exists() else 0
+    metrics = out / "run" / "metrics.jsonl"
+    return metrics.read_text().count("\n") - 1 if metrics.exists() else 0
 
 
 def _memory_of(pid: int) -> dict[str, int]:
