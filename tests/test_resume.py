@@ -98,7 +98,7 @@ KILLS = [  # seeded by hand: some on entering a call, some in the midst of it
 def test_killed_and_resumed_is_never_interrupted(
     files: Path, whole: dict[str, Path], tmp_path: Path, layout: str, kill: Kill
 ) -> None:
-    """`PYTHONPATH=tests python -m support.kill_many` does the same at many random moments."""
+    """`make test-night` does the same at many random moments, and worse."""
     world_size, extra = LAYOUTS[layout]
     run_dir = tmp_path / "run"
     assert run_killed(files, run_dir, world_size, SHORT | extra, kill)

@@ -1,7 +1,7 @@
 """A night of trouble: kills, stops, memory, clocks, disks and damage, and hours with real vLLM servers beside it.
 
     make test-night [KILLS=1000] [HOURS=8]
-    PYTHONPATH=tests python -m night [--kills 1000] [--hours 8] [--seed 20261123] [--trial 17] [--vllm-hours 8]
+    PYTHONPATH=$PWD/tests python -m night [--kills 1000] [--hours 8] [--seed 20261123] [--trial 17] [--vllm-hours 8]
 
 Ends when so many blows have struck and the hours with vLLM are over, or after `--hours`. Each trial is a run that is
 struck up to eight times (`trials.py`, `blows.py`); `memory.py` is the run with vLLM. The summary counts blows by kind
