@@ -1,7 +1,7 @@
 """Hours of training with a real vLLM server, one step ahead, and what it does to memory.
 
-    PYTHONPATH=$PWD/tests python -m night.memory --hours 8 --python /envs/vllm/bin/python --out DIRECTORY [--blow-minutes 20]
-    PYTHONPATH=$PWD/tests python -m night.memory --out DIRECTORY                  what the record there says, also meanwhile
+    PYTHONPATH=$PWD/tests python -m night.memory --hours 8 --python /envs/vllm/bin/python --out DIRECTORY
+    PYTHONPATH=$PWD/tests python -m night.memory --out DIRECTORY        what the record there says, also meanwhile
 
 Every 10 s the anonymous memory (RssAnon: neither files nor shared memory) of each process of the trainer goes into
 `memory.tsv`. The first third is warm-up; over the rest a line is fitted through the means of 20 equal spans of time:

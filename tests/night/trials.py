@@ -88,7 +88,7 @@ class Ended:
         if re.search(r"rank \d+ \(host .*(has given no sign of life|has died)", self.log):
             return "named"
         sentences = re.findall(r"^(?:error|stopped): .+$", self.log, re.MULTILINE)
-        return "said" if sentences and self.codes <= {2, 3} and "Traceback" not in self.log else "failed"
+        return "said" if sentences and self.codes and self.codes <= {2, 3} and "Traceback" not in self.log else "failed"
 
 
 DOCUMENTED: dict[str, set[str]] = {
