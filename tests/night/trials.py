@@ -59,7 +59,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "servers": (2, SERVERS),
 }
 _SHARES = {"tp1": 4, "dp2": 3, "tp2": 1, "tp2pp2": 1, "servers": 3}
-_LIMIT_S = 1200
+_LIMIT_S = 600
 """After which a run that has not ended hangs."""
 STRUCK = "struck"
 _MARK = "DPPO_NIGHT_TRIAL"
@@ -85,7 +85,7 @@ class Ended:
             return "done"
         if "SIGKILL" in self.died:
             return "killed"
-        if re.search(r"rank \d+ \(host .*(has given no sign of life|has died)", self.log):
+        if re.search(r"^watchdog: rank \d+|^rank \d+ \(host .* has died", self.log, re.MULTILINE):
             return "named"
         sentences = re.findall(r"^(?:error|stopped): .+$", self.log, re.MULTILINE)
         return "said" if sentences and self.codes and self.codes <= {2, 3} and "Traceback" not in self.log else "failed"
