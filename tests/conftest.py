@@ -149,8 +149,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """What was executed, and how many random cases each property was tried on."""
-    terminalreporter.section("executed")
-    terminalreporter.write("\n".join(_executed(config).lines()) + "\n")
+    executed = _executed(config)
+    if executed.tests or executed.skips:
+        terminalreporter.section("executed")
+        terminalreporter.write("\n".join(executed.lines()) + "\n")
     reports = [one for name in ("passed", "failed") for one in terminalreporter.stats.get(name, [])]
     lines = sorted(
         f"{report.nodeid}: {text}"
