@@ -256,7 +256,10 @@ def _random_blow(rng: random.Random, kinds: list[str], layout: str) -> Blow:
 
 def _befall(bench: Bench, run_dir: Path, rng: random.Random, struck: Struck, count: Counter[str]) -> None:
     """Between two starts: damage to the files, and another layout."""
-    if rng.random() < 0.3 and run_dir.exists() and (told := _damage(run_dir, rng, struck)):
+    may_be = (
+        rng.random() < 0.3 and run_dir.exists() and not struck.is_damaged
+    )  # of whole files it is known what is whole
+    if may_be and (told := _damage(run_dir, rng, struck)):
         struck.story.append(f"damage: {'; '.join(told)}".replace(str(run_dir), ""))
         count["damage"] += 1
     if rng.random() < 0.25 and struck.layout != "servers":
