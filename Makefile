@@ -5,8 +5,9 @@
 # make test-newest  the Megatron part of the suite with the newest megatron-core and Triton (Python 3.12; torch brings CUDA libraries)
 # make test-rehearsal every recipe of configs/ as a miniature of itself, one by one (make test runs three)
 # make test-slurm   examples/slurm on a real Slurm of two nodes on this machine (root; apt-get install slurm-wlm munge)
+# make test-night   kills, stops, memory, clocks, disks and damage at random, and real vLLM for hours: KILLS=1000 HOURS=8
 # make docs         the documentation site in site/, with every link checked
-# All make .venv first if it is not there, test also .venv-vllm, test-sglang .venv-sglang. NPROC, TP, PP, SEED and CONFIG change
+# All make .venv first if it is not there, test and test-night also .venv-vllm, test-sglang .venv-sglang. NPROC, TP, PP, SEED and CONFIG change
 # the quickstart, WORKERS and TESTS the tests: make test-quick WORKERS=4 TESTS='tests/rewards -x'.
 
 # The first of these that runs and is new enough: pyenv has a python3.12 on the PATH for versions that are not chosen
@@ -21,6 +22,8 @@ WORKERS ?= 2
 TESTS ?= tests
 NEWEST_VENV ?= .venv-newest
 DOCS_VENV ?= .venv-docs
+KILLS ?= 1000
+HOURS ?= 8
 PYTHON_NEWEST ?= $(call first-python,12,python3.12 python3.13 python3)
 MEGATRON_NEWEST ?= 0.19.2
 MEGATRON_TESTS := $(addprefix tests/,$(addsuffix .py,test_platform test_platform_megatron test_hf_parity \
@@ -33,7 +36,7 @@ PP ?= 1
 CONFIG ?= configs/quickstart.yaml
 RUN ?= runs/quickstart
 
-.PHONY: quickstart test test-quick test-sglang test-rehearsal test-slurm test-newest lint docs clean
+.PHONY: quickstart test test-quick test-sglang test-rehearsal test-slurm test-night test-newest lint docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/dppo-megatron quickstart --config $(CONFIG) --run-dir $(RUN) --seed $(SEED) --nproc $(NPROC) --tp $(TP) --pp $(PP)
@@ -52,6 +55,10 @@ test-rehearsal: $(VENV)/.installed $(VLLM_VENV)/.installed
 
 test-slurm: $(VENV)/.installed
 	DPPO_TEST_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s --timeout 1800 tests/slurm
+
+test-night: $(VENV)/.installed $(VLLM_VENV)/.installed
+	DPPO_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python PYTHONPATH=$(CURDIR):$(CURDIR)/tests OMP_NUM_THREADS=1 \
+	  $(BIN)/python -m night --kills $(KILLS) --hours $(HOURS)
 
 test-newest:
 	@test -n "$(PYTHON_NEWEST)" || { \

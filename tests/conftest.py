@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.cases import CHOSEN, PASSED, PROPERTY, cases  # noqa: F401 (a fixture)
+from support.executed import Executed
 
 # Before torch: ranks are forked from this process, and an OpenMP pool does not survive a fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -128,8 +129,30 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """How many random cases each property was tried on."""
+def _executed(config: pytest.Config) -> Executed:
+    stats = config.pluginmanager.get_plugin("terminalreporter").stats  # type: ignore[union-attr]
+    return Executed.of([one for name in ("passed", "failed", "error", "skipped") for one in stats.get(name, [])])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Keep the table of what was executed; a run that must not be green is red."""
+    if hasattr(session.config, "workerinput") or session.config.option.collectonly:
+        return
+    executed = _executed(session.config)
+    if cache := getattr(session.config, "cache", None):
+        cache.set("executed/generators", executed.generators)
+        cache.set("executed/skips", executed.skips)
+    if executed.faults() and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """What was executed, and how many random cases each property was tried on."""
+    executed = _executed(config)
+    if executed.tests or executed.skips:
+        terminalreporter.section("executed")
+        terminalreporter.write("\n".join(executed.lines()) + "\n")
     reports = [one for name in ("passed", "failed") for one in terminalreporter.stats.get(name, [])]
     lines = sorted(
         f"{report.nodeid}: {text}"

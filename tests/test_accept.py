@@ -280,13 +280,15 @@ def test_on_a_cpu_for_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     out = tmp_path / "accept"
     command = [sys.executable, "-m", "dppo_megatron", "accept", "--out", str(out), "--only", "parity"]
     first = subprocess.Popen(command)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300  # it imports torch first
     while not (out / "steps" / "environment" / "log").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     first.send_signal(signal.SIGTERM)
-    assert first.wait(60) == 143
-    left = subprocess.run(["pgrep", "-f", f"accept.child environment {out}"], capture_output=True, text=True)
-    assert left.stdout == ""
+    assert first.wait(300) == 143
+    deadline = time.monotonic() + 60  # it takes a killed process a while to go on a busy machine
+    while left := subprocess.run(["pgrep", "-f", f"accept.child environment {out}"], capture_output=True).stdout:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
     assert json.loads((out / "accept.json").read_text())["steps"]["environment"]["state"] == "begun"
 
     assert main(["accept", "--hours", "2", "--out", str(out), "--only", "parity"]) == 0
@@ -295,5 +297,6 @@ def test_on_a_cpu_for_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     verdicts = {(row["step"], row["what"]): row["verdict"] for row in rows}
     passed = [step for (step, _), verdict in verdicts.items() if verdict == "pass"]
     assert passed == ["parity"] * 3 and "fail" not in verdicts.values()
-    assert all(row["note"] for row in rows if row["verdict"] == "not run")
+    notes = [row["note"] for row in rows if row["verdict"] == "not run"]
+    assert notes and all(notes)
     assert "no CUDA device" in capsys.readouterr().out and (out / "accept.html").exists()

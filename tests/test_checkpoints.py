@@ -109,6 +109,7 @@ def test_every_part_comes_back_at_every_layout(model: Path, saved: Path, paralle
     """
     exact = parallel == TP2PP2
     measured, weights, reference = run_ranks(_three_updates, parallel.world_size, model, parallel)[0]
+    assert weights and reference
     loaded = run_ranks(_load_and_update, parallel.world_size, model, saved / "step_000002", parallel)
     for rank, got in enumerate(loaded):
         assert got["loop"].keys() == LOOP_STATE.keys() and got["loop"]["step"] == 2

@@ -10,6 +10,7 @@ import pytest
 from support.job import REPOSITORY, settings, write_job_files
 
 from dppo_megatron.config import Config, load_config, save_config
+from dppo_megatron.config.hints import all_keys
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +78,17 @@ def test_dppo_differs_from_grpo_in_pruning_only(files: Path, tmp_path: Path) -> 
 
 def test_every_field_is_explained() -> None:
     """Each setting has a docstring under it, in every file of settings."""
+    seen = set()
     for path in sorted((REPOSITORY / "dppo_megatron" / "config").glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if not isinstance(node, ast.ClassDef) or not node.name.endswith("Config"):
                 continue
             for item, following in zip(node.body, [*node.body[1:], None], strict=True):
                 if isinstance(item, ast.AnnAssign):
+                    seen.add(ast.unparse(item.target))
                     explained = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
                     assert explained, f"{path.name}: {node.name}.{ast.unparse(item.target)} has no docstring"
+    assert {key.rpartition(".")[2] for key in all_keys(Config)} <= seen
 
 
 def test_no_two_settings_share_a_section_and_name() -> None:

@@ -106,9 +106,18 @@ def test_the_first_page_is_the_readme() -> None:
         assert (DOCS / link).is_file(), link
 
 
+def test_there_is_something_to_check() -> None:
+    """A page may have no link, no command and no method; all pages together have many."""
+    texts = [_text(page) for page in EVERY_PAGE]
+    assert sum(len(LINK.findall(_without_code(text))) for text in texts) > 100
+    assert sum(len(_commands(page)) for page in EVERY_PAGE) > 25
+    assert sum(text.count("--methods ") for text in texts) > 3
+
+
 def test_links_out_of_the_pages_become_names() -> None:
     """The site has no files of the repository beside its own."""
     hook = runpy.run_path(str(REPOSITORY / "tools" / "docs_hook.py"))
+    assert any("](../" in _text(page) for page in PAGES)
     for page in PAGES:
         assert "](../" not in hook["on_page_markdown"](_text(page), None, None, None)
 
@@ -202,11 +211,14 @@ def test_every_target_is_a_setting(theirs: str) -> None:
 
 def test_values_that_entries_translate_are_choices() -> None:
     """`objective.loss (vanilla: clip, ...)`: the words on the right are choices of the setting."""
+    tried = 0
     for ours in NAMES.values():
         key, _, rest = ours.partition(" (")
         for choice in re.findall(r"[\w-]+: ([a-z_0-9]+)[,)]", rest):
             if key.startswith(("objective.", "rollout.engine")):
                 read_config("", [f"{key}={choice}"])
+                tried += 1
+    assert tried > 5
 
 
 # ------------------------------------------------------------------------------------------------- examples

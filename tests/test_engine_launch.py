@@ -274,7 +274,7 @@ def _only_server(engine: ServerEngine) -> LaunchedServer:
 
 def _wait_until_gone(group: int) -> None:
     """Raises ProcessLookupError when no process of the group is left; the kernel reaps them in its own time."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         os.killpg(group, 0)
 

@@ -287,7 +287,9 @@ def test_graded_again(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert scores[0] == scores[1]
     samples = str(first / "samples.jsonl")
     assert main(["eval", "--rescore", samples, "reward.function=final_answer", "--out", str(other)]) == 0
-    assert all(sample.correct == bool(final_answer(sample.text, sample.reference)) for sample in read_samples(other))
+    judged = read_samples(other)
+    assert len(judged) == 57
+    assert all(sample.correct == bool(final_answer(sample.text, sample.reference)) for sample in judged)
 
 
 def test_what_cannot_be_written_is_said_first(

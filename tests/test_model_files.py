@@ -79,7 +79,7 @@ def test_an_index_decides_which_files_are_read(model: Path) -> None:
     _shard(model)
     save_file({"model.norm.weight": torch.zeros(48)}, model / "consolidated.safetensors")
     reader = _open(model)
-    assert all(torch.equal(reader.get(name), tensor) for name, tensor in expected.items())
+    assert len(expected) > 10 and all(torch.equal(reader.get(name), tensor) for name, tensor in expected.items())
 
 
 def test_two_readings_of_a_directory_are_refused(model: Path, whole: Path) -> None:

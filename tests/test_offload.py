@@ -108,7 +108,9 @@ def test_the_device_is_left(tmp_path: Path, parallel: Parallel) -> None:
     three updates, and a checkpoint that was written meanwhile, are those of an actor that stayed, bit for bit."""
     model = write_model(tmp_path / "model")
     (stayed, saved), *others = run_ranks(_stay_and_leave, parallel.world_size, model, parallel, tmp_path)[0]
+    assert stayed["weights"] and saved
     for weights, (left, saved_away) in zip((False, True), others, strict=True):
+        assert len(left["bytes"]) == 3
         for before, after, away in left["bytes"]:
             assert all(before.values()) and after["gradients"] == after["optimizer"] == 0
             assert after["weights"] == (0 if weights else before["weights"])

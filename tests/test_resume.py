@@ -98,7 +98,7 @@ KILLS = [  # seeded by hand: some on entering a call, some in the midst of it
 def test_killed_and_resumed_is_never_interrupted(
     files: Path, whole: dict[str, Path], tmp_path: Path, layout: str, kill: Kill
 ) -> None:
-    """`PYTHONPATH=tests python -m support.kill_many` does the same at many random moments."""
+    """`make test-night` does the same at many random moments, and worse."""
     world_size, extra = LAYOUTS[layout]
     run_dir = tmp_path / "run"
     assert run_killed(files, run_dir, world_size, SHORT | extra, kill)
@@ -185,10 +185,14 @@ def _signalled(files: Path, run_dir: Path, extra: dict[str, Any], number: int) -
     """On a rank: gets a signal while it trains, after a step of its own."""
     import os
 
-    before = len(read_metrics(run_dir)) if run_dir.exists() else 1  # the line of the first evaluation
+    def recorded() -> int:
+        metrics = run_dir / "metrics.jsonl"
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    before = recorded() or 1  # the line of the first evaluation
 
     def send_when_recorded() -> None:
-        while not (run_dir / "metrics.jsonl").exists() or len(read_metrics(run_dir)) <= before:
+        while recorded() <= before:
             time.sleep(0.01)
         os.kill(os.getpid(), number)
 

@@ -6,11 +6,18 @@ import ast
 import gc
 import os
 import threading
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from megatron.core import parallel_state
+from night.__main__ import summary
+from night.memory import fitted
+from night.trials import Ended
+from support.executed import Executed
 from support.launch import run_ranks
 
 
@@ -56,3 +63,60 @@ def test_gpu_tests_build_the_groups_once() -> None:
     ]
     assert [function.name for function in builders] == ["layout"]
     assert [ast.unparse(one) for one in builders[0].decorator_list] == ["pytest.fixture(scope='module')"]
+
+
+def _report(nodeid: str, skipped: str = "", when: str = "call") -> Any:
+    longrepr = ("a.py", 1, f"Skipped: {skipped}") if skipped else None
+    return SimpleNamespace(nodeid=nodeid, when=when, skipped=bool(skipped), longrepr=longrepr)
+
+
+def test_a_run_that_executed_nothing_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases by generator, skips by reason. Red: an unknown reason, an engine that should be there, only skips."""
+    monkeypatch.delenv("DPPO_VLLM_PYTHON", raising=False)
+    gone = "no vllm: /x is not there"
+    ran = [_report("a.py::f[1]"), _report("a.py::f[2]"), _report("a.py::g")]
+    skipped = [_report("a.py::h[1]", gone, "setup"), _report("a.py::i", "needs a CUDA device; it has none")]
+    whole = Executed.of(ran + skipped)
+    assert (whole.generators, whole.tests, whole.faults()) == ({"a.py::f": 2, "a.py::h": 0}, 3, [])
+    assert set(whole.skips.values()) == {1} and len(whole.skips) == 2
+    assert "nothing has run" in str(Executed.of(skipped).faults())
+    assert "could not import 'torch'" in str(
+        Executed.of([*ran, _report("a.py::j", "could not import 'torch'")]).faults()
+    )
+    monkeypatch.setenv("DPPO_VLLM_PYTHON", "/x")
+    assert gone in str(whole.faults())
+
+
+@pytest.mark.parametrize(
+    ("how", "codes", "died", "log"),
+    [
+        ("done", {0}, "", "Traceback"),
+        ("killed", set(), "rank 1 of 2 died without a message: exit code -9 (SIGKILL)", ""),
+        ("named", set(), "exit code 1", "watchdog: rank 1 (host x, process 3) has given no sign of life for 21 s"),
+        ("said", {2}, "", "step 1\nerror: runs/x cannot be written: Read-only file system"),
+        ("failed", {2}, "", "error: x\nTraceback (most recent call last):"),
+        ("failed", set(), "rank 0 of 1 raised:", "error: x"),
+        ("hangs", set(), "rank 0 of 1 did not finish within 1200 s", "stopped: x"),
+    ],
+)
+def test_the_night_tells_ends_apart(how: str, codes: set[int], died: str, log: str) -> None:
+    """An end with a sentence has an exit code of 2 or 3, a line that says why, and no traceback."""
+    ended = Ended(codes, died, log, True)
+    assert ended.how == how
+
+
+def test_a_night_names_what_it_did_not_try() -> None:
+    said = summary(
+        Counter({"kill": 3, "damage": 1}), ["--seed 1 --trial 2: x"], {"read-only": "no"}, ["kill", "hang"], ""
+    )
+    assert "hang                           0   NOT TRIED" in said and "not possible here: no" in said
+    assert said.endswith("3 blows have struck, 1 failures") and "FAILED --seed 1 --trial 2: x" in said
+
+
+def test_growth_of_memory_is_found_within_its_error() -> None:
+    """Half a megabyte an hour under noise of ten that lasts for minutes: found in eight hours to three errors, which
+    are less than the megabyte that is allowed."""
+    rng, hours = np.random.default_rng(0), np.arange(2880) / 360
+    noise = np.repeat(rng.normal(0, 10, 288), 10)
+    slope, error = fitted(hours, 300 + 0.5 * hours + noise)
+    assert abs(slope - 0.5) < 3 * error < 1

@@ -319,7 +319,7 @@ def test_dapo_preset_trains(files: Path, tmp_path: Path) -> None:
         pruning__prompt__method="dynamic_sampling",
         pruning__completion__method="none",
     )
-    assert all("biased" in {entry["label"] for entry in row["prune/ledger"]} for row in rows)
+    assert rows and all("biased" in {entry["label"] for entry in row["prune/ledger"]} for row in rows)
     assert all(np.isfinite(row["train/grad_norm"]) for row in rows)
 
 

@@ -5,6 +5,7 @@ The model is the quickstart's with tied embeddings: the case in which vLLM on a 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.engines.servers import API_KEY, needs, start_servers
 from support.job import write_job_files
-from support.served import Served
+from support.served import LONGEST, Served
 
 from dppo_megatron.data.tiny_model import write_tiny_qwen3
 
@@ -22,13 +23,15 @@ from dppo_megatron.data.tiny_model import write_tiny_qwen3
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_job_files(tmp_path_factory.mktemp("task"))
     write_tiny_qwen3(directory / "model", seed=0, tie_word_embeddings=True)
+    settings = directory / "model" / "config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"max_position_embeddings": 1024}))
     return directory
 
 
 @pytest.fixture(scope="package", params=[pytest.param(name, marks=needs(name)) for name in ("vllm", "sglang")])
 def served(request: pytest.FixtureRequest, files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     os.environ["DPPO_ENGINE_API_KEY"] = API_KEY
-    started = start_servers(request.param, files, tmp_path_factory.mktemp("servers"), 2)
+    started = start_servers(request.param, files, tmp_path_factory.mktemp("servers"), 2, LONGEST)
     yield Served(request.param, files, started)
     for server in started:
         if server.process is not None:

@@ -14,6 +14,7 @@ from support.job import QUICK, REPOSITORY, job_config, read_metrics, settings
 from support.launch import run_ranks
 from support.served import (
     LONG,
+    LONGEST,
     Served,
     command_line,
     generate_while,
@@ -39,8 +40,12 @@ pytestmark = pytest.mark.slow
 WRONG = {
     "url": ({"rollout__servers__endpoints": "[http://127.0.0.1:9]"}, "no server answers at http://127.0.0.1:9"),
     "context": (
-        {"rollout__sampling__max_completion_tokens": 110, "data__max_prompt_tokens": 17},
-        "context of 112 tokens",
+        {
+            "rollout__sampling__max_completion_tokens": LONGEST,
+            "data__max_prompt_tokens": 17,
+            "packing__max_tokens_per_microbatch": 1024,
+        },
+        f"context of {LONGEST + 16} tokens",
     ),
     "key": ({"rollout__servers__api_key_env": "NO_SUCH_KEY"}, "refuses the API key"),
 }

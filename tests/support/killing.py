@@ -32,6 +32,12 @@ class Kill:
     rank: int = 0
     delay_s: float = 0.0
 
+    def strike(self) -> None:
+        """On the rank itself, when the call comes."""
+        if not self.delay_s:
+            os.kill(os.getpid(), signal.SIGKILL)
+        _kill_later(self.delay_s)
+
 
 def train_or_die(files: Path, run_dir: Path, world_size: int, extra: dict[str, Any], kill: Kill | None) -> int:
     """On a rank: the product's own `train`, killed on the way; returns the exit code of the command line."""
@@ -44,7 +50,7 @@ def train_or_die(files: Path, run_dir: Path, world_size: int, extra: dict[str, A
     try:
         with Run(job) as run:
             if kill is not None and kill.rank == int(os.environ["RANK"]):
-                _arm(run, kill)
+                arm(run, kill, kill.strike)
             train(run)
     except GuardStop:
         return 3
@@ -68,7 +74,8 @@ def run_whole(files: Path, run_dir: Path, world_size: int, extra: dict[str, Any]
     assert set(run_ranks(train_or_die, world_size, files, run_dir, world_size, extra, None)) == {0}
 
 
-def _arm(run: Any, kill: Kill) -> None:
+def arm(run: Any, moment: Kill, strike: Callable[[], None]) -> None:
+    """Have `strike` called on this rank when `run` enters the call."""
     from dppo_megatron.checkpoint import store
 
     targets: dict[str, tuple[Any, str]] = {
@@ -83,19 +90,17 @@ def _arm(run: Any, kill: Kill) -> None:
         "finish": (run, "finish"),
     }
     patch, calls = pytest.MonkeyPatch(), 0
-    owner, name = targets[kill.phase]
+    owner, name = targets[moment.phase]
     plain: Callable[..., Any] = getattr(owner, name)
 
-    def die_in_time(*arguments: Any, **keywords: Any) -> Any:
+    def struck_in_time(*arguments: Any, **keywords: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == kill.count:
-            if not kill.delay_s:
-                os.kill(os.getpid(), signal.SIGKILL)
-            _kill_later(kill.delay_s)
+        if calls == moment.count:
+            strike()
         return plain(*arguments, **keywords)
 
-    patch.setattr(owner, name, die_in_time)
+    patch.setattr(owner, name, struck_in_time)
 
 
 def _kill_later(delay_s: float) -> None:

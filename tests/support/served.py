@@ -25,6 +25,8 @@ from dppo_megatron.types import Completion, Prompt
 from support.engines.servers import Reference, serving_config
 
 LONG = 96
+LONGEST = 960
+"""What the servers have room for: seconds of work, so long that any machine has time to do something meanwhile."""
 
 
 @dataclass(frozen=True)

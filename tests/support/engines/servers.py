@@ -62,13 +62,14 @@ def local_settings(engine: str, *more_arguments: str) -> dict[str, Any]:
     }
 
 
-def start_servers(engine: str, files: Path, run_dir: Path, count: int) -> list[LaunchedServer]:
-    """`count` servers of the job's model, ready. They hold its weights and ask for `API_KEY`."""
+def start_servers(engine: str, files: Path, run_dir: Path, count: int, max_tokens: int) -> list[LaunchedServer]:
+    """`count` servers of the job's model, ready, with room for completions of `max_tokens`. They ask for `API_KEY`."""
     config = job_config(
         files,
         run_dir,
         rollout__servers__count=count,
-        rollout__sampling__max_completion_tokens=96,
+        rollout__sampling__max_completion_tokens=max_tokens,
+        packing__max_tokens_per_microbatch=max_tokens + 64,
         rollout__limits__max_concurrent_sequences=64,
         **local_settings(engine),
     )
