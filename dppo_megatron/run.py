@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -279,9 +280,14 @@ class Run:
         with self._watch(f"writing {hf}", len(names), "tensors") as advance:
             weights = counted(self.loop.final_weights(), advance)
             source, architecture = self._config.model.hf_path, self.loop.job.architecture
-            write_checkpoint(hf, source, architecture, weights, write=self._writes)
+            unwritten: OSError | UserError | None = None
+            try:
+                write_checkpoint(hf, source, architecture, weights, write=self._writes)
+            except (OSError, UserError) as error:  # rank 0's; the others still take part in the stream
+                unwritten = error
+                deque(weights, maxlen=0)
         self.summary.wall_s = time.perf_counter() - self._started
-        from_rank_zero(self._write_end)
+        from_rank_zero(lambda: self._write_end(unwritten))
         if self._writes:
             self.progress.close()
             left = sorted(name for name in os.listdir(self._directory) if name != LOCK)  # removed when the run closes
@@ -289,14 +295,18 @@ class Run:
             for line in ("", *self.summary.table().splitlines(), "", f"{self._directory}/: {', '.join(left)}", see):
                 print_line(line)
 
-    def _write_end(self) -> None:
+    def _write_end(self, unwritten: OSError | UserError | None) -> None:
         """Flush the record and write summary.json. On rank 0."""
         try:
+            if unwritten is not None:
+                raise unwritten
             if self._files:
                 self._files.sync()
             self.summary.write(self._directory / SUMMARY)
         except OSError as error:
             raise GuardStop(f"all steps are done, but '{error.filename}' cannot be written: {error.strerror}") from None
+        except UserError as error:
+            raise GuardStop(f"all steps are done, but {error}") from None
 
     def _begin_new_sets(self, step: int) -> None:
         """Evaluate the sets that were added since the run was last started: their `before` is the resumed step.

@@ -45,12 +45,16 @@ class Watchdog:
         self._interval_s = min(5.0, timeout_s / 10)
         self._heard: dict[int, tuple[bytes, float]] = {}
         self._done = threading.Event()
+        self._unanswered = 0
+        """Intervals since the store last answered."""
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._second = threading.Thread(target=self._watch_store, name="watchdog of the store", daemon=True)
 
     def start(self) -> None:
         """Send the first sign of life and begin to watch."""
         self._show(0)
         self._thread.start()
+        self._second.start()
 
     def stop(self) -> None:
         """Stop sending signs and watching."""
@@ -81,8 +85,17 @@ class Watchdog:
                 if self._done.is_set():
                     return
                 reason = f"rank 0, which keeps the job's store, cannot be reached: {error}".splitlines()[0]
+            self._unanswered = 0
             if reason:
                 self._leave(reason)
+                return
+
+    def _watch_store(self) -> None:
+        """A call to a store whose process is stopped never returns, whatever its timeout (torch 2.13)."""
+        while not self._done.wait(self._interval_s):
+            self._unanswered += 1  # counted and not timed: a job that was stopped as a whole goes on
+            if self._unanswered * self._interval_s > self._timeout_s:
+                self._leave(f"rank 0, which keeps the job's store, has given no sign of life for {self._timeout_s:g} s")
                 return
 
     def _show(self, count: int) -> None:

@@ -157,7 +157,7 @@ FIXED = (
         nullable=True,
     ),
     Key(("num_labels",), Size(0, 65536), "classification; transformers makes a table of so many names", nullable=True),
-    Key(("auto_map",), OneOf((None, {})), "code of a model directory is never run"),
+    Key(("auto_map",), OneOf(({},)), "code of a model directory is never run"),
     Key(
         ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
         _NONE,
