@@ -175,7 +175,7 @@ def write_model(folder: Path) -> None:
     """The same random weights that our actor gets, as a checkpoint."""
     from transformers import Qwen3ForCausalLM
 
-    from dppo_megatron.accept.workload import TEN_MILLION, RandomWeights, architecture_of, hf_config
+    from dppo_megatron.workbench.accept.workload import TEN_MILLION, RandomWeights, architecture_of, hf_config
 
     model = Qwen3ForCausalLM(hf_config(TEN_MILLION))
     weights = RandomWeights(architecture_of(TEN_MILLION))
@@ -188,13 +188,13 @@ def our_side(samples: Sequence[Any], max_tokens_per_microbatch: int) -> Callable
     from dppo_megatron import platform
 
     platform.prepare("cpu")
-    from dppo_megatron.accept.workload import TEN_MILLION, RandomWeights, architecture_of
     from dppo_megatron.actor.actor import Actor
     from dppo_megatron.actor.layout import build_layout, start_process_group
     from dppo_megatron.algorithms.objectives import clipped_surrogate
     from dppo_megatron.config.schema import ActorConfig, OptimizerConfig
     from dppo_megatron.packing.alignment import packing_layout
     from dppo_megatron.packing.planner import plan_microbatches
+    from dppo_megatron.workbench.accept.workload import TEN_MILLION, RandomWeights, architecture_of
 
     start_process_group()
     config = ActorConfig(optimizer=OptimizerConfig(learning_rate=LEARNING_RATE, max_grad_norm=1.0))
@@ -257,7 +257,7 @@ def compare(args: argparse.Namespace) -> int:
     """Tune TRL's batch size, check that the sides agree, let them take turns, print the table."""
     from workload import Spread, trained_tokens, write_json
 
-    from dppo_megatron.accept.workload import TEN_MILLION, Lengths, random_samples
+    from dppo_megatron.workbench.accept.workload import TEN_MILLION, Lengths, random_samples
 
     torch.set_num_threads(args.threads)
     lengths = Lengths(args.samples, args.median_tokens, args.sigma, args.max_tokens)

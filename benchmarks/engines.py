@@ -30,12 +30,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from dppo_megatron.config import Config, load_config
-from dppo_megatron.data.arithmetic import write_task
-from dppo_megatron.data.tiny_model import write_tiny_qwen3
 from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.rollout.engine import Engine, Request, Sampling
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.workbench.quickstart.arithmetic import write_task
+from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 _ROUNDS = 9
 _TOKENS = 48

@@ -35,17 +35,17 @@ import torch
 from dppo_megatron.actor.layout import start_process_group, stop_process_group
 from dppo_megatron.algorithms.advantages import group_advantages
 from dppo_megatron.config import Config, load_config
-from dppo_megatron.data.arithmetic import write_task
 from dppo_megatron.data.order import PromptOrder
-from dppo_megatron.data.tiny_model import write_tiny_qwen3
 from dppo_megatron.job import prepare_job
-from dppo_megatron.loop import Loop
 from dppo_megatron.pruning import StepCost, surprisal
 from dppo_megatron.pruning.methods import with_method
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts, Selector
-from dppo_megatron.step import Step
+from dppo_megatron.steps.loop import Loop
+from dppo_megatron.steps.step import Step
 from dppo_megatron.types import FloatArray, Group, IntArray, SelectedPrompt, TrainSample
+from dppo_megatron.workbench.quickstart.arithmetic import write_task
+from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 REPOSITORY = Path(__file__).parent.parent
 SKETCH = 1024

@@ -27,7 +27,7 @@ def run_one(method: str, seed: int, work: Path) -> dict[str, Any]:
     """Train once; returns summary.json with the method and seed."""
     task, run_dir = work / f"task_seed{seed}", work / f"{method}_seed{seed}"
     shutil.rmtree(run_dir, ignore_errors=True)
-    make = [sys.executable, "-m", "dppo_megatron.data.make_quickstart", "--out", str(task), "--seed", str(seed)]
+    make = [sys.executable, "-m", "dppo_megatron.workbench.quickstart.make", "--out", str(task), "--seed", str(seed)]
     subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     settings = {
         "run_dir": run_dir,

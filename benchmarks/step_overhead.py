@@ -47,13 +47,6 @@ from megatron.core.optimizer import get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from dppo_megatron.accept.workload import (  # noqa: E402
-    TEN_MILLION,
-    Lengths,
-    RandomWeights,
-    architecture_of,
-    random_samples,
-)
 from dppo_megatron.actor.actor import Actor  # noqa: E402
 from dppo_megatron.actor.batch import Microbatch, build_microbatch  # noqa: E402
 from dppo_megatron.actor.layout import Layout, build_layout, start_process_group, stop_process_group  # noqa: E402
@@ -64,6 +57,13 @@ from dppo_megatron.packing.alignment import packing_layout  # noqa: E402
 from dppo_megatron.packing.planner import plan_microbatches  # noqa: E402
 from dppo_megatron.types import PackPlan, TrainSample  # noqa: E402
 from dppo_megatron.weights.sharded import load_hf_weights  # noqa: E402
+from dppo_megatron.workbench.accept.workload import (  # noqa: E402
+    TEN_MILLION,
+    Lengths,
+    RandomWeights,
+    architecture_of,
+    random_samples,
+)
 
 LAYOUTS = ("tp1pp1dp1", "tp2pp1dp1", "tp1pp2dp1", "tp1pp1dp2")
 CLIP = 0.2

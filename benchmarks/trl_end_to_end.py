@@ -7,7 +7,7 @@ Of every seed the same checkpoint, training problems, held-out problems, reward 
 comparison's GRPO had, which are read from its run. Everything else is TRL's: generation by transformers, buffering,
 padding, loss, optimizer. TRL gets the fastest of several per-device batch sizes, tried for three steps each. Evaluation
 samples as ours does and is not counted in any time. TRL's run is then the baseline, and our runs are judged against it
-as `compare` judges (`dppo_megatron/compare/verdict.py`).
+as `compare` judges (`dppo_megatron/workbench/compare/verdict.py`).
 """
 
 from __future__ import annotations
@@ -193,10 +193,10 @@ def _schedule(job: dict[str, Any]) -> dict[str, Any]:
 
 def end_to_end(args: argparse.Namespace) -> int:
     """Run TRL on every seed of the comparison, judge our runs against it, print the table."""
-    from dppo_megatron.compare.arms import Arm
-    from dppo_megatron.compare.record import LAST, MethodRun, Point
-    from dppo_megatron.compare.table import about, table
-    from dppo_megatron.compare.verdict import judge
+    from dppo_megatron.workbench.compare.arms import Arm
+    from dppo_megatron.workbench.compare.record import LAST, MethodRun, Point
+    from dppo_megatron.workbench.compare.table import about, table
+    from dppo_megatron.workbench.compare.verdict import judge
 
     out: Path = args.end_to_end
     known = json.loads((out / "results.json").read_text(encoding="utf-8"))

@@ -1,5 +1,5 @@
 """What benchmarks share: spread of repeated measurements, the machine, one JSON. Shapes, random weights and batches are
-the package's (`dppo_megatron.accept.workload`), which measures with them on a user's machine.
+the package's (`dppo_megatron.workbench.accept.workload`), which measures with them on a user's machine.
 """
 
 from __future__ import annotations

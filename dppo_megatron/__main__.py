@@ -9,8 +9,8 @@ import sys
 def main() -> int:
     """Run a subcommand; returns the exit code."""
     try:
-        from dppo_megatron.cli import main as command
         from dppo_megatron.texts import guard_errors
+        from dppo_megatron.workbench.cli import main as command
 
         guard_errors()
         return command()

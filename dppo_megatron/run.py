@@ -33,7 +33,6 @@ from dppo_megatron.distributed import from_rank_zero, is_peer_lost
 from dppo_megatron.evaluation.statistics import EvalScores
 from dppo_megatron.job import Job
 from dppo_megatron.launched import launched_here, launched_rank
-from dppo_megatron.loop import Loop
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.progress import Progress, RunProgress, print_line
 from dppo_megatron.observe.run_directory import SUMMARY, RunDirectory, said_as_mistake
@@ -48,9 +47,10 @@ from dppo_megatron.observe.watchdog import Watchdog
 from dppo_megatron.pruning import LedgerRow, biased_rows
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.spans import Spans
-from dppo_megatron.step import Step
+from dppo_megatron.steps.loop import Loop
+from dppo_megatron.steps.step import Step
+from dppo_megatron.steps.trace import trace_header, trace_seconds
 from dppo_megatron.texts import one_line, show
-from dppo_megatron.trace import trace_header, trace_seconds
 from dppo_megatron.types import GuardStop, UserError, counted
 from dppo_megatron.weights.hf_files import write_checkpoint
 

@@ -4,18 +4,18 @@ It learns nothing from the weights, but it keeps the whole contract of `rollout/
 requests, a prompt's completions stay together, tokens depend on (seed, step, prompt, completion) alone, and the
 log-probabilities are those of the distribution that was sampled from. Start from this and replace `_sample`.
 
-An engine has no setting of its own to be plugged in by: it is a branch in `dppo_megatron/build.py` and a name in
+An engine has no setting of its own to be plugged in by: it is a branch in `dppo_megatron/steps/build.py` and a name in
 `RolloutConfig.engine` (docs/extending.md).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.randomness import generator
-from dppo_megatron.rollout.engine import Request, Sampling, Weights, own_requests
+from dppo_megatron.rollout.engine import Request, RolloutStats, Sampling, Weights, own_requests
 from dppo_megatron.types import Completion, Grade
 
 
@@ -33,9 +33,10 @@ class UniformEngine:
     def receivers(self) -> None:
         return None  # every rank is given the weights
 
-    def load_weights(self, weights: Weights) -> bool:
+    def load_weights(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
         for _name, _tensor in weights():  # every rank must take part: the stream is collective
             pass
+        release()  # the actor may take its weights off the device
         return False  # no canary: there is no server whose weights could differ
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
@@ -75,10 +76,6 @@ class UniformEngine:
     def abort(self) -> None:
         self._started = None
 
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
     def rest(self) -> None: ...
 
     def close(self) -> None: ...
@@ -89,5 +86,5 @@ class UniformEngine:
     def health(self) -> dict[str, str]:
         return {}
 
-    def statistics(self) -> dict[str, float]:
-        return {}
+    def statistics(self) -> RolloutStats:
+        return RolloutStats()

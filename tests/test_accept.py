@@ -22,13 +22,13 @@ import pytest
 from support.launch import run_ranks
 from support.processes import running
 
-from dppo_megatron.accept import child, runner
-from dppo_megatron.accept.bars import STEPS
-from dppo_megatron.accept.page import write_page
-from dppo_megatron.accept.record import Ran, Record, read_figures, read_record
-from dppo_megatron.accept.workload import Lengths
-from dppo_megatron.cli import main
 from dppo_megatron.types import UserError, unwatched
+from dppo_megatron.workbench.accept import child, runner
+from dppo_megatron.workbench.accept.bars import STEPS
+from dppo_megatron.workbench.accept.page import write_page
+from dppo_megatron.workbench.accept.record import Ran, Record, read_figures, read_record
+from dppo_megatron.workbench.accept.workload import Lengths
+from dppo_megatron.workbench.cli import main
 
 OPTIONS = {"model": "", "server_python": ""}
 ON_CPU = {"gpus": 0, "device": "no CUDA device", "lacks_transformer_engine": "there is no CUDA device", "report": []}
@@ -200,7 +200,7 @@ def test_the_page_has_every_figure_and_loads_nothing(tmp_path: Path) -> None:
 
 def test_logs_of_a_step_with_two_runs_are_both_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`servers` starts one for its syncs and one for its training, each of which writes server_0.log."""
-    from dppo_megatron.accept import jobs
+    from dppo_megatron.workbench.accept import jobs
 
     for name in ("write_task", "write_tiny_qwen3"):
         monkeypatch.setattr(jobs, name, lambda *_, **__: None)
@@ -215,8 +215,8 @@ def test_logs_of_a_step_with_two_runs_are_both_kept(tmp_path: Path, monkeypatch:
 def _far_from_references() -> dict[str, float]:
     import torch
 
-    from dppo_megatron.accept.parity import differences, measure
     from dppo_megatron.config.schema import LayoutConfig
+    from dppo_megatron.workbench.accept.parity import differences, measure
 
     return differences(measure("mixture", LayoutConfig(), torch.float32, "local"), "mixture")
 
@@ -224,7 +224,7 @@ def _far_from_references() -> dict[str, float]:
 @pytest.mark.slow
 def test_the_references_are_what_the_script_makes() -> None:
     """And small. A CPU with other instructions adds in another order: 1e-5 is a tenth of the bar."""
-    size = len((files("dppo_megatron.accept") / "assets" / "references.npz").read_bytes())
+    size = len((files("dppo_megatron.workbench.accept") / "assets" / "references.npz").read_bytes())
     assert size < 100_000
     (far,) = run_ranks(_far_from_references, 1)
     assert far and all(value < 1e-5 for value in far.values()), far
@@ -234,9 +234,9 @@ def _with_a_made_up_card(name: str, directory: Path) -> None:
     """A step of speed.py on a CPU: sizes become tiny, CUDA's answers are invented, layers and formats are the CPU's."""
     import torch
 
-    from dppo_megatron.accept import speed
-    from dppo_megatron.accept.workload import SHAPES
     from dppo_megatron.config.schema import ActorConfig, OptimizerConfig
+    from dppo_megatron.workbench.accept import speed
+    from dppo_megatron.workbench.accept.workload import SHAPES
 
     card = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30)
     for asked, answer in {

@@ -34,8 +34,8 @@ from dppo_megatron.actor.model import _settings as model_settings
 from dppo_megatron.actor.overrides import overridden
 from dppo_megatron.actor.rotary import Rotary
 from dppo_megatron.algorithms.objectives import make_objective, supervised
-from dppo_megatron.build import what_to_offload
 from dppo_megatron.config.schema import ActorConfig, ObjectiveConfig, OptimizerConfig
+from dppo_megatron.steps.build import what_to_offload
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader

@@ -1,28 +1,43 @@
-"""The floors of the house: who may import whom (docs/architecture.md), and train.py on one screen."""
+"""Which package imports which, how large each may grow (docs/architecture.md), and train.py on one screen."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "dppo_megatron"
 GROUND = {"types", "config", "randomness", "safe_pickle", "files", "texts"}
+"""Imported by every package."""
 
 
-def _table(marker: str) -> dict[str, set[str]]:
-    """Room or module -> what else of the package it may import, as the table under `marker` says."""
+class Row(NamedTuple):
+    """A package or module in a table of docs/architecture.md."""
+
+    may_import: set[str]
+    most_lines: int | None
+
+
+def _table(marker: str) -> dict[str, Row]:
+    """The rows under `marker`, by name."""
     text = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = text.split(f"<!-- {marker} -->")[1].strip().split("\n\n")[0].splitlines()[2:]
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    return {name.strip("`"): set(re.findall(r"`(\w+)`", allowed)) for name, _, allowed in cells}
+    found = {}
+    for row in rows:
+        name, _, allowed, *lines = (cell.strip() for cell in row.strip("|").split("|"))
+        found[name.strip("`")] = Row(
+            set(re.findall(r"`(\w+)`", allowed)), int(lines[0].replace(",", "")) if lines else None
+        )
+    return found
 
 
-MAY_IMPORT = _table("floors")
-ROLLOUT_MAY_IMPORT = _table("floors of rollout")
+PACKAGES = _table("packages")
+INSIDE = {"rollout": _table("packages of rollout"), "workbench": _table("packages of workbench")}
 PURE = {"pruning", "algorithms", "packing"}
 PURE_MAY_IMPORT = {"numpy", "torch", "dppo_megatron"}
 
@@ -32,51 +47,98 @@ def _nodes(path: Path) -> list[ast.AST]:
     return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+
+
+def _module(path: Path) -> str:
+    """`dppo_megatron.pruning` of `dppo_megatron/pruning/__init__.py`."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {_module(path): path for path in [PACKAGE / "__init__.py", *FILES]}
+
+
 @functools.cache
 def _imports(path: Path) -> set[str]:
+    """Every module that is imported anywhere in it, in a function or for its types alone too."""
     found: set[str] = set()
     for node in _nodes(path):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.update(
-                f"{node.module}.{alias.name}" if node.module == "dppo_megatron" else node.module for alias in node.names
-            )
+            names = {alias: f"{node.module}.{alias.name}" for alias in node.names}
+            found.update(name if name in MODULES else node.module for name in names.values())
     return found
 
 
-def _room(path: Path) -> str:
-    relative = path.relative_to(PACKAGE)
-    return relative.parts[0].removesuffix(".py")
+def _own(path: Path, prefix: str) -> set[str]:
+    """What it imports below `prefix`, by the first name after it."""
+    return {name.removeprefix(prefix).split(".")[0] for name in _imports(path) if name.startswith(prefix)}
 
 
-FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+def _name(path: Path, package: Path = PACKAGE) -> str:
+    return path.relative_to(package).parts[0].removesuffix(".py")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_floors_hold(path: Path) -> None:
-    """A room imports the ground, itself and what the table allows."""
-    room = _room(path)
-    assert room in MAY_IMPORT, f"{room} is a new room: give it a floor in the table of docs/architecture.md"
-    allowed = GROUND | {room, "__version__"} | MAY_IMPORT[room] if room not in GROUND else GROUND | MAY_IMPORT[room]
-    used = {name.split(".")[1] for name in _imports(path) if name.startswith("dppo_megatron.")}
-    assert used <= allowed, f"{room} must not import {sorted(used - allowed)}"
+def test_imports_are_those_of_the_table(path: Path) -> None:
+    """The ground, its own package, and what the table allows."""
+    name = _name(path)
+    assert name in PACKAGES, f"{name} is new: give it a row in the table of docs/architecture.md"
+    allowed = PACKAGES[name].may_import | {name} | GROUND
+    used = _own(path, "dppo_megatron.")
+    assert used <= allowed, f"{name} must not import {sorted(used - allowed)}"
+
+
+@pytest.mark.parametrize("wing", sorted(INSIDE))
+def test_imports_inside_a_large_package_are_those_of_its_table(wing: str) -> None:
+    """Bytes below servers, servers below weight sync; a page of figures below the command that asks for it."""
+    rows, package = INSIDE[wing], PACKAGE / wing
+    files = [path for path in FILES if package in path.parents and _name(path, package) in rows]
+    assert {_name(path, package) for path in files} == set(rows)
+    for path in files:
+        name = _name(path, package)
+        used = _own(path, f"dppo_megatron.{wing}.") & set(rows)
+        assert used <= rows[name].may_import | {name}, f"{path}: {sorted(used)}"
+
+
+def test_the_trainer_does_without_the_workbench() -> None:
+    """A rank loads no plotting and no parser of command lines: only the program's entry imports the workbench."""
+    users = {_name(path) for path in FILES if "workbench" in _own(path, "dppo_megatron.")}
+    assert users == {"workbench", "__main__"}
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Circles of any length, inside packages too, those for types alone included."""
+    edges = {name: {found for found in _imports(path) if found in MODULES} - {name} for name, path in MODULES.items()}
+    assert sum(map(len, edges.values())) > 1000
+    while free := {name for name, used in edges.items() if not used}:  # nothing left to import: in no circle
+        edges = {name: used - free for name, used in edges.items() if name not in free}
+    assert not edges, f"in a circle, or importing one: {sorted(edges)}"
+
+
+def _with_lines() -> Iterator[tuple[str, Path, int]]:
+    tables = [(PACKAGE, PACKAGES), *((PACKAGE / wing, rows) for wing, rows in INSIDE.items())]
+    for package, rows in tables:
+        for name, row in rows.items():
+            if row.most_lines is not None:
+                yield name, package, row.most_lines
+
+
+@pytest.mark.parametrize(("name", "package", "most_lines"), list(_with_lines()), ids=lambda value: str(value)[-20:])
+def test_a_package_stays_within_its_lines(name: str, package: Path, most_lines: int) -> None:
+    """Growth is a decision: the number in docs/architecture.md is raised in the same change, for all to see."""
+    root = package / name
+    files = [path for path in root.rglob("*") if path.is_file()] if root.is_dir() else [root.with_suffix(".py")]
+    lines = sum(path.read_bytes().count(b"\n") for path in files if "__pycache__" not in path.parts)
+    assert 0 < lines <= most_lines, f"{name} has {lines} lines, docs/architecture.md allows {most_lines}"
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in FILES if p.parent.name in ROLLOUT_MAY_IMPORT], ids=lambda path: str(path.relative_to(PACKAGE))
+    "path", [p for p in FILES if _name(p) in PURE], ids=lambda path: str(path.relative_to(PACKAGE))
 )
-def test_floors_of_the_rollout_wing(path: Path) -> None:
-    """Bytes below servers, servers below weight sync: `servers/` never imports `sync/`."""
-    room = path.parent.name
-    used = {name.split(".")[2] for name in _imports(path) if name.startswith("dppo_megatron.rollout.")}
-    assert used <= ROLLOUT_MAY_IMPORT[room] | {room}
-
-
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if _room(p) in PURE], ids=lambda path: str(path.relative_to(PACKAGE))
-)
-def test_pure_rooms_are_pure(path: Path) -> None:
+def test_pure_packages_are_pure(path: Path) -> None:
     """No Megatron, no engine, no process group where the mathematics is."""
     import sys
 
@@ -95,13 +157,10 @@ def test_sizes(path: Path) -> None:
     """Files under 500 lines, functions under 80."""
     assert path.read_text(encoding="utf-8").count("\n") <= 500
     for node in _nodes(path):
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             assert node.end_lineno - node.lineno < 80, f"{node.name} is too long"
 
 
-def test_the_table_names_only_rooms_that_there_are() -> None:
-    """And allows only what is below: no room imports one that imports it."""
-    assert set(MAY_IMPORT) == {_room(path) for path in FILES}
-    for room, allowed in MAY_IMPORT.items():
-        assert not {other for other in allowed if room in MAY_IMPORT[other]}, room
+def test_the_table_names_only_what_there_is() -> None:
+    assert set(PACKAGES) == {_name(path) for path in FILES}

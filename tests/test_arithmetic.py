@@ -16,10 +16,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dppo_megatron.data.arithmetic import LEVELS, write_task
-from dppo_megatron.data.tiny_model import write_tiny_qwen3
 from dppo_megatron.rewards.graders import final_answer
 from dppo_megatron.types import UserError
+from dppo_megatron.workbench.quickstart.arithmetic import LEVELS, write_task
+from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 ROOT = Path(__file__).resolve().parents[1]
 SPLITS = ("train", "heldout", "warm_start")
@@ -186,7 +186,7 @@ SMALL = ["--train", "32", "--heldout", "32", "--warm-start", "64"]
 
 def run_tool(*arguments: str) -> int:
     """The tool's exit code, in this process: importing transformers again for every case would take seconds."""
-    main = runpy.run_module("dppo_megatron.data.make_quickstart")["main"]
+    main = runpy.run_module("dppo_megatron.workbench.quickstart.make")["main"]
     try:
         return int(main([*SMALL, *arguments]))
     except SystemExit as stop:
@@ -211,7 +211,7 @@ def test_the_tool_writes_once_and_overwrites_nothing(tmp_path: Path, capsys: pyt
 @pytest.mark.slow
 def test_the_tool_runs_from_the_shell_the_same(tmp_path: Path) -> None:
     """Another process with another hash seed: the bytes are equal, so nothing depends on either."""
-    command = [sys.executable, "-m", "dppo_megatron.data.make_quickstart", *SMALL, "--out", str(tmp_path / "a")]
+    command = [sys.executable, "-m", "dppo_megatron.workbench.quickstart.make", *SMALL, "--out", str(tmp_path / "a")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert run_tool("--out", str(tmp_path / "b")) == 0

@@ -15,8 +15,8 @@ from support.launch import run_ranks
 from dppo_megatron.algorithms.batch_size import BatchAdvisor, Line, NoiseScale, half_of
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
-from dppo_megatron.loop import is_probed
 from dppo_megatron.run import Run
+from dppo_megatron.steps.loop import is_probed
 from dppo_megatron.train import train
 
 PROMPTS = np.array([[1.0, 0.5], [-0.5, 2.0], [0.25, -1.0]])

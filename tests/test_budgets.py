@@ -21,12 +21,12 @@ from dppo_megatron.config.data import TrainSetConfig, check_data, train_set_conf
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.rows import read_file
 from dppo_megatron.data.sets import ProblemSet, load_set, stop_token_ids
-from dppo_megatron.data.tiny_model import write_tiny_qwen3
 from dppo_megatron.rewards.functions import NamedFunction
 from dppo_megatron.rewards.pool import GraderPool, GradeTask
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.tokenizer import load_tokenizer
+from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 LIMIT_S = 10.0
 

@@ -22,9 +22,9 @@ from support.tiny import Parallel, build_actor, plan_for, random_samples, write_
 from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.checkpoint.manifest import read_manifest, sums, write_manifest
 from dppo_megatron.checkpoint.shelf import named
-from dppo_megatron.cli import main
 from dppo_megatron.safe_pickle import read_metadata
 from dppo_megatron.types import UserError
+from dppo_megatron.workbench.cli import main
 
 pytestmark = pytest.mark.slow
 

@@ -13,11 +13,11 @@ import pytest
 from support.job import REPOSITORY, settings, write_warm_job_files
 from support.launch import run_ranks
 
-from dppo_megatron.cli import main
-from dppo_megatron.compare.arms import parse_arms
-from dppo_megatron.compare.runs import run_all
 from dppo_megatron.config import load_config
 from dppo_megatron.observe.progress import Progress
+from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.compare.arms import parse_arms
+from dppo_megatron.workbench.compare.runs import run_all
 
 pytestmark = pytest.mark.slow
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")

@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM
 
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.layout import build_layout
-from dppo_megatron.cli import main
 from dppo_megatron.config.schema import ActorConfig
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.shapes import hf_shapes
 from dppo_megatron.weights.torch_dist import open_checkpoint
+from dppo_megatron.workbench.cli import main
 
 SAMPLES = random_samples(6, 37)
 UNEVEN = Parallel(pp=2, tp=2, uneven=(("num_layers_in_first_pipeline_stage", 3),))

@@ -20,14 +20,14 @@ import yaml
 from support.job import REPOSITORY, settings, write_job_files
 from support.record import write_record
 
-from dppo_megatron.cli import parse, program
-from dppo_megatron.compare.record import MethodRun, Point
-from dppo_megatron.compare.table import write_results
 from dppo_megatron.config.hints import all_keys, other_names
 from dppo_megatron.config.load import load_config, read_config
 from dppo_megatron.config.reference import all_settings
 from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning.methods import METHODS
+from dppo_megatron.workbench.cli import parse, program
+from dppo_megatron.workbench.compare.record import MethodRun, Point
+from dppo_megatron.workbench.compare.table import write_results
 
 DOCS = REPOSITORY / "docs"
 PAGES = sorted(DOCS.glob("*.md"))

@@ -18,16 +18,16 @@ from support.tiny import plan_for, random_samples
 
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.layout import build_layout
-from dppo_megatron.cli import main
-from dppo_megatron.doctor import fp8_gate
-from dppo_megatron.doctor.environment import environment
-from dppo_megatron.doctor.fp8_gate import Finding, run_gate, unsafe_patterns
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.platform import capabilities
 from dppo_megatron.platform.capabilities import Machine, outside_range
 from dppo_megatron.types import PackedMicrobatch, PackPlan, UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
+from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.doctor import fp8_gate
+from dppo_megatron.workbench.doctor.environment import environment
+from dppo_megatron.workbench.doctor.fp8_gate import Finding, run_gate, unsafe_patterns
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 
@@ -269,7 +269,7 @@ def test_a_transformer_engine_that_cannot_run_is_hidden_from_megatron(tmp_path: 
         said = capabilities._transformer_engine_problem(on_cuda=True)
         assert said.endswith("FileNotFoundError: Could not find shared object file"), said
         prepare()
-        from dppo_megatron.cli import main
+        from dppo_megatron.workbench.cli import main
         sys.exit(main(["doctor"]))
     """
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}

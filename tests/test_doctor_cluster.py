@@ -23,11 +23,11 @@ from support.job import REPOSITORY
 from support.launch import RankError, run_ranks
 from support.processes import free_port
 
-from dppo_megatron.cli import main
-from dppo_megatron.doctor.environment import allocator_row
-from dppo_megatron.doctor.machine import files_row, gpu_rows, locked_row, shm_row
-from dppo_megatron.doctor.rows import Row, report_of
 from dppo_megatron.launched import check_launched, place_from_slurm
+from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.doctor.environment import allocator_row
+from dppo_megatron.workbench.doctor.machine import files_row, gpu_rows, locked_row, shm_row
+from dppo_megatron.workbench.doctor.rows import Row, report_of
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks are forked, and judged as a CPU's")

@@ -20,7 +20,6 @@ from support.served import prompts_of
 from support.timelines import counts, nested, overlapping, read_timeline
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.data.tiny_model import write_tiny_qwen3
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
@@ -33,6 +32,7 @@ from dppo_megatron.rollout.sync.receipts import Digests, ask_for_canary, differi
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
+from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 pytestmark = pytest.mark.slow
 

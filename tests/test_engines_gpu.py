@@ -15,11 +15,11 @@ from support.engines.servers import Reference, local_settings, needs
 from support.job import REPOSITORY, job_config, read_metrics, settings, write_job_files
 
 from dppo_megatron.actor.layout import start_process_group, stop_process_group
-from dppo_megatron.cli import main
-from dppo_megatron.data.tiny_model import write_tiny_qwen3
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 pytestmark = pytest.mark.gpu
 ENGINES = [pytest.param(name, marks=needs(name)) for name in ("vllm", "sglang")]

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from support.job import REPOSITORY, job_config, read_metrics, write_job_files
 from support.launch import run_ranks
 
-from dppo_megatron.cli import main
-from dppo_megatron.commands import evaluate
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.choice import split_settings
@@ -29,6 +27,8 @@ from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import Prompt, UserError
+from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.commands import evaluate
 
 EASY, HARD, ODD = "math/easy", "math/hard", "a.b c @24: ü"
 ALONE = ("reward.function=support.faulty:length_parity", "reward.min_self_consistency=0")

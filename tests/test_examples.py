@@ -19,7 +19,6 @@ from test_pruning_labels import check
 
 from dppo_megatron.config import load_config
 from dppo_megatron.config.schema import Config
-from dppo_megatron.data.tiny_model import make_tokenizer
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import StepCost
 from dppo_megatron.rollout.engine import Engine, Request, Sampling
@@ -27,6 +26,7 @@ from dppo_megatron.run import Run
 from dppo_megatron.selection import Selector
 from dppo_megatron.train import train
 from dppo_megatron.types import Completion, Grade, Prompt
+from dppo_megatron.workbench.quickstart.tiny_model import make_tokenizer
 from examples.custom_engine import UniformEngine
 from examples.custom_grader import brevity, last_number
 
@@ -93,7 +93,7 @@ def _train(files: Path, run_dir: Path, engine: bool = False) -> None:
     job = prepare_job(job_config(files, run_dir, steps=4, warm_start__steps=5, **plugged), 1)
     if engine:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dppo_megatron.loop.make_engine", lambda job, *_: UniformEngine(job.tokenizer))
+            patch.setattr("dppo_megatron.steps.loop.make_engine", lambda job, *_: UniformEngine(job.tokenizer))
             with Run(job) as run:
                 train(run)
         return

@@ -12,11 +12,11 @@ import pytest
 import torch.distributed as dist
 from support.launch import run_ranks
 
-import dppo_megatron.exchange
-from dppo_megatron.exchange import Replicas, TokenValues, exchange
+import dppo_megatron.steps.exchange
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import plan_microbatches
-from dppo_megatron.step import BACK, ORDER, Reached, Step, UpdatePlan, sizes_of
+from dppo_megatron.steps.exchange import Replicas, TokenValues, exchange
+from dppo_megatron.steps.step import BACK, ORDER, Reached, Step, UpdatePlan, sizes_of
 from dppo_megatron.types import Completion, Group, Prompt, SelectedPrompt
 
 CAP = 64
@@ -126,9 +126,9 @@ def _hops(monkeypatch: pytest.MonkeyPatch, parcels: Any, replicas: Replicas) -> 
         hops.append({(me, rank): indices.tolist() for rank, indices in to.items() if len(indices)})
         hops.append({(rank, me): indices.tolist() for rank, indices in source.items() if len(indices)})
 
-    monkeypatch.setattr(dppo_megatron.exchange, "_send", note)
+    monkeypatch.setattr(dppo_megatron.steps.exchange, "_send", note)
     here: dict[int, Any] = {index: [] for index in np.flatnonzero(parcels.holder == replicas.rank).tolist()}
-    dppo_megatron.exchange._by_nodes(parcels, here, replicas, 2)
+    dppo_megatron.steps.exchange._by_nodes(parcels, here, replicas, 2)
     assert set(np.flatnonzero(parcels.replica == replicas.of_rank[replicas.rank]).tolist()) <= set(here)
     return hops
 
@@ -144,7 +144,7 @@ def test_a_node_is_sent_a_completion_once(monkeypatch: pytest.MonkeyPatch, seed:
     size = 2
     selected, groups = _step(rng, size)
     plans = _plans(rng, selected, groups, size, int(of_rank.max()) + 1)
-    parcels = dppo_megatron.exchange._Parcels.of(plans, rng.integers(0, world, len(groups)), size)
+    parcels = dppo_megatron.steps.exchange._Parcels.of(plans, rng.integers(0, world, len(groups)), size)
     hops = [_hops(monkeypatch, parcels, Replicas(of_rank, node, rank)) for rank in range(world)]
     network: Counter[tuple[int, int]] = Counter()
     got: Counter[tuple[int, int]] = Counter()
@@ -170,7 +170,7 @@ def test_connections_of_a_rank_of_1024(monkeypatch: pytest.MonkeyPatch, ranks_of
     node, of_rank = np.arange(1024) // 8 * 8, np.arange(1024) // ranks_of_a_replica
     nothing, lengths = np.zeros(count, np.int64), np.ones(count, np.int64)
     holder, replica = np.sort(rng.integers(0, 1024, count)), rng.integers(0, of_rank.max() + 1, count)
-    parcels = dppo_megatron.exchange._Parcels(nothing, np.arange(count), nothing, holder, replica, lengths)
+    parcels = dppo_megatron.steps.exchange._Parcels(nothing, np.arange(count), nothing, holder, replica, lengths)
     for rank in (0, 517, 1023):
         hops = _hops(monkeypatch, parcels, Replicas(of_rank, node, rank))
         assert 50 < len({other for hop in hops for pair in hop for other in pair} - {rank}) <= 127 + 7

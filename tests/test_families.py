@@ -10,10 +10,10 @@ from support.job import job_config, read_metrics, write_job_files
 from support.launch import run_ranks
 from support.tiny import write_model
 
-from dppo_megatron.data.tiny_model import VOCABULARY, make_tokenizer
 from dppo_megatron.job import prepare_job
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
+from dppo_megatron.workbench.quickstart.tiny_model import VOCABULARY, make_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -156,7 +156,7 @@ def test_what_fails_at_the_end_leaves_nothing_open(files: Path, tmp_path: Path) 
 def _command_line(files: Path, run_dir: Path, extra: dict[str, Any]) -> int:
     from support.job import REPOSITORY, settings
 
-    from dppo_megatron.cli import main
+    from dppo_megatron.workbench.cli import main
 
     return main(["train", str(REPOSITORY / "configs" / "quickstart.yaml"), *settings(files, run_dir, **extra)])
 
@@ -291,7 +291,7 @@ def test_a_full_log_does_not_end_the_run(files: Path, tmp_path: Path, capfd: pyt
 
 def _train_and_lose_the_lock(files: Path, run_dir: Path) -> int:
     """On a rank: in its second step, somebody else takes the directory over."""
-    from dppo_megatron.loop import Loop
+    from dppo_megatron.steps.loop import Loop
 
     plain, calls = Loop.generate, itertools.count(1)
 
@@ -351,7 +351,7 @@ def _write_beyond_the_limit(path: Path) -> str:
 def _stop_one(run_dir: Path, files: Path, number: int) -> int:
     """On ranks: rank 1 kills or stops itself in its second rollout."""
     extra = SHORT | {"guard__watchdog_s": 6, "steps": 50}
-    from dppo_megatron.loop import Loop
+    from dppo_megatron.steps.loop import Loop
 
     plain, calls = Loop.generate, 0
 

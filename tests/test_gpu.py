@@ -22,11 +22,11 @@ from dppo_megatron.actor.logprobs import chunked_logprobs
 from dppo_megatron.actor.softmax import Projection, TorchSoftmax
 from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.config.schema import ActorConfig, Config, LayoutConfig, ModelConfig, OptimizerConfig, PackingConfig
-from dppo_megatron.doctor.fp8_gate import run_gate
 from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
+from dppo_megatron.workbench.doctor.fp8_gate import run_gate
 
 pytestmark = pytest.mark.gpu
 

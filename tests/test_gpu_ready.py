@@ -15,12 +15,12 @@ import pytest
 import torch
 from support.job import REPOSITORY
 
-from dppo_megatron.accept.workload import SHAPES, Lengths, architecture_of, padded_plan, random_samples
 from dppo_megatron.config.schema import Config
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
-from dppo_megatron.planning.memory import plan_memory
-from dppo_megatron.planning.site import CHIPS, Site
+from dppo_megatron.workbench.accept.workload import SHAPES, Lengths, architecture_of, padded_plan, random_samples
+from dppo_megatron.workbench.planning.memory import plan_memory
+from dppo_megatron.workbench.planning.site import CHIPS, Site
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks" / "gpu"))
 import common

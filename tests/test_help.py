@@ -16,13 +16,13 @@ import pytest
 from support.job import REPOSITORY
 from support.readers import readings
 
-from dppo_megatron.cli import main, program
-from dppo_megatron.commands.completion import settings
 from dppo_megatron.config.hints import all_keys
 from dppo_megatron.config.load import config_values, read_config
 from dppo_megatron.config.reference import Setting, all_settings, find, page_for
 from dppo_megatron.config.schema import Config
-from dppo_megatron.mistakes import COMMAND_PAGES, ROOM_PAGES
+from dppo_megatron.workbench.cli import main, program
+from dppo_megatron.workbench.commands.completion import settings
+from dppo_megatron.workbench.mistakes import COMMAND_PAGES, ROOM_PAGES
 
 LEAVES = [one for one in all_settings() if not one.is_section]
 
@@ -65,7 +65,7 @@ def test_readers_are_found_through_what_they_are_called_there() -> None:
         key: {f"{place.file}:{place.inside}" for place in readings(find(key)[0].owner, key.rpartition(".")[2])}
         for key in ("rollout.sampling.temperature", "objective.clip_low", "guard.watchdog_s", "objective.dual_clip")
     }
-    assert "dppo_megatron/build.py:make_sampling" in found["rollout.sampling.temperature"]
+    assert "dppo_megatron/steps/build.py:make_sampling" in found["rollout.sampling.temperature"]
     assert "dppo_megatron/algorithms/policy_losses.py:clip" in found["objective.clip_low"]
     assert "dppo_megatron/run.py:Run.__init__" in found["guard.watchdog_s"]
     assert not any("evaluation" in place for place in found["rollout.sampling.temperature"])  # eval.temperature's
@@ -152,7 +152,8 @@ def test_every_room_that_refuses_has_a_page() -> None:
     rooms = set()
     for path in (REPOSITORY / "dppo_megatron").rglob("*.py"):
         if "UserError(" in path.read_text(encoding="utf-8"):
-            rooms.add(path.relative_to(REPOSITORY / "dppo_megatron").parts[0].removesuffix(".py"))
+            parts = path.relative_to(REPOSITORY / "dppo_megatron").with_suffix("").parts
+            rooms.add(parts[1] if parts[0] in ("steps", "workbench") else parts[0])
     assert rooms - {"cli", "commands", "config", "mistakes", "types"} == set(ROOM_PAGES)
     [commands] = [a for a in program()._actions if isinstance(a, argparse._SubParsersAction)]
     assert set(COMMAND_PAGES) == set(commands.choices)
@@ -166,7 +167,7 @@ def test_every_room_that_refuses_has_a_page() -> None:
 def test_the_command_line_does_without_torch() -> None:
     """Neither --help nor a Tab waits seconds for it; nor does progress in a log load what draws bars."""
     code = (
-        "import sys, dppo_megatron.cli as cli, dppo_megatron.observe.progress as progress; cli.program();"
+        "import sys, dppo_megatron.workbench.cli as cli, dppo_megatron.observe.progress as progress; cli.program();"
         "progress.RunProgress(3, visible=True).say('a'); sys.exit(bool({'torch', 'rich', 'plotly'} & {*sys.modules}))"
     )
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, stderr=subprocess.PIPE)

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from support.tiny import FAMILIES, write_model
 from transformers import AutoModelForCausalLM
 
-from dppo_megatron.data.tiny_model import make_tokenizer
 from dppo_megatron.randomness import generator, uniform_rows
 from dppo_megatron.rollout.client.grading import ToGrade
 from dppo_megatron.rollout.engine import Request, Sampling
@@ -22,6 +21,7 @@ from dppo_megatron.rollout.hf import HFEngine, cut
 from dppo_megatron.rollout.kv_cache import KeyValues, Moves
 from dppo_megatron.types import Grade, Prompt
 from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.workbench.quickstart.tiny_model import make_tokenizer
 
 MAX_TOKENS = 70
 """Beyond the first room of the cache, and twice its growth."""

@@ -21,10 +21,10 @@ from support.launch import run_ranks
 from support.tiny import write_model
 from torch import float32
 
-from dppo_megatron.cli import main
 from dppo_megatron.types import UserError, unwatched
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import HFWriter, check_assets, copy_assets
+from dppo_megatron.workbench.cli import main
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.job import REPOSITORY, settings, write_job_files
 
-from dppo_megatron.cli import main
+from dppo_megatron.workbench.cli import main
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 LONG = "x" * 5000

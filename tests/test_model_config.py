@@ -22,7 +22,6 @@ from support.transformers_reading import same_as_transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dppo_megatron.cli import main
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.config_keys import (
@@ -36,6 +35,7 @@ from dppo_megatron.weights.config_keys import (
     READ,
     check_keys,
 )
+from dppo_megatron.workbench.cli import main
 
 ARCHITECTURE = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "qwen2": QWEN2, "llama3": LLAMA}
 

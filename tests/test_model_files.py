@@ -18,12 +18,12 @@ from support.job import REPOSITORY, settings, write_job_files
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, write_model
 
-from dppo_megatron.cli import main
-from dppo_megatron.data.tiny_model import make_tokenizer
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.tokenizer import load_tokenizer
 from dppo_megatron.weights.torch_dist import open_checkpoint
+from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.quickstart.tiny_model import make_tokenizer
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 INDEX = "model.safetensors.index.json"

@@ -28,7 +28,6 @@ from support.true_shapes import write_config
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.algorithms.objectives import clipped_surrogate, supervised
-from dppo_megatron.cli import main
 from dppo_megatron.config import changes
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig
 from dppo_megatron.types import UserError
@@ -43,6 +42,7 @@ from dppo_megatron.weights.pipeline import (
     split_layers,
     uneven_hint,
 )
+from dppo_megatron.workbench.cli import main
 
 
 def _actor(stages: int, chunks: int = 1, **given: Any) -> ActorConfig:

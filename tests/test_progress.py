@@ -22,9 +22,9 @@ from typing import TextIO
 import pytest
 
 from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
-from dppo_megatron.data.tiny_model import write_tiny_qwen3
 from dppo_megatron.observe.progress import Progress, RunProgress, duration
 from dppo_megatron.types import Advance
+from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 _MARK = "\x06"
 STILL = 0

@@ -25,13 +25,13 @@ from support.engines.fake_vllm import fake_python
 from support.job import REPOSITORY, job_config, settings, write_job_files
 from support.launch import run_ranks
 
-from dppo_megatron import cli
-from dppo_megatron.cli import main
 from dppo_megatron.job import prepare_job
 from dppo_megatron.observe.progress import Progress
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import Watch
+from dppo_megatron.workbench import cli
+from dppo_megatron.workbench.cli import main
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 SHORT = {"steps": 2, "warm_start__steps": 1, "rollout__prompts_per_step": 4, "checkpoint__every_steps": 1}

@@ -8,10 +8,10 @@ import pytest
 from support.job import write_job_files
 from support.processes import holding
 
-from dppo_megatron.cli import main
-from dppo_megatron.commands import quickstart
 from dppo_megatron.observe.lock import RunLock
 from dppo_megatron.observe.run_directory import IDENTITY, RunDirectory
+from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.commands import quickstart
 
 
 @pytest.fixture

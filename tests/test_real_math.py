@@ -19,8 +19,8 @@ sys.path.insert(0, str(REPOSITORY / "examples" / "real_math"))
 from prepare import prepare
 from support.engines.servers import local_settings, needs
 
-from dppo_megatron.cli import main
 from dppo_megatron.evaluation.standalone import SAMPLES
+from dppo_megatron.workbench.cli import main
 
 DATA = Path(os.environ.get("DPPO_DATA_DIR", REPOSITORY.parent / "shared" / "data"))
 SETS = {

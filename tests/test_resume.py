@@ -20,14 +20,14 @@ from support.job import job_config, nearly, read_metrics, write_job_files
 from support.killing import Kill, run_killed, run_whole, train_or_die
 from support.launch import run_ranks
 
-from dppo_megatron.cli import main
 from dppo_megatron.config.changes import FREE, check_changes, config_values, fingerprint
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning.prompt_score import FittedScore
-from dppo_megatron.report.read import run_status
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
+from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.report.read import run_status
 
 pytestmark = pytest.mark.slow
 

@@ -27,8 +27,8 @@ from dppo_megatron.observe.samples import (
     to_table,
 )
 from dppo_megatron.selection import Rollouts
+from dppo_megatron.steps.verdicts import reasons_of, recorded_positions
 from dppo_megatron.types import Completion, Grade, Group, Prompt, SelectedPrompt
-from dppo_megatron.verdicts import reasons_of, recorded_positions
 
 
 def _group(position: int, size: int = 2, tokens: int = 3, text: str = "answer") -> RecordedGroup:

@@ -18,12 +18,12 @@ from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import check_selection, planned_prompts
 from dppo_megatron.job import prepare_job
-from dppo_megatron.ledger import aborted_row, straggler_row
 from dppo_megatron.pruning import CompletionBatch, StepCost, make_completion_policy
 from dppo_megatron.pruning.designs import count_kept, floor_kept
 from dppo_megatron.pruning.methods import METHODS, with_method
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES, check_methods
 from dppo_megatron.selection import Decision, Rollouts, Selector
+from dppo_megatron.steps.ledger import aborted_row, straggler_row
 from dppo_megatron.types import GuardStop, UserError
 
 N, G = 16, 4

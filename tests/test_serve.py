@@ -20,7 +20,6 @@ from support.engines.fake_vllm import FakeVLLM, fake_python
 from support.job import REPOSITORY, job_config, settings, write_job_files
 from support.launch import run_ranks
 
-from dppo_megatron import loop
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
@@ -30,6 +29,7 @@ from dppo_megatron.rollout.servers.connect import Connection
 from dppo_megatron.rollout.servers.directory import Directory, Entry, Registration
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.recruit import Recruiter
+from dppo_megatron.steps import loop
 from dppo_megatron.types import Prompt, UserError
 
 SAMPLING = Sampling(12, 1.0, 0)
@@ -391,8 +391,8 @@ def test_a_server_that_cannot_start_ends_serve(files: Path, tmp_path: Path) -> N
 
 def test_serve_says_what_it_needs(files: Path, tmp_path: Path) -> None:
     """A directory; an address of this machine; leave to listen on a network."""
-    from dppo_megatron.cli import main
     from dppo_megatron.rollout.serving import serve
+    from dppo_megatron.workbench.cli import main
 
     config = str(REPOSITORY / "configs" / "quickstart.yaml")
     local = settings(files, tmp_path, rollout__engine="vllm", rollout__servers__launch="local")

@@ -21,10 +21,10 @@ from support.launch import run_ranks
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.offload import Offload
 from dppo_megatron.job import Job, prepare_job
-from dppo_megatron.outcomes import Outcomes
 from dppo_megatron.rollout.engine import Request, Sampling, Weights
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.run import Run, Stopped
+from dppo_megatron.steps.outcomes import Outcomes
 from dppo_megatron.train import train
 from dppo_megatron.types import Completion
 
@@ -143,7 +143,7 @@ def _train(files: Path, run_dir: Path, mode: str, stop_in_step: int = 0) -> tupl
             _watch(engine, patch)
         else:
             engine.note = lambda arrow: None  # type: ignore[method-assign]
-        patch.setattr("dppo_megatron.loop.make_engine", lambda *_: engine)
+        patch.setattr("dppo_megatron.steps.loop.make_engine", lambda *_: engine)
         with Run(job) as run:
             rollouts = Outcomes.rollouts
 

@@ -28,13 +28,6 @@ from support.launch import run_ranks
 from support.record import write_record
 
 import dppo_megatron
-from dppo_megatron.accept import page as accept_page
-from dppo_megatron.accept.bars import STEPS
-from dppo_megatron.accept.record import Ran, Record
-from dppo_megatron.cli import main, program
-from dppo_megatron.commands.terminal import say
-from dppo_megatron.compare.runs import check_end
-from dppo_megatron.data.tiny_model import write_tiny_qwen3
 from dppo_megatron.evaluation.samples import EvalSample, write_samples
 from dppo_megatron.observe.progress import Progress, RunProgress, print_line
 from dppo_megatron.rewards.failures import log_failures
@@ -42,6 +35,13 @@ from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth
 from dppo_megatron.rollout.servers.http import brief, excerpt
 from dppo_megatron.texts import entry, guard_errors, one_line, plain, reason, show
 from dppo_megatron.types import Grade, GuardStop, UserError, unwatched
+from dppo_megatron.workbench.accept import page as accept_page
+from dppo_megatron.workbench.accept.bars import STEPS
+from dppo_megatron.workbench.accept.record import Ran, Record
+from dppo_megatron.workbench.cli import main, program
+from dppo_megatron.workbench.commands.terminal import say
+from dppo_megatron.workbench.compare.runs import check_end
+from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 FORGED = "rollout: forged"
 _BEGINNINGS = (

@@ -18,10 +18,10 @@ from support.timelines import Shown, nested, read_timeline
 from dppo_megatron.distributed import clock_offset
 from dppo_megatron.job import prepare_job
 from dppo_megatron.observe.timeline import RankSpans, trace
-from dppo_megatron.report.read import read_run
 from dppo_megatron.run import Run
 from dppo_megatron.spans import Span, Spans
 from dppo_megatron.train import train
+from dppo_megatron.workbench.report.read import read_run
 
 SETTINGS: dict[str, Any] = {
     "warm_start__steps": 1,

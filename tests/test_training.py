@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dppo_megatron.distributed import gather_all
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
-from dppo_megatron.loop import Loop
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.run import Run
+from dppo_megatron.steps.loop import Loop
 from dppo_megatron.train import train
 from dppo_megatron.types import Group, TrainSample
 from dppo_megatron.weights.architecture import read_architecture

@@ -18,10 +18,10 @@ from dppo_megatron.config.objective import KLConfig, ObjectiveConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.job import prepare_job
-from dppo_megatron.loop import Loop
 from dppo_megatron.pruning import StepCost
 from dppo_megatron.run import Run
 from dppo_megatron.selection import Decision, Rollouts, Selector
+from dppo_megatron.steps.loop import Loop
 from dppo_megatron.train import train
 from dppo_megatron.types import FloatArray, TrainSample, UserError
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from support.job import REPOSITORY, settings, write_job_files
 from support.launch import run_ranks
 
-from dppo_megatron.cli import main
 from dppo_megatron.launched import check_launched
+from dppo_megatron.workbench.cli import main
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 
@@ -167,7 +167,7 @@ def test_world_size_and_no_megatron(files: Path, tmp_path: Path) -> None:
     """As torchrun starts it: exit code 2 on every rank, said by the first only, Megatron never imported."""
     overrides = [*settings(files, tmp_path / "run"), "actor.layout.tensor_parallel=2"]
     probe = (
-        "import os, sys; from dppo_megatron.cli import main\n"
+        "import os, sys; from dppo_megatron.workbench.cli import main\n"
         "for rank in '01':\n"
         "    os.environ['RANK'] = rank\n"
         "    print('rank', rank, file=sys.stderr)\n"

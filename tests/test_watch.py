@@ -23,15 +23,15 @@ from rich.console import Console
 from support.job import REPOSITORY
 from support.record import write_record
 
-from dppo_megatron.cli import main
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.report.read import read_run
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HEALTH, HealthFile, read_health
-from dppo_megatron.watch.follow import SHOWN, Follow
-from dppo_megatron.watch.frame import View, duration, frame, seconds_left
-from dppo_megatron.watch.latest import Latest
-from dppo_megatron.watch.sparkline import BLOCKS, sparkline, widths
+from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.report.read import read_run
+from dppo_megatron.workbench.watch.follow import SHOWN, Follow
+from dppo_megatron.workbench.watch.frame import View, duration, frame, seconds_left
+from dppo_megatron.workbench.watch.latest import Latest
+from dppo_megatron.workbench.watch.sparkline import BLOCKS, sparkline, widths
 
 
 def _shown(run: Path, view: View | None = None) -> str:

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import torch
 
-from dppo_megatron.accept.parity import MODELS, measure
 from dppo_megatron.config.schema import LayoutConfig
+from dppo_megatron.workbench.accept.parity import MODELS, measure
 
 if __name__ == "__main__":
     arrays = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from dppo_megatron.cli import main
+from dppo_megatron.workbench.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(["convert", "to-hf", *sys.argv[1:]]))

@@ -27,7 +27,7 @@ _PYTHON = (
     ("What a loss is given", "dppo_megatron.algorithms.tokens"),
     ("Packing", "dppo_megatron.packing.planner"),
     ("Engines", "dppo_megatron.rollout.engine"),
-    ("Reading a run", "dppo_megatron.report.read"),
+    ("Reading a run", "dppo_megatron.workbench.report.read"),
 )
 """Modules of the Python reference: what examples and extensions import."""
 
@@ -92,7 +92,7 @@ def _plain(text: str) -> str:
 
 def commands_page() -> str:
     """The help of every command, as the terminal prints it."""
-    from dppo_megatron.cli import program
+    from dppo_megatron.workbench.cli import program
 
     parser = program()
     [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]

@@ -23,9 +23,9 @@ from rich.console import Console
 
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.samples import SAMPLES, rewind_samples
-from dppo_megatron.watch.follow import Follow
-from dppo_megatron.watch.frame import View, frame
-from dppo_megatron.watch.latest import Latest
+from dppo_megatron.workbench.watch.follow import Follow
+from dppo_megatron.workbench.watch.frame import View, frame
+from dppo_megatron.workbench.watch.latest import Latest
 
 
 def main(argv: Sequence[str] | None = None) -> int:

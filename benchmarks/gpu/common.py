@@ -17,10 +17,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from workload import Spread, trained_tokens
 
-from dppo_megatron.accept.speed import Timing
-from dppo_megatron.accept.workload import peak_flops
 from dppo_megatron.types import TrainSample
 from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.workbench.accept.speed import Timing
+from dppo_megatron.workbench.accept.workload import peak_flops
 
 
 def matmul_parameters(architecture: Architecture) -> int:

@@ -29,8 +29,13 @@ import torch
 from common import figures, matmul_parameters, require_cuda
 from workload import trained_tokens, write_json
 
-from dppo_megatron.accept.speed import built_actor, time_steps
-from dppo_megatron.accept.workload import (
+from dppo_megatron.actor.layout import Layout, build_layout, start_process_group, stop_process_group
+from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
+from dppo_megatron.packing.alignment import packing_layout
+from dppo_megatron.packing.planner import plan_microbatches
+from dppo_megatron.types import TrainSample, UserError
+from dppo_megatron.workbench.accept.speed import built_actor, time_steps
+from dppo_megatron.workbench.accept.workload import (
     SHAPES,
     Lengths,
     architecture_of,
@@ -38,11 +43,6 @@ from dppo_megatron.accept.workload import (
     padded_plan,
     random_samples,
 )
-from dppo_megatron.actor.layout import Layout, build_layout, start_process_group, stop_process_group
-from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
-from dppo_megatron.packing.alignment import packing_layout
-from dppo_megatron.packing.planner import plan_microbatches
-from dppo_megatron.types import TrainSample, UserError
 
 Row: TypeAlias = dict[str, Any]
 Recipe: TypeAlias = Literal["off", "tensorwise", "delayed", "blockwise", "mxfp8"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch.distributed as dist
 
-from dppo_megatron.exchange import Replicas, exchange
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import plan_microbatches
-from dppo_megatron.step import UpdatePlan, sizes_of
+from dppo_megatron.steps.exchange import Replicas, exchange
+from dppo_megatron.steps.step import UpdatePlan, sizes_of
 from dppo_megatron.types import Completion, Group, Prompt, SelectedPrompt
 from plane.common import Bar, cpu_s, on_ranks
 

@@ -11,13 +11,13 @@ import time
 import numpy as np
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.outcomes import Outcomes
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import SampleSize, plan_microbatches
 from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.rewards.measures import GradeTable
 from dppo_megatron.selection import Selector
-from dppo_megatron.step import UpdatePlan
+from dppo_megatron.steps.outcomes import Outcomes
+from dppo_megatron.steps.step import UpdatePlan
 from dppo_megatron.types import Prompt, SelectedPrompt
 from plane.common import Bar
 from plane.plan import CAP, COST, lengths_of

@@ -22,12 +22,12 @@ from dppo_megatron.actor.actor import Actor  # before ranks are forked, which wo
 from dppo_megatron.actor.layout import build_layout
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig
-from dppo_megatron.data.tiny_model import write_tiny_qwen3
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
+from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 from plane.common import Bar, cpu_s, on_ranks
 
 ROUNDS = 5

@@ -149,12 +149,6 @@ class Engine(Protocol):
     def abort(self) -> None:
         """Give up what `start` began: its requests end, its completions are lost."""
 
-    def pause(self) -> None:
-        """No more tokens until `resume`; requests in flight are treated as `rollout.sync.in_flight` says."""
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-
     def rest(self) -> None:
         """No generation before the next `load_weights`: device memory may be given back."""
 

@@ -131,12 +131,6 @@ class HFEngine:
         if self._grading:
             self._grading.forget()
 
-    def pause(self) -> None:
-        """Nothing runs between two calls."""
-
-    def resume(self) -> None:
-        """Nothing was paused."""
-
     def rest(self) -> None:
         """Nothing to give back."""
 

@@ -219,16 +219,6 @@ class ServerEngine:
             self._clients.cancel(list(started.work.landed))
             self._clients.forget()
 
-    def pause(self) -> None:
-        """Every live server; one that fails is marked out."""
-        if self._connection is not None:
-            self._sync.pause(self._fleet.live)
-
-    def resume(self) -> None:
-        """After `pause`."""
-        if self._connection is not None:
-            self._sync.resume(self._fleet.live)
-
     def rest(self) -> None:
         """No generation until the next `load_weights`: colocated servers give their device memory back."""
         if self._config.rollout.servers.colocate:  # every rank waits: its GPU is not its own before

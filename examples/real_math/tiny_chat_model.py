@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from dppo_megatron.data.tiny_model import write_model_directory
+from dppo_megatron.workbench.quickstart.tiny_model import write_model_directory
 
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = """\

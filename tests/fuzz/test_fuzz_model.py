@@ -34,13 +34,13 @@ from dppo_megatron.config.data import TrainSetConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.sets import train_set_configs
 from dppo_megatron.data.templates import check_template, generation_config_stops, render
-from dppo_megatron.data.tiny_model import make_tokenizer
 from dppo_megatron.rollout.hf_names import by_checkpoint_name
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import WeightReader
 from dppo_megatron.weights.tokenizer import load_tokenizer
 from dppo_megatron.weights.torch_dist import open_checkpoint
+from dppo_megatron.workbench.quickstart.tiny_model import make_tokenizer
 
 COMPUTED = 12
 """Accepted models whose log-probabilities are computed on both sides."""

@@ -26,8 +26,6 @@ from support.cases import Choose
 from support.job import QUICK, job_config, write_job_files
 from support.launch import run_ranks
 
-from dppo_megatron.cli import main
-from dppo_megatron.compare.record import read_method_run
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.samples import EvalSample, scores_of
 from dppo_megatron.evaluation.standalone import write_results
@@ -35,6 +33,8 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError, unwatched
+from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.compare.record import read_method_run
 
 COUNT = 150
 RESCORED = 15

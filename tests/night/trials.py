@@ -126,8 +126,8 @@ class Bench:
 
 def _rank(bench: Bench, run_dir: Path, values: list[str], blow: Blow | None, logs: Path) -> int:
     """The product's own command, with all that it prints in a file."""
-    from dppo_megatron.cli import main
     from dppo_megatron.run import Run
+    from dppo_megatron.workbench.cli import main
 
     log = os.open(logs / f"rank_{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)

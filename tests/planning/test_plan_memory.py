@@ -20,11 +20,11 @@ from dppo_megatron.actor.attention import PackedSequences
 from dppo_megatron.actor.logprobs import chunked_logprobs
 from dppo_megatron.actor.softmax import Projection, TorchSoftmax
 from dppo_megatron.config.schema import ActorConfig
-from dppo_megatron.planning.activations import Pass, head_bytes, layer_kept
-from dppo_megatron.planning.memory import host_copies, pinned, state_bytes
-from dppo_megatron.planning.shares import Degrees, share_of
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.pipeline import FIRST, LAYOUT, split_layers
+from dppo_megatron.workbench.planning.activations import Pass, head_bytes, layer_kept
+from dppo_megatron.workbench.planning.memory import host_copies, pinned, state_bytes
+from dppo_megatron.workbench.planning.shares import Degrees, share_of
 
 SIZES = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32, "vocab_size": 131}
 """Large enough that rounding a tensor up to 64 elements is no figure of its own."""

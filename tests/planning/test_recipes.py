@@ -16,9 +16,9 @@ from support.job import REPOSITORY, write_job_files
 from support.job import settings as job_settings
 from support.true_shapes import MODELS, write_config, write_empty_model
 
-from dppo_megatron.cli import main
 from dppo_megatron.config import load_config
-from dppo_megatron.planning import timing
+from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.planning import timing
 
 RECIPES = sorted((REPOSITORY / "configs" / "h100").glob("*gpus_*.yaml"))
 PARTS = re.compile(r"(\w+)_(\d+)gpus_(grpo|dppo)")
@@ -224,7 +224,7 @@ def _everything(folder: Path) -> dict[str, tuple[int, int] | None]:
 
 _BOTH = """
 import sys
-from dppo_megatron.cli import main
+from dppo_megatron.workbench.cli import main
 for command in ("train", "plan"):
     assert main([command, *sys.argv[1:], "--dry-run", "--gpus", "1"]) == 0
     print("end of", command)

@@ -12,11 +12,11 @@ import pytest
 from support.true_shapes import MODELS, write_config
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.cost import RolloutCost
-from dppo_megatron.planning.engine import plan_engine
-from dppo_megatron.planning.roofline import Lengths, Replica, replica_of, rollout_cost, rollout_s
-from dppo_megatron.planning.site import CHIPS, Site
+from dppo_megatron.steps.cost import RolloutCost
 from dppo_megatron.weights.architecture import Architecture, read_architecture
+from dppo_megatron.workbench.planning.engine import plan_engine
+from dppo_megatron.workbench.planning.roofline import Lengths, Replica, replica_of, rollout_cost, rollout_s
+from dppo_megatron.workbench.planning.site import CHIPS, Site
 
 Groups = npt.NDArray[np.int64]
 

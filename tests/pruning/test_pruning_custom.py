@@ -15,7 +15,6 @@ from support.job import job_config, read_metrics, settings, write_warm_job_files
 from support.launch import run_ranks
 from test_pruning_labels import check
 
-from dppo_megatron.cli import main
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import Draw, StepCost
@@ -24,6 +23,7 @@ from dppo_megatron.run import Run, Stopped
 from dppo_megatron.selection import Selector
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
+from dppo_megatron.workbench.cli import main
 
 OWN = "support.policies:"
 

@@ -16,7 +16,7 @@ from support.engines.servers import API_KEY, needs, start_servers
 from support.job import write_job_files
 from support.served import LONGEST, Served
 
-from dppo_megatron.data.tiny_model import write_tiny_qwen3
+from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 
 @pytest.fixture(scope="package")

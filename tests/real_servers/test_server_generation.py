@@ -291,9 +291,11 @@ def test_what_was_begun_can_be_given_up(served: Served, tmp_path: Path) -> None:
     engine.start(requests, Sampling(LONG, 1.0, 0))
     engine.abort()
     assert sum(member.groups for member in engine._fleet.members) == 0
-    engine.pause()
+    for member in engine._fleet.live:
+        member.server.pause("finish", timeout_s=30)
     engine.start(requests[:8], Sampling(8, 1.0, 0))
     threading.Event().wait(1.0)
     assert engine._started is not None and engine._started.work is not None and not engine._started.work.done
-    engine.resume()
+    for member in engine._fleet.live:
+        member.server.resume(timeout_s=30)
     assert reference.difference(requests[:8], list(engine.finish().values())).max() < 1e-3

@@ -46,7 +46,7 @@ from rehearsal.board import Board, Wait, number_of
 
 T = TypeVar("T")
 
-ON_THE_HOST = {("dppo_megatron.exchange", "_send"), ("dppo_megatron.distributed", "clock_offset")}
+ON_THE_HOST = {("dppo_megatron.steps.exchange", "_send"), ("dppo_megatron.distributed", "clock_offset")}
 AT_START = "dppo_megatron.distributed"
 """The module that connects groups at start."""
 

@@ -32,10 +32,10 @@ from dppo_megatron.distributed import (
     gather_all,
     to_rank_zero,
 )
-from dppo_megatron.exchange import Replicas, exchange
 from dppo_megatron.packing.alignment import PackingLayout, packing_layout
 from dppo_megatron.packing.planner import plan_microbatches
-from dppo_megatron.step import UpdatePlan, sizes_of
+from dppo_megatron.steps.exchange import Replicas, exchange
+from dppo_megatron.steps.step import UpdatePlan, sizes_of
 from dppo_megatron.types import Completion, Group, Prompt, SelectedPrompt
 from dppo_megatron.weights.routes import Catalogue
 

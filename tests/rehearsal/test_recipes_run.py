@@ -24,7 +24,7 @@ from support.engines.servers import PYTHON, needs
 from support.job import nearly, read_metrics
 from support.launch import run_ranks
 
-from dppo_megatron.cli import main
+from dppo_megatron.workbench.cli import main
 from rehearsal.forked_vllm import interpreter
 from rehearsal.miniature import PROBLEMS, RECIPES, Miniature, Sizes, arguments, miniature, reduced, write_files
 from rehearsal.nccl_rule import under_rule

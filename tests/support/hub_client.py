@@ -31,7 +31,7 @@ def main(root: str, commands: str) -> None:
 
 
 def _run(command: list[str]) -> None:
-    from dppo_megatron.cli import main as run
+    from dppo_megatron.workbench.cli import main as run
 
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):

@@ -37,7 +37,7 @@ class Reading:
     """One line that reads a setting."""
 
     file: str
-    """From the root of the repository: dppo_megatron/build.py."""
+    """From the root of the repository: dppo_megatron/steps/build.py."""
     line: int
     inside: str
     """The function or class around it."""

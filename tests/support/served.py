@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from dppo_megatron.cli import main
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
@@ -22,6 +21,7 @@ from dppo_megatron.rollout.servers.launch import LaunchedServer
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import Completion, Prompt
+from dppo_megatron.workbench.cli import main
 from support.engines.servers import Reference, serving_config
 
 LONG = 96

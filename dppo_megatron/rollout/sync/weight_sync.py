@@ -158,7 +158,7 @@ class WeightSync:
 
         return on_each(self._fleet, members, sleep, doing="going to sleep")
 
-    def pause(self, members: Sequence[Member]) -> None:
+    def _pause(self, members: Sequence[Member]) -> None:
         """On rank 0: running requests are treated as `sync.in_flight` says, leftovers of an outage are ended, since
         their ids come back; new ones wait at the server."""
         on_each(
@@ -168,10 +168,6 @@ class WeightSync:
                 "abort" if m.has_leftovers else self._rollout.sync.in_flight, timeout_s=self._timeout_s
             ),
         )
-
-    def resume(self, members: Sequence[Member]) -> None:
-        """On rank 0: after `pause`, without a sync."""
-        on_each(self._fleet, members, lambda m: m.server.resume(timeout_s=self._timeout_s), doing="resuming")
 
     def _reach(self, stage: Stage) -> None:
         """The next stage begins, and the present one ends."""
@@ -219,7 +215,7 @@ class WeightSync:
             members = self._put_to_sleep(members)
         self._wake(members, "weights")
         self._reach("pausing")
-        self.pause(members)
+        self._pause(members)
         return members
 
     def _send(self, tensors: Tensors, members: list[Member]) -> None:

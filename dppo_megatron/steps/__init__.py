@@ -1,0 +1,1 @@
+"""A training step: its phases, what rank 0 decides in each, and what it records."""

@@ -1,0 +1,66 @@
+"""Builds engine, sampling and packing capacity from a job's settings.
+
+Apart from `loop.py`, so that a new engine is one branch here and no phase of the loop knows which one runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import torch
+
+from dppo_megatron.config.schema import Config, PackingConfig
+from dppo_megatron.job import Job
+from dppo_megatron.packing.alignment import PackingLayout
+from dppo_megatron.packing.slack import TokenCapacity
+from dppo_megatron.rewards.lanes import GradeInClient, grade_completions
+from dppo_megatron.rollout.engine import Engine, Sampling
+from dppo_megatron.rollout.hf import HFEngine
+from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.spans import Spans
+from dppo_megatron.steps.cost import cost_model as cost_model
+from dppo_megatron.types import Watch
+
+
+def make_engine(
+    job: Job, dtype: torch.dtype, device: torch.device, say: Callable[[str], None], watch: Watch, spans: Spans
+) -> Engine:
+    """The engine of `rollout.engine`. Raises UserError for servers that cannot be used."""
+    config = job.config
+    if config.rollout.engine == "hf":
+        return HFEngine(
+            job.architecture,
+            job.tokenizer,
+            dtype=dtype,
+            device=device,
+            max_concurrent_sequences=config.rollout.limits.max_concurrent_sequences,
+            spans=spans,
+            grade=partial(grade_completions, job.grade),
+        )
+    grades = GradeInClient(config.reward, tuple(sys.path))
+    engine = ServerEngine(config, job.architecture, job.tokenizer, say, client_hook=grades, spans=spans, watch=watch)
+    say(engine.description)
+    return engine
+
+
+def what_to_offload(config: Config, device: str) -> Literal["none", "optimizer", "all"]:
+    """`actor.offload` with `auto` decided: on a CPU there is no second memory to go to."""
+    if config.actor.offload == "auto":
+        return "all" if config.rollout.servers.colocate and device == "cuda" else "none"
+    return config.actor.offload
+
+
+def make_sampling(job: Job) -> Sampling:
+    """How training completions are sampled."""
+    how = job.config.rollout.sampling
+    return Sampling(
+        how.max_completion_tokens, how.temperature, job.config.seed, how.top_p, how.top_k, job.stop_token_ids
+    )
+
+
+def token_capacity(config: PackingConfig, layout: PackingLayout) -> TokenCapacity | None:
+    """How much a step's micro-batches hold; None for mode=none, where each holds one sequence and none has room."""
+    return None if config.mode == "none" else TokenCapacity(layout, config.max_tokens_per_microbatch)

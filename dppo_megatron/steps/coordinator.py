@@ -1,0 +1,147 @@
+"""What rank 0 decides in a step: prompts, completions, micro-batches; and what it learns from the step's cost.
+
+Every rank makes one, since it is made from the settings alone, but only rank 0's is asked and has a state that counts.
+It knows scalars and no tokens: the loop brings outcomes here and sends what is decided to the ranks.
+
+    begin -> take (one or more rounds) -> refill ... -> decide -> learn
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dppo_megatron.algorithms.batch_size import BatchAdvisor
+from dppo_megatron.data.sets import set_sizes
+from dppo_megatron.job import Job
+from dppo_megatron.packing.alignment import PackingLayout
+from dppo_megatron.packing.planner import Packable, plan_microbatches
+from dppo_megatron.pruning.interface import PromptFeatures, StepCost
+from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
+from dppo_megatron.rollout.engine import RolloutStats
+from dppo_megatron.selection import Chosen, Decision, Selector
+from dppo_megatron.steps.build import token_capacity
+from dppo_megatron.steps.cost import cost_model
+from dppo_megatron.steps.ledger import aborted_row, overlong_row, straggler_row
+from dppo_megatron.steps.outcomes import Outcomes
+from dppo_megatron.steps.step import Step, UpdatePlan, sizes_of
+from dppo_megatron.steps.trace import trace_row
+from dppo_megatron.steps.verdicts import Verdicts
+from dppo_megatron.types import IntArray, PackPlan
+
+
+class Coordinator:
+    """The decisions of one job, in the order above for each step."""
+
+    def __init__(self, job: Job, layout: PackingLayout) -> None:
+        config = job.config
+        self._job, self._layout = job, layout
+        self._failures = FailureGuard(config.reward)
+        self._cost = cost_model(job.architecture)
+        self._group_size = config.rollout.completions_per_prompt
+        self._selector = Selector(
+            config,
+            len(job.train_prompts),
+            capacity=token_capacity(config.packing, layout),
+            set_sizes=set_sizes(job.train_sets),
+            features=PromptFeatures.of(job.train_prompts),
+        )
+        self._advisor = BatchAdvisor(
+            prompts=config.rollout.prompts_per_step,
+            updates=config.objective.updates_per_step,
+            planned=self._selector.prompts_per_step,
+            problems=len(job.train_prompts),
+        )
+        self._outcomes: list[Outcomes] = []
+        """Of the present step's rollout rounds so far."""
+
+    def begin(self, number: int) -> Chosen:
+        """The prompts of step `number`. The step before it may still be training, but has been decided."""
+        self._outcomes = []
+        return self._selector.begin(number)
+
+    def take(self, outcomes: Sequence[Outcomes], number: int) -> None:
+        """Add the outcomes of a round, one from each rank. Raises GuardStop if too many gradings failed."""
+        self._outcomes += outcomes
+        self._failures.check(Outcomes.join(self._outcomes).grades, number)
+
+    def refill(self, number: int) -> Chosen | None:
+        """More prompts, for methods that ask until enough groups have variance; None: enough."""
+        return self._selector.refill(Outcomes.join(self._outcomes).rewards, number)
+
+    def decide(self, step: Step, stats: RolloutStats) -> tuple[list[UpdatePlan], IntArray, Verdicts]:
+        """What to train on, in which micro-batches; which rank holds each group; what becomes of each completion.
+
+        Writes the step's metrics, ledger and trace row.
+
+        Args:
+            stats: the engine's, of this step's rollout.
+        """
+        size, config = self._group_size, self._job.config
+        outcomes = Outcomes.join([*self._outcomes, Outcomes.of({}, size, 0)])
+        self._outcomes = []
+        rollouts = outcomes.rollouts(step.selected)
+        decision = self._selector.finish(rollouts, step.number)
+        count = rollouts.lengths.size
+        record = step.record
+        record.counts = decision.counts
+        record.metrics |= decision.metrics | stats.metrics()
+        record.metrics |= grading_metrics(outcomes.grades, list(config.reward.functions))
+        record.metrics["rollout/completion_tokens_mean"] = float(rollouts.lengths.mean()) if count else math.nan
+        record.metrics["rollout/truncated"] = float(outcomes.truncated.sum())
+        on_servers = *straggler_row(config.rollout, stats.cut_completions or 0, count), *aborted_row(config.rollout)
+        record.ledger = (*decision.ledger, *on_servers, *overlong_row(self._job))
+        record.trace = trace_row(step.number, decision, rollouts)
+        with record.timers.phase("pack"):
+            updates = range(config.objective.updates_per_step)
+            plans = [self._plan_update(step, decision, rollouts.lengths, index) for index in updates]
+        return plans, outcomes.holder, Verdicts.of(config, step.number, decision, rollouts)
+
+    def plan(self, samples: Sequence[Packable]) -> PackPlan:
+        """Micro-batches for every data-parallel rank."""
+        config = self._job.config.packing
+        return plan_microbatches(
+            samples,
+            layout=self._layout,
+            max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+            mode=config.mode,
+            cost=self._cost,
+            window=config.window,
+        )
+
+    def learn(self, step: Step) -> list[str]:
+        """Report a finished step's cost to the policies; returns log lines. A skipped update has no gradient norm."""
+        took, counts = step.record.timing, step.record.counts
+        assert counts is not None, f"step {step.number} has not been decided"
+        skipped = any(one.is_skipped for one in step.measured)
+        grad_norm = math.nan if skipped else float(np.mean([one.grad_norm for one in step.measured]))
+        said = self._selector.feedback(StepCost(step.number, took.rollout_s, took.update_s, took.other_s, grad_norm))
+        tokens = float(counts.tokens_generated), float(counts.tokens_trained)
+        self._advisor.time(took.rollout_s, took.update_s, took.other_s, *tokens)
+        step.record.metrics |= self._advisor.metrics()
+        return [*said, *(self._advisor.lines() if took.probe_s else ())]
+
+    def probe(self, grad_norm: float, half_norm: float) -> None:
+        """Gradient norms of an update and of half of its prompts, for the advice on the batch size."""
+        self._advisor.probe(grad_norm, half_norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step's decisions depend on."""
+        return {"selector": self._selector.state_dict(), "batch": self._advisor.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore it."""
+        self._selector.load_state_dict(state["selector"])
+        if "batch" in state:  # a checkpoint of before there was advice has none
+            self._advisor.load_state_dict(state["batch"])
+
+    def _plan_update(self, step: Step, decision: Decision, lengths: IntArray, index: int) -> UpdatePlan:
+        rows = np.flatnonzero(decision.kept & (decision.minibatch == index))
+        tokens = lengths.ravel()[rows]
+        pack = self.plan(sizes_of(rows, tokens, step.selected, self._group_size))
+        return UpdatePlan(
+            rows, tokens, decision.advantages[rows], decision.weight[rows], decision.denominator[rows], pack
+        )

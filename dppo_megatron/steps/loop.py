@@ -1,0 +1,458 @@
+"""The phases of a training step, one method each; `train.py` calls them in order.
+
+The only file that knows all the rooms (engine, graders, selection, packing, actor) and connects them. A phase takes the
+step (`step.py`), does one thing and moves `reached` on. Rank 0 selects, prunes and plans on scalars and broadcasts the
+result. Ranks share generating and grading. Updating and syncing are collective.
+
+    rank 0   begin ------------------------ decide, plan ---.
+      |        | prompts                 ^ scalars          | rows, weights, micro-batches
+    all      generate, grade a share ----'                  '--> exchange tokens -> log-probs -> update -> sync
+
+Between two steps the loop holds at most one more: the next, whose generation has begun ahead (`rollout.async_steps`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from dppo_megatron.actor.actor import Actor, warm_start_optimizer
+from dppo_megatron.actor.layout import build_layout, connect_groups
+from dppo_megatron.actor.logprobs import LogprobStore
+from dppo_megatron.algorithms.batch_size import half_of
+from dppo_megatron.algorithms.correction import Mismatch
+from dppo_megatron.algorithms.objectives import make_objective, supervised
+from dppo_megatron.config.objective import needs_old_logprobs
+from dppo_megatron.config.schema import Config
+from dppo_megatron.data.order import PromptOrder
+from dppo_megatron.distributed import from_rank_zero, gather_all, to_rank_zero
+from dppo_megatron.evaluation.evaluator import Evaluator
+from dppo_megatron.evaluation.statistics import EvalScores
+from dppo_megatron.job import Job
+from dppo_megatron.observe.metrics import Timers
+from dppo_megatron.observe.samples import add_actor_logprobs
+from dppo_megatron.observe.timeline import StepRecorder
+from dppo_megatron.packing.alignment import packing_layout
+from dppo_megatron.packing.planner import Packable
+from dppo_megatron.rewards.grading import grade_groups
+from dppo_megatron.rollout.engine import Request
+from dppo_megatron.rollout.sync.receipts import Canary
+from dppo_megatron.selection import Chosen
+from dppo_megatron.spans import Spans
+from dppo_megatron.steps.build import make_engine, make_sampling, what_to_offload
+from dppo_megatron.steps.coordinator import Coordinator
+from dppo_megatron.steps.exchange import Replicas, exchange
+from dppo_megatron.steps.outcomes import Outcomes
+from dppo_megatron.steps.step import Step, StepRecord, Update
+from dppo_megatron.texts import show
+from dppo_megatron.types import (
+    Advance,
+    Completion,
+    FloatArray,
+    PackPlan,
+    Prompt,
+    SelectedPrompt,
+    TrainSample,
+    Watch,
+    unwatched,
+)
+
+ShowPhases: TypeAlias = Callable[[int], AbstractContextManager[Callable[[str], None] | None]]
+"""While a step lasts, shows the phase that it is told."""
+
+
+class Loop:
+    """The rooms of the house, wired for one job.
+
+    Args:
+        say: takes log lines, on rank 0.
+        watch: shows the progress of what takes long, on rank 0.
+        phases: shows which phase a step is in, on rank 0.
+        spans: what is on timelines.
+        recorder: records steps; None: none.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        say: Callable[[str], None] = show,
+        watch: Watch = unwatched,
+        phases: ShowPhases | None = None,
+        spans: Spans | None = None,
+        recorder: StepRecorder | None = None,
+    ) -> None:
+        config = job.config
+        self.job, self.say, self._watch, self._phases = job, say, watch, phases
+        self._spans, self._recorder = spans or Spans(), recorder
+        dtype = getattr(torch, config.model.dtype)
+        layout = build_layout(config.actor.layout, config.seed)
+        connect_groups(config.actor, job.architecture, config.guard.rendezvous_timeout_s)
+        # first: reports a bad server at once
+        self._engine = make_engine(job, dtype, layout.device, say, watch, self._spans)
+        with ExitStack() as undo:
+            undo.callback(self._engine.close)  # a model that cannot be built leaves no servers behind
+            self._engine.rest()  # gives the actor the device
+            self._offload = what_to_offload(config, layout.device.type)
+            with watch("building the actor", len(job.checkpoint.names), "tensors read") as advance:
+                get = _told(job.checkpoint.get, advance)
+                self.actor = Actor(config.actor, layout, job.architecture, get, dtype=dtype, spans=self._spans)
+            undo.pop_all()
+        self.objective = make_objective(config.objective, job.policy_loss)
+        self._replicas = Replicas.agree(layout.data_parallel_rank)
+        self._evaluator = Evaluator(job)
+        self._coordinator = Coordinator(job, packing_layout(config.actor, layout.world_size))
+        self._sampling = make_sampling(job)
+        self._group_size = config.rollout.completions_per_prompt
+        self._canary = Canary(config.rollout, config.seed, job.stop_token_ids, say)
+        self._receipts: dict[str, float] = {}
+        """Figures from the weight syncs since the last finished step."""
+        self.current: Step | None = None
+        """The step in progress, until it is finished."""
+        self._ahead: Step | None = None
+        """The step whose generation was begun ahead, if any."""
+        self.last_complete_step: int | None = 0
+        """The step whose weights the actor has; None while a step is updating: they are then between two steps."""
+        self.skipped_in_a_row = 0
+        """Consecutive updates up to now that were skipped because loss or gradient was not finite."""
+        self.skipped_samples = ""
+        """Ids of the samples in the last skipped update."""
+
+    # ---------------------------------------------------------------------------------------- before the first step
+
+    def warm_start(self) -> None:
+        """The supervised phase, through the same actor; nothing if `warm_start.steps` is 0."""
+        config = self.job.config
+        warm, examples = config.warm_start, self.job.warm_start_examples
+        if warm.steps:
+            self.actor.start_phase(
+                warm_start_optimizer(config.actor.optimizer, warm.learning_rate, warm.lr_warmup_steps), warm.steps
+            )
+        order, position = PromptOrder(len(examples), config.seed), 0
+        with self._watch("warm start", warm.steps, "steps") as advance:
+            for done in range(1, warm.steps + 1):
+                chosen, position = order.take(position, warm.examples_per_step)
+                num_tokens = float(sum(examples[i].num_completion_tokens for i in chosen))
+                batch = [replace(examples[i], denominator=num_tokens) for i in chosen]
+                if self.actor.update(batch, self.pack(batch), supervised()).is_skipped:
+                    raise FloatingPointError("warm start: loss or gradient is not finite; lower its learning rate")
+                advance(done)
+
+    def start_rl(self) -> None:
+        """Begin the RL phase: fresh optimizer and schedule; with a KL term, freeze the policy as its reference."""
+        config = self.job.config
+        self.actor.start_phase(config.actor.optimizer, config.steps * config.objective.updates_per_step)
+        if config.objective.kl.coef:
+            self.actor.freeze_reference()
+
+    def load_engine(self) -> None:
+        """Give the engine the actor's weights. Raises GuardStop if they do not arrive."""
+        if self._offload != "none":
+            self.actor.offload()  # before servers wake
+        bucket_bytes = self.job.config.rollout.sync.bucket_mb << 20
+        weights = partial(self.actor.weights, self._engine.receivers, bucket_bytes)
+        if self._engine.load_weights(weights, self._release_weights) or self._canary.is_overdue:
+            self._canary.ask(self._engine, self.job.train_prompts[0])
+            if self._offload != "all":  # else in `to_training`, when there is room for the weights again
+                self._receipts |= self._canary.judge(self._score)
+
+    def final_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights on rank 0, under their Hugging Face names. Nothing is generated after this. Collective; raises
+        GuardStop if servers turn out to have had others."""
+        if self._offload == "all":
+            self._engine.rest()
+        self._canary.judge(self._score)
+        return self.actor.weights(to=[0])
+
+    # ---------------------------------------------------------------------------------------- the phases of a step
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[Step]:
+        """Step `number`: the one begun ahead, or a new one. `time/step_s` is the time spent in the block,
+        `time/step_cpu_s` the CPU time of this process in it: where cores are shared, the steadier of the two."""
+        step, self._ahead = self._ahead or self._new(number), None
+        assert step.number == number, f"step {step.number} was begun ahead, {number} is asked for"
+        self.current = step
+        recorded = self._recorder.step(number) if self._recorder else nullcontext()
+        shown = self._phases(number) if self._phases else nullcontext()
+        with shown as step.record.timers.tell, recorded, step.record.timers.phase("step", cpu=True):
+            if step.reached == "new":
+                self._select(step, step.record.timers)
+            yield step
+
+    def rollout(self, step: Step) -> None:
+        """Generate and grade the step's groups; some methods then ask for more until enough groups have variance."""
+        more: Sequence[SelectedPrompt] = step.selected
+        first = 0
+        while more:
+            self.generate(step, more, first)
+            first = len(step.selected)
+            with step.record.timers.phase("select"):
+                more = self._selected(from_rank_zero(lambda: self._coordinator.refill(step.number)))
+            step.selected += more
+        if step.reached == "selected":
+            step.reach("rolled_out")
+
+    def generate(self, step: Step, selected: Sequence[SelectedPrompt], first: int) -> None:
+        """One round: groups `first`, first + 1, ... of the step. Every rank holds a share of them."""
+        size, timers = self._group_size, step.record.timers
+        with timers.phase("rollout"):
+            if step.reached != "generating":
+                self._start(step, selected)
+            completions, grades = self._engine.finish(), self._engine.take_grades()
+        mine = sorted({position // size for position in completions})
+        with timers.phase("reward"):
+            positions = [position for group in mine for position in range(group * size, (group + 1) * size)]
+            flat = [completions[position] for position in positions]
+            known = {place: grades[position] for place, position in enumerate(positions) if position in grades}
+            graded = grade_groups(self.job.grade, [selected[group] for group in mine], flat, size, known)
+            groups = {first + group: one for group, one in zip(mine, graded, strict=True)}
+        with timers.phase("rollout"):
+            outcomes = to_rank_zero(Outcomes.of(groups, size, self._replicas.rank))
+        step.groups |= groups
+        step.reach("rolled_out")
+        from_rank_zero(lambda: self._coordinator.take(outcomes, step.number))
+
+    def prune(self, step: Step) -> None:
+        """Advantages on full groups, then the completions worth training on, each with its weight."""
+        with step.record.timers.phase("prune"):
+            plans, holders, verdicts = from_rank_zero(lambda: self._coordinator.decide(step, self._engine.statistics()))
+        with step.record.timers.phase("exchange"):
+            step.reach("pruned")
+            step.updates = exchange(plans, step.groups, holders, step.selected, self._group_size, self._replicas)
+            step.samples = verdicts.join(step.groups)
+            step.groups.clear()  # frees the pruned completions
+            step.reach("exchanged")
+
+    def begin_ahead(self, step: Step, number: int) -> None:
+        """With `rollout.async_steps`, begin to generate for `number` while `step` trains; 0: nothing to begin."""
+        if number and self.job.config.rollout.async_steps:
+            self._ahead = self._new(number)
+            self._select(self._ahead, step.record.timers)  # the time belongs to the running step
+            self._start(self._ahead, self._ahead.selected)
+
+    def to_training(self, step: Step) -> None:
+        """Put the engine to rest, then compute the log-probabilities that the objective compares with.
+
+        Those are the actor's before the step's first update, and the reference's; neither is computed unless the
+        settings need it (docs/objectives.md).
+        """
+        objective, timers = self.job.config.objective, step.record.timers
+        if self._ahead is None:  # with a step begun ahead it is generating
+            self._engine.rest()
+        self._receipts |= self._canary.judge(self._score)
+        needs_old, needs_reference = needs_old_logprobs(objective), objective.kl.coef > 0
+        if not (needs_old or needs_reference):
+            return
+        temperature = self.job.config.rollout.sampling.temperature
+        old: list[LogprobStore] = []
+        with timers.phase("update"), timers.phase("logprobs"):  # counted in the update's time too
+            for update in step.updates:
+                samples = dict(update.samples)
+                if needs_old:
+                    old.append(self.actor.own_logprobs(samples, update.plan.pack, temperature=temperature))
+                    samples = old[-1].as_old(samples)
+                if needs_reference:
+                    with self.actor.reference_weights():
+                        reference = self.actor.own_logprobs(samples, update.plan.pack, temperature=temperature)
+                    samples = reference.as_reference(samples)
+                update.samples = samples
+        if old:
+            self._measure_mismatch(step, list(zip(step.updates, old, strict=True)))
+
+    def update(self, step: Step, update: Update) -> None:
+        """One optimizer update on the weighted objective. `train/*` are means over the step's updates so far."""
+        step.reach("updating")
+        self.last_complete_step = None
+        first = not step.measured
+        half_norm = self._half_norm(step, update) if first else None
+        # first update only: after it the policy differs from the behaviour on purpose
+        watch = LogprobStore() if first and not needs_old_logprobs(self.job.config.objective) else None
+        with step.record.timers.phase("update"):
+            measured = self.actor.update(
+                update.samples,
+                update.plan.pack,
+                self.objective,
+                temperature=self.job.config.rollout.sampling.temperature,
+                watch=watch,
+            )
+        metrics = step.record.metrics
+        metrics.setdefault("mismatch/logprob_abs_diff_mean", measured.logprob_abs_diff)
+        if watch is not None:
+            self._measure_mismatch(step, [(update, watch)])
+        if measured.is_skipped:
+            self.skipped_in_a_row += 1
+            self.skipped_samples = _name_the_broken(update.samples.values())
+        else:
+            self.skipped_in_a_row = 0
+        if half_norm is not None:
+            self._coordinator.probe(measured.grad_norm, half_norm)
+        step.measured.append(measured)
+        metrics |= step.update_metrics()
+        metrics |= {f"pack/{name}": value for name, value in update.plan.pack.metrics.items()}
+        step.reach("updated")
+
+    def sync(self, step: Step) -> None:
+        """Give the engine the actor's weights."""
+        with step.record.timers.phase("sync"):
+            self.load_engine()
+        step.reach("synced")
+
+    def finish(self, step: Step) -> list[str]:
+        """Close the step and report its cost to the pruning policies; returns log lines if a rate changed."""
+        record = step.record
+        record.timing = record.timers.timing()
+        record.metrics |= self._receipts | self._engine.statistics().metrics() | record.timers.drain()
+        self._receipts = {}
+        said = from_rank_zero(lambda: self._coordinator.learn(step))
+        step.reached = "finished"  # also from `updated`, when a failed sync ends the run
+        self.current, self.last_complete_step = None, step.number
+        return said
+
+    # ---------------------------------------------------------------------------------------- beside the steps
+
+    def evaluate(self, names: Collection[str] | None = None) -> list[EvalScores]:
+        """Scores of every evaluation set, or of those in `names`."""
+        return self._evaluator.evaluate(self._engine, names, self._watch)
+
+    def pack(self, samples: Sequence[Packable]) -> PackPlan:
+        """Micro-batches for every data-parallel rank, planned on rank 0."""
+        return from_rank_zero(lambda: self._coordinator.plan(samples))
+
+    def close(self) -> None:
+        """Release the engine's servers and the graders' processes."""
+        self._engine.close()
+        self._evaluator.close()
+        self.job.grade.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the step after `last_complete_step` depends on besides the actor; nothing of an unfinished step.
+
+        Save rank 0's: only rank 0 selects.
+        """
+        return self._coordinator.state_dict() | {"skipped_in_a_row": self.skipped_in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Restore the `state_dict` of a checkpoint written after `step`."""
+        self._coordinator.load_state_dict(state)
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.last_complete_step = step
+
+    # ---------------------------------------------------------------------------------------- inside
+
+    def _new(self, number: int) -> Step:
+        return Step(number, record=StepRecord(timers=Timers(self._spans)))
+
+    def _release_weights(self) -> None:
+        """The engine has copies of the actor's weights."""
+        if self._offload == "all":
+            self.actor.offload(weights=True)
+
+    def _select(self, step: Step, timers: Timers) -> None:
+        """Choose the prompts of a new step. Only rank 0 has the selector's state."""
+        with timers.phase("select"):
+            step.selected = self._selected(from_rank_zero(lambda: self._coordinator.begin(step.number)))
+        step.reach("selected")
+
+    def _start(self, step: Step, selected: Sequence[SelectedPrompt]) -> None:
+        size = self._group_size
+        requests = [Request(item.prompt, index, step.number) for item in selected for index in range(size)]
+        self._engine.start(requests, self._sampling)
+        step.reach("generating")
+
+    def _half_norm(self, step: Step, update: Update) -> float | None:
+        """Gradient norm of a random half of an update's prompts, each with twice its weight; None if it is not due."""
+        config = self.job.config
+        if not is_probed(config, step.number):
+            return None
+        half = half_of(update.plan.rows // self._group_size, config.seed, step.number)
+        # the whole plan with weights of 0, and not a plan of half of it, which other ranks would hold the samples of
+        samples = {at: replace(one, weight=one.weight * (2.0 * half[at])) for at, one in update.samples.items()}
+        temperature = config.rollout.sampling.temperature
+        with step.record.timers.phase("probe"):
+            return self.actor.grad_norm(samples, update.plan.pack, self.objective, temperature=temperature)
+
+    def _measure_mismatch(self, step: Step, scored: Sequence[tuple[Update, LogprobStore]]) -> None:
+        """Compare the engine's log-probabilities with the actor's; warn if they are far apart. Collective."""
+        for update, store in scored:
+            add_actor_logprobs(step.samples, update.plan.rows, store.values)
+        mine = Mismatch()
+        if self.actor.layout.reports:  # one rank of each replica: others of its last stage have the same values
+            for update, store in scored:
+                for place, values in store.values.items():
+                    sample = update.samples[place]
+                    mine.add(values, sample.behaviour_logprobs, float(np.mean(sample.weight)))
+        measured = Mismatch.join(gather_all([mine])).metrics()
+        step.record.metrics |= measured
+        alarm = self.job.config.rollout.limits.mismatch_alarm
+        difference = measured.get("mismatch/logprob_abs_diff_mean", 0.0)
+        if self._engine.has_servers and difference > alarm:
+            self.say(f"warning: mean |log-probability difference| to the engine {difference:.3g} > {alarm:g}")
+
+    def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[FloatArray]:
+        """Log-probabilities of `completions` under the actor's present weights, on every rank. Collective."""
+        samples = [_unweighted_sample(prompt, completion) for completion in completions]
+        temperature = self.job.config.rollout.sampling.temperature
+        own = self.actor.logprobs(samples, self.pack(samples), temperature=temperature)
+        return from_rank_zero(lambda: own or [])
+
+    def _selected(self, chosen: Chosen | None) -> list[SelectedPrompt]:
+        if chosen is None:
+            return []
+        prompts = self.job.train_prompts
+        rows = zip(chosen.prompt_index, chosen.inclusion_prob, chosen.weight, strict=True)
+        return [SelectedPrompt(prompts[index], float(prob), float(weight)) for index, prob, weight in rows]
+
+
+def _told(get: Callable[[str], torch.Tensor], advance: Advance) -> Callable[[str], torch.Tensor]:
+    """`get`; `advance` is told how many tensors have been read."""
+    done = itertools.count(1)
+
+    def told(name: str) -> torch.Tensor:
+        tensor = get(name)
+        advance(next(done))
+        return tensor
+
+    return told
+
+
+def _unweighted_sample(prompt: Prompt, completion: Completion) -> TrainSample:
+    """A completion to be scored, not trained on."""
+    return TrainSample(
+        id=f"{prompt.index}:canary",
+        token_ids=np.concatenate([np.array(prompt.token_ids, np.int64), completion.token_ids]),
+        num_prompt_tokens=len(prompt.token_ids),
+        behaviour_logprobs=completion.logprobs,
+        advantage=0.0,
+        weight=1.0,
+        denominator=1.0,
+    )
+
+
+def _name_the_broken(samples: Collection[TrainSample]) -> str:
+    """Ids of the samples whose inputs are not finite; if all are, the model or the loss is at fault: ids of all.
+
+    Collective: each rank has a part of the samples.
+    """
+
+    def is_finite(sample: TrainSample) -> bool:
+        return bool(np.isfinite([sample.advantage, sample.weight, *sample.behaviour_logprobs]).all())
+
+    broken = [sample.id for sample in samples if not is_finite(sample)]
+    mine = [(0, name) for name in broken] or [(1, s.id) for s in samples]
+    everywhere = sorted(set(gather_all(mine)))
+    ids = [name for rank, name in everywhere if rank == everywhere[0][0]]
+    return f"{', '.join(ids[:8])}{f' and {len(ids) - 8} more' if len(ids) > 8 else ''}"
+
+
+def is_probed(config: Config, step: int) -> bool:
+    """Whether the gradient's noise is measured in `step`. Never with `actor.fp8 = delayed`: its scales follow the
+    largest values of the last 1,024 backward passes, and a probe's, up to twice the true ones, would be among them."""
+    every = config.observe.noise_scale_every_steps
+    return every > 0 and step % every == 0 and config.actor.fp8 != "delayed"

@@ -1,0 +1,105 @@
+"""The actor of this machine against float32 on a CPU: the same weights and samples, log-probabilities and gradients.
+
+The references are stored: what is compared is this machine with the one that wrote them, so that a change of the CPU's
+numbers is seen as well. `tools/accept_references.py` makes them again (10 s of CPU).
+"""
+
+from __future__ import annotations
+
+import io
+from importlib.resources import files
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dppo_megatron.actor.actor import Actor
+from dppo_megatron.actor.layout import build_layout, start_process_group
+from dppo_megatron.algorithms.objectives import clipped_surrogate
+from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
+from dppo_megatron.packing.alignment import packing_layout
+from dppo_megatron.packing.planner import plan_microbatches
+from dppo_megatron.platform.capabilities import LayerSpec
+from dppo_megatron.workbench.accept.child import Sheet
+from dppo_megatron.workbench.accept.workload import (
+    TEN_MILLION,
+    Lengths,
+    RandomWeights,
+    Shape,
+    architecture_of,
+    random_samples,
+)
+
+_DENSE: Shape = TEN_MILLION | {"num_hidden_layers": 4}
+MODELS: dict[str, Shape] = {
+    "dense": _DENSE,
+    "mixture": _DENSE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 192},
+}
+_LAYOUTS: dict[str, tuple[str, LayoutConfig]] = {
+    "dp2": ("dense", LayoutConfig()),
+    "tp2": ("dense", LayoutConfig(tensor_parallel=2)),
+    "pp2": ("dense", LayoutConfig(pipeline_parallel=2)),
+    "cp2": ("dense", LayoutConfig(context_parallel=2)),
+    "ep2": ("mixture", LayoutConfig(expert_parallel=2)),
+}
+
+Arrays = dict[str, npt.NDArray[np.float32]]
+"""`before` and `after` three updates: log-probabilities of all completion tokens, [n]; `loss` and `grad_norm`, [3]."""
+
+
+def against_references(sheet: Sheet, spec: LayerSpec, *dtypes: str) -> None:
+    """One rank in each number format. Transformer Engine's attention has no packs in float32."""
+    for dtype in dtypes:
+        if dtype == "bfloat16" and not sheet.cuda:
+            continue  # a CPU's own rounding, which says nothing about a device's
+        far = differences(measure("dense", LayoutConfig(), getattr(torch, dtype), spec), "dense")
+        for name, value in far.items():
+            sheet.note(f"{dtype} {spec}_{name}", value)
+
+
+def layouts(sheet: Sheet) -> None:
+    """One layout after the other, each on two ranks."""
+    for name, (model, of) in _LAYOUTS.items():
+        # megatron-core's experts need Transformer Engine on CUDA, whose attention has no float32 packs
+        half = model == "mixture" and sheet.cuda
+        found = measure(model, of, torch.bfloat16 if half else torch.float32, "te" if half else "local")
+        if found:  # on rank 0
+            far = differences(found, model)
+            sheet.note(f"{name}_before", far["before"])
+            sheet.note(f"{name}_grad_norm", far["grad_norm"])
+
+
+def measure(model: str, of: LayoutConfig, dtype: torch.dtype, spec: LayerSpec) -> Arrays:
+    """Two looks at the policy and three updates between them. Collective; empty but on rank 0.
+
+    The process group stays; Megatron's groups end here, so that a process can measure several times.
+    """
+    from megatron.core import parallel_state  # only after platform.prepare(), which other imports of ours have called
+
+    start_process_group(rendezvous_timeout_s=60.0)
+    architecture = architecture_of(MODELS[model])
+    samples = random_samples(Lengths(24, 96, 0.9, 400), architecture.vocab_size, seed=1)
+    config = ActorConfig(layout=of, layer_spec=spec, optimizer=OptimizerConfig(learning_rate=1e-4))
+    layout = build_layout(of, seed=0)
+    actor = Actor(config, layout, architecture, RandomWeights(architecture), dtype=dtype)
+    actor.start_phase(config.optimizer, total_steps=10**6)
+    packing = packing_layout(config, layout.world_size)
+    plan = plan_microbatches(samples, layout=packing, max_tokens_per_microbatch=1024)
+    before = actor.logprobs(samples, plan)
+    steps = [actor.update(samples, plan, clipped_surrogate(0.2, 0.2, 0.0)).figures() for _ in range(3)]
+    after = actor.logprobs(samples, plan)
+    parallel_state.destroy_model_parallel()
+    if before is None or after is None:
+        return {}
+    found = {"before": np.concatenate(before), "after": np.concatenate(after)}
+    found |= {name: np.array([step[name] for step in steps]) for name in ("loss", "grad_norm")}
+    return {name: values.astype(np.float32) for name, values in found.items()}
+
+
+def differences(found: Arrays, model: str) -> dict[str, float]:
+    """From the stored references: mean |difference| of log-probabilities before and after, and of the first grad_norm
+    relative to it: later ones drift apart (3.5 % at the third, bfloat16 on a CPU)."""
+    stored = np.load(io.BytesIO((files("dppo_megatron.workbench.accept") / "assets" / "references.npz").read_bytes()))
+    reference = {name: stored[f"{model}/{name}"] for name in found}
+    far = {name: float(np.abs(found[name] - reference[name]).mean()) for name in ("before", "after")}
+    return far | {"grad_norm": float(abs(found["grad_norm"][0] / reference["grad_norm"][0] - 1))}

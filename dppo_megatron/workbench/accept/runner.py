@@ -1,0 +1,157 @@
+"""Runs each step in a separate process group with a time limit, and keeps the record.
+
+A step that hangs or crashes is a row. This process imports no torch and holds no memory of a device: it waits for the
+child and ends its whole group at its limit. Servers are in groups of their own and end with the child that started
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from dppo_megatron.files import remove_tree
+from dppo_megatron.launched import environment_of_ours
+from dppo_megatron.types import Watch
+from dppo_megatron.workbench.accept.bars import STEPS, Step
+from dppo_megatron.workbench.accept.record import Ran, Record, read_figures
+
+HOURS = 0.5
+"""Of all limits together."""
+_GRACE_S = 15.0
+"""For a child that is asked to end: it stops its servers."""
+CHILD = "dppo_megatron.workbench.accept.child"
+ENVIRONMENT = "environment"
+"""The step that finds the facts which the others depend on."""
+
+
+def run_steps(
+    record: Record,
+    directory: Path,
+    hours: float,
+    *,
+    only: Collection[str] = (),
+    again: Collection[str] = (),
+    watch: Watch,
+    saved: Callable[[], None],
+) -> None:
+    """Run what is missing, in order, as long as the time suffices; `saved` is called after each step.
+
+    Args:
+        hours: of this call. More than 0.5 gives each step more in proportion; less begins fewer of them.
+        only: names of steps; empty: all.
+        again: names of steps to be run although they have been.
+    """
+    deadline, scale = time.monotonic() + 3600 * hours, max(1.0, hours / HOURS)
+    for step in STEPS:
+        ran = record.steps.get(step.name)
+        if only and step.name not in (ENVIRONMENT, *only):
+            continue
+        if ran is not None and ran.state in ("done", "failed") and step.name not in again:
+            continue
+        limit_s, why = step.limit_s * scale, lacking(step, record)
+        if not why and deadline - time.monotonic() < limit_s:
+            why = f"no time left (needs {limit_s:.0f} s)"
+        if why:
+            record.steps[step.name] = Ran("not run", why)
+        else:
+            record.steps[step.name] = Ran("begun")
+            record.write(directory)
+            with watch(f"{step.name}: {step.what}, at most {limit_s:.0f} s", 0, ""):
+                record.steps[step.name] = _run(step, directory, limit_s, record)
+        record.write(directory)
+        saved()
+
+
+def lacking(step: Step, record: Record) -> str:
+    """Why a step cannot run here; empty if it can."""
+    facts, options = record.facts, record.options
+    if step.name == ENVIRONMENT:
+        return ""
+    if not facts:
+        return "the environment was not found out"
+    gpus = facts["gpus"]
+    reasons = {
+        "cuda": "" if gpus else "no CUDA device",
+        "transformer_engine": facts["lacks_transformer_engine"],
+        "two_gpus": "" if gpus > 1 else "one GPU" if gpus else "no CUDA device",
+        "no_single_gpu": "one GPU" if gpus == 1 else "",
+        "tests": "" if tests_directory() else "the repository's tests, or pytest, are not here",
+        "server": ""
+        if options["server_python"]
+        else "no engine: --server-python names the Python of one that has vLLM or SGLang",
+    }
+    return next(filter(None, (reasons[need] for need in step.needs)), "")
+
+
+def tests_directory() -> Path | None:
+    """The repository's tests, beside the package in a checkout."""
+    tests = Path(__file__).resolve().parents[2] / "tests"
+    return tests if (tests / "test_gpu.py").exists() and importlib.util.find_spec("pytest") else None
+
+
+def python_of_ours(ranks: int) -> list[str]:
+    """The beginning of a command that goes on with a module's name; for a step, or a process of one."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    return [sys.executable, "-P", "-m", *(torchrun if ranks > 1 else [])]
+
+
+def _run(step: Step, directory: Path, limit_s: float, record: Record) -> Ran:
+    own = directory / "steps" / step.name
+    remove_tree(own)
+    own.mkdir(parents=True)
+    options = json.dumps(record.options | {"cuda": bool(record.facts.get("gpus"))})
+    allocator = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # a step says its own
+    ours = {name: value for name, value in environment_of_ours().items() if name not in allocator}
+    # torchrun's processes do not inherit -P
+    environment = ours | step.environment | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+    command = [*python_of_ours(step.ranks), CHILD, step.name, str(own), options]
+    started = time.monotonic()
+    with (own / "log").open("wb") as log:
+        child = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(limit_s)
+            timed_out = child.poll() is None
+        finally:
+            _end(child)
+    seconds = time.monotonic() - started
+    found: dict[str, dict[str, Any]] = {}
+    for figure, values in read_figures(own / "figures.jsonl"):
+        (record.facts if figure == "facts" else found.setdefault(figure, {})).update(values)
+    code, why = child.returncode, ""
+    if timed_out:
+        why = f"no end within {limit_s:.0f} s"
+    elif code:
+        why = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    if why and (said := _last_words(own / "log")):
+        why += f": {said}"
+    return Ran("failed" if why else "done", why, seconds, found)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """The child and all of its group, also what a child that has ended left behind."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, kind)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_GRACE_S)
+
+
+def _last_words(log: Path) -> str:
+    """The last line that speaks of an error, or the last one."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line or line.startswith(("error:", "stopped:"))]
+    ours = [line for line in errors if "torch.distributed.elastic" not in line]  # torchrun only says that a rank failed
+    return (ours or lines or [""])[-1][:300]

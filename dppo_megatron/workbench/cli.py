@@ -1,0 +1,166 @@
+"""The command line: finds the command, and says mistakes in one line with the right exit code.
+
+Help and mistakes must not wait for torch and Megatron, so each command imports what it needs only when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import errno
+import os
+import select
+import sys
+from typing import NoReturn
+
+from dppo_megatron import __version__
+from dppo_megatron.config.reference import all_settings
+from dppo_megatron.texts import one_line
+from dppo_megatron.types import GuardStop, UserError, Watch
+from dppo_megatron.workbench.commands import (
+    accept,
+    compare,
+    completion,
+    config,
+    convert,
+    data,
+    doctor,
+    evaluate,
+    plan,
+    quickstart,
+    report,
+    serve,
+    simulate,
+    train,
+    watch,
+)
+from dppo_megatron.workbench.commands.terminal import drop, say, show_progress
+from dppo_megatron.workbench.mistakes import explained
+
+_COMMANDS = (  # in the order of --help
+    *(train, compare, quickstart, plan, evaluate, report, serve, watch),
+    *(simulate, doctor, accept, convert, data, config, completion),
+)
+
+
+def main(argv: list[str] | None = None, watch: Watch = show_progress) -> int:
+    """Run a subcommand; returns the exit code (docs/run_directory.md lists them).
+
+    Args:
+        watch: shows the progress of what takes long.
+    """
+    _open_what_is_closed()
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        parser = program()
+        if "_ARGCOMPLETE" in os.environ:  # a shell asks what could stand here
+            completion.complete(parser)
+        arguments = parse(parser, argv)
+        arguments.watch, arguments.command = watch, argv[0]
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()  # so that a broken pipe is raised here and not at exit
+        return code
+    except UserError as error:
+        say(f"error: {explained(error, argv[0])}")
+        return 2
+    except GuardStop as stop:
+        say(f"stopped: {stop}")
+        return 3
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
+    except BrokenPipeError:
+        if not _output_has_gone():
+            raise
+        return 141
+    except OSError as error:
+        if not _output_is_full(error):
+            raise
+        say(f"error: stdout cannot be written: {error.strerror}; some of the output is lost, what was done is done")
+        return 2
+
+
+def _open_what_is_closed() -> None:
+    """A service may start a command without stdout or stderr (`2>&-`), and Python then has None in its place."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+
+def _output_has_gone() -> bool:
+    """Whether our own stdout was closed by its reader (`| head`), and not some other pipe. If so, it is dropped."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # errors are always reported
+    if not output.poll(0):
+        return False
+    drop(sys.stdout)
+    return True
+
+
+def _output_is_full(error: OSError) -> bool:
+    """Whether it was our own stdout that takes no more (a log on a full disk). If so, it is dropped.
+
+    Files of ours are named in their errors; stdout has no name, and what it still holds fails once more.
+    """
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None
+    try:
+        sys.stdout.flush()
+    except OSError:
+        is_full = True
+    if is_full:
+        drop(sys.stdout)
+    return is_full
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """As `parse_args`, but settings may stand before and after options.
+
+    argparse's `parse_intermixed_args` does that only for parsers without subcommands, so subcommands are resolved here.
+    """
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and argv and argv[0] in action.choices:
+            arguments = parse(action.choices[argv[0]], argv[1:])
+            if action.dest != argparse.SUPPRESS:
+                setattr(arguments, action.dest, argv[0])
+            return arguments
+        if isinstance(action, argparse._SubParsersAction):
+            return parser.parse_args(argv)  # prints help, the version or the error
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; {_meant(unknown, parser)}")
+    return arguments
+
+
+def _meant(unknown: list[str], parser: argparse.ArgumentParser) -> str:
+    """What may stand in place of the first: a setting, an option of a similar name, or else any option."""
+    options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    name, given, value = unknown[0].lstrip("-").partition("=")
+    takes_settings = any(action.dest == "overrides" for action in parser._actions)
+    if takes_settings and name in {one.key for one in all_settings()}:
+        return f"a setting is given without dashes: {name}={value if given else (unknown[1:] or ['...'])[0]}"
+    if unknown[0].startswith("-") and (close := difflib.get_close_matches(f"--{name}", options, 1)):
+        return f"did you mean {close[0]}?"
+    return f"the options here are {', '.join(options)}{', and settings are given as key=value' * takes_settings}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(one_line(message, 2000))  # quotes what was typed, or what a shell made of a file's name
+
+
+def program() -> argparse.ArgumentParser:
+    """The parser of `dppo-megatron` with all its commands."""
+    parser = _Parser(
+        prog="dppo-megatron",
+        allow_abbrev=False,
+        description="Dynamic Pruning Policy Optimization (arXiv 2603.04135) on Megatron-core.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        command.add(commands)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

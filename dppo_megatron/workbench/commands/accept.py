@@ -1,0 +1,77 @@
+"""`dppo-megatron accept`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+
+from dppo_megatron.config.paths import check_directory, check_file, check_writable
+from dppo_megatron.texts import show
+from dppo_megatron.types import GuardStop
+from dppo_megatron.workbench.accept.bars import STEPS
+from dppo_megatron.workbench.commands.parser import Commands, add_command, check_number
+
+_ACCEPT = """\
+Measure what only a device can show, each figure beside its prediction and a verdict: IPC, parity with stored
+references, servers that sleep and follow their weights, FLOPs, FP8, memory against `plan`, a job that is killed and
+resumed, and on several GPUs layouts and NCCL. Writes DIR/accept.html and DIR/accept.json after every step; the same
+command goes on where it was stopped. Without a GPU each row says why it was not run. Exit code 3 if a figure fails:
+
+  dppo-megatron accept
+  dppo-megatron accept --hours 0.15 --server-python /envs/vllm/bin/python
+  dppo-megatron accept --only parity job --again parity
+"""
+
+
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron accept`."""
+    summary = "measure this machine, with a verdict on each figure"
+    command = add_command(commands, "accept", _accept, summary=summary, description=_ACCEPT)
+    names = [step.name for step in STEPS]
+    command.add_argument("--hours", type=float, default=0.5, metavar="H", help="of this call (default: 0.5)")
+    command.add_argument("--out", type=Path, default=Path("runs/accept"), metavar="DIR", help="default: runs/accept")
+    command.add_argument("--model", default="", metavar="PATH", help="Hugging Face directory in place of random shapes")
+    command.add_argument(
+        "--server-python",
+        default=os.environ.get("DPPO_VLLM_PYTHON") or os.environ.get("DPPO_SGLANG_PYTHON") or "",
+        metavar="PATH",
+        help="Python that has vLLM or SGLang (default: DPPO_VLLM_PYTHON, else DPPO_SGLANG_PYTHON)",
+    )
+    command.add_argument("--only", nargs="+", choices=names, default=[], metavar="STEP", help=", ".join(names))
+    command.add_argument("--again", nargs="+", choices=names, default=[], metavar="STEP", help="although it has run")
+
+
+def _accept(arguments: argparse.Namespace) -> int:
+    from dppo_megatron.workbench.accept.page import write_page
+    from dppo_megatron.workbench.accept.record import read_record
+    from dppo_megatron.workbench.accept.runner import run_steps
+
+    check_number("--hours", arguments.hours, "(0, 100]")
+    check_writable("--out", arguments.out, directory=True)
+    if arguments.model:
+        check_directory("--model", arguments.model)
+    if arguments.server_python:
+        check_file("--server-python", arguments.server_python)
+    out: Path = arguments.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    record = read_record(out, {"model": arguments.model, "server_python": arguments.server_python})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a time limit of others: the step's process is ended too
+    page, chosen = out / "accept.html", {"only": arguments.only, "again": arguments.again}
+    run_steps(record, out, arguments.hours, **chosen, watch=arguments.watch, saved=lambda: write_page(page, record))
+    rows = record.rows()
+    for row in rows:
+        if row.verdict != "not run":
+            value = "" if row.value is None else f"{row.value:.4g} {row.unit}".strip()
+            show(f"{row.verdict:6s}{row.step:15s} {row.what:65s} {value:15s} {row.bar:20s} {row.note}".rstrip())
+    for step, why in dict.fromkeys((row.step, row.note) for row in rows if row.verdict == "not run"):
+        show(f"not run: {step}: {why}")
+    counts = Counter(row.verdict for row in rows)
+    show(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + f"; {page}: open it in a browser")
+    if counts["fail"] or not counts["pass"]:
+        failed = [f"{row.step}: {row.what}" for row in rows if row.verdict == "fail"]
+        raise GuardStop("; ".join(failed[:3]) + f" ({len(failed)} failed)" if failed else "nothing was measured")
+    return 0

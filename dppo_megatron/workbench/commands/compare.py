@@ -1,0 +1,82 @@
+"""`dppo-megatron compare CONFIG`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from pathlib import Path
+
+from dppo_megatron.config.paths import check_writable
+from dppo_megatron.pruning.methods import METHODS
+from dppo_megatron.texts import show
+from dppo_megatron.types import Watch
+from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, check_number, read_config
+
+_METHODS = "grpo,grpo_nonzero,cppo,greso,dppo_paper,dppo,dppo_auto"
+_COMPARE = f"""\
+Train CONFIG's job under several pruning methods; report the speed-up of each over GRPO at equal accuracy, and its final
+accuracy (docs/pruning.md):
+
+  dppo-megatron compare configs/quickstart.yaml --methods grpo@16,grpo,grpo@64,grpo_nonzero,dppo --seeds 5
+
+METHOD@N is a method with N prompts a step, and as many more or fewer steps. The baseline is the best of the GRPOs that
+are listed. grpo_nonzero is GRPO that leaves out completions without gradient. One run after another on this machine,
+from the same start; those that had finished in --out are kept. Writes results.json and report.html.
+
+{textwrap.fill(f"Methods: {', '.join(METHODS)}, grpo_nonzero, or module:Class for a policy of your own.", 119)}
+"""
+
+
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron compare`."""
+    command = add_command(
+        commands, "compare", _compare, summary="train under several pruning methods and compare", description=_COMPARE
+    )
+    add_config(command)
+    command.add_argument("--methods", default=_METHODS, metavar="A,B@N,...", help=f"default: {_METHODS}")
+    command.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds from the config's on (default: 1)")
+    command.add_argument(
+        "--steps-factor",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="methods other than GRPO run F times the steps, because pruned steps are cheaper (default: 1)",
+    )
+    command.add_argument("--out", type=Path, default=Path("compare"), help="where to write (default: compare/)")
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    check_number("--seeds", arguments.seeds, "[1, 10000]")
+    check_number("--steps-factor", arguments.steps_factor, "(0, 10000]")
+    config = read_config(arguments.config, arguments.overrides, writes_run=False)
+    watch: Watch = arguments.watch
+    with watch("loading libraries", 0, ""):
+        from dppo_megatron.workbench.compare.arms import parse_arms
+        from dppo_megatron.workbench.compare.page import write_page
+        from dppo_megatron.workbench.compare.runs import in_a_process, run_all
+        from dppo_megatron.workbench.compare.table import results, table, write_results
+        from dppo_megatron.workbench.compare.tasks import shared_task
+        from dppo_megatron.workbench.compare.verdict import judge
+
+    arms = parse_arms(arguments.methods, config, arguments.steps_factor)
+    out: Path = arguments.out
+    for name in ("", "results.json", "report.html"):
+        check_writable("--out", out / name, directory=not name)
+    out.mkdir(parents=True, exist_ok=True)
+
+    def say(line: str) -> None:
+        show(line, file=sys.stderr)
+
+    shared = shared_task(config)
+    each = f"All seeds share one task: {shared}." if shared else "Each seed has a task, a model and a held-out set."
+    notes = [each] if arguments.seeds > 1 else ["One seed: no interval over seeds."]
+    given = config, arguments.config, arguments.overrides, arms
+    runs = run_all(*given, seeds=arguments.seeds, out=out, say=say, launch=in_a_process, watch=watch)
+    with watch("comparing", 0, ""):
+        verdict = judge(runs, arms, same_problems=shared is not None)
+        text, values = table(verdict), results(verdict, runs, notes)
+    write_results(out / "results.json", values)
+    write_page(out / "report.html", f"{arguments.config}: methods compared", text, values)
+    show(*text.splitlines(), *notes, f"{out}/: results.json, report.html")
+    return 0

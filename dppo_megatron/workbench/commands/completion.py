@@ -1,0 +1,99 @@
+"""Shell completion: commands, options, files, and the settings of the schema with their choices.
+
+    eval "$(dppo-megatron completion bash)"        # in ~/.bashrc; zsh the same; fish: ... | source
+
+The shell asks this program at each Tab, through argcomplete, so nothing has to be installed again when a setting is
+added. Hence the rule that building the parser imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from dppo_megatron.config.reference import all_settings
+from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES
+from dppo_megatron.workbench.commands.parser import Commands, add_command
+
+_COMPLETION = """\
+Print a script that completes commands, options, files and settings in your shell. Once, at its start:
+
+  eval "$(dppo-megatron completion bash)"          # ~/.bashrc
+  eval "$(dppo-megatron completion zsh)"           # ~/.zshrc
+  dppo-megatron completion fish | source           # ~/.config/fish/config.fish
+"""
+_COMPINIT = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }"
+"""A .zshrc without it has no `compdef`, and the script would fail at every start of the shell."""
+_METHODS: dict[str, Iterable[str]] = {
+    "pruning.prompt.method": PROMPT_POLICIES,
+    "pruning.completion.method": COMPLETION_POLICIES,
+}
+
+
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron completion`."""
+    summary = "print a script for your shell's completion"
+    command = add_command(commands, "completion", _print_script, summary=summary, description=_COMPLETION)
+    command.add_argument("shell", choices=("bash", "zsh", "fish"))
+
+
+def _print_script(arguments: argparse.Namespace) -> int:
+    from argcomplete.shell_integration import shellcode
+
+    if arguments.shell == "zsh":
+        print(_COMPINIT)
+    print(shellcode(["dppo-megatron"], shell=arguments.shell))
+    return 0
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Answer the shell that asks, and exit."""
+    import argcomplete
+
+    for action in _actions(parser):
+        if action.dest == "overrides":
+            action.completer = lambda prefix, **_: list(settings(prefix))  # type: ignore[attr-defined]
+        elif action.dest == "key":
+            action.completer = lambda prefix, **_: list(keys(prefix))  # type: ignore[attr-defined]
+    argcomplete.autocomplete(parser, always_complete_options=False)
+
+
+def settings(prefix: str) -> Iterator[str]:
+    """What may stand for `prefix` on a command line: `key=` of settings, or, after an `=`, `key=choice`.
+
+    Example: `model.d` -> `model.dtype=`; `model.dtype=b` -> `model.dtype=bfloat16`.
+    """
+    key, given, value = prefix.partition("=")
+    if given:
+        yield from (f"{key}={one}" for one in _choices(key) if one.startswith(value))
+        return
+    for one in all_settings():
+        if not one.is_section and "<" not in one.key and one.key.startswith(key):
+            yield f"{one.key}="
+
+
+def keys(prefix: str) -> Iterator[str]:
+    """Settings and sections that begin with `prefix`."""
+    return (one.key for one in all_settings() if one.key.startswith(prefix))
+
+
+def _choices(key: str) -> Iterable[str]:
+    if key in _METHODS:
+        return _METHODS[key]
+    for one in all_settings():
+        if one.key == key:
+            if one.kind == "true or false":
+                return ("true", "false")
+            if one.allowed.startswith("one of "):
+                return one.allowed.removeprefix("one of ").split(", ")
+    return ()
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[Any]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inside in action.choices.values():
+                yield from _actions(inside)
+        else:
+            yield action

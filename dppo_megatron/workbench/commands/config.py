@@ -1,0 +1,51 @@
+"""`dppo-megatron config [KEY]`: every setting, told by the schema itself."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import textwrap
+from collections.abc import Iterator
+
+from dppo_megatron.config.hints import unknown_key
+from dppo_megatron.config.reference import Setting, all_settings, find
+from dppo_megatron.config.schema import Config
+from dppo_megatron.texts import show
+from dppo_megatron.workbench.commands.parser import Commands, add_command
+
+_CONFIG = """\
+Print every setting, or those of a section, or those with KEY in their name: type, default, range, meaning, the file
+that defines it, and the page that explains it.
+
+  dppo-megatron config
+  dppo-megatron config rollout.sampling
+  dppo-megatron config temperature
+
+How files and the command line are read is in docs/configuration.md.
+"""
+
+
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron config`."""
+    command = add_command(
+        commands, "config", _config, summary="print settings with default, range and meaning", description=_CONFIG
+    )
+    command.add_argument("key", metavar="KEY", nargs="?", default="", help="a setting, a section, or a part of a name")
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    chosen = find(arguments.key) if arguments.key else list(all_settings())
+    if not chosen:
+        raise unknown_key("config", arguments.key, [], Config, Config)
+    width = min(120, max(60, shutil.get_terminal_size((100, 0)).columns))
+    show(*"\n\n".join("\n".join(describe(one, width)) for one in chosen).split("\n"))
+    return 0
+
+
+def describe(setting: Setting, width: int = 100) -> Iterator[str]:
+    """What there is to say about a setting, as lines of at most `width` characters where words allow it."""
+    facts = [setting.kind] if setting.is_section else [setting.kind, f"default {setting.default}", setting.allowed]
+    yield f"{setting.key}  ({', '.join(fact for fact in facts if fact)})"
+    meaning = setting.meaning + (f" ({setting.why})" if setting.why else "")
+    yield from textwrap.wrap(meaning, width, initial_indent="    ", subsequent_indent="    ", break_long_words=False)
+    yield f"    defined in {setting.file}; see docs/{setting.page}"

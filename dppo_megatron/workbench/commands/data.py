@@ -1,0 +1,42 @@
+"""`dppo-megatron data NAME --out DIR`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dppo_megatron.data.known import KNOWN_SETS
+from dppo_megatron.data.known_files import write_known_set
+from dppo_megatron.texts import show
+from dppo_megatron.workbench.commands.parser import Commands, add_command
+
+_DATA = f"""\
+Download a known set and write it as train.jsonl and test.jsonl, one {{problem, answer, source, ...}} a line:
+
+  dppo-megatron data math --out data/math
+  dppo-megatron data gsm8k --out data/gsm8k --from downloads/gsm8k    # a copy of its repository; no network
+
+Sets: {", ".join(KNOWN_SETS)}
+"""
+
+
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron data`."""
+    command = add_command(commands, "data", _data, summary="download a known problem set", description=_DATA)
+    command.add_argument("name", metavar="NAME", help="which set")
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write")
+    command.add_argument("--from", dest="origin", metavar="DIR", help="a local copy of the set's repository on the hub")
+    command.add_argument("--overwrite", action="store_true", help="replace files that are there")
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    lines = write_known_set(
+        arguments.name,
+        arguments.out,
+        origin=arguments.origin or "",
+        overwrite=arguments.overwrite,
+        watch=arguments.watch,
+    )
+    for line in lines:
+        show(line)
+    return 0

@@ -1,0 +1,133 @@
+"""`dppo-megatron doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dppo_megatron.config import load_config
+from dppo_megatron.config.checks import check_world_size
+from dppo_megatron.config.paths import check_writable
+from dppo_megatron.launched import (
+    check_launched,
+    launched_rank,
+    launched_world_size,
+    place_from_slurm,
+    set_cuda_variables,
+)
+from dppo_megatron.texts import show
+from dppo_megatron.types import UserError, Watch
+from dppo_megatron.workbench.commands.parser import (
+    Commands,
+    add_command,
+    add_settings,
+    check_comes_first,
+    check_number,
+    read_config,
+)
+from dppo_megatron.workbench.commands.terminal import quiet_libraries
+
+if TYPE_CHECKING:  # it imports torch
+    from dppo_megatron.workbench.doctor.rows import Row
+
+_DOCTOR = """\
+Say what is installed and what this machine can do; under torchrun or srun, or with CONFIG, whether the job's machines
+and the links between them are fit: exit code 2 if a fault would stop the job. With --fp8-gate, run CONFIG's model at
+CONFIG's layout and compare packed with unpacked log-probabilities and gradients, and FP8 with bfloat16; exit code 3 if
+a bound is broken:
+
+  dppo-megatron doctor
+  torchrun --nproc-per-node 8 -m dppo_megatron doctor CONFIG actor.layout.tensor_parallel=2
+  srun --nodes 2 --ntasks-per-node 8 dppo-megatron doctor CONFIG
+  dppo-megatron doctor --fp8-gate configs/qwen3_4b.yaml actor.fp8=blockwise
+  torchrun --nproc-per-node 8 -m dppo_megatron doctor --fp8-gate CONFIG
+"""
+
+
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron doctor`."""
+    summary = "check the installation, a job's machines, and packing and FP8 on your model"
+    command = add_command(commands, "doctor", _doctor, summary=summary, description=_DOCTOR)
+    command.add_argument("--fp8-gate", metavar="CONFIG", help="YAML file of the job to check")
+    command.add_argument("--limit-s", type=float, default=50.0, help="the job's check ends after this long (50)")
+    command.add_argument("--json", metavar="FILE", help="where rank 0 writes the job's check too")
+    add_settings(command, "CONFIG of a job, and settings that replace the file's")
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    quiet_libraries()
+    if arguments.fp8_gate:
+        return _gate(arguments)
+    place_from_slurm()
+    check_launched()
+    config_path, settings = "", list(arguments.overrides)
+    if settings and "=" not in settings[0]:
+        config_path = settings.pop(0)
+    if settings and not config_path:
+        raise UserError(f"{settings[0]}: settings belong to a job; give CONFIG or --fp8-gate CONFIG before them")
+    if config_path or launched_world_size() > 1:
+        return _cluster(arguments, config_path, settings)
+    if arguments.json:
+        raise UserError("--json belongs to a job's check; give CONFIG, or start it with torchrun")
+    from dppo_megatron.workbench.doctor.environment import report
+
+    with arguments.watch("looking at this machine", 0, ""):
+        found = report()
+    show(*(f"{what:<20}{finding}" for what, finding in found))
+    return 0
+
+
+def _cluster(arguments: argparse.Namespace, config_path: str, settings: list[str]) -> int:
+    check_number("--limit-s", arguments.limit_s, "[1, 1e6]")
+    set_cuda_variables()
+    if arguments.json and launched_rank() == 0:
+        check_writable("--json", arguments.json, directory=False)
+    config = None
+    if config_path:
+        check_comes_first(config_path)
+        config = load_config(config_path, settings, writes_run=False, purpose="plan")
+        check_world_size(config, launched_world_size())
+    with arguments.watch("loading libraries", 0, ""):
+        from dppo_megatron.workbench.doctor.cluster import check_cluster
+    size, began = launched_world_size(), time.monotonic()
+
+    def report(rows: list[Row]) -> None:
+        for row in rows:
+            show(f"{row.verdict:<9}{row.what:<24}{row.said}{f' [{row.ranks}]' if row.ranks else ''}")
+        counts = ", ".join(f"{sum(row.verdict == one for row in rows)} {one}" for one in ("fault", "warning", "ok"))
+        show(f"{counts}; {size} ranks, {time.monotonic() - began:.0f} s")
+        if arguments.json:
+            found = json.dumps({"world_size": size, "rows": [asdict(row) for row in rows]}, indent=1)
+            Path(arguments.json).write_text(f"{found}\n", encoding="utf-8")
+
+    with arguments.watch("checking the job's machines", 0, ""):
+        return check_cluster(config, arguments.limit_s, report)
+
+
+def _gate(arguments: argparse.Namespace) -> int:
+    check_launched()
+    set_cuda_variables()
+    config = read_config(arguments.fp8_gate, arguments.overrides, writes_run=False)
+    watch: Watch = arguments.watch
+    with watch("loading libraries", 0, ""):
+        from dppo_megatron.job import prepare_job
+    job = prepare_job(config, launched_world_size(), watch=watch)
+    with watch("loading Megatron", 0, ""):
+        from dppo_megatron.actor.layout import build_layout, connect_groups, start_process_group, stop_process_group
+        from dppo_megatron.workbench.doctor.fp8_gate import run_gate
+    with watch("waiting for all ranks", 0, ""):
+        start_process_group(config.guard.rendezvous_timeout_s)
+    layout = build_layout(config.actor.layout, config.seed)
+    connect_groups(config.actor, job.architecture, config.guard.rendezvous_timeout_s)
+    with watch("gate: packed against unpacked, forwards and backwards", 0, ""):
+        findings = run_gate(config, layout, job.architecture, job.checkpoint.get)
+    if launched_rank() == 0:
+        for finding in findings:
+            verdict = "ok    " if finding.passed else "BROKEN"
+            show(f"{verdict} {finding.value:9.2e} (bound {finding.bound:g})  {finding.what}")
+    stop_process_group()
+    return 0 if all(finding.passed for finding in findings) else 3

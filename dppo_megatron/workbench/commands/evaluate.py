@@ -1,0 +1,94 @@
+"""`dppo-megatron eval MODEL`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dppo_megatron.texts import show
+from dppo_megatron.types import UserError
+from dppo_megatron.workbench.commands.parser import Commands, add_command, add_settings
+
+_DESCRIPTION = """\
+Score a model on problem sets: avg@k, pass@k and maj@k with standard errors. MODEL is a Hugging Face directory, a run
+directory (its hf/, or --step N), or one checkpoint of a run. No training data and no config is needed:
+
+  dppo-megatron eval Qwen3-4B --sets six --data data/
+  dppo-megatron eval Qwen3-4B --sets aime24,aime25 mine=problems.jsonl --data data/ eval.samples=8
+  dppo-megatron eval runs/x --step 200 --sets six --data data/ rollout.engine=vllm rollout.servers.launch=local
+
+A config file in place of MODEL evaluates its model on its sets:
+
+  dppo-megatron eval configs/quickstart.yaml model.hf_path=runs/quickstart/hf
+
+Writes results.json and samples.jsonl. Grade those samples again, or compare two evaluations problem by problem:
+
+  dppo-megatron eval --rescore eval/Qwen3-4B reward.function=my_module:grade
+  dppo-megatron eval --compare eval/before eval/after
+"""
+
+
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron eval`."""
+    command = add_command(
+        commands, "eval", _evaluate, summary="score a model, or compare two evaluations", description=_DESCRIPTION
+    )
+    command.add_argument("model", metavar="MODEL", nargs="?", help="model, run, checkpoint, or YAML file")
+    add_settings(command, "settings, as rollout.engine=vllm")
+    command.add_argument(
+        "--sets",
+        metavar="SET",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="presets (six) or sets of them (aime24,amc23), name=path, or a YAML file with sets; default: the run's",
+    )
+    command.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of this step, not its last model")
+    command.add_argument("--data", type=Path, metavar="DIR", help="where the files of presets are")
+    command.add_argument("--limit", type=int, default=0, metavar="N", help="the first N problems of each set; 0: all")
+    command.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUN/eval/, eval/MODEL)")
+    command.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="paired bootstrap of B minus A")
+    command.add_argument("--rescore", type=Path, metavar="SAMPLES", help="grade an evaluation's samples again")
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    """Evaluate, compare or rescore; prints the results and returns the exit code."""
+    from dppo_megatron.evaluation.choice import split_settings
+
+    sets, among_sets = split_settings(arguments.sets)
+    # the first word is a setting, not the model
+    models, settings = split_settings([*([arguments.model] if arguments.model else []), *arguments.overrides])
+    settings += among_sets
+    if arguments.compare and arguments.rescore:
+        raise UserError("--compare and --rescore: give one of the two")
+    if arguments.compare:
+        if unread := [*models, *settings, *sets]:
+            raise UserError(f"--compare reads two evaluations and nothing else; leave out {unread[0]}")
+        from dppo_megatron.evaluation.versus import compare_evaluations
+
+        with arguments.watch("comparing the evaluations", 0, ""):
+            lines = compare_evaluations(*arguments.compare, out=arguments.out)
+    elif arguments.rescore:
+        if unread := [*models, *sets]:
+            raise UserError(f"--rescore reads the samples of an evaluation and nothing else; leave out {unread[0]}")
+        with arguments.watch("loading libraries", 0, ""):
+            from dppo_megatron.evaluation.standalone import rescore
+        lines = rescore(arguments.rescore, settings, arguments.out, arguments.watch)
+    else:
+        if len(models) != 1:
+            found = f", not {len(models)}: {', '.join(models)}" if models else " (or --compare, --rescore)"
+            raise UserError(f"give a model, a run directory or a config file to evaluate{found}")
+        with arguments.watch("loading libraries", 0, ""):
+            from dppo_megatron.evaluation.standalone import Order, evaluate_model
+        order = Order(
+            model=models[0],
+            settings=settings,
+            sets=sets,
+            step=arguments.step,
+            data=arguments.data,
+            out=arguments.out,
+            limit=arguments.limit,
+        )
+        lines = evaluate_model(order, arguments.watch)
+    show(*lines)
+    return 0

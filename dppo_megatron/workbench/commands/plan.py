@@ -1,0 +1,186 @@
+"""`dppo-megatron plan CONFIG`, and `--dry-run` of plan and train.
+
+Nothing is started and nothing is written, but for the file of --json. A plan reads the config and config.json; a dry
+run also does all that a run does before its process group: data, tokenizer, checkpoint headers, graders, losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dppo_megatron.config.checks import Purpose
+from dppo_megatron.config.load import load_config
+from dppo_megatron.config.paths import check_writable
+from dppo_megatron.config.schema import Config
+from dppo_megatron.launched import launched_world_size
+from dppo_megatron.pruning.methods import METHODS, parse_methods
+from dppo_megatron.texts import show
+from dppo_megatron.types import UserError, Watch
+from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, check_number
+from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
+
+if TYPE_CHECKING:  # it imports torch
+    from dppo_megatron.platform.capabilities import Machine
+
+_DESCRIPTION = """\
+Say what a job needs before anything is started: memory of a GPU and of its host in every phase, seconds of a step, and
+what each pruning method would save. Exit code 2 if it cannot fit. Reads only CONFIG and the model's config.json:
+
+  dppo-megatron plan configs/h100/qwen3_8b_8gpus_dppo.yaml model.hf_path=/models/Qwen3-8B
+  dppo-megatron plan configs/h100/qwen3_32b_32gpus_grpo.yaml model.hf_path=... --gpus 32 --decode 1200
+  dppo-megatron plan CONFIG --trace runs/first/trace.jsonl      # outcomes and lengths of a recorded run
+
+Formulas, sources and checks: docs/plan.md.
+"""
+_GPUS = 8
+_NUMBERS = {
+    "gpus": ("[1, 1000000]", f"GPUs of the trainer (default: those of torchrun, else {_GPUS})"),
+    "gpus_per_node": ("[1, 1024]", "GPUs of a node (default: 8)"),
+    "gpu_memory": ("(0, 100000]", "GiB of a GPU that programs see (default: 79.1, an H100 of 80 GB)"),
+    "host_memory": ("(0, 1000000]", "GiB of a node's memory (default: 1900)"),
+    "engine_gpus": ("[1, 1000000]", "GPUs behind rollout.servers.endpoints"),
+    "decode": ("(0, 1e9]", "tokens per second that one GPU generates"),
+    "mfu": ("(0, 1]", "useful FLOPs of an update over the chip's peak"),
+    "sync_gb_per_s": ("(0, 1e6]", "speed of a weight sync"),
+    "save_gb_per_s": ("(0, 1e6]", "speed of writing a checkpoint"),
+    "other_s": ("[0, 1e6]", "seconds of a step for grading, selection and packing"),
+    "completion_tokens": ("(0, 1e8]", "mean length of a completion (default: half of the longest)"),
+    "prompt_tokens": ("(0, 1e8]", "mean length of a prompt (default: 150)"),
+}
+_SPEEDS = ("decode", "mfu", "sync_gb_per_s", "save_gb_per_s", "other_s")
+_COUNTS = ("gpus", "gpus_per_node", "engine_gpus")
+
+
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron plan`."""
+    summary = "what a job needs and costs, before anything is started"
+    parser = add_command(commands, "plan", _run, summary=summary, description=_DESCRIPTION)
+    _add_options(parser)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+    for name, (_, what) in _NUMBERS.items():
+        kind = int if name in _COUNTS else float
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=what)
+    parser.add_argument("--gpu", choices=sorted(CHIPS), default="h100", help="kind of GPU (default: h100)")
+    parser.add_argument(
+        "--methods", default=",".join(METHODS), metavar="A,B,...", help="pruning methods (default: all)"
+    )
+    parser.add_argument("--trace", metavar="FILE", help="trace.jsonl of a run, whose outcomes are replayed")
+    parser.add_argument("--json", metavar="FILE", help="also write every figure here")
+    parser.add_argument("--dry-run", action="store_true", help="load and check all that a run loads before it starts")
+
+
+def add_dry_run(train: argparse.ArgumentParser) -> None:
+    """Add --dry-run to `train`."""
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="load and check everything, print the plan and the first prompt, and end; starts and writes nothing",
+    )
+    train.add_argument("--gpus", type=int, metavar="N", help="with --dry-run: " + _NUMBERS["gpus"][1])
+
+
+def dry_run(config: str, overrides: list[str], gpus: int | None, watch: Watch) -> int:
+    """`train CONFIG --dry-run`."""
+    parser = argparse.ArgumentParser()
+    _add_options(parser)
+    arguments = parser.parse_args([config, "--dry-run"])
+    arguments.overrides, arguments.gpus, arguments.watch = overrides, gpus, watch
+    return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    for name, (interval, _) in _NUMBERS.items():
+        check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), interval)
+    methods = parse_methods(arguments.methods)
+    if arguments.json is not None:
+        check_writable("--json", arguments.json, directory=False)
+    purpose: Purpose = "train" if arguments.dry_run else "plan"
+    config = load_config(arguments.config, arguments.overrides, purpose=purpose, writes_run=arguments.dry_run)
+    site = _site(arguments)
+    watch: Watch = arguments.watch
+    loaded = _load_job(config, site, arguments.gpu, watch) if arguments.dry_run else []
+    said: list[str] = []
+    with watch("loading libraries", 0, ""):
+        from dppo_megatron.job import check_settings
+        from dppo_megatron.steps.trace import read_trace
+        from dppo_megatron.weights.architecture import read_architecture
+        from dppo_megatron.workbench.commands.actor_settings import check_actor_settings
+        from dppo_megatron.workbench.planning.plan import make_plan
+        from dppo_megatron.workbench.planning.text import lines
+        from dppo_megatron.workbench.planning.timing import speeds_for
+    architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
+    if not loaded:
+        machine = _assumed_machine(arguments.gpu)
+        said = check_actor_settings(config, site.gpus, watch, machine, runs_here=False, writes=False)
+        check_settings(config, architecture, site.gpus, machine)
+    plan = make_plan(
+        config,
+        architecture,
+        site,
+        speeds_for(architecture, **{name: getattr(arguments, name) for name in _SPEEDS}),
+        completion_tokens=arguments.completion_tokens,
+        prompt_tokens=arguments.prompt_tokens,
+        methods=methods,
+        trace=read_trace(arguments.trace, watch) if arguments.trace else None,
+        watch=watch,
+    )
+    show(*_assumed(arguments), *said, *lines(plan, arguments.config), *loaded)
+    if arguments.json is not None:
+        Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(arguments.json).write_text(json.dumps(plan.as_json(), indent=2) + "\n", encoding="utf-8")
+    if plan.problems:
+        helps = "; ".join(f"{one.change} ({one.total / GIB:.1f} GiB)" for one in plan.advice[:3])
+        raise UserError(f"the job does not fit: {plan.problems[0]}" + (f". What helps: {helps}" if helps else ""))
+    return 0
+
+
+def _assumed(arguments: argparse.Namespace) -> list[str]:
+    if arguments.gpus or launched_world_size() > 1:
+        return []
+    return [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
+
+
+def _site(arguments: argparse.Namespace) -> Site:
+    chip, launched = CHIPS[arguments.gpu], launched_world_size()
+    return Site(
+        gpus=arguments.gpus or (launched if launched > 1 else _GPUS),
+        gpus_per_node=arguments.gpus_per_node or 8,
+        gpu_memory=arguments.gpu_memory * GIB if arguments.gpu_memory else chip.memory_bytes,
+        peak_flops=chip.peak_flops,
+        host_memory=(arguments.host_memory or 1900) * GIB,
+        engine_gpus=arguments.engine_gpus or 0,
+        bandwidth=chip.bandwidth,
+    )
+
+
+def _assumed_machine(gpu: str) -> Machine:
+    from dppo_megatron.platform.capabilities import Machine
+
+    return Machine(CHIPS[gpu].capability, "")
+
+
+def _load_job(config: Config, site: Site, gpu: str, watch: Watch) -> list[str]:
+    """Do what a run does before it starts; lines that say what was found, the first prompt at the end."""
+    with watch("loading libraries", 0, ""):
+        from dppo_megatron.job import prepare_job
+        from dppo_megatron.platform.capabilities import this_machine
+        from dppo_megatron.workbench.commands.actor_settings import check_actor_settings
+    machine, note = this_machine(), []
+    runs_here = machine.cuda_capability is not None
+    if not runs_here:
+        machine = _assumed_machine(gpu)
+        note = [f"no CUDA device here: a machine of {gpu.upper()}s with Transformer Engine is assumed"]
+    note += check_actor_settings(config, site.gpus, watch, machine, runs_here=runs_here, writes=False)
+    job = prepare_job(config, site.gpus, watch=watch, machine=machine)
+    try:
+        first = next(iter(job.train_sets.values())).first_prompt
+        said = [*note, *job.notes, *job.data_report]
+    finally:
+        job.grade.close()
+    return ["", "dry run: everything that a run loads before it starts has been loaded and checked", *said, "", first]

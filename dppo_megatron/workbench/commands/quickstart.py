@@ -1,0 +1,121 @@
+"""`dppo-megatron quickstart`: makes the arithmetic task and its tiny model, trains, and writes the report.
+
+Each part is a command of its own in a process of its own, so a quickstart does what a user would do and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from dppo_megatron.config import load_config
+from dppo_megatron.config.checks import check_world_size
+from dppo_megatron.config.paths import check_writable
+from dppo_megatron.config.shipped import shipped
+from dppo_megatron.launched import environment_of_ours
+from dppo_megatron.types import UserError
+from dppo_megatron.workbench.commands.parser import Commands, add_command, add_settings, check_number
+
+_DESCRIPTION = """\
+Write an arithmetic task and a tiny model into runs/task_seedSEED, train on it for a few minutes of CPU, and report:
+
+  dppo-megatron quickstart
+  dppo-megatron quickstart --nproc 4 --tp 2 --pp 2 --seed 1
+  dppo-megatron quickstart steps=2 warm_start.steps=10       # any setting of configs/quickstart.yaml
+"""
+
+
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron quickstart`."""
+    parser = add_command(
+        commands, "quickstart", _run, summary="make a small task, train on it and report", description=_DESCRIPTION
+    )
+    add_settings(parser)
+    parser.add_argument("--config", metavar="CONFIG", help="YAML file (default: configs/quickstart.yaml)")
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        default=Path("runs/quickstart"),
+        metavar="DIR",
+        help="where the run is written; a run that is there already is removed (default: runs/quickstart)",
+    )
+    parser.add_argument("--task", type=Path, metavar="DIR", help="where the task is made (default: runs/task_seedSEED)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of task, model and run (default: 0)")
+    for name, what in (("nproc", "processes"), ("tp", "tensor-parallel size"), ("pp", "pipeline stages")):
+        parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what} (default: 1)")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    for name, interval in (("seed", "[0, 1e9]"), ("nproc", "[1, 1024]"), ("tp", "[1, 1024]"), ("pp", "[1, 1024]")):
+        check_number(f"--{name}", getattr(arguments, name), interval)
+    task = arguments.task or Path("runs") / f"task_seed{arguments.seed}"
+    run_dir: Path = arguments.run_dir
+    if any(setting.startswith("run_dir=") for setting in arguments.overrides):
+        raise UserError("run_dir=...: a quickstart has --run-dir DIR for that")
+    check_writable("--run-dir", run_dir, directory=True)
+    if run_dir.exists() and any(run_dir.iterdir()):
+        _check_is_run(run_dir)
+    python = [sys.executable, "-P", "-m"]
+    with arguments.watch(f"making {task}", 0, ""):
+        made = [*python, "dppo_megatron.workbench.quickstart.make", "--out", str(task), "--seed", str(arguments.seed)]
+        code = _call(made, environment_of_ours())
+    if code:
+        return code
+    settings = {
+        "run_dir": run_dir,
+        "seed": arguments.seed,
+        "actor.layout.tensor_parallel": arguments.tp,
+        "actor.layout.pipeline_parallel": arguments.pp,
+        "model.hf_path": task / "model",
+        "data.train_path": task / "train.jsonl",
+        "data.eval_paths.heldout": task / "heldout.jsonl",
+        "warm_start.examples_path": task / "warm_start.jsonl",
+    }
+    config = arguments.config or str(shipped("configs", "quickstart.yaml"))
+    given = [*(f"{key}={value}" for key, value in settings.items()), *arguments.overrides]
+    # before a run that may have taken an hour is removed
+    check_world_size(load_config(config, given, writes_run=False), arguments.nproc)
+    _remove(run_dir)
+    train = ["dppo_megatron", "train", config, *given]
+    environment = environment_of_ours()
+    if arguments.nproc > 1:
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}  # torchrun's processes do not inherit -P
+        train = ["torch.distributed.run", "--nproc-per-node", str(arguments.nproc), "-m", *train]
+    return _call([*python, *train], environment) or _call(
+        [*python, "dppo_megatron", "report", str(run_dir)], environment_of_ours()
+    )
+
+
+def _check_is_run(directory: Path) -> None:
+    """Raise UserError unless it holds a run and may be removed: many a project has a config.yaml."""
+    from dppo_megatron.observe.run_directory import read_identity
+
+    try:
+        is_run = bool(read_identity(directory))
+    except UserError:
+        is_run = False
+    if not is_run:
+        raise UserError(f"--run-dir {directory}: holds something that is no run; name another directory")
+
+
+def _remove(run_dir: Path) -> None:
+    """Remove an earlier run. Raises UserError if a trainer is writing it, or the system forbids it."""
+    if not run_dir.exists():
+        return
+    from dppo_megatron.observe.lock import RunLock
+
+    lock = RunLock(run_dir)
+    try:
+        shutil.rmtree(run_dir)
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir}: cannot be removed: {error.strerror or error}") from None
+    finally:
+        lock.release()
+
+
+def _call(command: list[str], environment: dict[str, str]) -> int:
+    code = subprocess.run(command, env=environment).returncode
+    return code if code >= 0 else 128 - code  # ended by a signal, as a shell says it

@@ -1,0 +1,46 @@
+"""`dppo-megatron report RUN [RUN ...]`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dppo_megatron.config.paths import check_writable
+from dppo_megatron.texts import show
+from dppo_megatron.types import counted
+from dppo_megatron.workbench.commands.parser import Commands, add_command
+
+_REPORT = """\
+Write one HTML file about one run or several, which needs no network: rewards, evaluations, where time and tokens go,
+what was pruned and what it cost, warnings, settings, and a browser for the samples:
+
+  dppo-megatron report runs/quickstart
+  dppo-megatron report runs/quickstart runs/quickstart_grpo --out both.html
+
+A run may be finished, running or crashed. One run's report is written to RUN/report.html, several runs' to
+./report.html (docs/report.md).
+"""
+
+
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron report`."""
+    command = add_command(
+        commands, "report", _report, summary="one HTML file about one run or several", description=_REPORT
+    )
+    command.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory")
+    command.add_argument("--out", type=Path, metavar="FILE", help="where to write")
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    with arguments.watch("loading libraries", 0, ""):
+        from dppo_megatron.workbench.report.page import write_page
+        from dppo_megatron.workbench.report.read import read_run
+    runs: list[Path] = arguments.runs
+    out: Path = arguments.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    with arguments.watch("reading", len(runs), "runs") as advance:
+        records = [read_run(run) for run in counted(runs, advance)]
+    check_writable("--out", out, directory=False)
+    with arguments.watch(f"writing {out}", 0, ""):
+        write_page(out, records)
+    show(f"{out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser")
+    return 0

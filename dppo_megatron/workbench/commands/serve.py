@@ -1,0 +1,43 @@
+"""`dppo-megatron serve CONFIG`."""
+
+from __future__ import annotations
+
+import argparse
+
+from dppo_megatron.types import UserError
+from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, read_config
+
+_SERVE = """\
+Start rollout servers on this machine for a trainer on another one, and keep them running until it is asked to end:
+
+  dppo-megatron serve CONFIG rollout.servers.addresses_from=DIR --host NAME      (on each inference node)
+  dppo-megatron train CONFIG rollout.servers.addresses_from=DIR                  (on the training nodes)
+
+with the same CONFIG and settings. DIR lies on a file system that both see; addresses and keys are written there, and
+nobody but you can read them. rollout.servers.count servers are started. More may be started, and ended, while the
+trainer runs: a new one gets the newest weights at the next weight sync, and requests after it (docs/cluster.md).
+"""
+
+
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron serve`."""
+    command = add_command(
+        commands, "serve", _serve, summary="rollout servers on this machine for a trainer elsewhere", description=_SERVE
+    )
+    add_config(command, "the trainer's YAML file", "settings, the same as the trainer's")
+    command.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="NAME",
+        help="name or address of this machine as the trainer sees it; the servers listen there (default: loopback)",
+    )
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    config = read_config(arguments.config, arguments.overrides, writes_run=False)
+    if not config.rollout.servers.addresses_from:
+        raise UserError("serve writes addresses for a trainer: set rollout.servers.addresses_from=DIR, as for train")
+    with arguments.watch("loading libraries", 0, ""):
+        from dppo_megatron.rollout.serving import serve
+    serve(config, arguments.host, watch=arguments.watch)
+    return 0

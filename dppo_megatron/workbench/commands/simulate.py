@@ -1,0 +1,52 @@
+"""`dppo-megatron simulate TRACE`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from dppo_megatron.config.paths import check_writable
+from dppo_megatron.pruning.methods import parse_methods
+from dppo_megatron.texts import show
+from dppo_megatron.workbench.commands.parser import Commands, add_command, check_number
+
+_METHODS = "grpo,cppo,greso,dppo_paper,dppo,dppo_auto"
+_SIMULATE = """\
+Replay the selection of every method on a recorded run (trace.jsonl in its directory) and predict what a step costs:
+
+  dppo-megatron simulate runs/quickstart/trace.jsonl --methods grpo,dppo,greso --rollout-cost 0.02 --update-cost 0.05
+
+Costs are seconds for 1,000 tokens on your machine (1000 / tokens per second); without them the trace's own seconds
+are used. A trace of an unpruned run (pruning.prompt.method=none) knows the outcome of every prompt.
+"""
+
+
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron simulate`."""
+    summary = "predict the cost of pruning methods from a recorded run"
+    command = add_command(commands, "simulate", _simulate, summary=summary, description=_SIMULATE)
+    command.add_argument("trace", metavar="TRACE", help="trace.jsonl of a run")
+    command.add_argument("--methods", default=_METHODS, metavar="A,B,...", help=f"default: {_METHODS}")
+    command.add_argument("--rollout-cost", type=float, metavar="S", help="seconds to generate 1,000 tokens")
+    command.add_argument("--update-cost", type=float, metavar="S", help="seconds to train on 1,000 tokens")
+    command.add_argument("--json", metavar="FILE", help="also write the figures here")
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    with arguments.watch("loading libraries", 0, ""):
+        from dppo_megatron.steps.trace import read_trace
+        from dppo_megatron.workbench.simulate import as_json, fit_costs, simulate, table
+    methods = parse_methods(arguments.methods)
+    for name in ("rollout_cost", "update_cost"):
+        check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), "[0, 1e9]")
+    if arguments.json is not None:
+        check_writable("--json", arguments.json, directory=False)
+    trace = read_trace(arguments.trace, arguments.watch)
+    costs = fit_costs(trace, arguments.rollout_cost, arguments.update_cost)
+    predictions = [simulate(trace, method, costs, arguments.watch) for method in methods]
+    show(*table(predictions, costs).splitlines())
+    if arguments.json is not None:
+        Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(arguments.json).write_text(json.dumps(as_json(predictions, costs), indent=2) + "\n", encoding="utf-8")
+    return 0

@@ -1,0 +1,65 @@
+"""`dppo-megatron train CONFIG`."""
+
+from __future__ import annotations
+
+import argparse
+
+from dppo_megatron.launched import check_launched, launched_world_size, set_cuda_variables
+from dppo_megatron.types import UserError
+from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, read_config
+from dppo_megatron.workbench.commands.plan import add_dry_run, dry_run
+from dppo_megatron.workbench.commands.terminal import quiet_libraries, say
+
+_TRAIN = """\
+Train a model as CONFIG says. Settings can be changed on the command line by their dotted names:
+
+  dppo-megatron train configs/quickstart.yaml seed=1 rollout.prompts_per_step=32
+
+On several processes, with the same arguments:
+
+  torchrun --nproc-per-node 4 -m dppo_megatron train CONFIG \\
+      actor.layout.tensor_parallel=2 actor.layout.pipeline_parallel=2
+
+`dppo-megatron config` describes every setting, docs/run_directory.md what a run leaves in its directory.
+"""
+
+
+def add(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add `dppo-megatron train`."""
+    command = add_command(commands, "train", _train, summary="train a model", description=_TRAIN)
+    add_config(command)
+    command.add_argument(
+        "--resume",
+        metavar="auto|never|DIR",
+        help="checkpoint.resume: resume the run in run_dir if there is one (default), never, or from a checkpoint",
+    )
+    add_dry_run(command)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    quiet_libraries()
+    resume = [f"checkpoint.resume={arguments.resume}"] if arguments.resume else []
+    if arguments.dry_run:
+        return dry_run(arguments.config, [*arguments.overrides, *resume], arguments.gpus, arguments.watch)
+    if arguments.gpus is not None:
+        raise UserError("--gpus belongs to --dry-run; a run has as many GPUs as torchrun starts processes")
+    check_launched()
+    set_cuda_variables()
+    config = read_config(arguments.config, [*arguments.overrides, *resume])
+    with arguments.watch("loading libraries", 0, ""):
+        from dppo_megatron.job import prepare_job
+        from dppo_megatron.platform.capabilities import this_machine
+        from dppo_megatron.workbench.commands.actor_settings import check_actor_settings
+    size, watch = launched_world_size(), arguments.watch
+    check_actor_settings(config, size, watch, this_machine(), runs_here=True, writes=True)
+    job = prepare_job(config, size, watch=watch)
+    with arguments.watch("loading Megatron", 0, ""):
+        from dppo_megatron.run import Run, Stopped
+        from dppo_megatron.train import train
+
+    try:
+        with Run(job) as run:
+            train(run)
+    except Stopped as stopped:
+        say(str(stopped))
+    return 0

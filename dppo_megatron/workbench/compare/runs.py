@@ -1,0 +1,224 @@
+"""Starts the runs of a comparison, one process after another, and says how far they are.
+
+Each run is a separate process, as a user would start it. For each seed there is one warm start, and all arms begin
+from its checkpoint with the same data order and evaluation. The order of the arms rotates from seed to seed, so that a
+machine that slows down does not always penalize the same one.
+
+A run that has finished with the same settings and data, from the same start, is kept on a rerun: hours of work are not
+lost to an interrupt, and a further seed or arm costs only itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+from dppo_megatron.config import load_config
+from dppo_megatron.config.load import config_values
+from dppo_megatron.config.schema import Config
+from dppo_megatron.config.sets import eval_set_configs, train_set_configs
+from dppo_megatron.files import write_text
+from dppo_megatron.launched import environment_of_ours, launched_world_size
+from dppo_megatron.types import Advance, GuardStop, UserError, Watch, unwatched
+from dppo_megatron.workbench.compare.arms import Arm
+from dppo_megatron.workbench.compare.record import MethodRun, read_method_run
+from dppo_megatron.workbench.compare.tasks import shared_task, task_settings
+
+_KEPT = "compare.json"
+"""In a run's directory: its settings, data and start once it has finished; empty before."""
+_ERRORS = "stderr.txt"
+"""In the directory of a run that crashed."""
+_STEP_LINE = re.compile(r"step +(\d+)/(\d+) ")
+_PROGRESS_LINE = re.compile(r"[a-z][^:]*: \d+ of \d+ ")
+"""`warm start: 40 of 700 steps, about 83 s left`"""
+_EVERY_S = 10.0
+"""Between two lines of a run in progress."""
+Launch: TypeAlias = Callable[[Path, list[str], Callable[[str], None]], None]
+"""Runs `dppo-megatron` for a run directory, with these arguments, and passes on every line that it prints."""
+
+
+@dataclass
+class Progress:
+    """Lines for the log: which run of how many, how far it is, what it scores. A display has the time that is left."""
+
+    say: Callable[[str], None]
+    total: int
+    advance: Advance
+    """Takes the number of runs that have ended."""
+    done: int = 0
+    _last: float = 0.0
+
+    def begin(self, name: str, *, kept: bool) -> None:
+        """A run starts, or is there already."""
+        self.advance(self.done)
+        self.done += 1
+        self._say(f"{name}{': kept, it had finished with these settings' * kept}")
+
+    def line(self, name: str, line: str) -> None:
+        """A line of the run's own log: evaluations are passed on, steps now and then."""
+        step, is_due = _STEP_LINE.match(line), time.monotonic() - self._last >= _EVERY_S
+        if step and is_due:
+            self._say(f"{name}: step {step[1]} of {step[2]}")
+        elif _PROGRESS_LINE.match(line) and is_due:
+            self._say(f"{name}: {line.strip()}")
+        elif " pass@1 " in line and line.startswith("step "):
+            self._say(f"{name}: {' '.join(line.split())}")
+
+    def _say(self, said: str) -> None:
+        self.say(f"compare: {self.done}/{self.total} {said}")
+        self._last = time.monotonic()
+
+
+def run_all(
+    config: Config,
+    config_path: str,
+    overrides: Sequence[str],
+    arms: Sequence[Arm],
+    *,
+    seeds: int,
+    out: Path,
+    say: Callable[[str], None],
+    launch: Launch,
+    watch: Watch = unwatched,
+) -> list[MethodRun]:
+    """Run every arm on every seed, in `out/seed<N>/<arm>`.
+
+    Args:
+        say: takes lines about the progress.
+        launch: how a run is started: `in_a_process`.
+        watch: shows how many runs have ended.
+
+    Raises:
+        UserError: no evaluation set, torchrun, settings that an arm cannot have, or a run ended with exit code 2.
+        GuardStop: a run was stopped by a guard or a signal, or crashed.
+    """
+    if not (config.data.eval_paths or config.data.eval_sets):
+        raise UserError("data.eval_paths and data.eval_sets are empty: there is nothing to compare by")
+    if launched_world_size() != 1:
+        raise UserError("compare starts its own processes: run it without torchrun")
+    for arm in arms:  # now, and not after the warm start
+        load_config(config_path, [*overrides, *arm.settings], writes_run=False)
+    warm, shared = bool(config.warm_start.steps), shared_task(config)
+    total = seeds * (len(arms) + warm)
+    with watch("compare", total, "runs") as advance:
+        progress = Progress(say, total, advance)
+        train = partial(_train, config_path, progress=progress, launch=launch)
+        runs = []
+        for offset in range(seeds):
+            seed = config.seed + offset
+            home = out / f"seed{seed}"
+            settings = [*overrides, f"seed={seed}"]
+            if offset and shared is None:
+                settings += task_settings(config, seed, home / "task")
+            start = ""
+            if warm:
+                start = train([*settings, "steps=0"], home / "start")
+                settings += [f"model.hf_path={home / 'start' / 'hf'}", "warm_start.steps=0"]
+            first = offset % len(arms)
+            for arm in [*arms[first:], *arms[:first]]:
+                run_dir = home / arm.directory
+                train([*settings, *arm.settings], run_dir, start=start)
+                runs.append(read_method_run(arm.name, seed, run_dir))
+        advance(total)
+    names = [arm.name for arm in arms]
+    return sorted(runs, key=lambda run: (names.index(run.arm), run.seed))
+
+
+def in_a_process(run_dir: Path, arguments: list[str], line: Callable[[str], None]) -> None:
+    """Run `dppo-megatron` with `arguments` in a process of its own; `line` takes what it prints."""
+    command = [sys.executable, "-P", "-m", "dppo_megatron", *arguments]
+    with tempfile.TemporaryFile() as errors:  # a pipe that nobody empties would stop the run when it is full
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment_of_ours(),
+            encoding="utf-8",
+            errors="replace",
+        ) as process:
+            assert process.stdout is not None
+            for printed in process.stdout:
+                line(printed)
+        errors.seek(0)
+        said = errors.read().decode(errors="replace")  # a library, or a path, may hold any bytes
+    check_end(run_dir, process.returncode, said)
+
+
+def _train(
+    config_path: str, settings: list[str], run_dir: Path, progress: Progress, launch: Launch, start: str = ""
+) -> str:
+    """Run it, or keep what is there; returns what it was a function of. `start` is that of the run it begins from."""
+    name = f"{run_dir.parent.name} {run_dir.name}"
+    wanted = _identity(config_path, settings, start)
+    kept = _finished_as(run_dir) == wanted
+    progress.begin(name, kept=kept)
+    if kept:
+        return wanted
+    _make_room(run_dir)
+    launch(run_dir, ["train", config_path, *settings, f"run_dir={run_dir}"], partial(progress.line, name))
+    if not (
+        run_dir / "summary.json"
+    ).exists():  # a signal ended it with a checkpoint: exit code 0, but it is half a run
+        raise GuardStop(f"{run_dir}: the run was stopped before its end; the same command runs it again")
+    write_text(run_dir / _KEPT, wanted)
+    return wanted
+
+
+def _make_room(run_dir: Path) -> None:
+    """A place for a run, empty but for the file that says whose it is. Raises UserError for what is not ours."""
+    if run_dir.exists():
+        if any(run_dir.iterdir()) and not (run_dir / _KEPT).exists():
+            raise UserError(f"--out: {run_dir} holds something that compare has not made; name another directory")
+        shutil.rmtree(run_dir)
+    run_dir.mkdir(parents=True)
+    (run_dir / _KEPT).touch()
+
+
+def check_end(run_dir: Path, code: int, said: str) -> None:
+    """Judge a run by its exit code (negative: minus the signal that ended it) and what it said on stderr.
+
+    Raises:
+        UserError: 2, a mistake in the settings.
+        GuardStop: a guard stopped it, or it crashed; then with the last line of what it said, all of which is kept.
+    """
+    if code == 2:
+        # it is the last that is said; lines of progress or of libraries may stand before it
+        raise UserError(f"\n{said.strip()}".rpartition("\nerror: ")[2].strip())
+    if code == 3:
+        raise GuardStop(f"{run_dir}: {said.strip().rpartition('stopped: ')[2]}")
+    if code:
+        how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
+        write_text(run_dir / _ERRORS, said)
+        last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "nothing on stderr")
+        raise GuardStop(f"{run_dir}: the run {how}: {last} (all of it: {run_dir / _ERRORS})")
+
+
+def _identity(config_path: str, settings: list[str], start: str) -> str:
+    """All settings of the run, those of the file included, and digests of its data and of `start`.
+
+    The settings of an arm name the directory of its start and not what was trained there.
+    """
+    config = load_config(config_path, settings, writes_run=False)
+    sets = *train_set_configs(config).values(), *eval_set_configs(config).values()
+    paths = [Path(path) for path in (*(one.path for one in sets), config.warm_start.examples_path) if path]
+    data = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
+    came_from = hashlib.sha256(start.encode()).hexdigest() if start else ""
+    return json.dumps({"settings": config_values(config), "data": data, "start": came_from}, default=str)
+
+
+def _finished_as(run_dir: Path) -> str | None:
+    try:
+        return (run_dir / _KEPT).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,109 @@
+"""The comparison as text, and as JSON for other tools."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from dppo_megatron import __version__
+from dppo_megatron.files import write_text
+from dppo_megatron.workbench.compare.record import MethodRun
+from dppo_megatron.workbench.compare.verdict import BUDGETS, SHARES, ArmVerdict, Verdict
+
+_PACKAGES = ("torch", "megatron-core", "transformers", "numpy")
+
+
+def table(verdict: Verdict) -> str:
+    """For people: medians over seeds, with 95 % intervals of the median in brackets."""
+    levels = [f"{share:.0%}" for share in SHARES]
+    budgets = [f"at 1/{round(1 / budget)}" for budget in BUDGETS]
+    width = max(len("method"), *(len(one.arm) for one in verdict.arms)) + 2
+    lines = [
+        *headline(verdict),
+        "",
+        f"{'method':<{width}}{'seeds':>6} {'end':>7} {'end - base':>28} {'RL s':>7} {'CPU s':>7}"
+        + "".join(f" {f'to {level}: s':>20} {f'to {level}: CPU s':>20}" for level in levels)
+        + "".join(f" {name:>7}" for name in budgets),
+    ]
+    lines += [_row(one, width) for one in verdict.arms]
+    return "\n".join([*lines, "", *legend(verdict)])
+
+
+def headline(verdict: Verdict) -> list[str]:
+    """What the others are compared with."""
+    among = ", ".join(verdict.candidates)
+    chosen = f", the soonest of {among}" if len(verdict.candidates) > 1 else ""
+    gain = f"; gain of {verdict.gain_from}" if verdict.gain_from != verdict.baseline else ""
+    end = next(one.end for one in verdict.arms if one.arm == verdict.gain_from)
+    return [
+        f"base: {verdict.baseline}{chosen}{gain}: {100 * verdict.start:.1f} -> {100 * end:.1f} %,"
+        f" {100 * verdict.gain:+.1f} points a seed (medians)"
+    ]
+
+
+def legend(verdict: Verdict) -> list[str]:
+    """How the columns are meant."""
+    biased = [one.arm for one in verdict.arms if one.biased]
+    left_out = max(one.seeds - len(values) for one in verdict.arms for values in one.by_seed["train_cpu_s"].values())
+    seeds = verdict.arms[0].seeds
+    missing = f"{left_out} of {seeds} seeds are in no factor: base gained nothing there, or never reached its level."
+    return [
+        "end: pass@1, mean of the last two evaluations. end - base: over the same problems, with its 95 % interval over"
+        " seeds and problems.",
+        "to 90 %, 95 %: base's own seconds to that share of its gain, over the method's; medians over seeds (95 %"
+        " interval of the median over resampled seeds), curves smoothed over three evaluations.",
+        *([missing] if left_out else []),
+        "at 1/2, 1/3: pass@1 after that part of base's CPU seconds. CPU seconds are those of the trainer's process,"
+        " without graders and servers. Evaluations are not counted in any cost.",
+        f"Methods that change the expected gradient: {', '.join(biased) or 'none'}.",
+    ]
+
+
+def difference_text(one: ArmVerdict) -> str:
+    """Example: `-0.4 (-1.2 .. +0.4) noise`."""
+    found = one.end_difference
+    if found is None:
+        return "-"
+    if found.low is None or found.high is None:
+        return f"{100 * found.difference:+.1f}"
+    noise = " noise" if found.within_noise else ""
+    return f"{100 * found.difference:+.1f} ({100 * found.low:+.1f} .. {100 * found.high:+.1f}){noise}"
+
+
+def _row(one: ArmVerdict, width: int) -> str:
+    cells = [
+        f"{one.arm:<{width}}{one.seeds:>6} {100 * one.end:>6.1f}% {difference_text(one):>28}"
+        f" {one.costs['train_s']:>7.1f} {one.costs['train_cpu_s']:>7.1f}"
+    ]
+    for share in SHARES:
+        for clock in ("train_s", "train_cpu_s"):
+            factor = one.factors[clock][str(share)]
+            cells.append(f"{factor.times() if factor else '-':>20}")
+    cells += [f"{100 * value:>6.1f}%" for value in one.at_budget_cpu.values()]
+    return " ".join(cells)
+
+
+def about() -> dict[str, Any]:
+    """Where and when."""
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M %Z"),
+        "versions": {"dppo-megatron": __version__} | {name: version(name) for name in _PACKAGES},
+        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+    }
+
+
+def results(verdict: Verdict, runs: Sequence[MethodRun], notes: Sequence[str]) -> dict[str, Any]:
+    """Every figure."""
+    return about() | {"notes": list(notes), "verdict": asdict(verdict), "runs": [asdict(run) for run in runs]}
+
+
+def write_results(path: Path, values: dict[str, Any]) -> None:
+    """results.json."""
+    write_text(path, json.dumps(values, indent=2) + "\n")

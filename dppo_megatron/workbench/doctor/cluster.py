@@ -1,0 +1,194 @@
+"""The job's machines and the links between them, tried by the job's own ranks before it starts.
+
+A wrong interface leaves ranks inside a library's call that knows no limit of ours. So each rank looks in a thread, and
+what it finds travels through torch's store, which needs only MASTER_ADDR and MASTER_PORT, and not through the process
+group that is on trial.
+
+    thread of every rank ── stage, rows ──▶ store ◀── rank 0 reads all, prints
+                         ── stop: a fault ─▶      ◀── reported: the other ranks end
+
+Rank 0 waits until all are done, or until the limit; after a fault only a little longer, for what the others see of it.
+Then a rank whose thread still hangs ends its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from dppo_megatron.actor.layout import build_layout, start_process_group, stop_process_group
+from dppo_megatron.config.schema import Config
+from dppo_megatron.distributed import said_by_each_rank
+from dppo_megatron.launched import launched_local_rank, launched_rank, launched_world_size
+from dppo_megatron.types import GuardStop
+from dppo_megatron.workbench.doctor.environment import allocator_row
+from dppo_megatron.workbench.doctor.machine import copy_rows, machine_rows, reduce_row, server_rows
+from dppo_megatron.workbench.doctor.rows import Row, report_of
+
+_TICK_S, _OTHERS_S, _EXIT_S = 0.1, 5.0, 10.0
+"""Between two looks; for what others see of a fault; for rank 0's report after the limit."""
+_RESERVE_S = 5.0
+"""For what a failed rendezvous leaves to say."""
+
+
+@dataclass
+class _State:
+    """A rank's, as rank 0 reads it."""
+
+    host: str
+    stage: str = "ranks"
+    is_done: bool = False
+    rows: list[Row] = field(default_factory=list)
+
+
+def check_cluster(config: Config | None, limit_s: float, report: Callable[[list[Row]], None]) -> int:
+    """Look at everything, have rank 0 `report` it, return the exit code: there 2 after a fault. Collective.
+
+    Raises:
+        GuardStop: there is no answer at MASTER_ADDR.
+    """
+    mine, until, code = _State(socket.gethostname()), time.monotonic() + limit_s, 0
+    store = _reach(limit_s / 2)
+    # a second connection for the thread: calls on this one block
+    looking = (config, mine, store.clone() if launched_world_size() > 1 else store, until)
+    threading.Thread(target=_look, args=looking, daemon=True).start()
+    if launched_rank() == 0:
+        rows = _wait_for_all(store, until, limit_s)
+        report(rows)
+        store.set("reported", "")
+        code = 2 if any(row.verdict == "fault" for row in rows) else 0
+    else:
+        with contextlib.suppress(RuntimeError):  # rank 0 has gone, which its own output explains
+            store.wait(["reported"], timedelta(seconds=limit_s + _EXIT_S))
+    if not mine.is_done:
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+@said_by_each_rank()
+def _reach(timeout_s: float) -> Any:
+    """The store."""
+    if launched_world_size() == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = launched_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        return dist.TCPStore(host, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        raise GuardStop(
+            f"{socket.gethostname()} reaches nobody at MASTER_ADDR={host}, MASTER_PORT={port}"
+            f" ({str(error).splitlines()[0]}): is rank 0 there, and the port open?"
+        ) from None
+
+
+def _look(config: Config | None, mine: _State, store: Any, until: float) -> None:
+    """The thread."""
+
+    def post() -> None:
+        store.set(f"state/{launched_rank()}", msgspec.json.encode(mine).decode())
+
+    try:
+        post()
+        _meet(store, (until - time.monotonic()) / 2)
+        for found in _findings(config, until):
+            if isinstance(found, Row):
+                mine.rows.append(found)
+            else:
+                mine.stage = found
+            post()
+    except Exception as error:  # whatever it is: rank 0 has to hear of it
+        mine.rows.append(Row(mine.stage, "fault", " ".join(str(error).split()) or repr(error)))
+        store.set("stop", "")
+    mine.is_done = True
+    post()
+    store.set(f"done/{launched_rank()}", "")
+
+
+def _meet(store: Any, timeout_s: float) -> None:
+    keys = [f"state/{rank}" for rank in range(launched_world_size())]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        raise GuardStop(
+            f"{len(missing)} of {len(keys)} ranks did not come (rank {', '.join(missing)}): were they started with this"
+            " WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and what does their own output say?"
+        ) from None
+
+
+def _findings(config: Config | None, until: float) -> Iterator[str | Row]:
+    """This rank's, and before what may hang or fail a name for it. Collective."""
+    local, device = launched_local_rank(), torch.device("cpu")
+    if local < torch.cuda.device_count():  # else the process group says so
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    yield "this machine"
+    yield from machine_rows(launched_world_size(), first_here=local == 0)
+    yield allocator_row(os.environ, device.type, config is not None and config.rollout.servers.colocate)
+    yield "servers' Python"
+    yield from server_rows(config, device, (until - time.monotonic()) / 2)
+    yield "copies"
+    yield from copy_rows(device)
+    yield "process group"
+    start_process_group(max(1.0, until - time.monotonic() - _RESERVE_S))
+    yield Row("process group", "ok", "all ranks have met")
+    for name, group in _groups(config).items():
+        if group.size() > 1:
+            yield f"all-reduce {name}"
+            yield reduce_row(name, group, device, max(1.0, until - time.monotonic() - _RESERVE_S))
+    yield "leaving the groups"
+    stop_process_group()
+
+
+def _groups(config: Config | None) -> dict[str, dist.ProcessGroup]:
+    """WORLD, and this rank's groups of the layout. Collective."""
+    assert dist.group.WORLD is not None
+    groups = {"WORLD": dist.group.WORLD}
+    if config is None:
+        return groups
+    from megatron.core import parallel_state  # platform has prepared it by now
+
+    build_layout(config.actor.layout, config.seed)
+    groups |= {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    if config.actor.layout.expert_parallel > 1:
+        groups |= {
+            "ep": parallel_state.get_expert_model_parallel_group(),
+            "etp": parallel_state.get_expert_tensor_parallel_group(),
+            "expert dp": parallel_state.get_expert_data_parallel_group(),
+        }
+    return groups
+
+
+def _wait_for_all(store: Any, until: float, limit_s: float) -> list[Row]:
+    """Rank 0's report, when all are done or have had their time."""
+    ranks, end = range(launched_world_size()), until
+    while not store.check([f"done/{rank}" for rank in ranks]) and time.monotonic() < end:
+        if end == until and store.check(["stop"]):
+            end = min(until, time.monotonic() + _OTHERS_S)
+        time.sleep(_TICK_S)
+    known = [rank for rank in ranks if store.check([f"state/{rank}"])]
+    states = {rank: msgspec.json.decode(store.get(f"state/{rank}"), type=_State) for rank in known}
+    for state in states.values():
+        if not state.is_done and not store.check(["stop"]):
+            state.rows.append(Row(state.stage, "fault", f"still there after {limit_s:g} s (--limit-s)"))
+    rows = {rank: state.rows for rank, state in states.items()}
+    return list(report_of(rows, {rank: state.host for rank, state in states.items()}))

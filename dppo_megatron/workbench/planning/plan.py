@@ -1,0 +1,221 @@
+"""A whole plan: memory, seconds, what pruning saves, and whether it fits.
+
+What a pruning method saves is `simulate`'s replay, of a recorded run or of assumed outcomes. Without a trace nothing is
+known of the prompts. The replay then runs over made-up ones: pass rates from Beta(1/2, 1/2), which leaves 39 % of
+groups of eight without variance (real sets: a third to four fifths), and log-normal lengths. So the table says what the
+methods do to such a population, and a trace says what they do to yours.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dppo_megatron.config.checks import check_world_size
+from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import planned_prompts
+from dppo_megatron.config.sets import longest_prompt_tokens
+from dppo_megatron.randomness import generator
+from dppo_megatron.selection import Rollouts
+from dppo_megatron.steps.trace import Trace, TracedStep
+from dppo_megatron.types import UserError, Watch, unwatched
+from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.workbench.planning.advice import Advice, advise, advise_speed
+from dppo_megatron.workbench.planning.memory import MemoryPlan, Phase, plan_memory
+from dppo_megatron.workbench.planning.roofline import SPREAD, Lengths, capped
+from dppo_megatron.workbench.planning.shares import active_parameters, whole_model
+from dppo_megatron.workbench.planning.site import GIB, Site
+from dppo_megatron.workbench.planning.timing import Speeds, Timing, plan_timing
+from dppo_megatron.workbench.simulate import CostModel, Prediction, simulate
+
+_PROMPT_TOKENS = 150
+"""Of a problem of mathematics in a chat template. An assumption."""
+
+SKIPPED = (0.15, 0.3, 0.5)
+"""Shares of prompts for which a plan says what skipping them saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a job would need and cost."""
+
+    parameters: int
+    active: int
+    site: Site
+    lengths: Lengths
+    memory: MemoryPlan
+    timing: Timing | None
+    speeds: Speeds
+    predictions: tuple[Prediction, ...]
+    advice: tuple[Advice, ...]
+    faster: tuple[Advice, ...]
+    has_trace: bool
+
+    @property
+    def problems(self) -> list[str]:
+        """Why it cannot fit, the largest phase first; empty if it does."""
+        site, engine, found = self.site, self.memory.engine, []
+        for phase in sorted(self.memory.phases, key=lambda phase: -phase.total):
+            if phase.total > site.gpu_memory:
+                found.append(
+                    f"{phase.name} needs {phase.total / GIB:.1f} GiB of a GPU's {site.gpu_memory / GIB:.1f}"
+                    f" (most of it {most(phase)})"
+                )
+        if engine.gpus and engine.sequences < 1:
+            found.append(
+                f"the servers have {engine.cache / GIB:.1f} GiB for keys and values, less than the"
+                f" {engine.cache_per_token * engine.longest / GIB:.1f} of one sequence of {engine.longest} tokens"
+            )
+        for phase in self.memory.on_host:
+            if phase.total > site.host_memory:
+                found.append(
+                    f"{phase.name} needs {phase.total / GIB:.0f} GiB of a node's {site.host_memory / GIB:.0f}"
+                    f" (most of it {most(phase)})"
+                )
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """Every figure, in bytes and seconds."""
+        timing = self.timing
+        return {
+            "parameters": self.parameters,
+            "gpus": self.site.gpus,
+            "gpu_memory": self.site.gpu_memory,
+            "fits": not self.problems,
+            "problems": self.problems,
+            "phases": {p.name: p.parts | {"total": p.total, "stage": p.stage} for p in self.memory.phases},
+            "host": {p.name: p.parts | {"total": p.total} for p in self.memory.host},
+            "largest": self.memory.largest.name,
+            "advice": {one.change: one.total for one in self.advice},
+            "faster": {one.change: {"step_s": one.step_s, "total": one.total} for one in self.faster},
+            "seconds": None if timing is None else timing.seconds | {"step": timing.step_s},
+            "skipping_saves": None if timing is None else _saved(timing),
+            "methods": {p.method: {"step_s": p.step_s, "label": p.label} for p in self.predictions},
+        }
+
+
+def _saved(timing: Timing) -> dict[str, float]:
+    """Share of the seconds of generation by the share of prompts that is skipped."""
+    return {str(share): timing.rollout.saved(timing.tokens_generated, share) for share in SKIPPED}
+
+
+def most(phase: Phase) -> str:
+    """The largest part's name."""
+    return max(phase.parts, key=phase.parts.__getitem__)
+
+
+def make_plan(
+    config: Config,
+    architecture: Architecture,
+    site: Site,
+    speeds: Speeds,
+    *,
+    completion_tokens: float | None = None,
+    prompt_tokens: float | None = None,
+    methods: list[str] | None = None,
+    trace: Trace | None = None,
+    watch: Watch = unwatched,
+) -> Plan:
+    """Plan a checked config.
+
+    Args:
+        completion_tokens: mean length; None: half of the longest allowed, or the trace's.
+        prompt_tokens: likewise; None: 150, or the longest allowed if that is less.
+        methods: pruning methods to compare, the first one the measure; empty: none.
+        trace: a recorded run whose outcomes are replayed.
+        watch: shows how far the replay is.
+
+    Raises:
+        UserError: the layout does not fit the model or the number of GPUs, or a mean is above the longest allowed.
+    """
+    check_world_size(config, site.gpus)
+    architecture.check_layout(config.actor)
+    limit, longest_prompt = config.rollout.sampling.max_completion_tokens, longest_prompt_tokens(config, training=True)
+    if completion_tokens is not None and completion_tokens > limit:
+        raise UserError(
+            f"--completion-tokens {completion_tokens:g}: no mean can be above rollout.sampling.max_completion_tokens ="
+            f" {limit}"
+        )
+    if prompt_tokens is not None and prompt_tokens > longest_prompt:
+        raise UserError(f"--prompt-tokens {prompt_tokens:g}: no mean can be above max_prompt_tokens = {longest_prompt}")
+    if completion_tokens is None:
+        recorded = [step.rollouts.lengths.mean() for step in trace.steps] if trace else [limit / 2]
+        completion_tokens = min(float(sum(recorded) / len(recorded)), limit)
+    if prompt_tokens is None:
+        prompt_tokens = min(_PROMPT_TOKENS, longest_prompt)
+    size = config.rollout.completions_per_prompt
+    lengths = Lengths.assumed(prompt_tokens, completion_tokens, limit, size)
+    if trace:
+        drawn = capped(np.concatenate([step.rollouts.lengths for step in trace.steps]), completion_tokens, limit)
+        lengths = Lengths(prompt_tokens, completion_tokens, drawn)
+    memory = plan_memory(config, architecture, site, lengths.sequence)
+    timing = plan_timing(config, architecture, site, memory.engine, lengths, speeds)
+    fits = memory.largest.total <= site.gpu_memory  # else there is nothing to make faster
+    faster = advise_speed(config, architecture, site, lengths, speeds, timing) if timing and fits else []
+    predictions = predict(config, timing, lengths, methods, trace, watch) if methods and timing else []
+    return Plan(
+        parameters=whole_model(architecture),
+        active=active_parameters(architecture),
+        site=site,
+        lengths=lengths,
+        memory=memory,
+        timing=timing,
+        speeds=speeds,
+        predictions=tuple(predictions),
+        advice=tuple(advise(config, architecture, site, lengths.sequence)),
+        faster=tuple(faster),
+        has_trace=trace is not None,
+    )
+
+
+_STEPS = 32
+_PROMPTS = 64
+"""Of a replayed step: enough for the averages, and a large batch would only take longer."""
+
+
+def predict(
+    config: Config,
+    timing: Timing,
+    lengths: Lengths,
+    methods: list[str],
+    trace: Trace | None,
+    watch: Watch = unwatched,
+) -> list[Prediction]:
+    """Each method's prediction, seconds on the machines of the plan."""
+    if trace is None:
+        trace = made_up_trace(config, lengths)
+    tokens = float(np.mean([step.rollouts.lengths.sum() for step in trace.steps]))
+    seconds, scale = timing.seconds, tokens / timing.tokens_generated
+    # a replayed step has fewer tokens than a real one: each stands for 1 / `scale` of them
+    update_s = seconds["log-probs"] + seconds["update"]
+    fixed_s = seconds["sync"] + seconds["checkpoint"] + seconds["other"]
+    update_s_per_1k = update_s / scale / timing.tokens_trained * 1000
+    costs = CostModel(timing.rollout.scaled(scale), update_s_per_1k, fixed_s, timing.overlaps)
+    return [simulate(trace, method, costs, watch) for method in methods]
+
+
+def made_up_trace(config: Config, lengths: Lengths) -> Trace:
+    """Rollouts of prompts whose pass rate never changes, in a run where nothing is pruned."""
+    small = copy.deepcopy(config)
+    updates = small.objective.updates_per_step
+    small.rollout.prompts_per_step = min(small.rollout.prompts_per_step, -(-_PROMPTS // updates) * updates)
+    small.steps = _STEPS
+    planned, size = planned_prompts(small), small.rollout.completions_per_prompt
+    num_prompts = 4 * planned
+    random = generator(0, "plan")
+    solved = random.beta(0.5, 0.5, num_prompts)
+    usual = random.lognormal(0.0, SPREAD, num_prompts)
+    limit = small.rollout.sampling.max_completion_tokens
+    steps = []
+    for step in range(_STEPS):
+        prompts = random.permutation(num_prompts)[:planned]
+        rewards = (random.random((planned, size)) < solved[prompts, None]).astype(np.float64)
+        drawn = usual[prompts, None] * random.lognormal(0.0, SPREAD, (planned, size))
+        tokens = capped(drawn, lengths.completion, limit)
+        rollouts = Rollouts(rewards, tokens, np.sqrt(tokens.astype(np.float64)))
+        kept = np.ones(planned * size, dtype=np.bool_)
+        steps.append(TracedStep(step, prompts, rollouts, kept, {"rollout": 1.0, "update": 1.0, "other": 0.0}))
+    return Trace(small, num_prompts, None, None, steps)

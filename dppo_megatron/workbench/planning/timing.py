@@ -1,0 +1,168 @@
+"""Seconds of a step from data sheets, and from efficiencies that were fitted, published or assumed.
+
+generate     the roofline's (`planning/roofline.py`), or tokens / (a given speed x GPUs that generate)
+log-probs    a third of an update's FLOPs for each pass
+update       useful FLOPs / (peak x MFU x GPUs), x 4/3 under full recomputation, and what tensor parallelism sends,
+             x the pipeline's bubble
+sync         bytes of the model / sync speed
+checkpoint   bytes of the model and its optimizer / write speed, spread over the steps between two
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dppo_megatron.config.objective import needs_old_logprobs
+from dppo_megatron.config.schema import Config
+from dppo_megatron.steps.cost import RolloutCost, cost_model
+from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.weights.pipeline import split_layers
+from dppo_megatron.workbench.planning.engine import EnginePlan
+from dppo_megatron.workbench.planning.memory import microbatches
+from dppo_megatron.workbench.planning.roofline import LINK_BYTES_S, Lengths, replica_of, rollout_cost
+from dppo_megatron.workbench.planning.shares import Degrees, whole_model
+from dppo_megatron.workbench.planning.site import Site
+
+_FITTED = "fitted to NeMo RL 0.5's published steps (docs/plan.md)"
+_FP8 = 1.2
+"""Updates in FP8 are faster by this. NVIDIA reports steps 15 to 25 % shorter with all of training and rollout in it."""
+_SENT = {"none": 10, "selective": 10, "full": 14}
+"""Times that a layer sends the hidden state over tensor parallelism in an update, by `actor.recompute`: four in a
+forward pass (gather and scatter around attention and around the feed-forward layer), six in a backward pass, which
+gathers the inputs once more."""
+_SENT_FORWARD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A number that time estimates rest on."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """All of them."""
+
+    decode: Speed | None
+    """Tokens per second that one GPU generates, over a whole rollout, its slow end included. None: the roofline's."""
+    mfu: Speed
+    """Useful FLOPs of an update over the chip's peak, without recomputation and without what tensor parallelism
+    sends."""
+    sync_gb_per_s: Speed
+    save_gb_per_s: Speed
+    other_s: Speed
+    """A step's grading, selection and packing, and moving what sleeps off the GPU and back."""
+
+
+def speeds_for(architecture: Architecture, **given: float | None) -> Speeds:
+    """The usual speeds, and those of `given` in their place (None: the usual one)."""
+    found: dict[str, Speed | None] = {
+        "decode": None,
+        "mfu": Speed(0.12 if architecture.experts else 0.50, _FITTED + "; `benchmarks/gpu/train_step.py mfu` measures"),
+        "sync_gb_per_s": Speed(8.0, "published for verl with NCCL, 30B to 30 receivers (8.25 GB/s)"),
+        "save_gb_per_s": Speed(2.0, "assumed, for all ranks together"),
+        "other_s": Speed(8.0, _FITTED),
+    }
+    found |= {name: Speed(value, "given") for name, value in given.items() if value is not None}
+    return Speeds(**found)  # type: ignore[arg-type]  # only decode may be None
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one step in which nothing is pruned."""
+
+    seconds: dict[str, float]
+    """By phase; those of `checkpoint` are its share of a step."""
+    tokens_generated: float
+    tokens_trained: float
+    rollout: RolloutCost
+    """Seconds of a round of generation by its tokens, whose value at `tokens_generated` is that of `generate`."""
+    overlaps: bool
+    """Generation runs during the update (async_steps=1)."""
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        rest = sum(self.seconds.values()) - self.seconds["generate"]
+        if self.overlaps:
+            return max(self.seconds["generate"], rest)
+        return self.seconds["generate"] + rest
+
+
+def plan_timing(
+    config: Config,
+    architecture: Architecture,
+    site: Site,
+    engine: EnginePlan,
+    lengths: Lengths,
+    speeds: Speeds,
+    cost: RolloutCost | None = None,
+) -> Timing | None:
+    """Seconds of every phase; None where the number of generating GPUs is not known, or their cache holds less than one
+    sequence: playing how they wait for each other takes 16 s, for a job that does not run.
+
+    Args:
+        cost: of a round of generation; None: it is computed.
+    """
+    if not engine.gpus or engine.sequences < 1:
+        return None
+    rollout, degrees = config.rollout, Degrees.of(config.actor.layout, site.gpus)
+    sequences = rollout.prompts_per_step * rollout.completions_per_prompt
+    generated = sequences * lengths.completion
+    if cost is None and speeds.decode is not None:
+        cost = RolloutCost.proportional(1000 / (speeds.decode.value * engine.gpus))
+    elif cost is None:
+        replica = replica_of(architecture, site, engine)
+        cost = rollout_cost(replica, engine.replicas, lengths, rollout.prompts_per_step)
+    forward_s, update_s = _training_s(config, architecture, site, degrees, lengths, speeds)
+    passes = int(needs_old_logprobs(config.objective)) + int(config.objective.kl.coef > 0)
+    parameters = whole_model(architecture)
+    each = 2 if config.model.dtype == "bfloat16" else 4
+    every = config.checkpoint.every_steps
+    seconds = {
+        "generate": cost.of(generated),
+        "log-probs": passes * forward_s,
+        "update": update_s,
+        "sync": parameters * each / (speeds.sync_gb_per_s.value * 1e9),
+        "checkpoint": parameters * 14 / (speeds.save_gb_per_s.value * 1e9) / every if every else 0.0,
+        "other": speeds.other_s.value,
+    }
+    return Timing(seconds, generated, generated, cost, config.rollout.async_steps > 0)
+
+
+def _training_s(
+    config: Config, architecture: Architecture, site: Site, degrees: Degrees, lengths: Lengths, speeds: Speeds
+) -> tuple[float, float]:
+    """Seconds of one forward pass over a step's sequences, and of its updates."""
+    sequences = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
+    flops = float(cost_model(architecture).of(np.array([lengths.sequence]))[0]) * sequences
+    computing = flops / (site.peak_flops * speeds.mfu.value * (_FP8 if config.actor.fp8 != "off" else 1.0) * site.gpus)
+    tokens = sequences * lengths.sequence / (degrees.data * degrees.context)
+    layers, split = architecture.num_layers / degrees.pipeline, (degrees.tensor - 1) / degrees.tensor
+    sending = tokens * layers * architecture.hidden_size * 2 * split / LINK_BYTES_S
+    count = microbatches(config, degrees, lengths.sequence)
+    bubble = 1 + (degrees.pipeline - 1) / (count * degrees.virtual)
+    # every stage waits for the one with the most layers
+    bubble *= max(map(sum, split_layers(architecture.num_layers, config.actor))) / layers
+    forward_s = computing / 3 + _SENT_FORWARD * sending
+    again = _recomputed(config, architecture, lengths)
+    update_s = computing + again * computing / 3 + _SENT[config.actor.recompute] * sending
+    return forward_s * bubble, update_s * bubble
+
+
+def _recomputed(config: Config, architecture: Architecture, lengths: Lengths) -> float:
+    """Share of a forward pass's FLOPs that a backward pass repeats. Norms and activations count as nothing."""
+    actor, experts = config.actor, architecture.experts
+    if actor.recompute != "selective":
+        return 1.0 if actor.recompute == "full" else 0.0
+    cost, tokens = cost_model(architecture), lengths.sequence
+    width = experts.ffn_size * experts.per_token if experts else architecture.ffn_size
+    parts = {
+        "core_attn": cost.quadratic * tokens**2,
+        "moe" if experts else "mlp": 18.0 * architecture.num_layers * architecture.hidden_size * width * tokens,
+    }
+    return sum(parts.get(name, 0.0) for name in actor.recompute_modules) / float(cost.of(np.array([tokens]))[0])

@@ -1,0 +1,102 @@
+"""Writes what the quickstart trains: the arithmetic problem set and the tiny Qwen3 checkpoint.
+
+They are made, not downloaded, so that the quickstart needs no network after installation and every seed is another
+task and another model. A second run with the same arguments changes nothing; a directory that holds anything else is
+left as it is, since a run may be reading it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from dppo_megatron.texts import show
+from dppo_megatron.types import UserError
+from dppo_megatron.workbench.quickstart.task import Recipe, write_quickstart
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0 done, 2 the user's mistake."""
+    args = _parse(argv)
+    disable_progress_bar()
+    try:
+        changed = make_quickstart(args.out, args.seed, args.train, args.heldout, args.warm_start)
+    except UserError as error:
+        show(f"error: {error}", file=sys.stderr)
+        return 2
+    show(f"{args.out}: {'written' if changed else 'already up to date'}")
+    return 0
+
+
+def make_quickstart(out: Path, seed: int, num_train: int, num_heldout: int, num_warm_start: int) -> bool:
+    """Write `out/{train,heldout,warm_start}.jsonl`, `out/model` and `out/task.json`; False if they were there already.
+
+    Raises:
+        UserError: `out` holds something else, or the task cannot be made with these counts.
+    """
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: exists and is not a directory")
+    if out.absolute() == Path.cwd():
+        raise UserError(f"--out {out}: is the working directory; name a directory of its own")
+    parent = _make_parent(out.absolute().parent)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=parent) as scratch:
+        made = Path(scratch) / out.name
+        write_quickstart(made, Recipe(seed, num_train, num_heldout, num_warm_start))
+        if out.exists() and any(out.iterdir()):
+            difference = _first_difference(made, out)
+            if difference is None:
+                return False
+            raise UserError(
+                f"--out {out}: holds something else ({difference} differs from what --seed {seed} makes);"
+                " choose another directory or remove that one"
+            )
+        if out.exists():
+            out.rmdir()
+        os.replace(made, out)
+    return True
+
+
+def _make_parent(parent: Path) -> Path:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: cannot make {parent}: {error.strerror}") from None
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"--out: {parent} is not writable")
+    return parent
+
+
+def _first_difference(made: Path, out: Path) -> str | None:
+    """Relative path of the first file that only one of the two trees has or that differs; None if they are equal."""
+    names = {path.relative_to(root) for root in (made, out) for path in root.rglob("*") if not path.is_dir()}
+    for name in sorted(names):
+        pair = (made / name, out / name)
+        if not all(path.is_file() for path in pair) or not filecmp.cmp(*pair, shallow=False):
+            return str(name)
+    return None
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m dppo_megatron.workbench.quickstart.make", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the problems and of the model (default: 0)")
+    parser.add_argument("--train", type=int, default=512, help="training problems (default: 512)")
+    parser.add_argument("--heldout", type=int, default=384, help="held-out problems (default: 384)")
+    parser.add_argument("--warm-start", type=int, default=16384, help="examples of the warm start (default: 16384)")
+    args = parser.parse_args(argv)
+    if args.seed < 0:
+        parser.error(f"--seed {args.seed}: must not be negative")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

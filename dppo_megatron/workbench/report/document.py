@@ -1,0 +1,55 @@
+"""One HTML file out of a template, data, style and code: for the report of runs and that of a comparison.
+
+The plots are plotly's, whose code is taken from its package, so that a page opens without a network. Texts are data and
+never markup: they travel as JSON in which every `<` is escaped, and the page's code makes text of them.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from dppo_megatron.files import write_text
+from dppo_megatron.texts import one_line
+from dppo_megatron.types import UserError
+
+ASSETS = files("dppo_megatron.workbench.report") / "assets"
+
+
+def write_html(
+    path: Path, template: Traversable, title: str, data: Sequence[str], scripts: Sequence[Traversable]
+) -> None:
+    """Write the page.
+
+    Args:
+        template: with `{{title}}`, `{{style}}`, `{{plotly}}`, `{{data}}` and `{{script}}`.
+        data: elements from `script_data`.
+
+    Raises:
+        UserError: `path` cannot be written.
+    """
+    inside = {
+        "title": html.escape(one_line(title)),
+        "style": (ASSETS / "style.css").read_text(encoding="utf-8"),
+        "plotly": (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8"),
+        "data": "\n".join(data),
+        "script": "\n".join(script.read_text(encoding="utf-8") for script in scripts),
+    }
+    page = template.read_text(encoding="utf-8")
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: inside[match[1]], page)  # one pass: what is put in may hold braces
+    try:
+        write_text(path, page)
+    except OSError as error:
+        raise UserError(f"--out '{path}' cannot be written: {error.strerror}") from None
+
+
+def script_data(name: str, value: Any) -> str:
+    """`value` as JSON in an element that the page's code reads by its id."""
+    text = json.dumps(value, separators=(",", ":"), default=str, allow_nan=False).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{text}</script>'

@@ -1,0 +1,74 @@
+"""Warnings about a run, with their steps. They are derived from the metrics, because log lines are not recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+
+from dppo_megatron.workbench.report.read import RunRecord
+
+_MISMATCH_ALARM = 0.05
+"""Used if the run's settings are missing: mean |log-probability difference| to the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One warning about one run."""
+
+    level: str
+    """bad, warning or note."""
+    text: str
+    steps: str
+    """Such as `3` or `3-7, 12`; empty: the whole run."""
+
+
+def findings(run: RunRecord) -> list[Finding]:
+    """All warnings about a run, the worst first."""
+    found = [Finding("warning", note, "") for note in run.notes]
+    if run.status == "crashed":
+        found.append(Finding("bad", "the trainer ended without releasing its lock", _spans(run.steps[-1:])))
+    for row in run.ledger:
+        biased = [step for step, label in zip(run.steps, row["label"], strict=True) if label == "biased"]
+        if biased:
+            notes = f": {'; '.join(row['notes'])}" if row["notes"] else ""
+            found.append(Finding("warning", f"{row['name']} changes the expected gradient{notes}", _spans(biased)))
+    alarm = _setting(run, "rollout.limits.mismatch_alarm", _MISMATCH_ALARM)
+    rules: list[tuple[str, str, Callable[[float], bool], str]] = [
+        ("bad", "train/skipped_updates", lambda v: v > 0, "an update was skipped: loss or gradient was not finite"),
+        ("warning", "observe/tracker_failures", lambda v: v > 0, "a tracker has missed steps or failed"),
+        ("warning", "reward/failed", lambda v: v > 0, "gradings failed"),
+        (
+            "warning",
+            "mismatch/logprob_abs_diff_mean",
+            lambda v: v > alarm,
+            f"engine and actor differ by > {alarm:g}",
+        ),
+        ("warning", "rollout/truncated_share", lambda v: v > 0.5, "more than half of the completions were truncated"),
+        ("note", "train/entropy", lambda v: v < 0.01, "entropy below 0.01: the policy has almost stopped exploring"),
+        ("note", "prune/completions_trained", lambda v: v == 0, "nothing was trained on"),
+        ("note", "prune/ess_share", lambda v: v < 0.3, "the weights reduce the effective sample size below 30 %"),
+        ("note", "pack/fill", lambda v: v < 0.5, "micro-batches are less than half full"),
+    ]
+    for level, key, is_odd, text in rules:
+        values = zip(run.steps, run.columns.get(key, []), strict=False)
+        steps = [step for step, value in values if value is not None and step and is_odd(value)]
+        if steps:
+            found.append(Finding(level, f"{text} ({key})", _spans(steps)))
+    return sorted(found, key=lambda one: ("bad", "warning", "note").index(one.level))
+
+
+def _setting(run: RunRecord, key: str, default: float) -> float:
+    try:
+        return float(run.settings[key])
+    except (KeyError, ValueError):
+        return default
+
+
+def _spans(steps: list[int]) -> str:
+    """Example: [3, 4, 5, 9] -> `3-5, 9`."""
+    spans = []
+    for _, members in groupby(enumerate(steps), key=lambda item: item[1] - item[0]):
+        run = [step for _, step in members]
+        spans.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return ", ".join(spans[:12]) + (f" and {len(spans) - 12} more spans" if len(spans) > 12 else "")

@@ -1,0 +1,303 @@
+"""Estimates what each pruning method would cost, from a recorded run and without a GPU.
+
+The trainer's own `Selector` runs over the trace: the same policies, draws and weights, with recorded outcomes in place
+of an engine. An outcome that the recorded run did not produce (a prompt it skipped, or that another method reaches
+earlier) is taken from the nearest recorded visit of that prompt, and the share of such outcomes is reported. A replay
+cannot know how another method would have changed the model: figures are for the model of the recorded run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from dppo_megatron.pruning.budget import floor_share
+from dppo_megatron.pruning.interface import StepCost
+from dppo_megatron.pruning.methods import with_method
+from dppo_megatron.randomness import generator
+from dppo_megatron.selection import Decision, Rollouts, Selector
+from dppo_megatron.steps.cost import RolloutCost
+from dppo_megatron.steps.trace import Trace
+from dppo_megatron.types import Advance, FloatArray, IntArray, UserError, Watch, counted, unwatched
+
+_MOSTLY_ROLLOUT = 0.9
+"""Share of a step above which completion pruning is said to be of no help: it gains less than a ninth."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds of a step by its tokens."""
+
+    rollout: RolloutCost
+    """Of one round of generation."""
+    update_s_per_1k_tokens: float
+    fixed_s: float
+    """Per step, whatever is pruned: syncing, selecting, packing."""
+    overlaps: bool = False
+    """Generation runs beside the rest (async_steps=1)."""
+
+    def update_s(self, tokens: float) -> float:
+        """Training on so many tokens."""
+        return self.update_s_per_1k_tokens * tokens / 1000
+
+    def step_s(self, rollout_s: float, update_s: float) -> float:
+        """The whole step."""
+        rest = update_s + self.fixed_s
+        return max(rollout_s, rest) if self.overlaps else rollout_s + rest
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One method on one trace; counts and seconds are means over the steps."""
+
+    method: str
+    label: str
+    """The worst label of its ledger: exact, unbiased, ratio or biased."""
+    prompts_generated: float
+    completions_generated: float
+    completions_trained: float
+    tokens_generated: float
+    tokens_trained: float
+    step_s: float
+    scale: float
+    """sum W s^2 / sum s^2, s the gradient-norm proxy of docs/pruning.md: about how long the expected gradient is,
+    relative to the full batch's. 1 for an unbiased method, up to the noise of the draws."""
+    variance_ratio: float
+    """sum W^2 s^2 over the trained completions / sum s^2 over all nominal ones / scale^2: the growth of the
+    gradient's variance at equal length, if completions' gradients are uncorrelated."""
+    imputed_share: float
+    """Groups whose outcome was not recorded at that step and came from another visit."""
+    without_gradient: float
+    """Share of all nominal tokens in completions without an advantage: what can be dropped exactly."""
+    prompt_effect: tuple[float, float, float] | None
+    """Growth of the variance by skipping prompts as the method measured it last, its standard error, and the growth by
+    random skipping at the same cost; None where it measures none."""
+
+
+def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | None) -> CostModel:
+    """A cost model from the trace's own seconds; a given cost (seconds for 1,000 tokens) replaces the measured one.
+
+    The update is taken as proportional to its tokens, and so is generation, but for the floor that the steps show
+    (`pruning/budget.py`). An intercept that is not tested against its error was worse: steps of an unpruned trace have
+    nearly equal token counts, so noise flattens the slope and the intercept absorbs the rest.
+
+    Raises:
+        UserError: a cost is not given, and the trace has no tokens to measure it by.
+    """
+    generated = np.array([step.rollouts.lengths.sum() for step in trace.steps]) / 1000
+    trained = np.array([step.rollouts.lengths.ravel()[step.kept].sum() for step in trace.steps]) / 1000
+    fixed = float(np.mean([step.seconds["other"] for step in trace.steps]))
+    costs = []
+    for given, tokens, name in ((rollout_cost, generated, "rollout"), (update_cost, trained, "update")):
+        if given is not None:
+            costs.append(given)
+            continue
+        if not tokens.any():
+            what = {"rollout": "generated", "update": "trained"}[name]
+            raise UserError(
+                f"nothing was {what} in this trace, so it does not say what a token costs; give --{name}-cost, seconds"
+                " for 1,000 tokens on your machine"
+            )
+        seconds = sum(step.seconds[name] for step in trace.steps)
+        costs.append(seconds / float(tokens.sum()))
+    rollout = RolloutCost.proportional(costs[0])
+    if rollout_cost is None:
+        kept, took = generated / generated.mean(), np.array([step.seconds["rollout"] for step in trace.steps])
+        products = (np.ones_like(kept), kept, took, kept**2, kept * took, took**2)
+        floor, mean_s = floor_share([float(np.sum(each)) for each in products]), float(took.mean())
+        rollout = RolloutCost((0.0, 1000 * float(generated.mean())), (floor * mean_s, mean_s))
+    return CostModel(rollout, costs[1], fixed)
+
+
+def simulate(trace: Trace, method: str, costs: CostModel, watch: Watch = unwatched) -> Prediction:
+    """Replay `method` over the trace.
+
+    Args:
+        watch: shows how many steps have been replayed.
+    """
+    with watch(f"simulating {method}", len(trace.steps), "steps") as advance:
+        return _replay(trace, method, costs, advance)
+
+
+def _replay(trace: Trace, method: str, costs: CostModel, advance: Advance) -> Prediction:
+    config = with_method(trace.config, method)
+    selector = Selector(config, trace.num_prompts, set_sizes=trace.set_sizes, features=trace.features)
+    outcomes = _Outcomes(trace)
+    totals: dict[str, float] = dict.fromkeys(("prompts", "completions", "trained", "generated_t", "trained_t"), 0.0)
+    labels, kept_variance, kept_scale, full_variance, seconds, idle, nominal = {"exact"}, *[0.0] * 6
+    for traced in counted(trace.steps, advance):
+        step = traced.step
+        rollouts = outcomes.of(selector.begin(step).prompt_index, step)
+        rollout_s = costs.rollout.of(float(rollouts.lengths.sum()))
+        while (more := selector.refill(rollouts.rewards, step)) is not None:
+            added = outcomes.of(more.prompt_index, step)
+            rollout_s += costs.rollout.of(float(added.lengths.sum()))
+            rollouts = _append(rollouts, added)
+        decision = selector.finish(rollouts, step)
+        labels.update(row.label for row in decision.ledger)
+        generated, trained = float(rollouts.lengths.sum()), float(rollouts.lengths.ravel()[decision.kept].sum())
+        update_s = costs.update_s(trained)
+        seconds += costs.step_s(rollout_s, update_s)
+        for name, amount in (
+            ("prompts", len(rollouts.rewards)),
+            ("completions", rollouts.rewards.size),
+            ("trained", decision.kept.sum()),
+            ("generated_t", generated),
+            ("trained_t", trained),
+        ):
+            totals[name] += float(amount)
+        scores = _scores(decision, rollouts)
+        step_variance = float(np.sum(np.square(decision.weight * scores)))
+        kept_variance += step_variance
+        kept_scale += float(np.sum(decision.weight * np.square(scores)))
+        everything = outcomes.of(decision.offered[: selector.prompts_per_step], step)
+        scores = selector.full_scores(everything)
+        full_variance += float(np.sum(np.square(scores)))
+        idle, nominal = idle + float(everything.lengths[scores == 0].sum()), nominal + float(everything.lengths.sum())
+        selector.feedback(StepCost(step, rollout_s, update_s, costs.fixed_s, step_variance**0.5))
+    count = len(trace.steps)
+    scale = kept_scale / full_variance if full_variance else 1.0
+    worst = max(labels, key=("exact", "unbiased", "ratio", "biased").index)
+    return Prediction(
+        method=method,
+        label=worst,
+        prompts_generated=totals["prompts"] / count,
+        completions_generated=totals["completions"] / count,
+        completions_trained=totals["trained"] / count,
+        tokens_generated=totals["generated_t"] / count,
+        tokens_trained=totals["trained_t"] / count,
+        step_s=seconds / count,
+        scale=scale,
+        variance_ratio=kept_variance / full_variance / scale**2 if full_variance and scale else 1.0,
+        imputed_share=outcomes.imputed / max(outcomes.asked, 1),
+        without_gradient=idle / max(nominal, 1.0),
+        prompt_effect=_prompt_effect(decision),
+    )
+
+
+def like_for_like(one: Prediction, base: Prediction) -> tuple[float, float] | None:
+    """How much sooner than `base` it is where `base` gets to: between the first and the second figure.
+
+    The second is the quotient of the seconds of a step, for a run that more noise does not slow down (a batch above its
+    critical size). The first also divides by the growth of the variance, for one that noise alone limits: steps needed
+    are proportional to it. None for a biased method, which gets elsewhere.
+
+    Example: steps of 10 s and 4 s, 1.25 times the variance: 2.0 to 2.5.
+    """
+    if one.label == "biased":
+        return None
+    faster = base.step_s / one.step_s
+    return faster / max(one.variance_ratio / base.variance_ratio, 1.0), faster
+
+
+def limits(predictions: list[Prediction], costs: CostModel) -> list[str]:
+    """What bounds the gain on this trace, from the first method (meant to be unpruned), a line each."""
+    base = predictions[0]
+    rollout_s, update_s = costs.rollout.of(base.tokens_generated), costs.update_s(base.tokens_trained)
+    share = 1.0 - update_s / (rollout_s + update_s + costs.fixed_s)
+    exact = 1.0 / (share + (1.0 - share) * (1.0 - base.without_gradient))
+    lines = [
+        f"{share:.0%} of a step of {base.method} is rollout and what is fixed: dropping completions alone is at most"
+        f" {1.0 / share:.2f}x; {base.without_gradient:.0%} of the tokens have no gradient, and dropping just those,"
+        f" which is exact, is {exact:.2f}x"
+        if base.tokens_trained == base.tokens_generated
+        else f"no limits can be told: {base.method}, the first method, prunes; begin --methods with grpo"
+    ]
+    if base.tokens_trained == base.tokens_generated and share > _MOSTLY_ROLLOUT:
+        lines.append("pruning completions cannot help here: rollouts are what takes the time")
+    for one in predictions:
+        if one.prompt_effect and one.prompts_generated < base.prompts_generated:
+            realised, error, uniform = one.prompt_effect
+            verdict = "helps" if realised + error < uniform else "does not help here, a smaller batch would do as well"
+            lines.append(
+                f"{one.method}: skipping prompts has {realised:.2f} +- {error:.2f} times the variance, random skipping"
+                f" at the same cost {uniform:.2f}: the score {verdict}"
+            )
+    return lines
+
+
+def _prompt_effect(decision: Decision) -> tuple[float, float, float] | None:
+    effect = decision.effect
+    return None if effect is None else (effect.realised, effect.error, effect.uniform)
+
+
+def table(predictions: list[Prediction], costs: CostModel) -> str:
+    """A table to print; speed-up is in seconds a step against the first method. Below it, what limits the gain."""
+    header = (
+        f"{'method':<18}{'label':<10} {'prompts':>8} {'generated':>10} {'trained':>8} {'gen. tok':>9}"
+        f" {'train. tok':>10} {'s/step':>7} {'speed-up':>9} {'like for like':>14} {'scale':>6} {'variance':>9}"
+        f" {'imputed':>8}"
+    )
+    lines = [
+        f"cost model: {1000 * costs.rollout.average:.3g} s for 1,000 generated tokens,"
+        f" {costs.update_s_per_1k_tokens:.3g} s for 1,000 trained tokens, {costs.fixed_s:.3g} s a step",
+        header,
+    ]
+    for p in predictions:
+        alike = like_for_like(p, predictions[0])
+        between = "-" if alike is None else f"{alike[0]:.2f}-{alike[1]:.2f}x"
+        lines.append(
+            f"{p.method:<18}{p.label:<10} {p.prompts_generated:>8.1f} {p.completions_generated:>10.1f}"
+            f" {p.completions_trained:>8.1f} {p.tokens_generated:>9.0f} {p.tokens_trained:>10.0f} {p.step_s:>7.3f}"
+            f" {predictions[0].step_s / p.step_s:>8.2f}x {between:>14} {p.scale:>6.2f} {p.variance_ratio:>9.2f}"
+            f" {p.imputed_share:>7.0%}"
+        )
+    return "\n".join([*lines, *limits(predictions, costs)])
+
+
+def as_json(predictions: list[Prediction], costs: CostModel) -> dict[str, object]:
+    """As JSON, for other tools."""
+    methods = [asdict(p) | {"like_for_like": like_for_like(p, predictions[0])} for p in predictions]
+    described = asdict(costs) | {"rollout_s_per_1k_tokens": 1000 * costs.rollout.average}
+    return {"costs": described, "methods": methods, "limits": limits(predictions, costs)}
+
+
+class _Outcomes:
+    """The outcome of a prompt's rollout at the nearest recorded step."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._visits: dict[int, list[tuple[int, int, int]]] = {}
+        self._steps = trace.steps
+        for position, traced in enumerate(trace.steps):
+            for row, prompt in enumerate(traced.prompt_index.tolist()):
+                self._visits.setdefault(prompt, []).append((traced.step, position, row))
+        self._anything = [visit for visits in self._visits.values() for visit in visits]
+        self._seed = trace.config.seed
+        self.asked = self.imputed = 0
+
+    def of(self, prompts: IntArray, step: int) -> Rollouts:
+        """Outcomes [K, G] of `prompts` at `step`; a prompt never recorded borrows another prompt's visit."""
+        places = [self._nearest(prompt, step) for prompt in prompts.tolist()]
+        self.asked += len(places)
+        self.imputed += sum(at != step for at, _, _ in places)
+        columns = ("rewards", "lengths", "surprisal")
+        empty = self._steps[0].rollouts
+        return Rollouts(
+            *(
+                np.stack([getattr(self._steps[position].rollouts, name)[row] for _, position, row in places])
+                if places
+                else getattr(empty, name)[:0]
+                for name in columns
+            )
+        )
+
+    def _nearest(self, prompt: int, step: int) -> tuple[int, int, int]:
+        visits = self._visits.get(prompt)
+        if visits is None:
+            any_visit = int(generator(self._seed, "simulate", prompt).integers(len(self._anything)))
+            return (-1, *self._anything[any_visit][1:])
+        return min(visits, key=lambda visit: abs(visit[0] - step))
+
+
+def _append(first: Rollouts, second: Rollouts) -> Rollouts:
+    return Rollouts(
+        np.concatenate([first.rewards, second.rewards]),
+        np.concatenate([first.lengths, second.lengths]),
+        np.concatenate([first.surprisal, second.surprisal]),
+    )
+
+
+def _scores(decision: Decision, rollouts: Rollouts) -> FloatArray:
+    scores: FloatArray = np.abs(decision.advantages) * rollouts.surprisal.ravel() / decision.denominator
+    return scores

@@ -1,0 +1,226 @@
+"""One look at a run as a picture for the terminal: rich's tables and texts, made from values alone.
+
+What models wrote is shown without control characters: a completion could hold escape sequences, and a terminal obeys.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.box import ASCII, ROUNDED
+from rich.console import Group, OverflowMethod, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from dppo_megatron.rollout.servers.health_file import ServerHealth
+from dppo_megatron.texts import one_line
+from dppo_megatron.workbench.report.findings import findings
+from dppo_megatron.workbench.report.read import RunRecord, finite_number
+from dppo_megatron.workbench.watch.latest import Latest, Sampled
+from dppo_megatron.workbench.watch.sparkline import BLOCKS, PLAIN, sparkline, widths
+
+_STATE = {"finished": "green", "running": "cyan", "stopped": "yellow", "crashed": "bold red"}
+_SERVER = {"live": "green", "stale": "yellow", "out": "bold red"}
+_LEVEL = {"bad": "bold red", "warning": "yellow", "note": "dim"}
+_PHASES = ("rollout", "reward", "select", "prune", "exchange", "update", "sync")
+_COLOURS = ("blue", "magenta", "bright_black", "yellow", "bright_black", "green", "cyan", "white")
+_RECENT = 20
+"""Steps that the time left and the split of the time are taken from."""
+_CURVES = (
+    ("reward", "reward/mean", ".3f"),
+    ("length", "rollout/completion_tokens_mean", ".0f"),
+    ("truncated", "rollout/truncated_share", ".1%"),
+    ("entropy", "train/entropy", ".3f"),
+    ("gradient norm", "train/grad_norm", ".2f"),
+    ("seconds per step", "time/step_s", ".2f"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How much room there is, and what the terminal can show."""
+
+    width: int = 100
+    members: int = 4
+    """Completions of the group that is shown."""
+    unicode: bool = True
+    colour: bool = True
+
+
+def frame(record: RunRecord, latest: Latest, view: View) -> RenderableType:
+    """The whole picture."""
+    parts: list[RenderableType] = [_head(record, latest, view)]
+    if len(record.steps) > 1:
+        parts += [_curves(record, view), _time_split(record, view), _pruning(record)]
+    parts += _evaluations(record)
+    servers, age_s = latest.servers()
+    if servers and record.status != "finished":
+        parts.append(_servers(servers, age_s))
+    if latest.samples.members:
+        parts.append(_samples(latest.samples, view))
+    parts += _warnings(record)
+    return Group(*parts)
+
+
+def seconds_left(record: RunRecord, total_steps: int) -> float | None:
+    """Steps that remain, times the median of the last ones; None while there are none."""
+    recent = [one for one in record.columns.get("time/step_s", [])[-_RECENT:] if one is not None]
+    if not recent or record.status in ("finished", "crashed", "stopped"):
+        return None
+    return max(0, total_steps - record.steps[-1]) * statistics.median(recent)
+
+
+def duration(seconds: float) -> str:
+    """Example: 3725 -> `1 h 02 min`."""
+    whole = round(seconds)
+    if whole >= 86400:
+        return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
+
+
+def _head(record: RunRecord, latest: Latest, view: View) -> RenderableType:
+    step, total = (record.steps or [0])[-1], int(finite_number(latest.setting("steps", 0)) or 0)
+    line = Text(f"step {step}" + (f" of {total}" if total else ""))
+    if (left := seconds_left(record, total)) is not None and total:
+        line.append(f", about {duration(left)} left")
+    spent = sum(one or 0.0 for one in record.columns.get("time/step_s", []))
+    line.append(f"   {duration(spent)} of RL", style="dim")
+    idle_s = latest.idle_s()
+    if record.status == "running" and idle_s is not None:
+        line.append(f", last step {duration(idle_s)} ago" if record.steps else "", style="dim")
+    if not record.steps:
+        line = Text("no step yet: loading, warm start, or the evaluation before RL")
+    methods = [str(latest.setting(f"pruning.{level}.method", "?")) for level in ("prompt", "completion")]
+    model = str(latest.setting("model.hf_path", "?")).rstrip("/").rpartition("/")[2]
+    what = f"{model}, {latest.setting('rollout.engine', '?')}, pruning {' / '.join(methods)}"
+    done, rest = widths([step, max(0, total - step)], max(10, view.width - 6))
+    bar = Text.assemble(
+        ("━" if view.unicode else "=") * done, (("─" if view.unicode else "-") * rest, "dim"), style="cyan"
+    )
+    title = Text.assemble((_line(record.name), "bold"), "  ", (record.status, _STATE.get(record.status, "")))
+    inside = Group(line, bar, Text(_line(what), style="dim"))
+    box = ROUNDED if view.unicode else ASCII
+    return Panel(inside, box, title=title, title_align="left", width=view.width)
+
+
+def _curves(record: RunRecord, view: View) -> RenderableType:
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(style="cyan", no_wrap=True)
+    for _ in range(2):
+        table.add_column(justify="right", no_wrap=True)
+    levels = BLOCKS if view.unicode else PLAIN
+    for name, key, form in _CURVES:
+        values = record.columns.get(key, [])
+        present = [one for one in values if one is not None]
+        if present:
+            span = f"{format(min(present), form)} to {format(max(present), form)}"
+            drawn = sparkline(values, max(10, view.width - 48), levels)
+            table.add_row(name, drawn, format(present[-1], form), Text(span, style="dim"))
+    return table
+
+
+def _time_split(record: RunRecord, view: View) -> RenderableType:
+    """Where the seconds of the last steps went, as a bar and in words."""
+    means = {name: _recent(record, f"time/{name}_s") for name in _PHASES}
+    whole = _recent(record, "time/step_s") or sum(value or 0.0 for value in means.values())
+    known = {name: value for name, value in means.items() if value and value >= 0.01 * whole}
+    rest = whole - sum(known.values())
+    known |= {"other": rest} if rest >= 0.01 * whole else {}
+    bar, legend = Text(), Text()
+    lengths = widths(list(known.values()), max(20, view.width - 4))
+    for (name, value), length in zip(known.items(), lengths, strict=True):
+        colour = _COLOURS[_PHASES.index(name) if name in _PHASES else -1]
+        bar.append(("█" if view.colour and view.unicode else name[0]) * length, style=colour)
+        legend.append("■ " if view.colour and view.unicode else "", style=colour)
+        legend.append(f"{name} {value:.2f} s  ")
+    return Group(Text(f" time per step, mean of the last {_RECENT}", style="bold"), Text(" ") + bar, Text(" ") + legend)
+
+
+def _pruning(record: RunRecord) -> RenderableType:
+    parts = []
+    pairs = (
+        ("prompts", "prune/prompts_generated", "prune/prompts_considered", "rolled out"),
+        ("completions", "prune/completions_trained", "prune/completions_generated", "trained on"),
+    )
+    for name, above, below, word in pairs:
+        kept, of = _recent(record, above), _recent(record, below)
+        if kept is not None and of:
+            parts.append(f"{kept / of:.0%} of {name} {word}")
+    if (share := _recent(record, "prune/ess_share")) is not None:
+        parts.append(f"ESS {share:.0%}")
+    if (fill := _recent(record, "pack/fill")) is not None:
+        parts.append(f"micro-batches {fill:.0%} full")
+    return Text.assemble((" pruning  ", "bold"), ", ".join(parts))
+
+
+def _evaluations(record: RunRecord) -> Iterator[RenderableType]:
+    for key, values in record.columns.items():
+        if key.startswith("eval/") and key.endswith("/pass@1"):
+            scored = [(step, one) for step, one in zip(record.steps, values, strict=True) if one is not None]
+            if scored:
+                shown = "  ".join(f"{one:.1%} (step {step})" for step, one in scored[-4:])
+                yield _indented((f"{_line(key.split('/')[1])} pass@1  ", "bold"), shown)
+
+
+def _servers(servers: Sequence[ServerHealth], age_s: float) -> RenderableType:
+    title = f"servers, {duration(age_s)} ago"
+    table = Table(box=None, padding=(0, 1), title=title, title_justify="left", title_style="bold")
+    for name in ("address", "state", "completions in flight", "outages"):
+        table.add_column(name, header_style="dim", no_wrap=name == "address")
+    for one in servers:
+        state = "asleep" if one.asleep else _line(one.state)
+        words = Text(state, style=_SERVER.get(one.state, "")) + Text(f" {_line(one.reason)}" if one.reason else "")
+        table.add_row(Text(_line(one.url)), words, str(one.completions), str(one.outages))
+    return table
+
+
+def _samples(samples: Sampled, view: View) -> RenderableType:
+    """A prompt, its best completion, and then its worst ones."""
+    members = sorted(samples.members, key=lambda one: -1e30 if one["reward"] is None else one["reward"], reverse=True)
+    shown = [*members[:1], *members[:0:-1]][: view.members]
+    table = Table(box=None, padding=(0, 1), show_header=False, width=view.width)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    table.add_column(no_wrap=True)
+    cut: OverflowMethod = "ellipsis" if view.unicode else "crop"
+    table.add_column(no_wrap=True, overflow=cut, ratio=1)
+    mark = ("■", "□") if view.unicode else ("+", "-")
+    for one in shown:
+        reward = "failed" if one["reward"] is None else f"{one['reward']:.2f}"
+        kept = f"weight {one['weight']:.2f}" if one["kept"] else "pruned"
+        text = _line(one["text"] or "")
+        table.add_row(
+            Text(mark[0] if one["kept"] else mark[1], style="green" if one["reward"] else ""),
+            reward,
+            Text(_line(f"{kept} ({one['why']}), {one['tokens']} tokens"), style="dim"),
+            Text(text if len(text) < 400 else f"{text[:80]} ... {text[-300:]}"),
+        )
+    prompt = Text(f" {_line(samples.prompt)}", style="italic", no_wrap=True, overflow=cut)
+    return Group(Text(f" samples of step {samples.step}", style="bold"), prompt, table)
+
+
+def _warnings(record: RunRecord) -> Iterator[RenderableType]:
+    for one in findings(record)[:5]:
+        at = f" (step {one.steps})" if one.steps else ""
+        yield _indented((f"{one.level}: ", _LEVEL[one.level]), _line(one.text), (at, "dim"))
+
+
+def _indented(*parts: str | tuple[str, str]) -> RenderableType:
+    """Text no line of which starts at the margin, as those of a log do."""
+    return Padding.indent(Text.assemble(*parts), 1)
+
+
+def _line(text: str) -> str:
+    return one_line(text, 1_000_000)
+
+
+def _recent(record: RunRecord, key: str) -> float | None:
+    values = [one for one in record.columns.get(key, [])[-_RECENT:] if one is not None]
+    return sum(values) / len(values) if values else None
