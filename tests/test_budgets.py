@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from dppo_megatron.config.data import TrainSetConfig, check_data, train_set_configs
+from dppo_megatron.config.data import TrainSetConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.sets import check_data, train_set_configs
 from dppo_megatron.data.rows import read_file
 from dppo_megatron.data.sets import ProblemSet, load_set, stop_token_ids
 from dppo_megatron.rewards.functions import NamedFunction

@@ -23,7 +23,7 @@ from torch import float32
 
 from dppo_megatron.types import UserError, unwatched
 from dppo_megatron.weights.architecture import read_architecture
-from dppo_megatron.weights.hf_files import HFWriter, check_assets, copy_assets
+from dppo_megatron.weights.hf_files import HFWriter, assets, copy_assets
 from dppo_megatron.workbench.cli import main
 
 pytestmark = pytest.mark.slow
@@ -197,7 +197,7 @@ def test_no_copy_of_a_model_leaves_its_directory(tmp_path: Path) -> None:
     for number, path in enumerate(sorted(model.iterdir())):
         path.rename(blobs / str(number))
         path.symlink_to(f"../../blobs/{number}")
-    check_assets(model)
+    assets(model)
     (tmp_path / "alias").symlink_to(model)
     for source in (model, tmp_path / "alias"):
         copy = tmp_path / f"copy of {source.name}"
@@ -210,7 +210,7 @@ def test_no_copy_of_a_model_leaves_its_directory(tmp_path: Path) -> None:
         (model / "extra.json").symlink_to(target)
         assert (model / "extra.json").read_text() == "a key"
         with pytest.raises(UserError, match=r"extra\.json is a link to a file outside of the model's directory"):
-            check_assets(model)
+            assets(model)
         with pytest.raises(UserError, match="outside of the model's directory"):
             HFWriter(tmp_path / "hf", model, read_architecture(model), float32)
         assert not (tmp_path / "hf.incomplete").exists()

@@ -214,7 +214,7 @@ class RunProgress:
         left_s = (now - began) / max(step - first, 1) * (self._total - step)
         left = f", about {duration(left_s)} left" if first < step < self._total else ""
         shown = f"{step} of {self._total} steps{left}  {text}"
-        self._bars.update(self._steps, completed=step, description=one_line(shown), refresh=True)
+        self._bars.update(self._steps, completed=step, description=shown, refresh=True)
 
     def close(self) -> None:
         """End the bar, leaving it on the screen."""

@@ -34,7 +34,7 @@ from dppo_megatron.types import BoolArray, Completion, FloatArray, Group, IntArr
 SAMPLES = "samples"
 """Name of the directory inside the run directory."""
 _NAME = re.compile(r"steps_(\d+)-(\d+)\.rank(\d+)\.parquet")
-_INCOMPLETE = re.compile(r"\.steps_\d+-\d+\.rank\d+\.parquet\.\d+\.new")
+_INCOMPLETE = re.compile(r"\.steps_\d+-\d+\.rank\d+\.parquet(\.\d+)?\.new")
 _MERGE = 64
 """Steps in a merged file."""
 _QUEUE = 4
