@@ -22,6 +22,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.config.sets import check_data, train_set_configs
 from dppo_megatron.data.rows import read_file
 from dppo_megatron.data.sets import ProblemSet, load_set, stop_token_ids
+from dppo_megatron.data.templates import check_template
 from dppo_megatron.rewards.functions import NamedFunction
 from dppo_megatron.rewards.pool import GraderPool, GradeTask
 from dppo_megatron.types import UserError
@@ -63,7 +64,6 @@ ENDLESS = {
     "loops": "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
     "a billion of something": "{% for a in range(1000) %}{% for b in range(1000000) %}{% endfor %}{% endfor %}",
     "growing text": "{% set n = namespace(t='x') %}{% for a in range(99999) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
-    "a tower of powers": "{{ 7 ** (7 ** 9) }}",
     "itself": "{% macro m(n) %}{{ m(n) }}{{ m(n) }}{% endmacro %}{{ m(1) }}",
 }
 
@@ -84,13 +84,32 @@ def test_a_chat_template_that_computes_without_end(
         assert stop_token_ids(config, tokenizer) == ()
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz"])
-@pytest.mark.parametrize("filling", [b"\n", b" ", b"\0", b"["], ids=ascii)
-def test_a_gzip_file_that_unpacks_to_a_gigabyte(name: str, filling: bytes, tmp_path: Path) -> None:
+def test_a_chat_template_that_raises_to_a_power(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """One operation without end; two asterisks in its text are none."""
+    settings = {"s": TrainSetConfig(path=str(tmp_path / "a.jsonl"), template="chat_boxed")}
+    config = Config()
+    config.data.train_sets = settings
+    tokenizer.chat_template = "{{ 7 ** (7 ** 9) }}"
+    with pytest.raises(UserError, match=r"raises to a power \(\*\*\)"):
+        check_template(train_set_configs(config)["s"], tokenizer)
+    tokenizer.chat_template = "**Question** {{ messages[0]['content'] }}"
+    check_template(train_set_configs(config)["s"], tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "filling"),
+    [
+        *(("a.jsonl.gz", filling) for filling in (b"\n", b" ", b"[")),
+        *(("a.json.gz", filling) for filling in (b" ", b"[")),
+        *(("a.csv.gz", filling) for filling in (b"\n", b"\0")),
+    ],
+    ids=ascii,
+)
+def test_a_gzip_file_that_unpacks_to_a_thousand_times_its_size(name: str, filling: bytes, tmp_path: Path) -> None:
     head = {"a.jsonl.gz": b'{"problem": "x", "answer": "1"}\n', "a.json.gz": b"[", "a.csv.gz": b"problem,answer\n"}
     with gzip.open(tmp_path / name, "wb", compresslevel=1) as file:
         file.write(head[name])
-        for _ in range(64):
+        for _ in range(8):
             file.write(filling * (2**24 // len(filling)))
     with within_limit(), pytest.raises(UserError, match=r"a\.\w+\.gz"):
         list(read_file(str(tmp_path / name)))
@@ -104,7 +123,7 @@ def test_text_that_is_repeated_is_no_bomb(tmp_path: Path) -> None:
     assert sum(1 for _ in read_file(str(tmp_path / "a.jsonl.gz"))) == 10_000
 
 
-@pytest.mark.parametrize("piece", ["x", "1 + ", " ", "数"])
+@pytest.mark.parametrize("piece", ["x", "1 + ", "数"])
 def test_a_problem_of_60_megabytes(piece: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     """Neither tokenized nor an error of the tokenizer's: left out, or named with its length."""
     rows = [{"problem": "1+1?", "answer": "2"}, {"problem": piece * (60_000_000 // len(piece.encode())), "answer": "2"}]

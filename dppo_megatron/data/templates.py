@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import resource
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jinja2 import Environment, TemplateSyntaxError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from dppo_megatron.config.sets import ResolvedSet
@@ -37,12 +39,24 @@ def check_template(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) ->
             f"{settings.key}: the prompt wants a chat template (apply_chat_template or a named template), but the"
             " model's tokenizer has none; use a plain one (template=plain_boxed), or add a chat_template.jinja"
         )
+    if _raises_to_powers(source):
+        raise UserError(
+            f"{settings.key}: the tokenizer's chat template raises to a power (**), which no prompt needs and which may"
+            " never end; remove it"
+        )
     for name in template.chat_template_kwargs:
         if not re.search(rf"\b{re.escape(name)}\b", source):
             raise UserError(
                 f"{settings.key}: chat_template_kwargs.{name} means nothing to this tokenizer's chat template, which"
                 " never reads it; correct its name, or use a template without it (template=chat_boxed)"
             )
+
+
+def _raises_to_powers(source: str) -> bool:
+    """A power of two small numbers is one operation of C that no signal interrupts."""
+    with contextlib.suppress(TemplateSyntaxError):  # transformers names the mistake when it renders
+        return any((kind, text) == ("operator", "**") for _, kind, text in Environment().lex(source))
+    return False
 
 
 def chat_template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
