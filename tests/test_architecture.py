@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "dppo_megatron"
-GROUND = {"types", "config", "randomness", "safe_pickle"}
+GROUND = {"types", "config", "randomness", "safe_pickle", "children", "frames"}
 
 
 def _table(marker: str) -> dict[str, set[str]]:

@@ -25,9 +25,10 @@ from transformers import AutoModelForCausalLM
 
 from dppo_megatron.accept.child import Sheet
 from dppo_megatron.accept.machine import this_site
-from dppo_megatron.accept.runner import python_of_ours, tests_directory
+from dppo_megatron.accept.runner import tests_directory
 from dppo_megatron.accept.workload import RandomWeights
 from dppo_megatron.actor.layout import start_process_group, stop_process_group
+from dppo_megatron.children import python_command
 from dppo_megatron.config import load_config
 from dppo_megatron.config.shipped import shipped
 from dppo_megatron.data.arithmetic import write_task
@@ -219,7 +220,7 @@ def _serving(sheet: Sheet, *arguments: str) -> dict[str, Any]:
 
 
 def _train(settings: dict[str, Any], ranks: int = 1) -> list[str]:
-    return [*python_of_ours(ranks), "dppo_megatron", "train", _CONFIG, *(f"{k}={v}" for k, v in settings.items())]
+    return python_command("dppo_megatron", "train", _CONFIG, *(f"{k}={v}" for k, v in settings.items()), ranks=ranks)
 
 
 def _metrics(files: Path) -> dict[int, dict[str, Any]]:
