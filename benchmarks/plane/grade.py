@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.rewards.grading import GradeInClient
+from dppo_megatron.rewards.pool import GraderPool
 from dppo_megatron.types import GradeTask, Prompt
 from plane.canned import COUNT, Canned
 from plane.clients import Intake
@@ -48,9 +49,12 @@ def run(smoke: bool) -> list[Bar]:
 
 def _lanes_take(function: str, texts: list[str], timeout_s: float) -> float:
     """Seconds that grading `texts` takes, in groups of 16; processes have started before."""
-    hook = GradeInClient(RewardConfig(function=f"plane_grader:{function}", processes=_LANES, timeout_s=timeout_s))()
+    reward = RewardConfig(function=f"plane_grader:{function}", processes=_LANES, timeout_s=timeout_s)
+    hook = GradeInClient(reward)()
+    assert isinstance(hook, GraderPool)
     groups = [texts[start : start + COUNT] for start in range(0, len(texts), COUNT)]
-    hook.grade([GradeTask("", "")] * 8 * _LANES)
+    while sum(not process.is_fresh for process in hook.processes) < _LANES:
+        hook.grade([GradeTask("", "")] * 8 * _LANES)
     began = time.monotonic()
     for graded in [hook.submit([GradeTask(text, "") for text in group]) for group in groups]:
         graded.result()

@@ -91,12 +91,9 @@ class _Batch:
 class _Sample:
     batch: _Batch
     index: int
+    task: GradeTask
     is_suspect: bool = False
     """It may have ended a process: it is graded alone, and the next process that ends with it was ended by it."""
-
-    @property
-    def task(self) -> GradeTask:
-        return self.batch.tasks[self.index]
 
 
 class GraderPool:
@@ -157,7 +154,7 @@ class GraderPool:
         self._leave_what_a_fork_copied()
         batch = _Batch(tasks)
         with self._changed:
-            self._waiting.extend(_Sample(batch, index) for index in range(len(tasks)))
+            self._waiting.extend(_Sample(batch, index, task) for index, task in enumerate(tasks))
             free = sum(not lane.chunk for lane in self._lanes)
             for _ in range(min(self.num_processes - len(self._lanes), len(self._waiting) - free)):
                 self._lanes.append(_Lane(self))
@@ -203,8 +200,8 @@ class GraderPool:
         return True
 
     def _next_chunk(self) -> list[_Sample]:
-        waiting = self._waiting
-        most = max(1, min(math.ceil(len(waiting) / len(self._lanes)), int(_CHUNK_S / self.seconds_each)))
+        waiting, free = self._waiting, sum(not lane.chunk for lane in self._lanes)
+        most = max(1, min(math.ceil(len(waiting) / free), int(_CHUNK_S / self.seconds_each)))
         chunk, size = [waiting.popleft()], 0
         while waiting and len(chunk) < most and not (chunk[0].is_suspect or waiting[0].is_suspect):
             size += len(waiting[0].task.completion)
@@ -263,6 +260,8 @@ class _Lane:
     def __init__(self, pool: GraderPool) -> None:
         self._pool = pool
         self.process: GraderProcess | None = None
+        self._spare: GraderProcess | None = None
+        """Started when a sample had used half of its time: it replaces a process that is killed without a wait."""
         self.chunk: list[_Sample] = []
         """What it has taken and neither settled nor put back; `GraderPool.take` fills it."""
         self._thread = threading.Thread(target=self._run, name="grades", daemon=True)
@@ -285,6 +284,8 @@ class _Lane:
                     self._grade(self.process)
         except BaseException as raised:  # else the callers would wait for ever
             error = raised
+        self._discard()
+        self.process, self._spare = self._spare, None
         self._discard()
         self._pool.leave(self, error)
 
@@ -311,7 +312,8 @@ class _Lane:
     def _wait_ready(self) -> str:
         """Start it; what went wrong, or nothing. Raises OSError."""
         pool = self._pool
-        self.process = process = GraderProcess(pool.functions, pool.memory_mb)
+        self.process = process = self._spare or GraderProcess(pool.functions, pool.memory_mb)
+        self._spare = None
         if pool.is_closing:  # `kill` came before there was a process
             process.kill()
         deadline = time.monotonic() + _START_S
@@ -355,6 +357,11 @@ class _Lane:
                 self._pool.put_back(self.chunk[at + 1 :])
                 del self.chunk[at + 1 :]
             until_s = since_s + timeout_s
+            if self._spare is None and now >= since_s + timeout_s / 2:
+                with suppress(OSError):  # no room for it: then it is started when it is needed, if there is room
+                    self._spare = GraderProcess(self._pool.functions, self._pool.memory_mb)
+            elif self._spare is None:
+                until_s = since_s + timeout_s / 2
             if len(self.chunk) > process.answered + 1:
                 until_s = min(until_s, now + _SLOW_S)
             try:
