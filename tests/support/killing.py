@@ -75,7 +75,7 @@ def _arm(run: Any, kill: Kill) -> None:
         "warm_start": (run.loop.actor, "update"),
         "select": (run.loop, "_select"),
         "generate": (run.loop, "generate"),
-        "reward": (run.loop.job.grade.__class__, "grade"),
+        "reward": (run.loop._engine, "_grade"),
         "update": (run.loop, "update"),
         "sync": (run.loop, "sync"),
         "record": (run, "record"),
