@@ -70,7 +70,9 @@ def _with_grader(
 ) -> Figures:
     grader = make_grader(RewardConfig(function=function, processes=processes, timeout_s=timeout_s))
     try:
-        grader.grade([GradeTask("1", "1")] * processes)  # started, its module imported
+        assert isinstance(grader, GraderPool)
+        while sum(not process.is_fresh for process in grader.processes) < processes:  # all started, modules imported
+            grader.grade([GradeTask("1", "1")] * processes)
         return measure(grader)
     finally:
         grader.close()

@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 import resource
-from pathlib import Path
 
 from dppo_megatron.types import UserError
 
@@ -65,15 +64,6 @@ def launched_here() -> int:
 def is_on_one_machine() -> bool:
     """Whether the launcher says that all processes of the job are on this machine, as one process always is."""
     return launched_world_size() == launched_here()
-
-
-def environment_of_ours() -> dict[str, str]:
-    """For a Python that runs this package: it is found where it is now. To be started with -P: a `json.py` in the
-    working directory is none of ours."""
-    root = Path(__file__).resolve().parents[1]
-    if root.name in ("site-packages", "dist-packages"):  # found anyway; a server's Python has packages of its own
-        return dict(os.environ)
-    return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
 
 
 def check_launched() -> None:

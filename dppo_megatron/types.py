@@ -97,6 +97,24 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class GradeTask:
+    """One completion to grade."""
+
+    completion: str
+    answer: str
+    """The reference."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The other fields of the problem's row; sent only to graders that ask for it."""
+    label: str = ""
+    """Names it in the log."""
+
+    @staticmethod
+    def of(prompt: Prompt, completion: str, index: int) -> GradeTask:
+        """To grade the text of a prompt's completion `index`."""
+        return GradeTask(completion, prompt.answer, prompt.row, f"prompt {prompt.index}, completion {index}")
+
+
+@dataclass(frozen=True, slots=True)
 class Grade:
     """What a grader says of one completion."""
 

@@ -60,7 +60,7 @@ def fake_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     monkeypatch.setattr(runner, "CHILD", "child")
-    monkeypatch.setattr(runner, "environment_of_ours", lambda: dict(os.environ) | {"PYTHONPATH": str(tmp_path)})
+    monkeypatch.setattr(runner, "package_environment", lambda: dict(os.environ) | {"PYTHONPATH": str(tmp_path)})
 
 
 def _row(record: Record, step: str, what: str) -> tuple[str, str]:

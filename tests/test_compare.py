@@ -21,8 +21,8 @@ from scipy import stats
 from scipy.ndimage import uniform_filter1d
 from support.job import REPOSITORY, settings, write_job_files
 
+from dppo_megatron.children import package_environment
 from dppo_megatron.config import Config, load_config
-from dppo_megatron.launched import environment_of_ours
 from dppo_megatron.types import GuardStop, UserError
 from dppo_megatron.workbench.compare.arms import parse_arms
 from dppo_megatron.workbench.compare.page import write_page
@@ -456,15 +456,15 @@ def test_a_run_is_found_and_not_shadowed(tmp_path: Path, monkeypatch: pytest.Mon
     lines: list[str] = []
     in_a_process(tmp_path, ["completion", "bash"], lines.append)
     assert "complete" in "".join(lines)
-    assert "PYTHONSAFEPATH" not in environment_of_ours()
+    assert "PYTHONSAFEPATH" not in package_environment()
 
 
 def test_an_installed_package_leaves_the_import_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launched server inherits it, whose Python may be another: the trainer's site-packages must not stand before its
     own."""
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    monkeypatch.setattr("dppo_megatron.launched.__file__", "/checkout/dppo_megatron/launched.py")
-    assert environment_of_ours()["PYTHONPATH"] == f"/checkout{os.pathsep}/mine"
+    monkeypatch.setattr("dppo_megatron.children.__file__", "/checkout/dppo_megatron/children.py")
+    assert package_environment()["PYTHONPATH"] == f"/checkout{os.pathsep}/mine"
     for where in ("site-packages", "dist-packages"):
-        monkeypatch.setattr("dppo_megatron.launched.__file__", f"/venv/lib/{where}/dppo_megatron/launched.py")
-        assert environment_of_ours() == dict(os.environ)
+        monkeypatch.setattr("dppo_megatron.children.__file__", f"/venv/lib/{where}/dppo_megatron/children.py")
+        assert package_environment() == dict(os.environ)

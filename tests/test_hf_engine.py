@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,10 @@ from support.tiny import FAMILIES, write_model
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.randomness import generator, uniform_rows
-from dppo_megatron.rollout.client.grading import ToGrade
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import HFEngine, cut
 from dppo_megatron.rollout.kv_cache import KeyValues, Moves
-from dppo_megatron.types import Grade, Prompt
+from dppo_megatron.types import Grade, GradeTask, Prompt
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.workbench.quickstart.tiny_model import make_tokenizer
 
@@ -42,14 +43,14 @@ def _reference(model: torch.nn.Module, request: Request, sampling: Sampling, eos
     return tokens
 
 
-def _engine(path: Path, grade: Callable[[Sequence[ToGrade]], list[Grade]] | None = None, batch: int = 64) -> HFEngine:
+def _engine(path: Path, grade: Callable[[Sequence[GradeTask]], list[Grade]] | None = None, batch: int = 64) -> HFEngine:
     engine = HFEngine(
         read_architecture(path),
         make_tokenizer(),
         dtype=torch.float32,
         device=torch.device("cpu"),
         max_concurrent_sequences=batch,
-        grade=grade,
+        grade=grade and partial(ThreadPoolExecutor(1).submit, grade),
     )
     weights = load_file(path / "model.safetensors")
     engine.load_weights(lambda: weights.items())
@@ -161,8 +162,8 @@ def test_cache_holds_what_was_appended_to_each_row_that_still_runs(seed: int) ->
         expected = expected[:, :, [before.tolist().index(row) for row in rows.tolist()]]
 
 
-def _length_of(tasks: Sequence[ToGrade]) -> list[Grade]:
-    return [Grade(float(len(task.text)) + task.prompt.index + task.completion_index) for task in tasks]
+def _length_of(tasks: Sequence[GradeTask]) -> list[Grade]:
+    return [Grade(float(len(task.completion)), extracted=task.label) for task in tasks]
 
 
 def test_what_has_ended_is_graded_while_the_rest_is_generated(tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_what_has_ended_is_graded_while_the_rest_is_generated(tmp_path: Path) ->
     path = write_model(tmp_path / "model")
     graded, events = threading.Event(), list[str]()
 
-    def grade(tasks: Sequence[ToGrade]) -> list[Grade]:
+    def grade(tasks: Sequence[GradeTask]) -> list[Grade]:
         events.append("grade")
         graded.set()
         return _length_of(tasks)
@@ -198,15 +199,15 @@ def test_what_has_ended_is_graded_while_the_rest_is_generated(tmp_path: Path) ->
     assert set(grades) == set(completions)
     for position, completion in completions.items():
         asked = requests[position]
-        expected = _length_of([ToGrade(asked.prompt, asked.completion_index, completion.text)])[0]
-        assert grades[position] == expected
+        label = f"prompt {asked.prompt.index}, completion {asked.completion_index}"
+        assert grades[position] == Grade(float(len(completion.text)), extracted=label)
     assert engine.take_grades() == {}, "grades are taken once"
 
 
 def test_a_grader_that_raises_is_heard_when_grades_are_taken(tmp_path: Path) -> None:
     """And what was begun before is no part of the next round."""
 
-    def broken(tasks: Sequence[ToGrade]) -> list[Grade]:
+    def broken(tasks: Sequence[GradeTask]) -> list[Grade]:
         raise ValueError("no grader")
 
     engine = _engine(write_model(tmp_path / "model"), broken)

@@ -17,7 +17,7 @@ from dppo_megatron.workbench.commands import quickstart
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of a quickstart whose task is there and whose earlier run is in `tmp_path/run`; it starts no process."""
-    monkeypatch.setattr(quickstart, "_call", lambda command, environment=None: 0)
+    monkeypatch.setattr(quickstart, "_call", lambda *command, ranks=1: 0)
     write_job_files(tmp_path / "task")
     RunDirectory(tmp_path / "run", print).close()
     return ["quickstart", "--task", str(tmp_path / "task"), "--run-dir", str(tmp_path / "run")]

@@ -26,10 +26,11 @@ from test_array_answers import packed
 
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.job import prepare_job
-from dppo_megatron.rewards.lanes import GradeInClient
+from dppo_megatron.rewards.grading import GradeInClient
 from dppo_megatron.rollout import server_engine
-from dppo_megatron.rollout.client import frames
+from dppo_megatron.rollout.client import connection
 from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory, grades_of
 from dppo_megatron.rollout.client.holding import HeldGroup, hand_over, take_over
 from dppo_megatron.rollout.client.remote import Nodes, owners, take
@@ -78,7 +79,9 @@ def test_groups_are_graded_as_they_land(files: Path, stubs: StubServers, monkeyp
         rig.close()
 
 
-@pytest.mark.parametrize(("hook", "message"), [(RaisingHook, "this hook is broken"), (ForgetfulHook, "zip")])
+@pytest.mark.parametrize(
+    ("hook", "message"), [(RaisingHook, "this hook is broken"), (ForgetfulHook, "0 grades of 3 completions")]
+)
 def test_a_broken_hook_ends_the_run(
     hook: HookFactory, message: str, stubs: StubServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +218,7 @@ def test_who_does_not_hold_the_key_gets_nothing(stubs: StubServers) -> None:
     rig = Rig([("vllm", stubs.url("a"))])
     try:
         run(rig.fleet([0], {}), requests(2))
-        with pytest.raises((frames.HandshakeFailed, GuardStop)):
+        with pytest.raises((connection.HandshakeFailed, GuardStop)):
             list(take(rig.path, bytes(32), 0, 1))
         assert len(rig.take()) == 6
     finally:
@@ -232,7 +235,7 @@ def test_both_ends_prove_the_key() -> None:
 
         def accept(ours: socket.socket = ours, key: bytes = listens, errors: list[Exception] = errors) -> None:
             try:
-                frames.accept_handshake(ours, key)
+                connection.accept_handshake(ours, key)
             except Exception as error:
                 errors.append(error)
             finally:
@@ -241,10 +244,10 @@ def test_both_ends_prove_the_key() -> None:
         thread = threading.Thread(target=accept)
         thread.start()
         if listens == connects:
-            frames.connect_handshake(theirs, connects)
+            connection.connect_handshake(theirs, connects)
         else:
-            with pytest.raises((frames.HandshakeFailed, ConnectionError)):
-                frames.connect_handshake(theirs, connects)
+            with pytest.raises((connection.HandshakeFailed, ConnectionError)):
+                connection.connect_handshake(theirs, connects)
         thread.join()
         theirs.close()
         assert bool(errors) == (listens != connects)
@@ -252,9 +255,9 @@ def test_both_ends_prove_the_key() -> None:
 
 @given(st.lists(st.binary(max_size=40), max_size=8), st.data())
 def test_frames_survive_any_cutting(messages: list[bytes], data: st.DataObject) -> None:
-    stream = b"".join(map(frames.framed, messages))
+    stream = b"".join(map(framed, messages))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
-    buffer, found = frames.FrameBuffer(), []
+    buffer, found = FrameBuffer(), []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         found += buffer.feed(stream[start:end])
     assert found == messages

@@ -25,6 +25,7 @@ from support.wandb_reading import history, records
 
 from dppo_megatron.config import observe
 from dppo_megatron.config.observe import ObserveConfig, TrackingConfig, check_observe
+from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.observe.trackers import sink
 from dppo_megatron.observe.trackers.messages import ENCODER, Begin, End, StepLine
 from dppo_megatron.observe.trackers.mlflow import make, metric_name
@@ -154,10 +155,10 @@ def test_a_killed_trainer_leaves_a_failed_run(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     messages = [_begin(tmp_path), _line(0), _line(1)]
     answers = io.BytesIO()
-    torn = ENCODER.encode(_line(2))[:-9]  # it was killed while it wrote
-    told = io.BytesIO(b"".join(ENCODER.encode(one) + b"\n" for one in messages) + torn)
+    torn = framed(ENCODER.encode(_line(2)))[:-9]  # it was killed while it wrote
+    told = io.BytesIO(b"".join(framed(ENCODER.encode(one)) for one in messages) + torn)
     serve(Sink("mlflow", make()), told, answers)
-    assert [json.loads(line) for line in answers.getvalue().splitlines()] == [{"failure": ""}] * 3
+    assert [json.loads(one) for one in FrameBuffer().feed(answers.getvalue())] == [{"failure": ""}] * 3
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
@@ -195,9 +196,14 @@ def test_a_tool_that_cannot_begin(tmp_path: Path) -> None:
     assert Mark.read(tmp_path / "trackio.json").last_step == 2
 
 
+ANSWER = """read_frame(sys.stdin.buffer.read) and sys.stdout.buffer.write(framed(b'{"failure": ""}')) and not \\
+    sys.stdout.buffer.flush()"""
+
+
 def _program(text: str) -> Callable[..., subprocess.Popen[bytes]]:
     def start(name: str, limit_s: float) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        program = f"import sys; from dppo_megatron.frames import framed, read_frame\n{text}"
+        return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     return start
 
@@ -220,8 +226,7 @@ def test_a_tool_that_hangs_takes_no_time_from_the_run(tmp_path: Path, monkeypatc
 @pytest.mark.slow
 def test_a_tool_that_hangs_takes_no_time_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first never answers and uses up all of the time at the end; the second has taken the end meanwhile."""
-    echo = """import sys\nfor line in sys.stdin: print('{"failure": ""}', flush=True)"""
-    programs = {"mlflow": "import time; time.sleep(10_000)", "wandb": echo}
+    programs = {"mlflow": "import time; time.sleep(10_000)", "wandb": f"while {ANSWER}: pass"}
     monkeypatch.setattr(sink, "_start", lambda name, limit_s: _program(programs[name])(name, limit_s))
     trackers = Trackers(["mlflow", "wandb"], _begin(tmp_path), 6.0, print)
     trackers.step(_line(0))
@@ -231,8 +236,7 @@ def test_a_tool_that_hangs_takes_no_time_from_another(tmp_path: Path, monkeypatc
 
 def test_a_text_that_is_no_unicode_is_one_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name from a command line in another encoding: this step is lost, and the others arrive."""
-    echo = """import sys\nfor line in sys.stdin: print('{"failure": ""}', flush=True)"""
-    monkeypatch.setattr(sink, "_start", _program(echo))
+    monkeypatch.setattr(sink, "_start", _program(f"while {ANSWER}: pass"))
     said: list[str] = []
     trackers = Trackers(["wandb"], _begin(tmp_path), 300.0, said.append)
     trackers.step(StepLine(0, 0.0, {"eval/caf\udce9/pass@1": 1.0}, [], []))
@@ -243,13 +247,13 @@ def test_a_text_that_is_no_unicode_is_one_failure(tmp_path: Path, monkeypatch: p
 
 def test_a_tool_whose_process_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its first answer, as by the kernel for want of memory."""
-    monkeypatch.setattr(sink, "_start", _program("""input(); print('{"failure": ""}', flush=True)"""))
+    monkeypatch.setattr(sink, "_start", _program(ANSWER))
     said: list[str] = []
     trackers = Trackers(["wandb"], _begin(tmp_path), 300.0, said.append)
     for step in range(5):
         trackers.step(_line(step))
     trackers.close(finished=True)
-    assert said == ["warning: tracker wandb: its process has ended (said once; the run goes on)"]
+    assert said == ["warning: tracker wandb: its process has ended (logged once; the run goes on)"]
     assert trackers.failures >= 5
 
 
@@ -289,7 +293,7 @@ def test_half_of_a_secret_is_not_shown(dots: int, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     answers = io.BytesIO()
-    serve(Sink("x", Tells()), io.BytesIO(ENCODER.encode(_begin(tmp_path)) + b"\n"), answers)  # type: ignore[arg-type]
+    serve(Sink("x", Tells()), io.BytesIO(framed(ENCODER.encode(_begin(tmp_path)))), answers)  # type: ignore[arg-type]
     assert b"ValueError: ..." in answers.getvalue() and SECRET[:5].encode() not in answers.getvalue()
 
 

@@ -7,15 +7,14 @@ import math
 import pickle
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 from dppo_megatron.config.reward import RewardConfig
-from dppo_megatron.rewards.lanes import GradeInClient
-from dppo_megatron.rollout.client.grading import GradeLanes
+from dppo_megatron.rewards.grading import GradeInClient
+from dppo_megatron.rewards.pool import GraderPool
 from dppo_megatron.rollout.servers.dispatch import dispatch
-from dppo_megatron.types import Prompt
+from dppo_megatron.types import GradeTask, Prompt
 from plane.canned import COUNT, Canned
 from plane.clients import Intake
 from plane.common import Bar
@@ -51,28 +50,17 @@ def run(smoke: bool) -> list[Bar]:
 
 def _lanes_take(function: str, texts: list[str], timeout_s: float) -> float:
     """Seconds that grading `texts` takes, in groups of 16; processes have started before."""
-    hook = GradeInClient(RewardConfig(function=f"plane_grader:{function}", processes=_LANES, timeout_s=timeout_s))()
-    prompt, finished, count = pickle.dumps(Prompt(0, "", (), "", "")), threading.Event(), [0]
+    reward = RewardConfig(function=f"plane_grader:{function}", processes=_LANES, timeout_s=timeout_s)
+    hook = GradeInClient(reward)()
+    assert isinstance(hook, GraderPool)
     groups = [texts[start : start + COUNT] for start in range(0, len(texts), COUNT)]
-
-    def done(ticket: int, grades: bytes) -> None:
-        count[0] += 1
-        if count[0] == expected:
-            finished.set()
-
-    lanes = GradeLanes(hook, done, print)
-    expected = _LANES
-    for lane in range(_LANES):
-        lanes.put(-1 - lane, prompt, [""] * 8)
-    finished.wait()
-    finished.clear()
-    expected, count[0] = len(groups), 0
+    while sum(not process.is_fresh for process in hook.processes) < _LANES:
+        hook.grade([GradeTask("", "")] * 8 * _LANES)
     began = time.monotonic()
-    for ticket, group in enumerate(groups):
-        lanes.put(ticket, prompt, group)
-    finished.wait()
+    for graded in [hook.submit([GradeTask(text, "") for text in group]) for group in groups]:
+        graded.result()
     seconds = time.monotonic() - began
-    lanes.close()
+    hook.close()
     return seconds
 
 

@@ -3,7 +3,10 @@ model."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -11,10 +14,10 @@ import numpy as np
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.rewards.functions import NamedFunction
 from dppo_megatron.rewards.graders import BUILT_IN
-from dppo_megatron.rewards.pool import GraderPool, GradeTask
-from dppo_megatron.types import Completion, Grade, Group, Prompt, SelectedPrompt, UserError
+from dppo_megatron.rewards.pool import GraderPool
+from dppo_megatron.types import Completion, Grade, GradeTask, Group, SelectedPrompt, UserError
 
-__all__ = ["GradeTask", "Grader", "deciding_reward", "grade_groups", "make_grader", "task_of"]
+__all__ = ["GradeInClient", "GradeTask", "Grader", "deciding_reward", "grade_groups", "make_grader"]
 
 
 class Grader(Protocol):
@@ -24,8 +27,11 @@ class Grader(Protocol):
     def key(self) -> str:
         """What it is called in messages: `reward.function = 'math'`."""
 
-    def grade(self, tasks: Sequence[GradeTask]) -> list[Grade]:
+    def submit(self, tasks: Sequence[GradeTask]) -> Future[list[Grade]]:
         """One grade a task, in their order; NaN with a `failure` where grading failed."""
+
+    def grade(self, tasks: Sequence[GradeTask]) -> list[Grade]:
+        """As `submit`, and waits."""
 
     def close(self) -> None:
         """End its processes."""
@@ -58,9 +64,17 @@ def make_grader(reward: RewardConfig, function: str = "", key: str = "") -> Grad
     )
 
 
-def task_of(prompt: Prompt, completion: str, label: str) -> GradeTask:
-    """What a grader is given to grade `completion`, an answer to `prompt`."""
-    return GradeTask(completion, prompt.answer, prompt.row, label)
+@dataclass(frozen=True)
+class GradeInClient:
+    """Makes the configured grader in a rollout client's process: what `ServerEngine` takes as `client_hook`."""
+
+    reward: RewardConfig
+    module_path: tuple[str, ...] = ()
+    """Where the trainer finds modules (sys.path): a user's grader must be found in the client too. Empty: no change."""
+
+    def __call__(self) -> Grader:
+        sys.path[:] = self.module_path or sys.path
+        return make_grader(self.reward)
 
 
 def grade_groups(
@@ -82,7 +96,7 @@ def grade_groups(
         tasks = []
         for i in open_ones:
             prompt = selected[i // size].prompt
-            tasks.append(task_of(prompt, completions[i].text, f"prompt {prompt.index}, completion {i % size}"))
+            tasks.append(GradeTask.of(prompt, completions[i].text, i % size))
         graded |= zip(open_ones, grader.grade(tasks), strict=True)
     grades = [graded[i] for i in range(len(completions))]
     groups = []

@@ -4,16 +4,16 @@ Math graders parse what a model wrote, and some inputs make them run for ever or
 inside C code cannot be interrupted from within, so each sample has a deadline after which its process is killed and
 replaced. Such a grading is a failure with a reason; it is never a reward of 0.
 
-Samples go out in chunks, since most gradings cost less than a message: a chunk is as long as about 20 ms of work at the
-speed seen so far. Each sample still has its own deadline, by the board that the process keeps (`wire.py`). Samples
-queued after a slow one in its chunk are not charged with its time: they go to an idle process, or else to the process
-that replaces the killed one. So k hangs over p processes cost about ceil(k / p) timeouts:
+Samples of all calls wait in one queue. A lane is a thread with a process; it takes a chunk of samples, since most
+gradings cost less than a message: as many as are about 20 ms of work at the speed seen so far. Each sample still has
+its own deadline, by the board that the process keeps (`wire.py`). Those behind a slow sample of their chunk go back to
+the front of the queue, so k hangs over p processes cost about ceil(k / p) timeouts:
 
-    four samples, two processes, timeout 1 s; h hangs, a to c do not
-    chunks [h a] [b c]  ->  b, c done, a taken from behind h and done, h given up after 1 s
+    caller: submit ──▶ queue ──▶ lane ──▶ process     a lane waits for the queue, then for its process or a deadline
+    caller: waits for the batch's future ◀── lane     the last grade of a batch completes it
 
-When a sample has used half of its time a second process is started beside its own, so that whoever comes after it need
-not wait for a start.
+    four samples, two lanes, timeout 1 s; h hangs, a to c do not
+    chunks [h a] [b c]  ->  b, c done, a given back and done by the other lane, h given up after 1 s
 
 If it is unclear which sample ended a process (it could not write its answers, say), the candidates are graded again one
 at a time, and a sample that then ends a process alone is the cause. So a sample costs at most two processes, and no
@@ -22,63 +22,84 @@ mix of behaviours can repeat for ever.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
 import pickle
-import select
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from dppo_megatron.rewards.failures import failed, log_failures
 from dppo_megatron.rewards.functions import NamedFunction
-from dppo_megatron.rewards.process import START_S, GraderProcess, NoAnswers
-from dppo_megatron.rewards.wire import NOBODY, Answers, Message, NoStart, Ready
-from dppo_megatron.types import Grade, UserError
+from dppo_megatron.rewards.process import GraderProcess, NoAnswers
+from dppo_megatron.rewards.wire import NONE, Answers, Message, NoStart, Ready
+from dppo_megatron.types import Grade, GradeTask, UserError
 
 _log = logging.getLogger(__name__)
 
+_START_S = 120.0
+"""How long a process may take to import the grader's module."""
 _CHUNK_S = 0.02
 """Work in a chunk. Between two chunks a process waits for some 0.2 ms, 1 % of it."""
 _CHUNK_BYTES = 4 << 20
-_WORTH_TAKING_S = 0.002
-"""Work that one process has before it, of which an idle one takes half."""
 _SLOW_S = 0.05
-"""A sample that takes longer has those behind it taken away when another process is idle."""
+"""A sample that takes longer has those behind it taken away."""
 _DYING_S = 0.5
 """Between the end of a process's pipe and its own."""
 _STARTS = 3
-"""Starts that may fail in one call, once one has succeeded, before a process is given up."""
+"""Starts in a row that may fail, once one has succeeded, before a lane gives up."""
 _GRADES = msgspec.msgpack.Decoder(list[Grade])
 _NONSENSE = (NoAnswers, msgspec.MsgspecError, IndexError)
 """What a process that writes something else than answers can raise."""
 
 
-@dataclass(frozen=True, slots=True)
-class GradeTask:
-    """One completion to grade."""
+class _Batch:
+    """The samples of one call."""
 
-    completion: str
-    answer: str
-    """The reference."""
-    row: Mapping[str, Any] = field(default_factory=dict)
-    """The other fields of the problem's row; sent only to graders that ask for it."""
-    label: str = ""
-    """Names it in the log."""
+    def __init__(self, tasks: Sequence[GradeTask]) -> None:
+        self.tasks = tasks
+        self.grades: list[Grade | None] = [None] * len(tasks)
+        self.missing = len(tasks)
+        self.future: Future[list[Grade]] = Future()
+        self._rows: dict[int, bytes] = {}
+        """Identity of a row -> as it is sent: the completions of a group share theirs."""
+
+    def row(self, row: Mapping[str, Any]) -> bytes:
+        """As it is sent, nothing for an empty one. Raises what pickle raises."""
+        if row and id(row) not in self._rows:
+            self._rows[id(row)] = pickle.dumps(dict(row), 5)
+        return self._rows[id(row)] if row else b""
+
+    def finish(self) -> None:
+        """All grades are there."""
+        if not self.future.done():
+            grades = [grade for grade in self.grades if grade is not None]
+            log_failures(_log, [task.label for task in self.tasks], grades)
+            with suppress(InvalidStateError):  # cancelled meanwhile
+                self.future.set_result(grades)
+
+
+@dataclass(slots=True, eq=False)
+class _Sample:
+    batch: _Batch
+    index: int
+    task: GradeTask
+    is_suspect: bool = False
+    """It may have ended a process: it is graded alone, and the next process that ends with it was ended by it."""
 
 
 class GraderPool:
-    """Processes that grade. They start when they are first needed.
+    """Processes that grade. They start when they are first needed. Any thread may call it.
 
-    Several threads may call `grade`; calls take turns. After a fork the child has processes of its own.
+    After a fork the child has processes of its own.
 
     Args:
         functions: the grader, or several whose weighted sum is the reward.
@@ -100,349 +121,346 @@ class GraderPool:
         self.timeout_s = timeout_s
         self.memory_mb = memory_mb
         self.sends_rows = True
-        """Whether any of the functions asks for the row; as their processes say when they start."""
+        """Whether any of the functions asks for the row, as their processes report when they start."""
         self.has_started = False
         """Whether a process ever did."""
         self.seconds_each = 0.001
-        """Of a grading, by the chunks so far."""
-        self.processes: list[GraderProcess] = []
-        """Those that have been started, at most `num_processes`."""
-        self._lock = threading.Lock()
-        self._owner, self._starter = os.getpid(), _starter()
+        """Of a grading: a running geometric mean over the chunks, which one slow sample in a hundred barely moves."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._owner = os.getpid()
+        self._changed = threading.Condition()
+        self._waiting: deque[_Sample] = deque()
+        self._lanes: list[_Lane] = []
+        self.is_closing = False
 
     @property
     def key(self) -> str:
         """What the grader is called in messages: `reward.function = 'math'`."""
         return self.functions[0].key if len(self.functions) == 1 else "reward.functions"
 
-    def grade(self, tasks: Sequence[GradeTask]) -> list[Grade]:
-        """One grade a task, in their order; where grading failed its reward is NaN and `failure` says why.
+    @property
+    def processes(self) -> list[GraderProcess]:
+        """Those that run, at most `num_processes`."""
+        return [lane.process for lane in self._lanes if lane.process is not None]
 
-        Raises:
-            UserError: the first process does not start: an import error, or a function that is no grader.
+    def submit(self, tasks: Sequence[GradeTask]) -> Future[list[Grade]]:
+        """One grade a task, in their order; where grading failed its reward is NaN and `failure` is the reason.
+
+        The future raises UserError if no process has ever started and one does not: an import error, or a function that
+        is no grader. Cancelling it drops what still waits.
         """
-        with self._lock:
-            self._leave_what_a_fork_copied()
-            call = _Call(self, self.processes, tasks)
-            try:
-                call.run()
-            finally:  # what still has samples of its own has them from a call that was broken off
-                for process in [one for one in self.processes if one.owned > one.answered or not self.has_started]:
-                    process.release()
-                    self.processes.remove(process)
-            grades = [grade for grade in call.outcomes if grade is not None]
-            assert len(grades) == len(tasks)
-        log_failures(_log, [task.label for task in tasks], grades)
-        return grades
+        self._leave_what_a_fork_copied()
+        batch = _Batch(tasks)
+        with self._changed:
+            self._waiting.extend(_Sample(batch, index, task) for index, task in enumerate(tasks))
+            free = sum(not lane.chunk for lane in self._lanes)
+            for _ in range(min(self.num_processes - len(self._lanes), len(self._waiting) - free)):
+                self._lanes.append(_Lane(self))
+            self._changed.notify_all()
+        if not tasks:
+            batch.finish()
+        return batch.future
+
+    def grade(self, tasks: Sequence[GradeTask]) -> list[Grade]:
+        """As `submit`, and waits."""
+        future = self.submit(tasks)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # of a call that is broken off, by Control-C say
 
     def close(self) -> None:
-        """End the processes. Grading again starts others."""
-        with self._lock:
-            self._leave_what_a_fork_copied()
-            for process in self.processes:
-                process.release()
-            self.processes.clear()
+        """End the processes and cancel what is not graded. Grading again starts others."""
+        self._leave_what_a_fork_copied()
+        with self._changed:
+            self.is_closing = True
+            self._changed.notify_all()
+        for lane in self._lanes:
+            lane.kill()
+        for lane in self._lanes:
+            lane.join()
+        for sample in self._waiting:
+            sample.batch.future.cancel()
+        self._reset()
 
-    def start(self, process: GraderProcess) -> None:
-        """Start it in the thread of all starts: the kernel ends a process with the thread that has started it, and the
-        one that grades may end before the pool. Raises OSError: the machine has no room for it."""
-        self._starter.submit(process.start).result()
+    # ------------------------------------------------------------------------------------------- called by lanes
+
+    def take(self, lane: _Lane) -> bool:
+        """Wait for the next chunk, and give it to `lane`. False if the pool is being closed."""
+        with self._changed:
+            while not lane.chunk:
+                self._changed.wait_for(lambda: self._waiting or self.is_closing)
+                if self.is_closing:
+                    return False
+                chunk = self._next_chunk()
+                over = {batch for batch in {sample.batch for sample in chunk} if batch.future.done()}  # cancelled
+                lane.chunk = [sample for sample in chunk if sample.batch not in over]
+        return True
+
+    def _next_chunk(self) -> list[_Sample]:
+        waiting, free = self._waiting, sum(not lane.chunk for lane in self._lanes)
+        most = max(1, min(math.ceil(len(waiting) / free), int(_CHUNK_S / self.seconds_each)))
+        chunk, size = [waiting.popleft()], 0
+        while waiting and len(chunk) < most and not (chunk[0].is_suspect or waiting[0].is_suspect):
+            size += len(waiting[0].task.completion)
+            if size > _CHUNK_BYTES:
+                break
+            chunk.append(waiting.popleft())
+        return chunk
+
+    def put_back(self, samples: Sequence[_Sample]) -> None:
+        """They are graded next."""
+        with self._changed:
+            self._waiting.extendleft(reversed(samples))
+            self._changed.notify_all()
+
+    def settle(self, samples: Sequence[_Sample], grades: Sequence[Grade]) -> None:
+        """What came of each; the first grade of a sample counts."""
+        finished = []
+        with self._changed:
+            for sample, grade in zip(samples, grades, strict=True):
+                batch = sample.batch
+                if batch.grades[sample.index] is None:
+                    batch.grades[sample.index] = grade
+                    batch.missing -= 1
+                    if not batch.missing:
+                        finished.append(batch)
+        for batch in finished:
+            batch.finish()
+
+    def leave(self, lane: _Lane, error: BaseException | None) -> None:
+        """A lane ends: its process cannot be started any more. With the last one all that waits has failed; with an
+        error too, which the callers get."""
+        with self._changed:
+            if self.is_closing:
+                return
+            self._lanes.remove(lane)
+            self._waiting.extendleft(reversed(lane.chunk))
+            left = [] if self._lanes and not error else list(self._waiting)
+            if left:
+                self._waiting.clear()
+        if error is None:
+            self.settle(left, [failed("died (its process does not start any more)")] * len(left))
+        for batch in {sample.batch for sample in left}:
+            with suppress(InvalidStateError):
+                batch.future.set_exception(error)
 
     def _leave_what_a_fork_copied(self) -> None:
         if self._owner != os.getpid():
             for process in self.processes:
-                process.forget()
-            self.processes, self._owner, self._starter = [], os.getpid(), _starter()
+                process.close()
+            self._reset()
 
 
-def _starter() -> ThreadPoolExecutor:
-    """One thread, which lives as long as this process."""
-    return ThreadPoolExecutor(1, thread_name_prefix="grader starts")
+class _Lane:
+    """A thread and its process, one after another: the kernel ends a process with the thread that has started it."""
 
-
-class _Call:
-    """One call of `grade`: which samples wait, and what has become of the others."""
-
-    def __init__(self, pool: GraderPool, processes: list[GraderProcess], tasks: Sequence[GradeTask]) -> None:
+    def __init__(self, pool: GraderPool) -> None:
         self._pool = pool
-        self._processes = processes
-        self._tasks = tasks
-        self.outcomes: list[Grade | None] = [None] * len(tasks)
-        self._missing = len(tasks)
-        self._waiting = deque(range(len(tasks)))
-        self._alone: deque[int] = deque()
-        """Samples that may have ended a process: graded one at a time."""
-        self._suspects: set[int] = set()
-        """All that ever were in `_alone`: the next process that ends with one of them was ended by it."""
-        self._failed_starts = 0
-        self._rows: dict[int, bytes] = {}
-        """Identity of a row -> as it is sent: the completions of a group share theirs."""
+        self.process: GraderProcess | None = None
+        self._spare: GraderProcess | None = None
+        """Started when a sample had used half of its time: it replaces a process that is killed without a wait."""
+        self.chunk: list[_Sample] = []
+        """What it has taken and neither settled nor put back; `GraderPool.take` fills it."""
+        self._thread = threading.Thread(target=self._run, name="grades", daemon=True)
+        self._thread.start()
 
-    def run(self) -> None:
-        """Fill `outcomes`."""
+    def kill(self) -> None:
+        """From another thread: end its process, whatever that is doing."""
+        if (process := self.process) is not None:
+            process.kill()
+
+    def join(self) -> None:
+        """Wait for its thread."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            while self._start():
+                while self.process is not None and self._pool.take(self):
+                    self._grade(self.process)
+        except BaseException as raised:  # else the callers would wait for ever
+            error = raised
+        self._discard()
+        self.process, self._spare = self._spare, None
+        self._discard()
+        self._pool.leave(self, error)
+
+    def _start(self) -> bool:
+        """Whether a process is ready. Raises UserError if none has started before: then it is the grader, and not the
+        machine."""
         pool = self._pool
-        while self._missing:
-            wanted = min(pool.num_processes, self._missing) if self._failed_starts < _STARTS else 0
-            while len(self._processes) < wanted and self._start(GraderProcess(pool.functions, pool.memory_mb)):
-                pass
-            if not self._processes:
-                for sample in range(len(self._tasks)):
-                    self._settle(sample, failed("died (its process does not start any more)"))
-                return
-            self._hand_out()
-            for process in self._wait():
-                self._receive(process)
-            now = time.monotonic()
-            for process in [one for one in self._processes if not one.idle]:
-                if now >= process.deadline_s(pool.timeout_s):
-                    self._give_up(process)
-                elif now >= process.needs_successor_s(pool.timeout_s):
-                    self._prepare_successor(process)
-
-    # ------------------------------------------------------------------------------------------------ giving
-
-    def _hand_out(self) -> None:
-        idle = [process for process in self._processes if process.idle]
-        for number, process in enumerate(idle):
-            if not self._waiting and not self._alone:
-                self._take_from_the_busy()
-            if self._alone:
-                self._give(process, [self._alone.popleft()])
-            elif self._waiting:
-                self._give(process, self._next_chunk(len(idle) - number))
-
-    def _next_chunk(self, sharers: int) -> list[int]:
-        """For one of `sharers` idle processes."""
-        waiting, tasks = self._waiting, self._tasks
-        most = math.ceil(len(waiting) / sharers)
-        if len(self._processes) > 1:  # who has no neighbour may have it all
-            most = max(1, min(most, int(_CHUNK_S / self._pool.seconds_each)))
-        chunk: list[int] = []
-        left = _CHUNK_BYTES
-        for _ in range(most):
-            sample = waiting.popleft()
-            chunk.append(sample)
-            left -= len(tasks[sample].completion)
-            if left <= 0:
-                break
-        return chunk
-
-    def _give(self, process: GraderProcess, samples: Sequence[int]) -> None:
-        tasks, rows = self._tasks, None
-        if self._pool.sends_rows:
-            found = [(sample, self._row(sample)) for sample in samples]
-            samples = [sample for sample, row in found if row is not None]
-            rows = [row for _, row in found if row is not None]
-        if samples:
-            # what several samples share, a row or a reference, is in the pickle once
-            texts = [tasks[sample].completion for sample in samples], [tasks[sample].answer for sample in samples]
-            process.give(samples, pickle.dumps((*texts, rows), 5))
-
-    def _row(self, sample: int) -> bytes | None:
-        """A sample's row as it is sent, nothing for an empty one; None if it cannot be, and the sample has failed."""
-        row = self._tasks[sample].row
-        if not row:
-            return b""
-        if id(row) not in self._rows:
+        for _ in range(_STARTS):
+            self._discard()
             try:
-                self._rows[id(row)] = pickle.dumps(dict(row), 5)
-            except Exception as error:
-                self._settle(sample, failed(f"raised {type(error).__name__}: its row cannot be sent: {error}"))
-                return None
-        return self._rows[id(row)]
-
-    def _take_from_the_busy(self) -> None:
-        """Let samples that stand behind a slow one wait for the idle instead, or half of those that another process has
-        before it, if they are worth the messages."""
-        busy = [process for process in self._processes if process.ready and process.owned > process.begun]
-        if not busy:
-            return
-        process = max(busy, key=lambda one: (self._slow_at(one) is not None, one.owned - one.begun))
-        left, at = process.owned - process.begun, self._slow_at(process)
-        if at is not None:
-            self._waiting.extend(process.keep(at + 1))
-        elif left * self._pool.seconds_each > _WORTH_TAKING_S:
-            self._waiting.extend(process.keep(process.owned - left // 2))
-
-    def _slow_at(self, process: GraderProcess) -> int | None:
-        """Position of its sample, if that is slow and others stand behind it. Read once: the process moves on."""
-        at = process.at
-        is_slow = at != NOBODY and at + 1 < process.owned and time.monotonic() >= process.since_s + _SLOW_S
-        return at if is_slow else None
-
-    # ----------------------------------------------------------------------------------------------- waiting
-
-    def _wait(self) -> list[GraderProcess]:
-        """The processes of which something may be heard, or that have died; none where a deadline comes first."""
-        limit_s = self._pool.timeout_s
-        busy = [process for process in self._processes if not process.idle]
-        timeouts = [min(one.deadline_s(limit_s), one.needs_successor_s(limit_s)) for one in busy]
-        now = time.monotonic()
-        if len(busy) < len(self._processes):
-            slow = [p.since_s + _SLOW_S for p in busy if p.owned - p.answered > 1]
-            timeouts += [max(when, now + _SLOW_S / 5) for when in slow]
-        poll = select.poll()
-        of_file: dict[int, GraderProcess] = {}
-        for process in self._processes:
-            for file, events in process.watched:
-                poll.register(file, events)
-                of_file[file] = process
-        left_s = max(0.0, min(timeouts, default=0.0) - now)
-        heard = {of_file[file] for file, _ in poll.poll(math.ceil(1e3 * left_s))}
-        return [process for process in self._processes if process in heard]
-
-    def _receive(self, process: GraderProcess) -> None:
-        process.pump()
-        try:
-            messages = process.receive()
-            for message in messages or []:
-                self._take(process, message)
-        except _NONSENSE as error:
-            self._lost(process, f"died (it wrote something else than answers: {error})", at=NOBODY)
-            return
-        if messages is None:
-            how = process.end(_DYING_S)
-            # asked after its end: one whose pipe has closed may still be at work. What is killed for that is at a
-            # sample that need not be the one that closed it.
-            at = process.at if how else NOBODY
-            self._lost(process, f"died ({how or 'its pipe was closed'})", at=at)
-
-    def _take(self, process: GraderProcess, message: Message) -> None:
-        """A message of a process."""
-        pool = self._pool
-        if isinstance(message, NoStart):
-            self._start_failed(process, message.text)
-        elif isinstance(message, Ready):
-            process.ready = pool.has_started = True
-            pool.sends_rows = message.wants_row
-        else:
-            self._take_answers(process, message)
-
-    def _take_answers(self, process: GraderProcess, message: Answers) -> None:
-        grades = _GRADES.decode(message.grades)
-        if process.answered + len(grades) > len(process.chunk):
-            raise NoAnswers("more answers than samples")
-        spent = grades.pop() if message.out_of_memory else None
-        for sample, grade in zip(process.chunk[process.answered : process.owned], grades, strict=False):
-            self._settle(sample, grade)
-        process.answered += len(grades)
-        process.graded += len(grades)
-        if spent is not None:
-            self._out_of_memory(process, process.chunk[process.answered], spent.failure)
-        elif message.took_s is not None:
-            if process.answered:
-                each = message.took_s / process.answered
-                # the geometric mean, for which one slow sample in a hundred fast ones is no revolution
-                self._pool.seconds_each = max(1e-6, math.sqrt(self._pool.seconds_each * each))
-            missing = process.chunk[process.answered : process.owned]
-            process.chunk = []
-            self._waiting.extendleft(reversed(missing))
-
-    # -------------------------------------------------------------------------------------- what goes wrong
-
-    def _give_up(self, process: GraderProcess) -> None:
-        """Its sample, or its start, has taken too long."""
-        if not process.ready:
-            self._start_failed(process, f"{self._pool.key}: its process was not ready after {START_S:g} s")
-            return
-        at, since_s = process.at, process.since_s
-        process.end()
-        try:
-            for message in process.receive() or []:  # what it said before it was killed
-                self._take(process, message)
-        except _NONSENSE:
-            at = NOBODY
-        if process not in self._processes or not process.ready:  # its last words were of its memory: it is replaced
-            return
-        moved = (process.at, process.since_s) != (at, since_s)
-        self._lost(process, f"timed out after {self._pool.timeout_s:g} s", at=NOBODY if moved else at)
-
-    def _lost(self, process: GraderProcess, why: str, *, at: int) -> None:
-        """A process has died, was killed or is not understood: blame a sample, spare the others, start afresh.
-
-        Args:
-            at: position in its chunk of the sample that is to blame; NOBODY if that is not certain.
-        """
-        if not process.ready:
-            self._start_failed(process, f"{self._pool.key}: its process {why} before it was ready")
-            return
-        process.end()
-        first, end = process.answered, process.owned
-        if at != NOBODY:  # at `end` it was at a sample that had been taken from it
-            blamed = process.chunk[at : min(at + 1, end)]
-            spared = process.chunk[first:at] + process.chunk[at + 1 : end]
-        else:
-            last = min(max(process.begun, first + 1), end)
-            blamed = [sample for sample in process.chunk[first:last] if sample in self._suspects]
-            suspects = [sample for sample in process.chunk[first:last] if sample not in self._suspects]
-            spared = process.chunk[last:end]
-            self._suspects.update(suspects)
-            self._alone.extend(suspects)
-        for sample in blamed:
-            self._settle(sample, failed(why))
-        self._waiting.extendleft(reversed(spared))
-        self._replace(process)
-
-    def _out_of_memory(self, process: GraderProcess, sample: int, failure: str) -> None:
-        """A sample that has had a process to itself is to blame; else it is tried in a new one, since others may have
-        filled this one's memory."""
-        left = process.chunk[process.answered + 1 : process.owned]
-        mine = process.answered < process.owned
-        fresh = process.graded == 0
-        process.end()
-        self._waiting.extendleft(reversed(left))
-        if mine and fresh:
-            self._settle(sample, failed(f"{failure}, above reward.memory_mb = {self._pool.memory_mb}"))
-        successor = self._replace(process)
-        if mine and not fresh and successor is not None:
-            self._give(successor, [sample])
-        elif mine and not fresh:
-            self._waiting.appendleft(sample)
-
-    def _start_failed(self, process: GraderProcess, why: str) -> None:
-        """Raises UserError if none has started before: then it is the grader, and not the machine."""
-        process.end()
-        if not self._pool.has_started:
-            raise UserError(f"{why}; what it wrote, if anything, stands above")
-        self._failed_starts += 1
-        _log.error("%s; it has started before", why)
-        self._waiting.extendleft(reversed(process.chunk[process.answered : process.owned]))
-        self._replace(process)
-
-    def _prepare_successor(self, process: GraderProcess) -> None:
-        """It may have to be killed soon."""
-        process.slow_since_s = process.since_s
-        successor = GraderProcess(self._pool.functions, self._pool.memory_mb)
-        with contextlib.suppress(OSError):  # no room for it: then it is started when it is needed, if there is room
-            self._pool.start(successor)
-            process.successor = successor
-
-    def _replace(self, process: GraderProcess) -> GraderProcess | None:
-        """Another one for a process that has ended, if there can be one."""
-        successor, process.successor = process.successor, None
-        process.forget()
-        if successor is None:
-            return process if self._start(process) else None
-        successor.progress_s = time.monotonic()  # its word that it is ready may have lain unread since it was started
-        self._processes[self._processes.index(process)] = successor
-        return successor
-
-    def _start(self, process: GraderProcess) -> bool:
-        """Start it, for the first time or again; a process that cannot be started any more leaves the pool."""
-        try:
-            if self._failed_starts < _STARTS:
-                self._pool.start(process)
-                self._processes += [process] * (process not in self._processes)
-                return True
-        except OSError as error:  # no memory, no files or no processes left: the next call may find some
-            if not self._pool.has_started:
-                raise UserError(f"{self._pool.key}: no process can be started for it: {error}") from None
-            self._failed_starts = _STARTS
-            _log.error("no grader process can be started: %s", error)
-        self._processes[:] = [one for one in self._processes if one is not process]
+                problem = self._wait_ready()
+            except OSError as error:  # no memory, no files or no processes left: the next call may find some
+                if not pool.has_started:
+                    raise UserError(f"{pool.key}: no process can be started for it: {error}") from None
+                _log.error("no grader process can be started: %s", error)
+                return False
+            if pool.is_closing or not problem:
+                return not pool.is_closing
+            if not pool.has_started:
+                raise UserError(f"{problem}; its output, if any, is above")
+            _log.error("%s; it has started before", problem)
         return False
 
-    def _settle(self, sample: int, grade: Grade) -> None:
-        if self.outcomes[sample] is None:
-            self.outcomes[sample] = grade
-            self._missing -= 1
+    def _wait_ready(self) -> str:
+        """Start it; what went wrong, or nothing. Raises OSError."""
+        pool = self._pool
+        self.process = process = self._spare or GraderProcess(pool.functions, pool.memory_mb)
+        self._spare = None
+        if pool.is_closing:  # `kill` came before there was a process
+            process.kill()
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            how = ""
+            try:
+                messages = process.wait(deadline)
+            except NoAnswers as error:
+                messages, how = None, f"it wrote something else than answers: {error}"
+            if messages is None:
+                how = how or process.end(_DYING_S) or "its pipe was closed"
+                return f"{pool.key}: its process died ({how}) before it was ready"
+            for message in messages:
+                if isinstance(message, NoStart):
+                    return message.text
+                if isinstance(message, Ready):
+                    pool.has_started, pool.sends_rows = True, message.wants_row
+                    return ""
+        return f"{pool.key}: its process was not ready after {_START_S:g} s"
+
+    def _discard(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            process.end()
+            process.close()
+
+    # --------------------------------------------------------------------------------------------- one chunk
+
+    def _grade(self, process: GraderProcess) -> None:
+        """Have it grade the chunk; what it does not get done waits again, or has failed."""
+        if not self._give(process):
+            return
+        timeout_s = self._pool.timeout_s
+        while self.chunk and self.process is process:
+            now, at, since_s = time.monotonic(), process.at, process.since_s
+            if now >= since_s + timeout_s:
+                self._time_out(process, at, since_s)
+                return
+            if at != NONE and at + 1 < len(self.chunk) and now >= since_s + _SLOW_S:
+                process.keep(at + 1)
+                self._pool.put_back(self.chunk[at + 1 :])
+                del self.chunk[at + 1 :]
+            until_s = since_s + timeout_s
+            if self._spare is None and now >= since_s + timeout_s / 2:
+                with suppress(OSError):  # no room for it: then it is started when it is needed, if there is room
+                    self._spare = GraderProcess(self._pool.functions, self._pool.memory_mb)
+            elif self._spare is None:
+                until_s = since_s + timeout_s / 2
+            if len(self.chunk) > process.answered + 1:
+                until_s = min(until_s, now + _SLOW_S)
+            try:
+                messages = process.wait(until_s)
+                for message in messages or []:
+                    self._receive(process, message)
+            except _NONSENSE as error:
+                self._lost(process, f"died (it wrote something else than answers: {error})", at=NONE)
+                return
+            if messages is None:
+                how = process.end(_DYING_S)
+                # asked after its end: one whose pipe has closed may still be at work. What is killed for that is at a
+                # sample that need not be the one that closed it.
+                self._lost(process, f"died ({how or 'its pipe was closed'})", at=process.at if how else NONE)
+
+    def _give(self, process: GraderProcess) -> bool:
+        """Send the chunk; whether anything was sent. What cannot be has failed."""
+        pool, rows = self._pool, list[bytes]()
+        if pool.sends_rows:
+            for sample in self.chunk.copy():
+                try:
+                    rows.append(sample.batch.row(sample.task.row))
+                except Exception as error:
+                    self.chunk.remove(sample)
+                    pool.settle([sample], [failed(f"raised {type(error).__name__}: its row cannot be sent: {error}")])
+        # what several samples share, a row or a reference, is in the pickle once
+        texts = [one.task.completion for one in self.chunk], [one.task.answer for one in self.chunk]
+        try:
+            process.give(len(self.chunk), pickle.dumps((*texts, rows), 5))
+        except ValueError as error:  # too long, together or alone
+            chunk, self.chunk = self.chunk, []
+            for sample in chunk:
+                sample.is_suspect = True  # so each is sent alone
+            if chunk[1:]:
+                pool.put_back(chunk)
+            else:
+                pool.settle(chunk, [failed(f"raised ValueError: it cannot be sent: {error}")])
+        return bool(self.chunk)
+
+    def _receive(self, process: GraderProcess, message: Message) -> None:
+        """Raises `_NONSENSE`."""
+        if not isinstance(message, Answers):
+            raise NoAnswers(f"{type(message).__name__} in place of answers")
+        grades = _GRADES.decode(message.grades)
+        spent = grades.pop() if message.out_of_memory else None
+        samples = self.chunk[process.answered : process.answered + len(grades)]
+        self._pool.settle(samples, grades[: len(samples)])  # a sample begun as it was put back may be among them
+        process.answered += len(samples)
+        process.is_fresh = process.is_fresh and not grades
+        if spent is not None:
+            self._out_of_memory(process, spent.failure)
+        elif message.took_s is not None:
+            if process.answered < len(self.chunk):
+                raise NoAnswers("fewer answers than samples")
+            each_s = message.took_s / len(self.chunk)
+            self._pool.seconds_each = max(1e-6, math.sqrt(self._pool.seconds_each * each_s))
+            self.chunk = []
+
+    # --------------------------------------------------------------------------------------- what goes wrong
+
+    def _time_out(self, process: GraderProcess, at: int, since_s: float) -> None:
+        process.end()
+        try:
+            for message in process.wait(0.0) or []:  # what it wrote before it was killed
+                self._receive(process, message)
+        except _NONSENSE:
+            at = NONE
+        if self.process is None:  # it ran out of memory at last
+            return
+        moved = (process.at, process.since_s) != (at, since_s)
+        self._lost(process, f"timed out after {self._pool.timeout_s:g} s", at=NONE if moved else at)
+
+    def _lost(self, process: GraderProcess, why: str, *, at: int) -> None:
+        """The process has died, was killed or is not understood: blame a sample, and let the others wait again.
+
+        Args:
+            at: position of the sample that is to blame; NONE if that is not certain.
+        """
+        chunk, first, self.chunk = self.chunk, process.answered, []
+        self._discard()
+        if self._pool.is_closing:
+            self._pool.put_back(chunk)
+            return
+        doubtful = chunk[first : max(process.begun, first + 1)] if at == NONE else []
+        blamed = [sample for sample in doubtful if sample.is_suspect] if at == NONE else [chunk[at]]
+        for sample in doubtful:
+            sample.is_suspect = True
+        self._pool.settle(blamed, [failed(why)] * len(blamed))
+        self._pool.put_back([sample for sample in chunk[first:] if sample not in blamed])
+
+    def _out_of_memory(self, process: GraderProcess, failure: str) -> None:
+        """A sample that has had a process to itself is to blame; else it is tried in a new one, since others may have
+        filled this one's memory."""
+        mine, behind = self.chunk[process.answered :][:1], self.chunk[process.answered + 1 :]
+        self.chunk = []
+        self._discard()
+        self._pool.put_back(behind)
+        if process.is_fresh:
+            reason = f"{failure}, above reward.memory_mb = {self._pool.memory_mb}"
+            self._pool.settle(mine, [failed(reason)] * len(mine))
+        else:
+            self.chunk = mine

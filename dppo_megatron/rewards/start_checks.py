@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dppo_megatron.config.reward import RewardConfig
-from dppo_megatron.rewards.grading import Grader, GradeTask, deciding_reward, task_of
-from dppo_megatron.types import Grade, Prompt, UserError, Watch, unwatched
+from dppo_megatron.rewards.grading import Grader, deciding_reward
+from dppo_megatron.types import Grade, GradeTask, Prompt, UserError, Watch, unwatched
 
 MOST_REFERENCES = 2000
 """References of one set that are checked, evenly spread: 0.1 s of cheap gradings, and 99 % is known to 0.2 points."""
@@ -50,7 +50,9 @@ def check_grader(grader: Grader, prompt: Prompt, bounds: Bounds | None = None) -
     """
     texts = {f"the reference {name}": form % prompt.answer for name, form in _FORMS}
     texts |= {"a wrong answer": _WRONG, "an empty text": ""}
-    grades = grader.grade([task_of(prompt, text, f"{what} (check at start)") for what, text in texts.items()])
+    grades = grader.grade(
+        [GradeTask(text, prompt.answer, prompt.row, f"{what} (check at start)") for what, text in texts.items()]
+    )
     for (what, text), grade in zip(texts.items(), grades, strict=True):
         if grade.failure:
             raise UserError(
@@ -108,7 +110,7 @@ def check_references(
 
 
 def _as_answer(prompt: Prompt, form: str) -> GradeTask:
-    return task_of(prompt, form % prompt.answer, f"the reference of {_place(prompt)}")
+    return GradeTask(form % prompt.answer, prompt.answer, prompt.row, f"the reference of {_place(prompt)}")
 
 
 def _verdict(grade: Grade) -> str:

@@ -14,7 +14,6 @@ when the grader is imported.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import io
 import math
@@ -28,22 +27,25 @@ from typing import IO, Any
 
 import msgspec
 
+from dppo_megatron.children import die_with_parent
+from dppo_megatron.frames import framed, read_frame
 from dppo_megatron.rewards.functions import Rewards
 from dppo_megatron.rewards.wire import (
+    AT,
+    BEGUN,
     CANNOT_ANSWER,
+    LIMIT,
+    NONE,
+    SINCE_NS,
     Answers,
-    Board,
     Message,
     NoStart,
     Ready,
     encode,
-    frame,
-    read_frame,
-    write_all,
+    map_board,
 )
 from dppo_megatron.texts import entry
 
-_PR_SET_PDEATHSIG = 1
 _FLUSH_NS = 5_000_000
 """Answers wait about 5 ms for others to go with: writing them and waking the trainer costs a hundredth of that."""
 
@@ -51,12 +53,12 @@ _FLUSH_NS = 5_000_000
 def main() -> None:
     """The first frame says what to grade with; then each frame is a chunk, until the pipe ends."""
     requests, answers = _take_over_streams()
-    first = read_frame(requests)
+    first = read_frame(requests.read)
     if first is None:
         return
     setup = pickle.loads(first)
     _limit_harm(setup)
-    board = Board(setup["board"])
+    board = map_board(setup["board"])
     os.close(setup["board"])
     sys.path[:] = setup["path"]
     try:
@@ -68,66 +70,66 @@ def main() -> None:
     if setup["memory_mb"]:
         _limit_memory(setup["memory_mb"] << 20)
     _send(answers, Ready(rewards.wants_row))
-    while (payload := read_frame(requests)) is not None:
+    while (payload := read_frame(requests.read)) is not None:
         if not _grade_chunk(rewards, pickle.loads(payload), board, answers):
             return
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)  # with it whatever graders have started
 
 
-def _grade_chunk(rewards: Rewards, chunk: Any, board: Board, answers: int) -> bool:
+def _grade_chunk(rewards: Rewards, chunk: Any, board: memoryview[int], answers: IO[bytes]) -> bool:
     """Answer a chunk; whether this process can go on: not after it has run out of memory."""
     completions, references, rows = chunk
     ready: list[dict[str, Any]] = []
     process = os.getpid()
     began = now = flushed = time.monotonic_ns()
     position = 0
-    while position < board.limit:
-        board.begin(position, now)
+    while position < board[LIMIT]:
+        board[SINCE_NS], board[BEGUN], board[AT] = now, position + 1, position
         row = None
         if rows:  # unpickled for each sample: what a grader does to a row is not seen by the next one
             row = pickle.loads(rows[position]) if rows[position] else {}
-        said = rewards.grade(completions[position], references[position], row)
+        result = rewards.grade(completions[position], references[position], row)
         signal.alarm(0)  # one that was set and forgotten would strike in another sample
         if os.getpid() != process:
             os._exit(0)  # a child that the grader has forked and that has come back here
         if sys.stdout.closed or sys.stderr.closed:
             _open_streams()  # or the next grader that prints would raise
         position += 1
-        spent = type(said) is dict and "memory" in said
-        ready.append(_fields_of_grade(said))
+        spent = type(result) is dict and "memory" in result
+        ready.append(_fields_of_grade(result))
         now = time.monotonic_ns()
         if now - flushed > _FLUSH_NS or spent:
-            board.pause()
+            board[AT] = NONE
             _send(answers, Answers(_raw(ready), out_of_memory=spent))
             ready = []
             now = flushed = time.monotonic_ns()
         if spent:
             return False
-    board.pause()
+    board[AT] = NONE
     _send(answers, Answers(_raw(ready), (time.monotonic_ns() - began) / 1e9))
     return True
 
 
-def _fields_of_grade(said: Any) -> dict[str, Any]:
-    """What `Rewards.grade` says, as a `Grade`'s fields."""
-    if type(said) is not dict:
-        return {"reward": said}
-    if "failure" in said:
-        return {"reward": math.nan, "failure": said["failure"], "why": said.get("trace", "")}
-    return said
+def _fields_of_grade(result: Any) -> dict[str, Any]:
+    """What `Rewards.grade` returned, as a `Grade`'s fields."""
+    if type(result) is not dict:
+        return {"reward": result}
+    if "failure" in result:
+        return {"reward": math.nan, "failure": result["failure"], "why": result.get("trace", "")}
+    return result
 
 
 def _raw(grades: list[dict[str, Any]]) -> msgspec.Raw:
     return msgspec.Raw(encode(grades))
 
 
-def _take_over_streams() -> tuple[IO[bytes], int]:
+def _take_over_streams() -> tuple[IO[bytes], IO[bytes]]:
     """Both pipes at other numbers than 0 and 1, which a grader may read, write and close."""
-    requests, answers = os.dup(0), os.dup(1)
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     _open_streams()
-    return os.fdopen(requests, "rb"), answers
+    return requests, answers
 
 
 class _Printed(io.TextIOWrapper):
@@ -161,11 +163,7 @@ def _open_streams() -> None:
 
 def _limit_harm(setup: dict[str, Any]) -> None:
     """Let it end with the trainer, die before the trainer where memory is short, and leave no core files."""
-    with contextlib.suppress(AttributeError, OSError):  # Linux: a hanging grader must not outlive a killed trainer
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != setup["parent"]:
-        os._exit(0)  # it died before the line above
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm's warning to all processes of a step is the trainer's concern
+    die_with_parent(signal.SIGKILL, setup["parent"])  # SIGTERM would wait for a grader that hangs in C
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     with contextlib.suppress(OSError, ValueError):
@@ -182,8 +180,13 @@ def _limit_memory(more: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard < 0 else min(wanted, hard), hard))
 
 
-def _send(answers: int, message: Message) -> None:
+def _send(answers: IO[bytes], message: Message) -> None:
     try:
-        write_all(answers, frame(encode(message)))
+        answers.write(framed(encode(message)))
+        answers.flush()
     except OSError:  # the trainer has gone, or a grader has closed every file that it found
         os._exit(CANNOT_ANSWER)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,15 +5,17 @@ distribution at a counter-based uniform, so a completion depends on its (seed, s
 on the batch or rank it is generated in. A prompt is read once for all of its completions, a completion leaves the batch
 with its last token, and what has ended is graded while the rest is sampled:
 
-    this thread     read prompts, then token after token --- 32 have ended --- token after token --- last one
-                                                                  |                                     |
-    grading thread                                                '-> grade 32 (in the graders' processes) '-> rest
-                                                                                   take_grades waits for this ----'
+    this thread         read prompts, then token after token --- 32 have ended --- token after token --- last one
+                                                                      |                                     |
+    graders' processes                                                '-> grade 32                          '-> rest
+                                                                                 take_grades waits for this ----'
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -21,13 +23,12 @@ from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.randomness import uniform_rows
-from dppo_megatron.rollout.client.grading import Detokenizer, ToGrade
+from dppo_megatron.rollout.client.grading import Detokenizer
 from dppo_megatron.rollout.decoder import Decoder
 from dppo_megatron.rollout.engine import Request, RolloutStats, Sampling, Weights, own_requests
-from dppo_megatron.rollout.grading_ahead import GradingAhead
 from dppo_megatron.rollout.kv_cache import Moves
 from dppo_megatron.spans import Spans
-from dppo_megatron.types import Completion, FinishReason, Grade, Watch, counted, unwatched
+from dppo_megatron.types import Completion, FinishReason, Grade, GradeTask, Watch, counted, unwatched
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import WeightReader, check_finite
 
@@ -40,7 +41,7 @@ class HFEngine:
 
     Args:
         max_concurrent_sequences: completions in one batch.
-        grade: grades completions of the training set; called from a thread, for some of them at a time.
+        grade: grades completions of the training set, some of them at a time; returns at once.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class HFEngine:
         dtype: torch.dtype,
         device: torch.device,
         max_concurrent_sequences: int,
-        grade: Callable[[Sequence[ToGrade]], list[Grade]] | None = None,
+        grade: Callable[[Sequence[GradeTask]], Future[list[Grade]]] | None = None,
         spans: Spans | None = None,
     ) -> None:
         self._spans = spans or Spans()
@@ -60,7 +61,9 @@ class HFEngine:
         self._detokenizer = Detokenizer.of(tokenizer)
         self._device = device
         self._batch = max_concurrent_sequences
-        self._grading = GradingAhead(grade) if grade else None
+        self._grade = grade
+        self._graded: list[tuple[list[int], Future[list[Grade]]]] = []
+        """(positions in the requests, their grades) of the last `finish`."""
         self._version = 0
         self._started: tuple[Sequence[Request], Sampling] | None = None
         self.has_servers = False
@@ -111,25 +114,34 @@ class HFEngine:
         if self._started is None:
             return {}
         requests, sampling = self._started
-        if self._grading is None:
-            return dict(sorted(self.stream(requests, sampling)))
-        self._grading.forget()
+        self._drop_grades()
         found: dict[int, Completion] = {}
-        for position, completion in self.stream(requests, sampling):
-            found[position] = completion
-            asked = requests[position]
-            self._grading.put(position, ToGrade(asked.prompt, asked.completion_index, completion.text))
+        arriving = self.stream(requests, sampling)
+        while some := list(islice(arriving, _HANDED_ON)):
+            found |= some
+            if self._grade is not None:
+                asked = [(requests[position], completion.text) for position, completion in some]
+                tasks = [GradeTask.of(one.prompt, text, one.completion_index) for one, text in asked]
+                self._graded.append(([position for position, _ in some], self._grade(tasks)))
         return dict(sorted(found.items()))
 
     def take_grades(self) -> dict[int, Grade]:
-        """See `Engine.take_grades`; waits for those that are still being graded."""
-        return self._grading.take() if self._grading else {}
+        """See `Engine.take_grades`; waits for those that are still being graded, and raises what `grade` does."""
+        graded, self._graded = self._graded, []
+        grades: dict[int, Grade] = {}
+        for positions, future in graded:
+            grades |= zip(positions, future.result(), strict=True)
+        return grades
 
     def abort(self) -> None:
         """Forget what `start` was asked for."""
         self._started = None
-        if self._grading:
-            self._grading.forget()
+        self._drop_grades()
+
+    def _drop_grades(self) -> None:
+        for _, future in self._graded:
+            future.cancel()
+        self._graded = []
 
     def rest(self) -> None:
         """Nothing to give back."""
@@ -147,9 +159,8 @@ class HFEngine:
         return RolloutStats()
 
     def close(self) -> None:
-        """End the grading thread."""
-        if self._grading:
-            self._grading.close()
+        """Drop what is still being graded."""
+        self._drop_grades()
 
     @torch.inference_mode()
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:

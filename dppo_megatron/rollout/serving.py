@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from dppo_megatron.children import ignore_signals
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.launching import check_network
@@ -138,14 +139,14 @@ class _Kept:
 
 
 def _listen(undo: ExitStack) -> threading.Event:
-    """Set by SIGTERM and SIGINT. SIGUSR1, Slurm's warning to every process of a job, is the trainer's concern."""
+    """Set by SIGTERM and SIGINT."""
     asked_to_end = threading.Event()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     for number, handler in before.items():
         undo.callback(signal.signal, number, handler)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: asked_to_end.set())
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    ignore_signals()
     return asked_to_end
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Literal
 
 import torch
@@ -16,7 +15,7 @@ from dppo_megatron.config.schema import Config, PackingConfig
 from dppo_megatron.job import Job
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.slack import TokenCapacity
-from dppo_megatron.rewards.lanes import GradeInClient, grade_completions
+from dppo_megatron.rewards.grading import GradeInClient
 from dppo_megatron.rollout.engine import Engine, Sampling
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.rollout.server_engine import ServerEngine
@@ -38,7 +37,7 @@ def make_engine(
             device=device,
             max_concurrent_sequences=config.rollout.limits.max_concurrent_sequences,
             spans=spans,
-            grade=partial(grade_completions, job.grade),
+            grade=job.grade.submit,
         )
     grades = GradeInClient(config.reward, tuple(sys.path))
     engine = ServerEngine(config, job.architecture, job.tokenizer, say, client_hook=grades, spans=spans, watch=watch)

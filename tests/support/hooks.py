@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
 from typing import Any
 
 from dppo_megatron.types import Grade
@@ -13,9 +12,7 @@ from dppo_megatron.types import Grade
 class RaisingHook:
     """What no hook should do."""
 
-    lanes = 1
-
-    def grade(self, lane: int, tasks: Sequence[Any]) -> list[Grade]:
+    def submit(self, tasks: Sequence[Any]) -> Future[list[Grade]]:
         raise ValueError("this hook is broken")
 
     def close(self) -> None: ...
@@ -24,22 +21,7 @@ class RaisingHook:
 class ForgetfulHook(RaisingHook):
     """Nor this: it gives fewer grades than there are completions."""
 
-    def grade(self, lane: int, tasks: Sequence[Any]) -> list[Grade]:
-        return []
-
-
-@dataclass(frozen=True)
-class SlowHook:
-    """Makes itself: takes `seconds` for each completion."""
-
-    seconds: float
-    lanes: int = 2
-
-    def __call__(self) -> SlowHook:
-        return self
-
-    def grade(self, lane: int, tasks: Sequence[Any]) -> list[Grade]:
-        time.sleep(self.seconds)
-        return [Grade(1.0) for _ in tasks]
-
-    def close(self) -> None: ...
+    def submit(self, tasks: Sequence[Any]) -> Future[list[Grade]]:
+        graded: Future[list[Grade]] = Future()
+        graded.set_result([])
+        return graded

@@ -82,7 +82,7 @@ def arm(run: Any, moment: Kill, strike: Callable[[], None]) -> None:
         "warm_start": (run.loop.actor, "update"),
         "select": (run.loop, "_select"),
         "generate": (run.loop, "generate"),
-        "reward": (run.loop.job.grade.__class__, "grade"),
+        "reward": (run.loop._engine, "_grade"),
         "update": (run.loop, "update"),
         "sync": (run.loop, "sync"),
         "record": (run, "record"),

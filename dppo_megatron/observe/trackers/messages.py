@@ -1,4 +1,4 @@
-"""What the trainer tells a tracker's process and hears from it: one JSON object a line.
+"""What the trainer sends to a tracker's process, and its answers: JSON objects in frames.
 
 It is all that a tool ever sees of a run: numbers, the settings as config.yaml has them, and tables of samples.
 """

@@ -2,7 +2,8 @@
 
 A process and not a thread of the trainer, because the tools are what they are: mlflow imports for six seconds, wandb
 and trackio keep global state, print, and wait for the network when Python exits. Here none of it is the trainer's. When
-the trainer is killed, stdin ends, and what was sent is still delivered.
+the trainer is killed, stdin ends, and what was sent is still delivered. One process for each tool: what one of them
+breaks, the others do not see.
 
 Steps that the tool has already are not sent to it again: the run was resumed from a checkpoint and does them again,
 with the same result (docs/checkpoints.md). `trackers/NAME.json` says how far the tool is.
@@ -13,9 +14,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import sys
 import threading
+import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +27,9 @@ from typing import IO, Protocol
 
 import msgspec
 
+from dppo_megatron.children import ignore_signals
 from dppo_megatron.files import make_directory, write_text
+from dppo_megatron.frames import framed, read_frame
 from dppo_megatron.observe.trackers.messages import ENCODER, TO_TRACKER, Answer, Begin, End, StepLine
 from dppo_megatron.texts import one_line
 
@@ -57,7 +63,7 @@ class Mark:
 
 
 class Tracker(Protocol):
-    """One tool. Whatever it raises is told to the trainer, which goes on."""
+    """One tool. What it raises is reported to the trainer, which goes on."""
 
     def begin(self, begin: Begin, mark: Mark, run: str) -> int | None:
         """Open or continue the tool's run.
@@ -118,15 +124,15 @@ def scrubbed(text: str) -> str:
 
 
 def serve(sink: Sink, messages: IO[bytes], answers: IO[bytes]) -> None:
-    """Until the messages end. Without an `End` among them, the trainer was killed."""
+    """Until the messages end. Without an `End` among them, the trainer was killed, perhaps within a message."""
     ended = False
-    for line in messages:
-        try:
-            message = TO_TRACKER.decode(line)
-        except msgspec.DecodeError:  # the last one, torn: the trainer was killed while it wrote
-            break
+    while (frame := read_frame(messages.read)) is not None:
+        message = TO_TRACKER.decode(frame)
         ended = isinstance(message, End)
-        _answer(answers, _failure(sink, message))
+        answer = ENCODER.encode(Answer(_failure(sink, message)))
+        with suppress(OSError):  # the trainer is gone; the messages will end
+            answers.write(framed(answer))
+            answers.flush()
     if not ended:
         _failure(sink, End(finished=False))
 
@@ -139,40 +145,25 @@ def _failure(sink: Sink, message: Begin | StepLine | End) -> str:
     return ""
 
 
-def _answer(answers: IO[bytes], failure: str) -> None:
-    try:
-        answers.write(ENCODER.encode(Answer(failure)) + b"\n")
-        answers.flush()
-    except OSError:
-        pass  # the trainer is gone; the messages will end
-
-
-def _leave_after(limit_s: float, messages: IO[bytes]) -> IO[bytes]:
-    """`messages`, with a limit on the life of this process after their end."""
-    reader, writer = os.pipe()
-
-    def copy() -> None:
-        with os.fdopen(writer, "wb", buffering=0) as out:
-            for line in messages:
-                out.write(line)
-        timer = threading.Timer(limit_s, os._exit, (1,))
-        timer.daemon = True
-        timer.start()
-
-    threading.Thread(target=copy, name="stdin", daemon=True).start()
-    return os.fdopen(reader, "rb")
+def _leave_after(limit_s: float, messages: IO[bytes]) -> None:
+    """End this process `limit_s` after the other end of `messages` was closed, whatever the tool is doing."""
+    poll = select.poll()
+    poll.register(messages, 0)  # no event but the hang-up, which comes before the last message is read
+    poll.poll()
+    time.sleep(limit_s)
+    os._exit(1)
 
 
 def main() -> None:
     """`NAME LIMIT_S`: messages on stdin, answers on stdout, until stdin ends."""
     name, limit_s = sys.argv[1], float(sys.argv[2])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the trainer's to handle; our end is that of stdin
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals(signal.SIGINT, signal.SIGTERM)  # the trainer handles them; this process ends with stdin
     messages, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):  # tools print, and ask
         os.dup2(nowhere, descriptor)
     tracker: Tracker = import_module(f"dppo_megatron.observe.trackers.{name}").make()
-    serve(Sink(name, tracker), _leave_after(limit_s, messages), answers)
+    threading.Thread(target=_leave_after, args=(limit_s, messages), daemon=True).start()
+    serve(Sink(name, tracker), messages, answers)
     answers.close()
     os._exit(0)  # everything is delivered: the tools' own exit hooks would wait for their servers

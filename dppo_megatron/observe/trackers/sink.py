@@ -2,12 +2,12 @@
 
     trainer, main thread      thread "NAME", one a tracker            process of NAME
     step(line) ──▶ queue of 64 ──▶ writes a message, reads the answer ──▶ the tool ──▶ files, network
-      never waits: a step that        waits for: the process                 waits for: whatever it likes
+      never waits: a step that        waits for: the process                 waits for: its files and servers
       finds the queue full is lost
       to this tracker, and counted
 
-A tracker is `starting`, then `taking` steps, and in the end `ended`. What it fails at is counted, said once, and in
-metrics.jsonl as `observe/tracker_failures`; one whose process or first message fails is `lost` and not asked again.
+What a tracker fails at is counted, logged once, and in metrics.jsonl as `observe/tracker_failures`. One whose process
+or first message fails is lost: it is sent nothing more.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import json
 import os
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
+from dppo_megatron.children import start_python
 from dppo_megatron.files import make_directory, write_text
+from dppo_megatron.frames import framed, read_frame
 from dppo_megatron.observe.trackers.messages import ANSWER, ENCODER, Begin, End, StepLine
 
 TRACKERS = "trackers"
@@ -41,21 +41,19 @@ _NO_STATISTICS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "WANDB_ERROR_REPORTING": "false",
 }
-"""The tools' reports of their own use to their makers, also offline; who sets a variable otherwise has it so."""
+"""The tools' reports of their own use to their makers, also offline; a variable that is set keeps its value."""
 
 
 class _Feed:
-    """One tracker. `put`, `finish` and `close` are the main thread's, the rest is its own thread's."""
+    """One tracker. `put`, `finish` and `close` are called by the main thread, the rest runs in a second one."""
 
     def __init__(self, name: str, begin: Begin, limit_s: float, say: Callable[[str], None]) -> None:
         self.name = name
-        self.state: Literal["starting", "taking", "lost", "ended"] = "starting"
         self.first_failure = ""
         self._dropped, self._failed = 0, 0
+        self._is_lost = False
         self._begin, self._limit_s, self._say = begin, limit_s, say
-        self._queue: queue.Queue[StepLine | End] = queue.Queue(_QUEUE)
-        self._end: End | None = None
-        """What has found no room in the queue."""
+        self._queue: queue.SimpleQueue[StepLine | End] = queue.SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -67,28 +65,21 @@ class _Feed:
 
     def put(self, line: StepLine) -> None:
         """Returns at once."""
-        try:
-            self._queue.put_nowait(line)
-        except queue.Full:
+        if self._queue.qsize() < _QUEUE:
+            self._queue.put(line)
+        else:
             self._dropped += 1
             self._note(f"slower than the steps; step {line.step} and perhaps others are left out")
 
     def finish(self, end: End) -> None:
         """Nothing comes after this. Returns at once."""
-        self._end = end
-        with contextlib.suppress(queue.Full):  # then `close` waits for room
-            self._queue.put_nowait(end)
-            self._end = None
+        self._queue.put(end)
 
     def close(self, deadline: float) -> None:
         """Deliver what waits, until `deadline` (of time.monotonic), then end the process. After `finish`."""
-        with contextlib.suppress(queue.Full):
-            if self._end is not None:
-                self._queue.put(self._end, timeout=max(0.0, deadline - time.monotonic()))
-            self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self.state not in ("ended", "lost"):
-            self._failed += 1
-            self._note(f"still sending after observe.tracking.drain_s = {self._limit_s:g} s; the rest is left")
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._fail(f"still sending after observe.tracking.drain_s = {self._limit_s:g} s; the rest is left")
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -96,48 +87,41 @@ class _Feed:
     def _run(self) -> None:
         try:
             self._process = _start(self.name, self._limit_s)
+            failure = self._ask(self._begin)
         except OSError as error:
-            self._lose(f"its process cannot be started: {error.strerror}")
-        else:
-            if failure := self._ask(self._begin):
-                self._lose(failure)
-        if self.state == "starting":
-            self.state = "taking"
-        while True:
+            failure = f"its process cannot be started: {error.strerror}"
+        if failure:
+            self._is_lost = True
+            self._fail(f"{failure}; it gets nothing from this run")
+        message: StepLine | End | None = None
+        while not isinstance(message, End):
             message = self._queue.get()
-            if self.state == "lost":
+            if self._is_lost:
                 self._failed += isinstance(message, StepLine)
             elif failure := self._ask(message):
-                self._failed += 1
-                self._note(failure)
-            if isinstance(message, End):
-                break
-        if self.state == "taking":
-            self.state = "ended"
+                self._fail(failure)
 
     def _ask(self, message: Begin | StepLine | End) -> str:
         """What went wrong; empty: nothing."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         try:
-            self._process.stdin.write(ENCODER.encode(message) + b"\n")
+            self._process.stdin.write(framed(ENCODER.encode(message)))
             self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-            return ANSWER.decode(answer).failure
+            return ANSWER.decode(read_frame(self._process.stdout.read) or b"").failure
         except (OSError, msgspec.DecodeError):
-            self.state = "lost"
+            self._is_lost = True
             return "its process has ended"
         except UnicodeEncodeError as error:  # half a surrogate pair: in a name, since texts are made plain
             return f"a text that is no Unicode: {error.reason}"
 
-    def _lose(self, why: str) -> None:
-        self.state = "lost"
+    def _fail(self, why: str) -> None:
         self._failed += 1
-        self._note(f"{why}; it gets nothing from this run")
+        self._note(why)
 
     def _note(self, failure: str) -> None:
         if not self.first_failure:
             self.first_failure = failure
-            self._say(f"warning: tracker {self.name}: {failure} (said once; the run goes on)")
+            self._say(f"warning: tracker {self.name}: {failure} (logged once; the run goes on)")
 
 
 class Trackers:
@@ -146,7 +130,7 @@ class Trackers:
     Args:
         names: `observe.trackers`; their packages are installed (`config/observe.py` has looked).
         limit_s: for what is left to be sent at the end, of all of them together.
-        say: takes a line for the person who watches, from any thread.
+        say: prints a log line; called from any thread.
     """
 
     def __init__(self, names: Sequence[str], begin: Begin, limit_s: float, say: Callable[[str], None]) -> None:
@@ -173,7 +157,7 @@ class Trackers:
         missed = {one.name: {"failures": one.failures, "first": one.first_failure} for one in self._feeds}
         missed = {name: what for name, what in missed.items() if what["failures"]}
         path = self._directory / FAILURES
-        with contextlib.suppress(OSError):  # a full disk, which the run has said on its own account
+        with contextlib.suppress(OSError):  # a full disk, which the run itself reports
             if missed:
                 make_directory(self._directory)
                 write_text(path, json.dumps(missed, indent=1) + "\n")
@@ -182,14 +166,13 @@ class Trackers:
 
 
 def _start(name: str, limit_s: float) -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).resolve().parents[3])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return subprocess.Popen(
-        # -P: a `wandb.py` in the working directory is none of ours
-        [sys.executable, "-P", "-m", "dppo_megatron.observe.trackers", name, f"{limit_s:g}"],
+    return start_python(
+        "dppo_megatron.observe.trackers",
+        name,
+        f"{limit_s:g}",
+        variables=_NO_STATISTICS | os.environ,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=_NO_STATISTICS | os.environ | {"PYTHONPATH": path},
         start_new_session=True,  # Control-C at the terminal is the trainer's
     )

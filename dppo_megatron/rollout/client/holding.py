@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from dppo_megatron.rollout.client.frames import framed, receive
+from dppo_megatron.frames import framed
+from dppo_megatron.rollout.client.connection import receive
 from dppo_megatron.rollout.client.messages import ENCODER, HANDED, Handed, HandedGroup
 from dppo_megatron.rollout.servers.wire import Sampled, version_number
 

@@ -1,9 +1,9 @@
-"""The rollout client's process: an event loop that asks servers, and three kinds of threads that never touch a socket.
+"""The rollout client's process: an event loop that asks servers, and threads that never touch a socket of theirs.
 
     event loop        one task a ticket: POST, decode, check          waits for: sockets
       reads Ask/End/Cancel from rank 0, writes Landed/Ready/Failed
     text thread       a group's tokens to texts, in one batch         waits for: groups that have landed
-    grade lanes       one completion at a time to the hook            wait for: texts
+    the hook's own    grade completions, see `rewards/pool.py`        wait for: texts, their processes
     hand-over thread  gives a rank of this node its share             waits for: the unix socket
 
 Started by the first rank of a node with everything it needs on stdin: no key stands on a command line. It ends with
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import pickle
 import secrets
@@ -26,16 +25,19 @@ import socket
 import sys
 import threading
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from dppo_megatron.children import die_with_parent, ignore_signals
+from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.launched import raise_file_limit
-from dppo_megatron.rollout.client import frames
+from dppo_megatron.rollout.client import connection
 from dppo_megatron.rollout.client.asking import STALE_TRIES, Asker, OurFault, Stale
-from dppo_megatron.rollout.client.grading import Detokenizer, GradeLanes, HookFactory
+from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory
 from dppo_megatron.rollout.client.holding import HeldGroup, Holdings, hand_over, spans_of
 from dppo_megatron.rollout.client.messages import (
     ENCODER,
@@ -51,6 +53,7 @@ from dppo_megatron.rollout.client.messages import (
 from dppo_megatron.rollout.servers.http import BadAnswer, Refused, Unreachable, brief
 from dppo_megatron.rollout.servers.intake import Ask, Failed, Landed, Ready
 from dppo_megatron.rollout.servers.wire import Sampled
+from dppo_megatron.types import Grade, GradeTask
 
 OWN_FILES = 64
 """Open files that the client needs beside a socket for each group in flight."""
@@ -59,7 +62,6 @@ _TOGETHER_S = 0.01
 """Messages to rank 0 go out at most so often: each time they wake a thread that takes the interpreter from training."""
 _READY_S = 0.02
 """What is ready is needed at the end of a rollout only, and goes with what lands meanwhile."""
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Client:
         self._loop = asyncio.get_running_loop()
         self._sockets = raise_file_limit() - OWN_FILES
         self._asker = Asker(self._sockets)
-        self._lanes = GradeLanes(setup.hook(), self._graded, self._lost) if setup.hook else None
+        self._hook = setup.hook() if setup.hook else None
         self._unsent: list[bytes] = []
         """Messages to rank 0, in order."""
         self._flush: asyncio.TimerHandle | None = None
@@ -106,15 +108,17 @@ class Client:
         reader, self._writer = await asyncio.open_connection(sock=self._control)
         self._send(Hello(self._setup.node, self._sockets))
         threading.Thread(target=self._serve_ranks, name="hand-over", daemon=True).start()
+        received = FrameBuffer()
         try:
-            while True:
-                self._obey(TO_CLIENT.decode(await frames.read_frame(reader)))
-        except (asyncio.IncompleteReadError, ConnectionError):
+            while piece := await reader.read(1 << 16):
+                for message in received.feed(piece):
+                    self._obey(TO_CLIENT.decode(message))
+        except ConnectionError:
             pass  # the run has ended
         finally:
             await self._asker.close()
-            if self._lanes is not None:
-                self._lanes.close()
+            if self._hook is not None:
+                self._hook.close()
 
     def _obey(self, message: Servers | Ask | End | Cancel) -> None:
         if isinstance(message, Servers):
@@ -178,14 +182,27 @@ class Client:
             texts = detokenizer.decode(arrays) if detokenizer is not None else [""] * len(arrays)
             if not self._held.give_texts(ask.ticket, [text.encode(errors="replace") for text in texts]):
                 return
-            if self._lanes is not None and ask.prompt:
-                self._lanes.put(ask.ticket, ask.prompt, texts)
-            else:
-                self._graded(ask.ticket, b"")
+            if self._hook is None or not ask.prompt:
+                self._ready(ask.ticket, b"")
+                return
+            # written by this job's rank 0, over a connection that has shown the job's key
+            prompt = pickle.loads(ask.prompt)
+            tasks = [GradeTask.of(prompt, text, index) for index, text in enumerate(texts)]
+            self._hook.submit(tasks).add_done_callback(partial(self._graded, ask.ticket, len(tasks)))
         except BaseException as error:
             self._lost(error)
 
-    def _graded(self, ticket: int, grades: bytes) -> None:
+    def _graded(self, ticket: int, count: int, graded: Future[list[Grade]]) -> None:
+        """From a thread of the hook's."""
+        try:
+            grades = graded.result()
+            if len(grades) != count:
+                raise ValueError(f"{len(grades)} grades of {count} completions")
+            self._ready(ticket, ENCODER.encode(grades))
+        except BaseException as error:  # else rank 0 would wait for this group
+            self._lost(error)
+
+    def _ready(self, ticket: int, grades: bytes) -> None:
         """From any thread."""
         if self._held.settle(ticket, grades):
             self._loop.call_soon_threadsafe(self._send, Ready(ticket))
@@ -202,7 +219,7 @@ class Client:
         """Have it sent soon, with what else there is by then."""
         now = self._loop.time()
         when = now + _READY_S if isinstance(message, Ready) else max(now, self._flushed + _TOGETHER_S)
-        self._unsent.append(frames.framed(ENCODER.encode(message)))
+        self._unsent.append(framed(ENCODER.encode(message)))
         if self._flush is None or when < self._flush.when():
             if self._flush is not None:
                 self._flush.cancel()
@@ -217,10 +234,10 @@ class Client:
         """Give each rank that asks its share."""
         while True:
             peer, _ = self._takes.accept()
-            with peer, contextlib.suppress(OSError, frames.HandshakeFailed):
+            with peer, contextlib.suppress(OSError, connection.HandshakeFailed):
                 peer.settimeout(_CONNECT_S)
-                frames.accept_handshake(peer, self._setup.secret)
-                take = TAKE.decode(frames.receive(peer))
+                connection.accept_handshake(peer, self._setup.secret)
+                take = TAKE.decode(connection.receive(peer))
                 hand_over(peer, self._held.take(take.share, take.shares))
 
 
@@ -236,25 +253,21 @@ def _leave(setup: Setup) -> None:
     for path in (setup.take_path, setup.rank_zero):
         if path.startswith("/"):
             shutil.rmtree(os.path.dirname(path), ignore_errors=True)
-    os._exit(0)  # a grader that hangs in a lane is nobody's concern any more
+    os._exit(0)  # without waiting for a thread; the kernel ends the graders
 
 
 async def _run(setup: Setup) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _leave, setup)
-    control = frames.connect(setup.rank_zero, _CONNECT_S)
-    frames.connect_handshake(control, setup.secret)
+    control = connection.connect(setup.rank_zero, _CONNECT_S)
+    connection.connect_handshake(control, setup.secret)
     await Client(setup, control).run()
 
 
 def main() -> None:
     """Read the setup from stdin and serve until the trainer is gone."""
-    for number in (signal.SIGINT, signal.SIGUSR1):  # the trainer's to handle, which then closes the connection
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ignore_signals(signal.SIGINT)  # the trainer handles it, and then closes the connection
     setup: Setup = pickle.load(sys.stdin.buffer)
-    if setup.parent and os.getppid() != setup.parent:
-        return  # it was killed before the kernel was asked to tell us
+    die_with_parent(parent=setup.parent)
     sys.path += [entry for entry in setup.import_path if entry not in sys.path]
     asyncio.run(_run(setup))
     _leave(setup)

@@ -18,7 +18,6 @@ import selectors
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -29,8 +28,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from dppo_megatron.children import start_python
 from dppo_megatron.config.rollout import LOOPBACK
-from dppo_megatron.rollout.client import frames
+from dppo_megatron.frames import FrameBuffer
+from dppo_megatron.rollout.client import connection
 from dppo_megatron.rollout.client.holding import Arrived, take_over
 from dppo_megatron.rollout.client.messages import (
     ENCODER,
@@ -153,14 +154,10 @@ class NodeClient:
     def __init__(self, setup: Setup) -> None:
         self._directory = Path(setup.take_path).parent
         self._directory.mkdir(mode=0o700)
-        root = str(Path(__file__).resolve().parents[3])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "2"}
-        self.process = subprocess.Popen(  # -P: a `json.py` in the working directory is none of ours
-            [sys.executable, "-P", "-m", "dppo_megatron.rollout.client"], stdin=subprocess.PIPE, env=environment
-        )
+        variables = {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "2"}
+        self.process = start_python("dppo_megatron.rollout.client", variables=variables, stdin=subprocess.PIPE)
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already; rank 0 says so
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, which rank 0 reports
             pickle.dump(setup, self.process.stdin)
             self.process.stdin.close()
 
@@ -180,10 +177,10 @@ def take(path: str, secret: bytes, share: int, shares: int) -> Iterator[Arrived]
         GuardStop: the client is gone.
     """
     try:
-        with frames.connect(path, _HANDSHAKE_S) as peer:
+        with connection.connect(path, _HANDSHAKE_S) as peer:
             peer.settimeout(_TAKE_S)
-            frames.connect_handshake(peer, secret)
-            frames.send(peer, ENCODER.encode(Take(share, shares)))
+            connection.connect_handshake(peer, secret)
+            connection.send(peer, ENCODER.encode(Take(share, shares)))
             yield from take_over(peer)
     except OSError as error:
         raise GuardStop(f"this node's rollout client has ended: {error}") from None
@@ -225,7 +222,7 @@ class Clients:
         self._nodes = sorted({*of_server, *nodes})
         self._peers: dict[int, socket.socket] = {}
         self._sockets: dict[int, int] = {}
-        self._buffers: dict[int, frames.FrameBuffer] = {}
+        self._buffers: dict[int, FrameBuffer] = {}
         self._selector = selectors.DefaultSelector()
         self._asked: dict[int, int] = {}
         """Ticket -> client, of those that may still be cancelled."""
@@ -244,7 +241,7 @@ class Clients:
             if left_s <= 0:
                 raise GuardStop(f"the rollout clients of nodes {sorted(missing)} have not come after {_START_S:g} s")
             self._listener.socket.settimeout(left_s)
-            with contextlib.suppress(OSError, frames.HandshakeFailed, msgspec.DecodeError):
+            with contextlib.suppress(OSError, connection.HandshakeFailed, msgspec.DecodeError):
                 self._welcome(self._listener.socket.accept()[0])
         for node in needed:
             mine = [address for address, owner in zip(self._addresses, self._of_server, strict=True) if owner == node]
@@ -322,15 +319,15 @@ class Clients:
     def _welcome(self, peer: socket.socket) -> None:
         peer.settimeout(_HANDSHAKE_S)
         try:
-            frames.accept_handshake(peer, self._listener.meeting.secret)
-            hello = FROM_CLIENT.decode(frames.receive(peer))
+            connection.accept_handshake(peer, self._listener.meeting.secret)
+            hello = FROM_CLIENT.decode(connection.receive(peer))
         except BaseException:
             peer.close()
             raise
         if isinstance(hello, Hello):
             peer.settimeout(_SEND_S)
             self._peers[hello.node], self._sockets[hello.node] = peer, hello.sockets
-            self._buffers[hello.node] = frames.FrameBuffer()
+            self._buffers[hello.node] = FrameBuffer()
             self._selector.register(peer, selectors.EVENT_READ, hello.node)
 
     def _tell(self, tickets: Sequence[int], kind: type[End] | type[Cancel]) -> None:
@@ -344,6 +341,6 @@ class Clients:
     def _send(self, node: int, message: ToClient) -> None:
         with self._lock:
             try:
-                frames.send(self._peers[node], ENCODER.encode(message))
+                connection.send(self._peers[node], ENCODER.encode(message))
             except OSError as error:
                 raise GuardStop(f"the rollout client of node {node} has ended: {error}") from None

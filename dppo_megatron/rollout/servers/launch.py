@@ -8,12 +8,10 @@ Those on other machines of the job are started there and seen from here through 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -21,12 +19,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from dppo_megatron.children import die_with_parent
 from dppo_megatron.distributed import loopback_interface
 from dppo_megatron.files import append_to, make_directory
 from dppo_megatron.rollout.servers.http import hidden
 from dppo_megatron.types import UserError
 
-_PR_SET_PDEATHSIG = 1
 _TERM_S, _KILL_S = 5.0, 15.0
 """How long all servers together may take to end when asked, and when killed."""
 
@@ -242,10 +240,7 @@ def _cores_of_launcher() -> set[int]:
 
 
 def _prepare_child(cores: set[int]) -> None:
-    """Between fork and exec. Slurm sends the warning before a time limit to every process of a step: it asks the
-    trainer to save, and an engine that knows no SIGUSR1 would end by it."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    """Between fork and exec."""
     if cores:
         os.sched_setaffinity(0, cores)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent()

@@ -5,15 +5,14 @@ Figures are written line by line as they are found, so that a crash or a limit l
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dppo_megatron.children import die_with_parent
 from dppo_megatron.workbench.accept.bars import STEPS, Step
 
 
@@ -52,8 +51,7 @@ def measure(sheet: Sheet) -> None:
 
 def main(name: str, directory: str, options: str) -> None:
     """Run one step."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a killed command leaves no measurement behind
+    die_with_parent()  # a killed command leaves no measurement behind
     (step,) = (step for step in STEPS if step.name == name)
     measure(Sheet(step, Path(directory), **json.loads(options)))
 

@@ -24,6 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.actor.layout import start_process_group, stop_process_group
+from dppo_megatron.children import python_command
 from dppo_megatron.config import load_config
 from dppo_megatron.config.shipped import shipped
 from dppo_megatron.job import prepare_job
@@ -31,7 +32,7 @@ from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.workbench.accept.child import Sheet
 from dppo_megatron.workbench.accept.machine import this_site
-from dppo_megatron.workbench.accept.runner import python_of_ours, tests_directory
+from dppo_megatron.workbench.accept.runner import tests_directory
 from dppo_megatron.workbench.accept.workload import RandomWeights
 from dppo_megatron.workbench.planning.memory import plan_memory
 from dppo_megatron.workbench.planning.shares import whole_model
@@ -221,7 +222,7 @@ def _serving(sheet: Sheet, *arguments: str) -> dict[str, Any]:
 
 
 def _train(settings: dict[str, Any], ranks: int = 1) -> list[str]:
-    return [*python_of_ours(ranks), "dppo_megatron", "train", _CONFIG, *(f"{k}={v}" for k, v in settings.items())]
+    return python_command("dppo_megatron", "train", _CONFIG, *(f"{k}={v}" for k, v in settings.items()), ranks=ranks)
 
 
 def _metrics(files: Path) -> dict[int, dict[str, Any]]:

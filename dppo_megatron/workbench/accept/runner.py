@@ -13,14 +13,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from dppo_megatron.children import package_environment, python_command
 from dppo_megatron.files import remove_tree
-from dppo_megatron.launched import environment_of_ours
 from dppo_megatron.types import Watch
 from dppo_megatron.workbench.accept.bars import STEPS, Step
 from dppo_megatron.workbench.accept.record import Ran, Record, read_figures
@@ -99,22 +98,16 @@ def tests_directory() -> Path | None:
     return tests if (tests / "test_gpu.py").exists() and importlib.util.find_spec("pytest") else None
 
 
-def python_of_ours(ranks: int) -> list[str]:
-    """The beginning of a command that goes on with a module's name; for a step, or a process of one."""
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    return [sys.executable, "-P", "-m", *(torchrun if ranks > 1 else [])]
-
-
 def _run(step: Step, directory: Path, limit_s: float, record: Record) -> Ran:
     own = directory / "steps" / step.name
     remove_tree(own)
     own.mkdir(parents=True)
     options = json.dumps(record.options | {"cuda": bool(record.facts.get("gpus"))})
     allocator = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # a step says its own
-    ours = {name: value for name, value in environment_of_ours().items() if name not in allocator}
+    inherited = {name: value for name, value in package_environment().items() if name not in allocator}
     # torchrun's processes do not inherit -P
-    environment = ours | step.environment | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
-    command = [*python_of_ours(step.ranks), CHILD, step.name, str(own), options]
+    environment = inherited | step.environment | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+    command = python_command(CHILD, step.name, str(own), options, ranks=step.ranks)
     started = time.monotonic()
     with (own / "log").open("wb") as log:
         child = subprocess.Popen(

@@ -8,14 +8,13 @@ from __future__ import annotations
 import argparse
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+from dppo_megatron.children import package_environment, python_command
 from dppo_megatron.config import load_config
 from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.config.shipped import shipped
-from dppo_megatron.launched import environment_of_ours
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import Commands, add_command, add_settings, check_number
 
@@ -58,10 +57,8 @@ def _run(arguments: argparse.Namespace) -> int:
     check_writable("--run-dir", run_dir, directory=True)
     if run_dir.exists() and any(run_dir.iterdir()):
         _check_is_run(run_dir)
-    python = [sys.executable, "-P", "-m"]
     with arguments.watch(f"making {task}", 0, ""):
-        made = [*python, "dppo_megatron.workbench.quickstart.make", "--out", str(task), "--seed", str(arguments.seed)]
-        code = _call(made, environment_of_ours())
+        code = _call("dppo_megatron.workbench.quickstart.make", "--out", str(task), "--seed", str(arguments.seed))
     if code:
         return code
     settings = {
@@ -79,14 +76,8 @@ def _run(arguments: argparse.Namespace) -> int:
     # before a run that may have taken an hour is removed
     check_world_size(load_config(config, given, writes_run=False), arguments.nproc)
     _remove(run_dir)
-    train = ["dppo_megatron", "train", config, *given]
-    environment = environment_of_ours()
-    if arguments.nproc > 1:
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}  # torchrun's processes do not inherit -P
-        train = ["torch.distributed.run", "--nproc-per-node", str(arguments.nproc), "-m", *train]
-    return _call([*python, *train], environment) or _call(
-        [*python, "dppo_megatron", "report", str(run_dir)], environment_of_ours()
-    )
+    code = _call("dppo_megatron", "train", config, *given, ranks=arguments.nproc)
+    return code or _call("dppo_megatron", "report", str(run_dir))
 
 
 def _check_is_run(directory: Path) -> None:
@@ -116,6 +107,9 @@ def _remove(run_dir: Path) -> None:
         lock.release()
 
 
-def _call(command: list[str], environment: dict[str, str]) -> int:
-    code = subprocess.run(command, env=environment).returncode
-    return code if code >= 0 else 128 - code  # ended by a signal, as a shell says it
+def _call(module: str, *arguments: str, ranks: int = 1) -> int:
+    environment = package_environment()
+    if ranks > 1:
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}  # torchrun's processes do not inherit -P
+    code = subprocess.run(python_command(module, *arguments, ranks=ranks), env=environment).returncode
+    return code if code >= 0 else 128 - code  # ended by a signal, as a shell reports it

@@ -15,7 +15,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,12 +23,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+from dppo_megatron.children import start_python
 from dppo_megatron.config import load_config
 from dppo_megatron.config.load import config_values
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.sets import eval_set_configs, train_set_configs
 from dppo_megatron.files import write_text
-from dppo_megatron.launched import environment_of_ours, launched_world_size
+from dppo_megatron.launched import launched_world_size
 from dppo_megatron.types import Advance, GuardStop, UserError, Watch, unwatched
 from dppo_megatron.workbench.compare.arms import Arm
 from dppo_megatron.workbench.compare.record import MethodRun, read_method_run
@@ -137,15 +137,9 @@ def run_all(
 
 def in_a_process(run_dir: Path, arguments: list[str], line: Callable[[str], None]) -> None:
     """Run `dppo-megatron` with `arguments` in a process of its own; `line` takes what it prints."""
-    command = [sys.executable, "-P", "-m", "dppo_megatron", *arguments]
     with tempfile.TemporaryFile() as errors:  # a pipe that nobody empties would stop the run when it is full
-        with subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=environment_of_ours(),
-            encoding="utf-8",
-            errors="replace",
+        with start_python(
+            "dppo_megatron", *arguments, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8", errors="replace"
         ) as process:
             assert process.stdout is not None
             for printed in process.stdout:
