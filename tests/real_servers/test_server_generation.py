@@ -64,7 +64,7 @@ def test_logprobs_are_the_actors_before_and_after_updates(served: Served, tmp_pa
         for server in served.servers:
             probed = [c for name, c in engine.probe(requests[:2], Sampling(LONG, 1.0, 0)) if name == server.url]
             assert reference.difference(requests[:2], probed).mean() < 1e-4
-        verified = engine.statistics()["rollout/tensors_verified"]
+        verified = engine.statistics().tensors_verified
         assert verified >= {"vllm": 9, "sglang": 18}[served.name], "vLLM on a CPU shows embedding and norms only"
 
 
@@ -270,7 +270,7 @@ def test_stragglers_are_cut_and_entered_in_the_ledger(served: Served, tmp_path: 
         completions = engine.generate([*short, *long], Sampling(1, 1.0, 0))
         first, last = completions[: len(short)], completions[len(short) :]
         cut = [one for one in last if one.finish_reason == "length" and len(one.token_ids) < LONGEST]
-        assert engine.statistics()["rollout/cut_completions"] == len(cut)
+        assert engine.statistics().cut_completions == len(cut)
         if cut:
             break
     assert cut and len(last) == len(long) and [len(one.token_ids) for one in first] == [1] * len(short)
