@@ -258,7 +258,9 @@ def described(server: Server, timeout_s: float) -> ServerInfo:
     try:
         return server.describe(timeout_s=timeout_s)
     except BadAnswer as error:
-        raise UserError(f"{server.http.url} answers, but not as this engine does: {error}") from None
+        raise UserError(
+            f"{server.http.url} answers, but is no {server.engine} server that this trainer can read: {error}"
+        ) from None
 
 
 def describe(server: Server, api_key_env: str) -> ServerInfo:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -80,6 +80,8 @@ class Generator(Protocol):
 class Server(Generator, Protocol):
     """One server. Every method raises as `healthy` does, and reaches every replica."""
 
+    engine: ClassVar[str]
+    """Its name, for messages."""
     replicas: int
     """Data-parallel engines behind its address, each with a cache and a batch of its own; final once it has described
     itself."""

@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers import answers
@@ -56,6 +57,7 @@ with our file does not say."""
 class SGLangServer:
     """One `sglang.launch_server`. See `server.Server` for the calls."""
 
+    engine: ClassVar[str] = "SGLang"
     http: Http
     vocab_size: int
     """The top_k that cuts nothing, for top_p alone: SGLang gives log-probabilities of a cut only for a finite top_k."""

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import quote
 
 from dppo_megatron.config.rollout import RolloutConfig
@@ -48,6 +48,7 @@ _RL_CALLS = "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (docs/e
 class VLLMServer:
     """One `vllm serve`. See `server.Server` for the calls."""
 
+    engine: ClassVar[str] = "vLLM"
     http: Http
     replicas: int = field(default=1, init=False)
     _extended: bool = field(default=False, init=False)
