@@ -69,14 +69,18 @@ def requests_for(prompts: list[Prompt], count: int = 8, step: int = 1) -> list[R
 
 
 def generate_while(
-    engine: ServerEngine, requests: list[Request], harm: Callable[[], None], tokens_each: int = LONG
+    engine: ServerEngine,
+    requests: list[Request],
+    harm: Callable[[], None],
+    tokens_each: int = LONG,
+    wait_s: float = 0.2,
 ) -> list[Completion]:
-    """The completions of `requests`, with `harm` done as soon as some requests are running."""
+    """The completions of `requests`, with `harm` done as soon as some requests were sent, and `wait_s` after it."""
     engine.start(requests, Sampling(tokens_each, 1.0, 0))
     deadline = time.monotonic() + 60
     while sum(member.groups for member in engine._fleet.members) < 2 and time.monotonic() < deadline:
         threading.Event().wait(0.01)
-    threading.Event().wait(0.2)
+    threading.Event().wait(wait_s)
     harm()
     return list(engine.finish().values())
 
