@@ -54,7 +54,7 @@ class SharingEngine(HFEngine):
 
     def __init__(self, job: Job, mode: str) -> None:
         how = {"dtype": torch.float32, "device": torch.device("cpu"), "max_concurrent_sequences": 64}
-        super().__init__(job.config.model.hf_path, job.tokenizer, **how)  # type: ignore[arg-type]
+        super().__init__(job.architecture, job.tokenizer, **how)  # type: ignore[arg-type]
         self.has_servers = True
         self.holds = "weights and cache"  # as a server that has just been started
         self.actor: Actor | None = None
