@@ -245,7 +245,7 @@ def test_a_port_that_is_taken_at_a_restart_of_serve(
         with Stranger(server.port) as stranger:
             with pytest.raises(GuardStop, match=f"{server.url} ended with code 1 before it was ready(.|\n)*in use"):
                 _until(lambda: (kept.look(), False)[1])
-            stranger.assert_it_got_questions_only()
+            stranger.assert_it_got_questions_only(was_asked=False)  # the server may have ended before the first look
         assert not list(addresses.iterdir())
     finally:
         server.stop()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 EXPECTED = (  # what a machine may lack, or a test be for
+    r"actor\.fp8 = \w+: there is no CUDA device",
     r"needs a CUDA device|nccl needs a second GPU|the machine has CUDA|condition: not this_machine\(\)",
     r"the CPU platform is never active where CUDA is|these ranks are forked|ranks of CPU tests are forked",
     r"no (vllm|sglang): .* is not there",
