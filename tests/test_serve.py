@@ -238,7 +238,7 @@ def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) ->
     for _ in range(2):
         recruiter.update(fleet)
     assert not fleet.members and len(said) == 4 and sum("not used yet" in line for line in said) == 1
-    assert sum("is no address" in line for line in said) == 2 and f"{b} answers, but not as this engine" in str(said)
+    assert sum("is no address" in line for line in said) == 2 and f"{b} answers, but is no vLLM server" in str(said)
     fakes.servers["a"].trouble = 0
     for _ in range(3):
         recruiter.update(fleet)

@@ -67,8 +67,8 @@ def check(printed: str, where: str, longest: int = 20_000) -> None:
 MAY_PRINT = {
     "texts.py": "`show`",
     "__main__.py": "`interrupted`",
-    "commands/completion.py": "code for a shell, from nothing but our own names",
-    "commands/watch.py": "rich, of texts that went through `one_line`",
+    "workbench/commands/completion.py": "code for a shell, from nothing but our own names",
+    "workbench/commands/watch.py": "rich, of texts that went through `one_line`",
     "rollout/servers/in_engine/dppo_probe.py": "JSON in ASCII, for the process that has asked",
     "rewards/worker.py": "what graders print, made plain",
 }
