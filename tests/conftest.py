@@ -4,6 +4,8 @@ an order in which two workers end together (`pytest -n 2`, see docs/testing.md).
 import gc
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +82,15 @@ LONGEST = (
     "test_hostile_servers",
 )
 """Started first: a long file that started last would leave the other workers idle."""
+
+
+@pytest.fixture(scope="session")
+def forked_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An interpreter for `rollout.servers.python` whose vLLM servers start in 3 CPU seconds: it is imported once."""
+    from support.engines import forked_vllm, servers
+
+    with forked_vllm.interpreter(servers.PYTHON["vllm"], tmp_path_factory.mktemp("vllm")) as script:
+        yield script
 
 
 def _file(nodeid: str) -> str:

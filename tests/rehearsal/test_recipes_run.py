@@ -13,19 +13,17 @@ import os
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.engines.servers import PYTHON, needs
+from support.engines.servers import needs
 from support.job import nearly, read_metrics
 from support.launch import run_ranks
 
 from dppo_megatron.workbench.cli import main
-from rehearsal.forked_vllm import interpreter
 from rehearsal.miniature import PROBLEMS, RECIPES, Miniature, Sizes, arguments, miniature, reduced, write_files
 from rehearsal.nccl_rule import under_rule
 
@@ -44,12 +42,11 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(tmp_path_factory: pytest.TempPathFactory, forked_vllm: Path) -> Bench:
     """vLLM imported once, problems and models."""
     files = tmp_path_factory.mktemp("rehearsal")
     write_files(files)
-    with interpreter(PYTHON["vllm"], files) as python:
-        yield Bench(files, python)
+    return Bench(files, forked_vllm)
 
 
 def _rank(small: Miniature, command: list[str], folder: Path) -> int:
