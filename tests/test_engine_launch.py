@@ -198,7 +198,7 @@ def _digests(reference: Reference) -> dict[str, tuple[str, ...]]:
 
 
 @needs("vllm")
-def test_each_node_of_a_job_has_a_server(files: Path, tmp_path: Path) -> None:
+def test_each_node_of_a_job_has_a_server(files: Path, tmp_path: Path, forked_vllm: Path) -> None:
     """Two ranks as two nodes, with a real server each: both generate, each gets its weights through memory of the rank
     beside it, and engine and actor agree. The timeline of each step shows it."""
     config = job_config(
@@ -209,7 +209,7 @@ def test_each_node_of_a_job_has_a_server(files: Path, tmp_path: Path) -> None:
         rollout__sync__verify_every=1,
         rollout__servers__colocate="true",
         observe__timeline=2,
-        **QUICK | local_settings("vllm"),
+        **QUICK | local_settings("vllm") | {"rollout__servers__python": str(forked_vllm)},
     )
     receivers = run_ranks(_train_as_two_nodes, 2, config, timeout_s=500)
     assert receivers == [[0, 1]] * 2, "each hands weights to its neighbour"

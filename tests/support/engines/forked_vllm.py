@@ -137,6 +137,7 @@ def _import_once() -> None:
     import multiprocessing
 
     import dppo_vllm_extension  # noqa: F401
+    import setproctitle
     import vllm.entrypoints.openai.api_server
     import vllm.model_executor.models.qwen3
     import vllm.model_executor.models.qwen3_moe
@@ -148,6 +149,7 @@ def _import_once() -> None:
     # A worker spins for a second after each message that it reads: eight of them would have two cores for themselves.
     shm_broadcast.SpinCondition.__init__.__defaults__ = (0.0,)  # busy_loop_s
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 50
+    setproctitle.getproctitle()  # it finds the place of the title now, while the environment is still that of the start
     get_context = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)  # type: ignore[method-assign, assignment, arg-type, return-value]
     gc.freeze()
