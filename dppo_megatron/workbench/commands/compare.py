@@ -28,11 +28,9 @@ from the same start; those that had finished in --out are kept. Writes results.j
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     """Add `dppo-megatron compare`."""
-    command = add_command(
-        commands, "compare", _compare, summary="train under several pruning methods and compare", description=_COMPARE
-    )
+    command = add_command(commands, "compare", _compare, summary=summary, description=_COMPARE)
     add_config(command)
     command.add_argument("--methods", default=_METHODS, metavar="A,B@N,...", help=f"default: {_METHODS}")
     command.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds from the config's on (default: 1)")

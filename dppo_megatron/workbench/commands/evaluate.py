@@ -28,11 +28,9 @@ Writes results.json and samples.jsonl. Grade those samples again, or compare two
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     """Add `dppo-megatron eval`."""
-    command = add_command(
-        commands, "eval", _evaluate, summary="score a model, or compare two evaluations", description=_DESCRIPTION
-    )
+    command = add_command(commands, "eval", _evaluate, summary=summary, description=_DESCRIPTION)
     command.add_argument("model", metavar="MODEL", nargs="?", help="model, run, checkpoint, or YAML file")
     add_settings(command, "settings, as rollout.engine=vllm")
     command.add_argument(

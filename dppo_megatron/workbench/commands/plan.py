@@ -54,9 +54,8 @@ _SPEEDS = ("decode", "mfu", "sync_gb_per_s", "save_gb_per_s", "other_s")
 _COUNTS = ("gpus", "gpus_per_node", "engine_gpus")
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     """Add `dppo-megatron plan`."""
-    summary = "what a job needs and costs, before anything is started"
     parser = add_command(commands, "plan", _run, summary=summary, description=_DESCRIPTION)
     _add_options(parser)
 

@@ -22,11 +22,9 @@ A run may be finished, running or crashed. One run's report is written to RUN/re
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     """Add `dppo-megatron report`."""
-    command = add_command(
-        commands, "report", _report, summary="one HTML file about one run or several", description=_REPORT
-    )
+    command = add_command(commands, "report", _report, summary=summary, description=_REPORT)
     command.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory")
     command.add_argument("--out", type=Path, metavar="FILE", help="where to write")
 

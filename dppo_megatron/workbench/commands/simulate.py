@@ -22,9 +22,8 @@ are used. A trace of an unpruned run (pruning.prompt.method=none) knows the outc
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     """Add `dppo-megatron simulate`."""
-    summary = "predict the cost of pruning methods from a recorded run"
     command = add_command(commands, "simulate", _simulate, summary=summary, description=_SIMULATE)
     command.add_argument("trace", metavar="TRACE", help="trace.jsonl of a run")
     command.add_argument("--methods", default=_METHODS, metavar="A,B,...", help=f"default: {_METHODS}")

@@ -24,9 +24,9 @@ On several processes, with the same arguments:
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     """Add `dppo-megatron train`."""
-    command = add_command(commands, "train", _train, summary="train a model", description=_TRAIN)
+    command = add_command(commands, "train", _train, summary=summary, description=_TRAIN)
     add_config(command)
     command.add_argument(
         "--resume",

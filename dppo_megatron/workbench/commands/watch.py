@@ -25,9 +25,9 @@ run does not notice. Of a run that has ended, and where the output is no termina
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     """Add `dppo-megatron watch`."""
-    command = add_command(commands, "watch", _watch, summary="follow a run in the terminal", description=_WATCH)
+    command = add_command(commands, "watch", _watch, summary=summary, description=_WATCH)
     command.add_argument("watched", metavar="RUN", type=Path, help="run directory")
     command.add_argument("--once", action="store_true", help="print one picture and exit")
     command.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between looks (default: 2)")
