@@ -42,7 +42,7 @@ from dppo_megatron.observe.summary import Summary
 from dppo_megatron.observe.timeline import StepRecorder
 from dppo_megatron.observe.trackers.messages import Begin, StepLine
 from dppo_megatron.observe.trackers.sink import TRACKERS, Trackers
-from dppo_megatron.observe.trackers.tables import COLUMNS, flat, numbers, table
+from dppo_megatron.observe.trackers.tables import COLUMNS, numbers, settings, table
 from dppo_megatron.observe.watchdog import Watchdog
 from dppo_megatron.pruning import LedgerRow, biased_rows
 from dppo_megatron.pruning.interface import PromptFeatures
@@ -239,7 +239,7 @@ class Run:
             name=observe.tracking.name or f"{self._directory.absolute().name}-{self._run[:6]}",
             tags=observe.tracking.tags,
             offline=observe.tracking.offline,
-            config=flat(config_values(self._config)),
+            config=settings(config_values(self._config)),
             resumed_step=self._origin.step if self._origin is not None and self._origin.own else None,
         )
         return Trackers(observe.trackers, begin, observe.tracking.drain_s, self.progress.say)

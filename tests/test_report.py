@@ -25,7 +25,7 @@ from dppo_megatron.workbench.compare.verdict import judge
 from dppo_megatron.workbench.report.browser import read_samples
 from dppo_megatron.workbench.report.findings import findings
 from dppo_megatron.workbench.report.page import write_page
-from dppo_megatron.workbench.report.read import read_run, standard_error
+from dppo_megatron.workbench.runs.record import read_run, standard_error
 
 HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\"> 6 * 7 = 42"
 

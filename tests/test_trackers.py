@@ -31,7 +31,8 @@ from dppo_megatron.observe.trackers.messages import ENCODER, Begin, End, StepLin
 from dppo_megatron.observe.trackers.mlflow import make, metric_name
 from dppo_megatron.observe.trackers.process import Mark, Sink, scrubbed, serve
 from dppo_megatron.observe.trackers.sink import Trackers
-from dppo_megatron.observe.trackers.tables import flat, numbers
+from dppo_megatron.observe.trackers.tables import numbers
+from dppo_megatron.observe.trackers.tables import settings as flat_settings
 from dppo_megatron.types import UserError
 
 TOOLS = ["tensorboard", "wandb", "mlflow", "trackio"]
@@ -325,7 +326,7 @@ def test_numbers_and_settings() -> None:
         "prune/ledger": [{"name": "prompt dppo", "kept_fraction": 0.75, "label": "unbiased", "note": ""}],
     }
     assert numbers(line) == {"tokens/trained": 7.0, "ledger/prompt dppo": 0.75}
-    assert flat({"a": {"b": [1, 2], "c": {}}, "d": True}) == {"a.b": "[1, 2]", "a.c": "{}", "d": True}
+    assert flat_settings({"a": {"b": [1, 2], "c": {}}, "d": True}) == {"a.b": "[1, 2]", "a.c": "{}", "d": True}
 
 
 def test_a_tracker_that_is_not_installed_is_found_before_anything_else(

@@ -35,10 +35,9 @@ ROOM_PAGES = {
     "rewards": "rewards.md",
     "rollout": "engines.md",
     "run": "checkpoints.md",
+    "runs": "run_directory.md",
     "selection": "pruning.md",
     "simulate": "choosing.md",
-    "trace": "choosing.md",
-    "watch": "report.md",
     "weights": "checkpoints.md",
 }
 """What a room is about."""

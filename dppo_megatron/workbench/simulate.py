@@ -18,8 +18,8 @@ from dppo_megatron.pruning.methods import with_method
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Decision, Rollouts, Selector
 from dppo_megatron.steps.cost import RolloutCost
-from dppo_megatron.steps.trace import Trace
 from dppo_megatron.types import Advance, FloatArray, IntArray, UserError, Watch, counted, unwatched
+from dppo_megatron.workbench.runs.trace import Trace
 
 _MOSTLY_ROLLOUT = 0.9
 """Share of a step above which completion pruning is said to be of no help: it gains less than a ninth."""

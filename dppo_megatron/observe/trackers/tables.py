@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dppo_megatron.config.changes import flat
 from dppo_megatron.observe.samples import RecordedGroup
 from dppo_megatron.observe.trackers.messages import Cell
 
@@ -28,20 +29,14 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Cell]:
+def settings(values: Mapping[str, Any]) -> dict[str, Cell]:
     """Dotted key -> value; a list as text.
 
     Example:
-        >>> flat({"rollout": {"engine": "hf"}, "steps": 4, "modules": ["a", "b"]})
+        >>> settings({"rollout": {"engine": "hf"}, "steps": 4, "modules": ["a", "b"]})
         {'rollout.engine': 'hf', 'steps': 4, 'modules': "['a', 'b']"}
     """
-    found: dict[str, Cell] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value if isinstance(value, str | int | float | None) else str(value)
-    return found
+    return {key: value if isinstance(value, Cell) else str(value) for key, value in flat(values).items()}
 
 
 def table(groups: Sequence[RecordedGroup], rows: int) -> list[list[Cell]]:

@@ -108,12 +108,12 @@ def _run(arguments: argparse.Namespace) -> int:
     said: list[str] = []
     with watch("loading libraries", 0, ""):
         from dppo_megatron.job import check_settings
-        from dppo_megatron.steps.trace import read_trace
         from dppo_megatron.weights.architecture import read_architecture
         from dppo_megatron.workbench.commands.actor_settings import check_actor_settings
         from dppo_megatron.workbench.planning.plan import make_plan
         from dppo_megatron.workbench.planning.text import lines
         from dppo_megatron.workbench.planning.timing import speeds_for
+        from dppo_megatron.workbench.runs.trace import read_trace
     architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
     if not loaded:
         machine = _assumed_machine(arguments.gpu)

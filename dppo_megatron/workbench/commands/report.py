@@ -34,7 +34,7 @@ def add(commands: Commands[argparse.ArgumentParser]) -> None:
 def _report(arguments: argparse.Namespace) -> int:
     with arguments.watch("loading libraries", 0, ""):
         from dppo_megatron.workbench.report.page import write_page
-        from dppo_megatron.workbench.report.read import read_run
+        from dppo_megatron.workbench.runs.record import read_run
     runs: list[Path] = arguments.runs
     out: Path = arguments.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     with arguments.watch("reading", len(runs), "runs") as advance:

@@ -35,7 +35,7 @@ def add(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def _simulate(arguments: argparse.Namespace) -> int:
     with arguments.watch("loading libraries", 0, ""):
-        from dppo_megatron.steps.trace import read_trace
+        from dppo_megatron.workbench.runs.trace import read_trace
         from dppo_megatron.workbench.simulate import as_json, fit_costs, simulate, table
     methods = parse_methods(arguments.methods)
     for name in ("rollout_cost", "update_cost"):

@@ -20,7 +20,6 @@ from dppo_megatron.config.selection import planned_prompts
 from dppo_megatron.config.sets import longest_prompt_tokens
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts
-from dppo_megatron.steps.trace import Trace, TracedStep
 from dppo_megatron.types import UserError, Watch, unwatched
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.workbench.planning.advice import Advice, advise, advise_speed
@@ -29,6 +28,7 @@ from dppo_megatron.workbench.planning.roofline import SPREAD, Lengths, capped
 from dppo_megatron.workbench.planning.shares import active_parameters, whole_model
 from dppo_megatron.workbench.planning.site import GIB, Site
 from dppo_megatron.workbench.planning.timing import Speeds, Timing, plan_timing
+from dppo_megatron.workbench.runs.trace import Trace, TracedStep
 from dppo_megatron.workbench.simulate import CostModel, Prediction, simulate
 
 _PROMPT_TOKENS = 150

@@ -6,7 +6,6 @@ inserts it as text.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from dppo_megatron.workbench.report.browser import Samples, read_samples
 from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
 from dppo_megatron.workbench.report.findings import findings
-from dppo_megatron.workbench.report.read import RunRecord, default_settings
+from dppo_megatron.workbench.runs.record import RunRecord, default_settings
 
 _SCRIPTS = ("data.js", "charts.js", "sections.js", "samples.js", "page.js")
 SAMPLE_BYTES = 16_000_000
@@ -31,8 +30,7 @@ def write_page(path: Path, runs: Sequence[RunRecord]) -> None:
     _name_apart(runs)
     parts: list[str] = []
     for number, run in enumerate(runs):
-        model = json.loads(run.settings.get("model.hf_path", '""')) or ""
-        samples = read_samples(run.path, str(model), SAMPLE_BYTES // len(runs))
+        samples = read_samples(run.path, str(run.setting("model.hf_path", "")), SAMPLE_BYTES // len(runs))
         run.notes += [f"samples/{name} cannot be read and is left out" for name in sorted(samples.unreadable)]
         parts += _sample_data(number, samples)
     about = {"runs": [_data(run) for run in runs], "defaults": default_settings()}
