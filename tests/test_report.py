@@ -18,9 +18,9 @@ from support.record import write_record
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.compare.arms import Arm
-from dppo_megatron.workbench.compare.page import write_page as write_comparison
 from dppo_megatron.workbench.compare.record import MethodRun, Point
 from dppo_megatron.workbench.compare.table import results, table
+from dppo_megatron.workbench.compare.table import write_page as write_comparison
 from dppo_megatron.workbench.compare.verdict import judge
 from dppo_megatron.workbench.report.browser import read_samples
 from dppo_megatron.workbench.report.findings import findings

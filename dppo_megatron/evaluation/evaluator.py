@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dppo_megatron.config.sets import eval_set_configs
 from dppo_megatron.distributed import gather_all
-from dppo_megatron.evaluation.grading import SetGraders, unparsed, vote_of
+from dppo_megatron.evaluation.grading import SetGraders
 from dppo_megatron.evaluation.samples import EvalSample, problem_ids
 from dppo_megatron.evaluation.statistics import EvalScores, score
 from dppo_megatron.job import Job
@@ -42,8 +42,6 @@ class EvalSet:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One sample to take."""
-
     set: int
     problem: int
     sample: int
@@ -125,7 +123,6 @@ class Evaluator:
     def _record(self, item: _Item, completion: Completion, grade: Grade) -> EvalSample:
         one = self.sets[item.set]
         prompt = one.prompts[item.problem]
-        correct = self._graders.correct(grade)
         return EvalSample(
             set=one.name,
             problem=one.ids[item.problem],
@@ -136,15 +133,9 @@ class Evaluator:
             text=completion.text,
             tokens=len(completion.token_ids),
             finish_reason=completion.finish_reason,
-            reward=None if correct is None else grade.reward,
-            correct=correct,
-            extracted=grade.extracted,
-            vote=vote_of(grade),
-            unparsed=unparsed(grade),
-            why=grade.why,
-            failure=grade.failure,
             row=prompt.row,
             level=prompt.level,
+            **self._graders.verdict(grade),
         )
 
 

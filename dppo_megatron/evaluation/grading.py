@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.rewards.grading import Grader, GradeTask, deciding_reward, make_grader
@@ -37,11 +38,19 @@ class SetGraders:
         """One grade a task, by the grader `of(function)`."""
         return self.of(function).grade(tasks)
 
-    def correct(self, grade: Grade) -> bool | None:
-        """Whether it counts as correct; None where grading failed. Of several named rewards the first decides."""
-        if grade.failure:
-            return None
-        return deciding_reward(grade) >= self._reward.correct_from
+    def verdict(self, grade: Grade) -> dict[str, Any]:
+        """The fields of an `EvalSample` that a grade decides. Of several named rewards the first says what is correct;
+        where grading failed there is neither a reward nor a verdict."""
+        failed = bool(grade.failure)
+        return {
+            "reward": None if failed else grade.reward,
+            "correct": None if failed else deciding_reward(grade) >= self._reward.correct_from,
+            "extracted": grade.extracted,
+            "vote": vote_of(grade),
+            "unparsed": unparsed(grade),
+            "why": grade.why,
+            "failure": grade.failure,
+        }
 
     def close(self) -> None:
         """End the processes of the sets' own graders."""

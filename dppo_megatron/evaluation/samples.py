@@ -26,8 +26,6 @@ _Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e308, le=1e308)]
 
 @dataclass(frozen=True, slots=True)
 class EvalSample:
-    """One answer to one problem of one set."""
-
     set: str
     problem: str
     """Id of the problem in its set, from its row if it has one; the same in every evaluation of the set."""

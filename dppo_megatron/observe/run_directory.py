@@ -165,7 +165,6 @@ class RunDirectory:
                 folder.rmdir()
 
     def close(self) -> None:
-        """Close the logs and release the lock."""
         for name, lines in self._lines.items():
             try:
                 self._tell(name, lines.flush())

@@ -26,7 +26,6 @@ class StopRequests:
             self._before = {number: signal.signal(number, self._on_signal) for number in ASKS_TO_STOP}
 
     def restore(self) -> None:
-        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

@@ -46,7 +46,6 @@ class Summary:
     """Seconds of each phase of the steps."""
 
     def add(self, metrics: dict[str, Any]) -> None:
-        """Account for one finished step."""
         self.steps += 1
         for name, key in _COUNTS.items():
             setattr(self, name, getattr(self, name) + int(metrics[key]))
@@ -77,7 +76,6 @@ class Summary:
         write_text(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def table(self) -> str:
-        """The closing table."""
         rows: list[tuple[str, str]] = []
         for name, after in self.eval_after.items():
             before, since = self.eval_before.get(name), self.eval_before_step.get(name, 0)

@@ -64,7 +64,6 @@ class StepRecorder:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around the step."""
         every = self._settings.timeline_every
         wanted = self._left > 0 or (every > 0 and number % every == 0)
         self._left = max(0, self._left - 1)

@@ -51,13 +51,11 @@ class Watchdog:
         self._second = threading.Thread(target=self._watch_store, name="watchdog of the store", daemon=True)
 
     def start(self) -> None:
-        """Send the first sign of life and begin to watch."""
         self._show(0)
         self._thread.start()
         self._second.start()
 
     def stop(self) -> None:
-        """Stop sending signs and watching."""
         self._done.set()
         self._thread.join()
 

@@ -149,7 +149,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def program() -> argparse.ArgumentParser:
-    """The parser of `dppo-megatron` with all its commands."""
     parser = _Parser(
         prog="dppo-megatron",
         allow_abbrev=False,

@@ -23,6 +23,7 @@ from dppo_megatron.workbench.runs.trace import Trace
 
 _MOSTLY_ROLLOUT = 0.9
 """Share of a step above which completion pruning is said to be of no help: it gains less than a ninth."""
+_COLUMNS = ("rewards", "lengths", "surprisal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,9 @@ class CostModel:
     """Generation runs beside the rest (async_steps=1)."""
 
     def update_s(self, tokens: float) -> float:
-        """Training on so many tokens."""
         return self.update_s_per_1k_tokens * tokens / 1000
 
     def step_s(self, rollout_s: float, update_s: float) -> float:
-        """The whole step."""
         rest = update_s + self.fixed_s
         return max(rollout_s, rest) if self.overlaps else rollout_s + rest
 
@@ -124,7 +123,7 @@ def _replay(trace: Trace, method: str, costs: CostModel, advance: Advance) -> Pr
     config = with_method(trace.config, method)
     selector = Selector(config, trace.num_prompts, set_sizes=trace.set_sizes, features=trace.features)
     outcomes = _Outcomes(trace)
-    totals: dict[str, float] = dict.fromkeys(("prompts", "completions", "trained", "generated_t", "trained_t"), 0.0)
+    counts = np.zeros(5)
     labels, kept_variance, kept_scale, full_variance, seconds, idle, nominal = {"exact"}, *[0.0] * 6
     for traced in counted(trace.steps, advance):
         step = traced.step
@@ -139,14 +138,7 @@ def _replay(trace: Trace, method: str, costs: CostModel, advance: Advance) -> Pr
         generated, trained = float(rollouts.lengths.sum()), float(rollouts.lengths.ravel()[decision.kept].sum())
         update_s = costs.update_s(trained)
         seconds += costs.step_s(rollout_s, update_s)
-        for name, amount in (
-            ("prompts", len(rollouts.rewards)),
-            ("completions", rollouts.rewards.size),
-            ("trained", decision.kept.sum()),
-            ("generated_t", generated),
-            ("trained_t", trained),
-        ):
-            totals[name] += float(amount)
+        counts += len(rollouts.rewards), rollouts.rewards.size, decision.kept.sum(), generated, trained
         scores = _scores(decision, rollouts)
         step_variance = float(np.sum(np.square(decision.weight * scores)))
         kept_variance += step_variance
@@ -159,14 +151,15 @@ def _replay(trace: Trace, method: str, costs: CostModel, advance: Advance) -> Pr
     count = len(trace.steps)
     scale = kept_scale / full_variance if full_variance else 1.0
     worst = max(labels, key=("exact", "unbiased", "ratio", "biased").index)
+    prompts, completions, trained_on, tokens, tokens_trained = (counts / count).tolist()
     return Prediction(
         method=method,
         label=worst,
-        prompts_generated=totals["prompts"] / count,
-        completions_generated=totals["completions"] / count,
-        completions_trained=totals["trained"] / count,
-        tokens_generated=totals["generated_t"] / count,
-        tokens_trained=totals["trained_t"] / count,
+        prompts_generated=prompts,
+        completions_generated=completions,
+        completions_trained=trained_on,
+        tokens_generated=tokens,
+        tokens_trained=tokens_trained,
         step_s=seconds / count,
         scale=scale,
         variance_ratio=kept_variance / full_variance / scale**2 if full_variance and scale else 1.0,
@@ -247,7 +240,6 @@ def table(predictions: list[Prediction], costs: CostModel) -> str:
 
 
 def as_json(predictions: list[Prediction], costs: CostModel) -> dict[str, object]:
-    """As JSON, for other tools."""
     methods = [asdict(p) | {"like_for_like": like_for_like(p, predictions[0])} for p in predictions]
     described = asdict(costs) | {"rollout_s_per_1k_tokens": 1000 * costs.rollout.average}
     return {"costs": described, "methods": methods, "limits": limits(predictions, costs)}
@@ -271,14 +263,12 @@ class _Outcomes:
         places = [self._nearest(prompt, step) for prompt in prompts.tolist()]
         self.asked += len(places)
         self.imputed += sum(at != step for at, _, _ in places)
-        columns = ("rewards", "lengths", "surprisal")
+        steps = [(self._steps[position].rollouts, row) for _, position, row in places]
         empty = self._steps[0].rollouts
         return Rollouts(
             *(
-                np.stack([getattr(self._steps[position].rollouts, name)[row] for _, position, row in places])
-                if places
-                else getattr(empty, name)[:0]
-                for name in columns
+                np.stack([getattr(of, name)[row] for of, row in steps]) if steps else getattr(empty, name)[:0]
+                for name in _COLUMNS
             )
         )
 
@@ -291,11 +281,7 @@ class _Outcomes:
 
 
 def _append(first: Rollouts, second: Rollouts) -> Rollouts:
-    return Rollouts(
-        np.concatenate([first.rewards, second.rewards]),
-        np.concatenate([first.lengths, second.lengths]),
-        np.concatenate([first.surprisal, second.surprisal]),
-    )
+    return Rollouts(*(np.concatenate([getattr(first, name), getattr(second, name)]) for name in _COLUMNS))
 
 
 def _scores(decision: Decision, rollouts: Rollouts) -> FloatArray:

@@ -167,7 +167,7 @@ class Trackers:
 
 def _start(name: str, limit_s: float) -> subprocess.Popen[bytes]:
     return start_python(
-        "dppo_megatron.observe.trackers",
+        "dppo_megatron.observe.trackers.process",
         name,
         f"{limit_s:g}",
         variables=_NO_STATISTICS | os.environ,

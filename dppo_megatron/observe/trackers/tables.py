@@ -64,20 +64,6 @@ def table(groups: Sequence[RecordedGroup], rows: int) -> list[list[Cell]]:
     return found
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """A table for a tool that has none; what a model wrote stays text."""
-    lines = [f"|{'|'.join(columns)}|", f"|{'|'.join('---' for _ in columns)}|"]
-    lines += [f"|{'|'.join(_cell(cell) for cell in row)}|" for row in rows]
-    return "\n".join(lines)
-
-
-def _cell(value: Cell) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
-    for plain, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("`", "&#96;")):
-        text = text.replace(plain, escaped)
-    return " ".join(text.split())
-
-
 def _cut(text: str | None) -> str | None:
     """A model can write lone surrogates, which JSON has no form for."""
     if text is None:

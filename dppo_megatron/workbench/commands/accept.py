@@ -28,7 +28,6 @@ command goes on where it was stopped. Without a GPU each row says why it was not
 
 
 def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron accept`."""
     summary = "measure this machine, with a verdict on each figure"
     command = add_command(commands, "accept", _accept, summary=summary, description=_ACCEPT)
     names = [step.name for step in STEPS]

@@ -32,7 +32,6 @@ _METHODS: dict[str, Iterable[str]] = {
 
 
 def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron completion`."""
     summary = "print a script for your shell's completion"
     command = add_command(commands, "completion", _print_script, summary=summary, description=_COMPLETION)
     command.add_argument("shell", choices=("bash", "zsh", "fish"))

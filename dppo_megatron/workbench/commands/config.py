@@ -26,7 +26,6 @@ How files and the command line are read is in docs/configuration.md.
 
 
 def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron config`."""
     command = add_command(
         commands, "config", _config, summary="print settings with default, range and meaning", description=_CONFIG
     )

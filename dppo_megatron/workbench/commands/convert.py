@@ -22,7 +22,6 @@ A distributed checkpoint loads at any tensor, pipeline and expert parallel size.
 
 
 def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron convert`."""
     summary = "Hugging Face checkpoint to Megatron's format and back"
     command = add_command(commands, "convert", _convert, summary=summary, description=_CONVERT)
     directions = command.add_subparsers(required=True, metavar="to-megatron|to-hf", dest="direction")

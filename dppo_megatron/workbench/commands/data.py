@@ -21,7 +21,6 @@ Sets: {", ".join(KNOWN_SETS)}
 
 
 def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron data`."""
     command = add_command(commands, "data", _data, summary="download a known problem set", description=_DATA)
     command.add_argument("name", metavar="NAME", help="which set")
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write")

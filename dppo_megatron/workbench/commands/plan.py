@@ -55,7 +55,6 @@ _COUNTS = ("gpus", "gpus_per_node", "engine_gpus")
 
 
 def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron plan`."""
     summary = "what a job needs and costs, before anything is started"
     parser = add_command(commands, "plan", _run, summary=summary, description=_DESCRIPTION)
     _add_options(parser)

@@ -28,7 +28,6 @@ Write an arithmetic task and a tiny model into runs/task_seedSEED, train on it f
 
 
 def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron quickstart`."""
     parser = add_command(
         commands, "quickstart", _run, summary="make a small task, train on it and report", description=_DESCRIPTION
     )

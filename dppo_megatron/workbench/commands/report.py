@@ -23,7 +23,6 @@ A run may be finished, running or crashed. One run's report is written to RUN/re
 
 
 def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron report`."""
     command = add_command(
         commands, "report", _report, summary="one HTML file about one run or several", description=_REPORT
     )

@@ -20,7 +20,6 @@ trainer runs: a new one gets the newest weights at the next weight sync, and req
 
 
 def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron serve`."""
     command = add_command(
         commands, "serve", _serve, summary="rollout servers on this machine for a trainer elsewhere", description=_SERVE
     )

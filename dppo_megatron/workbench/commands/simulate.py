@@ -23,7 +23,6 @@ are used. A trace of an unpruned run (pruning.prompt.method=none) knows the outc
 
 
 def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron simulate`."""
     summary = "predict the cost of pruning methods from a recorded run"
     command = add_command(commands, "simulate", _simulate, summary=summary, description=_SIMULATE)
     command.add_argument("trace", metavar="TRACE", help="trace.jsonl of a run")

@@ -25,7 +25,6 @@ On several processes, with the same arguments:
 
 
 def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron train`."""
     command = add_command(commands, "train", _train, summary="train a model", description=_TRAIN)
     add_config(command)
     command.add_argument(

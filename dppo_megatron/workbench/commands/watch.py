@@ -26,7 +26,6 @@ run does not notice. Of a run that has ended, and where the output is no termina
 
 
 def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron watch`."""
     command = add_command(commands, "watch", _watch, summary="follow a run in the terminal", description=_WATCH)
     command.add_argument("watched", metavar="RUN", type=Path, help="run directory")
     command.add_argument("--once", action="store_true", help="print one picture and exit")

@@ -36,8 +36,6 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class MethodRun:
-    """One arm on one seed."""
-
     arm: str
     seed: int
     curve: list[Point]
@@ -50,7 +48,6 @@ class MethodRun:
     """Seconds of each phase of the steps."""
 
     def against(self, cost: Cost) -> Curve:
-        """Its accuracies against one kind of cost."""
         costs = np.array([getattr(point, cost) for point in self.curve], dtype=np.float64)
         return Curve(costs, np.array([point.accuracy for point in self.curve]))
 

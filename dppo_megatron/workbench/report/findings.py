@@ -14,8 +14,6 @@ _MISMATCH_ALARM = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One warning about one run."""
-
     level: str
     """bad, warning or note."""
     text: str

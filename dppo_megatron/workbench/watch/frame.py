@@ -55,7 +55,6 @@ class View:
 
 
 def frame(latest: Latest, view: View) -> RenderableType:
-    """The whole picture."""
     record = latest.record
     parts: list[RenderableType] = [_head(record, latest, view)]
     if len(record.steps) > 1:

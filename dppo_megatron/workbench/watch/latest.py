@@ -43,11 +43,9 @@ class Latest:
 
     @property
     def record(self) -> RunRecord:
-        """As of the last look."""
         return self._follow.record
 
     def look(self) -> RunRecord:
-        """Read what is new."""
         record = self._follow.look()
         if not record.settings:
             record.settings = read_settings(self._path / "config.yaml", [])
