@@ -1,5 +1,5 @@
-"""trace.jsonl, of which `simulate` and `plan` compute: a figure made of a garbled outcome looks like any other, so every
-line must have the kinds, shapes and ranges that the trainer writes (`steps/trace.py`)."""
+"""Reads trace.jsonl. A figure made of a garbled outcome looks like any other, so every line must have the kinds, shapes
+and ranges that the trainer writes (`steps/trace.py`)."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class _Row(msgspec.Struct):
 def _read_head(line: bytes, path: str) -> _Head:
     raw = decoded(line or b"{}", object, f"{path}:1")
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise UserError(f"trace '{path}': does not begin with a line of format '{FORMAT}'; name the trace.jsonl of a run")
+        raise UserError(f"trace '{path}': does not begin with a line of format '{FORMAT}'; name a run's trace.jsonl")
     return decoded(line, _Head, f"{path}:1")
 
 
