@@ -98,19 +98,20 @@ def _groups(files: list[SampleFile], step: int, unreadable: set[str]) -> tuple[l
             continue
         for row in rows:
             group = groups[row["group"]]
-            group.update({name: _short(row[name]) for name in _OF_THE_GROUP})
+            group.update({name: rounded(row[name]) for name in _OF_THE_GROUP})
             group.setdefault("members", []).append(_member(row))
     return [groups[position] for position in sorted(groups)], len(groups)
 
 
 def _member(row: dict[str, Any]) -> dict[str, Any]:
-    member = {name: _short(value) for name, value in row.items() if name not in _HIDDEN}
+    member = {name: rounded(value) for name, value in row.items() if name not in _HIDDEN}
     for name in ("logprobs", "actor_logprobs"):
         member[name] = None if row[name] is None else [_rounded(value) for value in row[name]]
     return member
 
 
-def _short(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """To six digits; None for what is not finite; anything else as it is."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.workbench.report.browser import Samples, read_samples
+from dppo_megatron.workbench.report.browser import Samples, read_samples, rounded
 from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
 from dppo_megatron.workbench.report.findings import findings
 from dppo_megatron.workbench.runs.record import RunRecord, default_settings
@@ -52,7 +52,7 @@ def _data(run: RunRecord) -> dict[str, Any]:
         "path": str(run.path),
         "status": run.status,
         "steps": run.steps,
-        "columns": {key: [_short(value) for value in values] for key, values in run.columns.items()},
+        "columns": {key: [rounded(value) for value in values] for key, values in run.columns.items()},
         "ledger": run.ledger,
         "summary": run.summary,
         "settings": run.settings,
@@ -70,7 +70,3 @@ def _sample_data(number: int, samples: Samples) -> list[str]:
     }
     parts = [script_data(f"samples-{number}", index)]
     return parts + [script_data(f"samples-{number}-{step}", groups) for step, groups in samples.steps.items()]
-
-
-def _short(value: float | None) -> float | None:
-    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -16,7 +16,7 @@ import math
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,12 +74,8 @@ class RunRecord:
     notes: list[str] = field(default_factory=list)
     """What could not be read."""
 
-    def add(self, row: Mapping[str, Any], keeps: Callable[[str], bool]) -> None:
-        """Take the line of a step, in the order of the steps; of two lines of one step the later counts.
-
-        Args:
-            keeps: the metrics that are wanted.
-        """
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take the line of a step, in the order of the steps; of two lines of one step the later counts."""
         step = row["step"]
         at = bisect_left(self.steps, step)
         is_new = at == len(self.steps) or self.steps[at] != step
@@ -87,7 +83,7 @@ class RunRecord:
             self.steps.insert(at, step)
         for series in [*self.columns.values(), *(one[part] for one in self.ledger for part in ("label", "kept"))]:
             series[at : at + (not is_new)] = [None]
-        for key, value in _figures(row, keeps).items():
+        for key, value in _figures(row).items():
             if key not in self.columns:
                 self.columns[key] = [None] * len(self.steps)
             self.columns[key][at] = value
@@ -118,18 +114,17 @@ class Follow:
 
     Args:
         path: the run directory.
-        keeps: the metrics that are wanted; None: all.
 
     Raises:
         UserError: no such directory, or nothing of a run in it.
     """
 
-    def __init__(self, path: Path, keeps: Callable[[str], bool] | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         if not path.is_dir():
             raise UserError(f"'{path}' is no directory; name the run_dir of a run")
         if not any((path / name).exists() for name in ("metrics.jsonl", "run.json")):
             raise UserError(f"'{path}' holds neither run.json nor metrics.jsonl; name the run_dir of a run")
-        self._path, self._keeps = path, keeps or (lambda _: True)
+        self._path = path
         self._decode = msgspec.json.Decoder().decode
         self._begin()
 
@@ -176,7 +171,7 @@ class Follow:
         step = row.get("step") if isinstance(row, dict) else None
         if type(step) is not int or not 0 <= step < 2**53:
             return False
-        self.record.add(row, self._keeps)
+        self.record.add(row)
         return True
 
 
@@ -254,12 +249,10 @@ def standard_error(rewards: list[list[float | None]], weight: list[float]) -> fl
     return spread * math.sqrt(len(means) / (len(means) - 1))
 
 
-def _figures(row: Mapping[str, Any], keeps: Callable[[str], bool]) -> dict[str, float | None]:
+def _figures(row: Mapping[str, Any]) -> dict[str, float | None]:
     """A step's numbers, those that are computed from others included."""
     values = {
-        key: finite_number(value)
-        for key, value in row.items()
-        if keeps(key) and key != "step" and not isinstance(value, list | dict)
+        key: finite_number(value) for key, value in row.items() if key != "step" and not isinstance(value, list | dict)
     }
     for name, above, below in _RATIOS:
         a, b = finite_number(row.get(above)), finite_number(row.get(below))

@@ -13,13 +13,6 @@ from dppo_megatron.observe.samples import SAMPLES, newest_sample_file, read_rows
 from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth, read_health
 from dppo_megatron.workbench.runs.record import Follow, RunRecord, read_settings
 
-SHOWN = (
-    "reward/mean", "reward/failed", "rollout/completion_tokens_mean", "rollout/truncated",
-    "train/grad_norm", "train/entropy", "train/skipped_updates", "mismatch/logprob_abs_diff_mean",
-    "prune/prompts_considered", "prune/prompts_generated", "prune/completions_generated", "prune/completions_trained",
-    "prune/ess_share", "prune/w_cv2", "pack/fill", "tokens/generated", "tokens/trained", "rollout/servers_live",
-)  # fmt: skip
-"""Metrics that are kept beside those under time/ and eval/."""
 _COLUMNS = ("step", "group", "prompt", "text", "reward", "kept", "why", "tokens", "weight", "extracted")
 
 
@@ -37,7 +30,7 @@ class Latest:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._follow = Follow(path, lambda key: key in SHOWN or key.startswith(("time/", "eval/")))
+        self._follow = Follow(path)
         self.samples = Sampled()
         self._sample_file: Path | None = None
 
