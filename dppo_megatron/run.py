@@ -41,8 +41,7 @@ from dppo_megatron.observe.signals import StopRequests
 from dppo_megatron.observe.summary import Summary
 from dppo_megatron.observe.timeline import StepRecorder
 from dppo_megatron.observe.trackers.messages import Begin, StepLine
-from dppo_megatron.observe.trackers.sink import TRACKERS, Trackers
-from dppo_megatron.observe.trackers.tables import COLUMNS, numbers, settings, table
+from dppo_megatron.observe.trackers.sink import COLUMNS, TRACKERS, Trackers, numbers, settings, table
 from dppo_megatron.observe.watchdog import Watchdog
 from dppo_megatron.pruning import LedgerRow, biased_rows
 from dppo_megatron.pruning.interface import PromptFeatures

@@ -29,9 +29,8 @@ from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.observe.trackers import sink
 from dppo_megatron.observe.trackers.messages import ENCODER, Begin, End, Mark, StepLine
 from dppo_megatron.observe.trackers.process import Sink, scrubbed, serve
-from dppo_megatron.observe.trackers.sink import Trackers
-from dppo_megatron.observe.trackers.tables import numbers
-from dppo_megatron.observe.trackers.tables import settings as flat_settings
+from dppo_megatron.observe.trackers.sink import Trackers, numbers
+from dppo_megatron.observe.trackers.sink import settings as flat_settings
 from dppo_megatron.observe.trackers.tools import Mlflow, metric_name
 from dppo_megatron.types import UserError
 

@@ -19,7 +19,13 @@ from dppo_megatron.launched import launched_world_size
 from dppo_megatron.pruning.methods import METHODS, parse_methods
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError, Watch
-from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, check_number
+from dppo_megatron.workbench.commands.parser import (
+    Commands,
+    add_command,
+    add_config,
+    check_actor_settings,
+    check_number,
+)
 from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
 
 if TYPE_CHECKING:  # it imports torch
@@ -108,7 +114,6 @@ def _run(arguments: argparse.Namespace) -> int:
     with watch("loading libraries", 0, ""):
         from dppo_megatron.job import check_settings
         from dppo_megatron.weights.architecture import read_architecture
-        from dppo_megatron.workbench.commands.actor_settings import check_actor_settings
         from dppo_megatron.workbench.planning.plan import make_plan
         from dppo_megatron.workbench.planning.text import lines
         from dppo_megatron.workbench.planning.timing import speeds_for
@@ -169,7 +174,6 @@ def _load_job(config: Config, site: Site, gpu: str, watch: Watch) -> list[str]:
     with watch("loading libraries", 0, ""):
         from dppo_megatron.job import prepare_job
         from dppo_megatron.platform.capabilities import this_machine
-        from dppo_megatron.workbench.commands.actor_settings import check_actor_settings
     machine, note = this_machine(), []
     runs_here = machine.cuda_capability is not None
     if not runs_here:

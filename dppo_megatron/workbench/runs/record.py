@@ -16,7 +16,7 @@ import math
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -215,14 +215,8 @@ def run_status(path: Path) -> str:
 
 def read_settings(path: Path, notes: list[str]) -> dict[str, str]:
     """Dotted key -> value, as JSON, of a config.yaml; empty if there is none. `notes` gets a line if it is damaged."""
-    if not os.path.lexists(path):
-        return {}
-    try:
-        values = yaml.load(_read_text(path), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
-        notes.append(f"{path.name} cannot be read")
-        return {}
-    return _as_json(values) if isinstance(values, dict) else {}
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return _as_json(_mapping(path, lambda text: yaml.load(text, Loader=loader), notes))
 
 
 def default_settings() -> dict[str, str]:
@@ -297,21 +291,22 @@ def _add_trace(run: RunRecord, path: Path) -> None:
 
 
 def _json(path: Path, notes: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = finite(_mapping(path, json.loads, notes))
+    return found
+
+
+def _mapping(path: Path, parse: Callable[[str], Any], notes: list[str]) -> dict[str, Any]:
+    """Empty if there is no file, or none that holds a mapping."""
     if not os.path.lexists(path):
         return {}
     try:
-        value = json.loads(_read_text(path))
-    except (OSError, ValueError, RecursionError):
+        if not path.is_file():
+            raise OSError(f"{path} is not a file")  # on a pipe, reading would block
+        value = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
         notes.append(f"{path.name} cannot be read")
         return {}
-    return finite(value) if isinstance(value, dict) else {}
-
-
-def _read_text(path: Path) -> str:
-    """What a file holds. Raises OSError for anything else: on a pipe, reading would block."""
-    if not path.is_file():
-        raise OSError(f"{path} is not a file")
-    return path.read_text(encoding="utf-8")
+    return value if isinstance(value, dict) else {}
 
 
 def _as_json(values: dict[str, Any]) -> dict[str, str]:
