@@ -34,11 +34,11 @@ from dppo_megatron.evaluation.statistics import EvalScores
 from dppo_megatron.job import Job
 from dppo_megatron.launched import launched_here, launched_rank
 from dppo_megatron.observe.lock import FILE as LOCK
+from dppo_megatron.observe.metrics import Summary
 from dppo_megatron.observe.progress import Progress, RunProgress, print_line
 from dppo_megatron.observe.run_directory import SUMMARY, RunDirectory, said_as_mistake
 from dppo_megatron.observe.samples import SAMPLES, RecordedGroup, SampleWriter
 from dppo_megatron.observe.signals import StopRequests
-from dppo_megatron.observe.summary import Summary
 from dppo_megatron.observe.timeline import StepRecorder
 from dppo_megatron.observe.trackers.messages import Begin, StepLine
 from dppo_megatron.observe.trackers.sink import COLUMNS, TRACKERS, Trackers, numbers, settings, table

@@ -111,7 +111,7 @@ class Evaluator:
         for function in dict.fromkeys(one.grader for one in self.sets):
             members = [i for i, item in enumerate(items) if self.sets[item.set].grader == function]
             tasks = [self._task(items[i], texts[i]) for i in members]
-            grades |= zip(members, self._graders.grade(function, tasks), strict=True) if tasks else ()
+            grades |= zip(members, self._graders.of(function).grade(tasks), strict=True) if tasks else ()
         return [grades[i] for i in range(len(items))]
 
     def _task(self, item: _Item, text: str) -> GradeTask:

@@ -6,11 +6,10 @@ The only file of `evaluation/` that calls graders.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from dppo_megatron.config.reward import RewardConfig
-from dppo_megatron.rewards.grading import Grader, GradeTask, deciding_reward, make_grader
+from dppo_megatron.rewards.grading import Grader, deciding_reward, make_grader
 from dppo_megatron.types import Grade
 
 
@@ -34,10 +33,6 @@ class SetGraders:
             self._others[function] = make_grader(self._reward, function)
         return self._others[function]
 
-    def grade(self, function: str, tasks: Sequence[GradeTask]) -> list[Grade]:
-        """One grade a task, by the grader `of(function)`."""
-        return self.of(function).grade(tasks)
-
     def verdict(self, grade: Grade) -> dict[str, Any]:
         """The fields of an `EvalSample` that a grade decides. Of several named rewards the first says what is correct;
         where grading failed there is neither a reward nor a verdict."""
@@ -46,8 +41,8 @@ class SetGraders:
             "reward": None if failed else grade.reward,
             "correct": None if failed else deciding_reward(grade) >= self._reward.correct_from,
             "extracted": grade.extracted,
-            "vote": vote_of(grade),
-            "unparsed": unparsed(grade),
+            "vote": _vote_of(grade),
+            "unparsed": _unparsed(grade),
             "why": grade.why,
             "failure": grade.failure,
         }
@@ -59,7 +54,7 @@ class SetGraders:
         self._others.clear()
 
 
-def unparsed(grade: Grade) -> bool | None:
+def _unparsed(grade: Grade) -> bool | None:
     """Whether no final answer could be read; None if grading failed or the grader does not report it."""
     if grade.failure:
         return None
@@ -76,7 +71,7 @@ _SPELLINGS = (
 )
 
 
-def vote_of(grade: Grade) -> str | None:
+def _vote_of(grade: Grade) -> str | None:
     """The answer that a sample votes for in maj@k, in a plain form; None if it gave none.
 
     Wrong answers are equal if they read the same without spaces, `\\left`, `$`, thousands separators and the like; two

@@ -51,9 +51,6 @@ Levels = Mapping[str, Mapping[str, Estimate]]
 def evaluate_model(given: EvalArguments, watch: Watch = unwatched) -> list[str]:
     """Evaluate, write results.json and samples.jsonl, and return lines to print.
 
-    Args:
-        watch: shows the progress.
-
     Raises:
         UserError: anything wrong with the model, the sets or the settings, before anything is generated.
     """
@@ -221,7 +218,7 @@ def _graded(graders: SetGraders, function: str, tasks: Sequence[GradeTask], watc
     found: list[Grade] = []
     with watch("grading", len(tasks), "answers") as advance:
         for first in range(0, len(tasks), _GRADED_AT_ONCE):
-            found += graders.grade(function, tasks[first : first + _GRADED_AT_ONCE])
+            found += graders.of(function).grade(tasks[first : first + _GRADED_AT_ONCE])
             advance(len(found))
     return found
 

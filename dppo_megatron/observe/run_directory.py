@@ -43,7 +43,6 @@ class RunDirectory:
 
     Args:
         path: created if missing.
-        say: takes log lines.
 
     Raises:
         UserError: it cannot be written, another trainer has it, or it holds a run without an id.

@@ -81,7 +81,6 @@ class SampleWriter:
 
     Args:
         directory: `samples/` of the run; created with the first file.
-        say: prints a log line.
     """
 
     def __init__(
@@ -306,13 +305,13 @@ def to_table(step: int, groups: Sequence[RecordedGroup]) -> Any:
         "group": ([one.position for one, _ in rows], pa.int32()),
         "completion": ([index for _, index in rows], pa.int32()),
         "prompt_index": ([item.prompt.index for item in prompts], pa.int64()),
-        "source": ([_text(item.prompt.source) for item in prompts], pa.string()),
-        "prompt": ([_text(item.prompt.text) for item in prompts], pa.string()),
-        "reference": ([_text(item.prompt.answer) for item in prompts], pa.string()),
-        "text": ([_text(one.text) for one in done], pa.string()),
-        "extracted": ([_text(one.extracted) if one else None for one in grades], pa.string()),
+        "source": ([unicode_text(item.prompt.source) for item in prompts], pa.string()),
+        "prompt": ([unicode_text(item.prompt.text) for item in prompts], pa.string()),
+        "reference": ([unicode_text(item.prompt.answer) for item in prompts], pa.string()),
+        "text": ([unicode_text(one.text) for one in done], pa.string()),
+        "extracted": ([unicode_text(one.extracted) if one else None for one in grades], pa.string()),
         "reward": ([_number(one.group.rewards[index]) for one, index in rows], pa.float64()),
-        "reward_why": ([_text(one.failure or one.why) if one else "" for one in grades], pa.string()),
+        "reward_why": ([unicode_text(one.failure or one.why) if one else "" for one in grades], pa.string()),
         "advantage": ([float(one.advantages[index]) for one, index in rows], pa.float64()),
         "kept": ([bool(one.kept[index]) for one, index in rows], pa.bool_()),
         "why": ([one.why[index] for one, index in rows], pa.string()),
@@ -372,7 +371,7 @@ def _name(first: int, last: int, rank: int) -> str:
     return f"steps_{first:06d}-{last:06d}.rank{rank:04d}.parquet"
 
 
-def _text(value: str | None) -> str | None:
+def unicode_text(value: str | None) -> str | None:
     """Escape lone surrogates, which a model can write and UTF-8 cannot encode."""
     return value if value is None or value.isascii() else value.encode("utf-8", "backslashreplace").decode("utf-8")
 

@@ -52,7 +52,6 @@ class StepRecorder:
 
     Args:
         directory: that of the run.
-        say: takes log lines.
     """
 
     def __init__(self, settings: ObserveConfig, directory: Path, spans: Spans, say: Callable[[str], None]) -> None:

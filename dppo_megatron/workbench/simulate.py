@@ -110,11 +110,7 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
 
 
 def simulate(trace: Trace, method: str, costs: CostModel, watch: Watch = unwatched) -> Prediction:
-    """Replay `method` over the trace.
-
-    Args:
-        watch: shows how many steps have been replayed.
-    """
+    """Replay `method` over the trace."""
     with watch(f"simulating {method}", len(trace.steps), "steps") as advance:
         return _replay(trace, method, costs, advance)
 

@@ -30,7 +30,7 @@ from dppo_megatron.children import start_python
 from dppo_megatron.config.changes import flat
 from dppo_megatron.files import make_directory, write_text
 from dppo_megatron.frames import framed, read_frame
-from dppo_megatron.observe.samples import RecordedGroup
+from dppo_megatron.observe.samples import RecordedGroup, unicode_text
 from dppo_megatron.observe.trackers.messages import ANSWER, ENCODER, Begin, Cell, End, StepLine
 
 TRACKERS = "trackers"
@@ -235,8 +235,5 @@ def table(groups: Sequence[RecordedGroup], rows: int) -> list[list[Cell]]:
 
 
 def _cut(text: str | None) -> str | None:
-    """A model can write lone surrogates, which JSON has no form for."""
-    if text is None:
-        return None
-    plain = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    return plain if len(plain) <= _LONGEST_TEXT else plain[: _LONGEST_TEXT - 3] + "..."
+    plain = unicode_text(text)
+    return plain if plain is None or len(plain) <= _LONGEST_TEXT else plain[: _LONGEST_TEXT - 3] + "..."

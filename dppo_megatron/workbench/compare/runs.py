@@ -94,9 +94,7 @@ def run_all(
     """Run every arm on every seed, in `out/seed<N>/<arm>`.
 
     Args:
-        say: takes lines about the progress.
         launch: how a run is started: `in_a_process`.
-        watch: shows how many runs have ended.
 
     Raises:
         UserError: no evaluation set, torchrun, settings that an arm cannot have, or a run ended with exit code 2.

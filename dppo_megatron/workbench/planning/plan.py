@@ -40,8 +40,6 @@ SKIPPED = (0.15, 0.3, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a job would need and cost."""
-
     parameters: int
     active: int
     site: Site
@@ -126,7 +124,6 @@ def make_plan(
         prompt_tokens: likewise; None: 150, or the longest allowed if that is less.
         methods: pruning methods to compare, the first one the measure; empty: none.
         trace: a recorded run whose outcomes are replayed.
-        watch: shows how far the replay is.
 
     Raises:
         UserError: the layout does not fit the model or the number of GPUs, or a mean is above the longest allowed.

@@ -26,7 +26,6 @@ class Recipe:
     num_warm_start: int = 16384
 
     def with_seed(self, seed: int) -> Recipe:
-        """The same with another seed."""
         return replace(self, seed=seed)
 
 

@@ -48,9 +48,6 @@ class Trace:
 def read_trace(path: str, watch: Watch = unwatched) -> Trace:
     """Read a trace file.
 
-    Args:
-        watch: shows how many steps have been read.
-
     Raises:
         UserError: no such file, not a trace, a broken line (named), or no steps.
     """
