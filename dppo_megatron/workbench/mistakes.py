@@ -35,7 +35,6 @@ ROOM_PAGES = {
     "rewards": "rewards.md",
     "rollout": "engines.md",
     "run": "checkpoints.md",
-    "runs": "run_directory.md",
     "selection": "pruning.md",
     "simulate": "choosing.md",
     "weights": "checkpoints.md",
