@@ -30,7 +30,7 @@ from dppo_megatron.workbench.compare.runs import check_end, in_a_process, run_al
 from dppo_megatron.workbench.compare.statistics import Curve, accuracy_at, cost_to, median_over_seeds, moving_mean
 from dppo_megatron.workbench.compare.table import results, table, write_page
 from dppo_megatron.workbench.compare.verdict import judge
-from dppo_megatron.workbench.quickstart.task import Recipe, read_recipe, write_quickstart
+from dppo_megatron.workbench.quickstart.make import Recipe, read_recipe, write_quickstart
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 shares = st.floats(0, 1, allow_nan=False)

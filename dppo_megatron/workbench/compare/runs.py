@@ -33,7 +33,7 @@ from dppo_megatron.launched import launched_world_size
 from dppo_megatron.types import Advance, GuardStop, UserError, Watch, unwatched
 from dppo_megatron.workbench.compare.arms import Arm
 from dppo_megatron.workbench.compare.record import MethodRun, read_method_run
-from dppo_megatron.workbench.quickstart.task import read_recipe, write_quickstart
+from dppo_megatron.workbench.quickstart.make import read_recipe, write_quickstart
 
 _KEPT = "compare.json"
 """In a run's directory: its settings, data and start once it has finished; empty before."""
@@ -236,7 +236,7 @@ def task_settings(config: Config, seed: int, directory: Path) -> list[str]:
     assert recipe is not None, "asked for a task that cannot be made"
     if seed == config.seed:
         return []
-    wanted = recipe.with_seed(recipe.seed + seed - config.seed)
+    wanted = recipe._replace(seed=recipe.seed + seed - config.seed)
     if read_recipe(directory) != wanted:  # task.json is written last: it is there when all is
         write_quickstart(directory, wanted)
     paths = {
