@@ -33,7 +33,7 @@ from dppo_megatron.types import BoolArray, Completion, FloatArray, Group, IntArr
 
 SAMPLES = "samples"
 """Name of the directory inside the run directory."""
-_NAME = re.compile(r"steps_(\d+)-(\d+)\.rank(\d+)\.parquet")
+NAME = re.compile(r"steps_(\d+)-(\d+)\.rank(\d+)\.parquet")
 _INCOMPLETE = re.compile(r"\.steps_\d+-\d+\.rank\d+\.parquet(\.\d+)?\.new")
 _MERGE = 64
 """Steps in a merged file."""
@@ -180,7 +180,7 @@ def sample_files(directory: Path) -> list[SampleFile]:
     """The complete files, oldest first. If a merge was interrupted by a kill: the merged file, not its parts."""
     found = []
     for path in directory.glob("steps_*.parquet"):
-        if match := _NAME.fullmatch(path.name):
+        if match := NAME.fullmatch(path.name):
             first, last, rank = map(int, match.groups())
             found.append(SampleFile(first, last, rank, path))
     wide = [one for one in found if one.last > one.first]
@@ -191,74 +191,6 @@ def sample_files(directory: Path) -> list[SampleFile]:
         if other.rank == one.rank and one != other and other.first <= one.first and one.last <= other.last
     }
     return sorted(set(found) - parts)
-
-
-def newest_sample_file(directory: Path) -> Path | None:
-    """The complete file with the latest step, of the lowest rank that has one; None where there is none."""
-    try:
-        names = [match for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    except OSError:
-        return None
-    if not names:
-        return None
-    newest = max(names, key=lambda match: (int(match[2]), -int(match[3]), int(match[1])))
-    return directory / newest.string
-
-
-def read_rows(path: Path, columns: Sequence[str], step: int | None = None) -> list[dict[str, Any]]:
-    """Rows of a sample file, of `columns` only.
-
-    Args:
-        step: whose rows; None: those of the file's last row group, which are of its last step.
-
-    Raises:
-        OSError: there is no such file (any more: the run merges them), or it may not be read.
-        ValueError: it is no parquet, or not as a run writes it: another column, type or null.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(path)
-        groups = range(file.num_row_groups) if step is not None else range(file.num_row_groups)[-1:]
-        rows: list[dict[str, Any]] = []
-        for index in groups:
-            statistics = file.metadata.row_group(index).column(0).statistics
-            if step is not None and statistics is not None and not statistics.min <= step <= statistics.max:
-                continue
-            table = file.read_row_group(index, columns=list(columns))
-            _check_table(table, columns)
-            rows += [row for row in table.to_pylist() if step is None or row["step"] == step]
-    except OSError:
-        raise
-    except (pa.ArrowException, ValueError, TypeError, LookupError, OverflowError) as error:
-        raise ValueError(f"{path.name}: {error}") from None
-    return rows
-
-
-_NULLABLE = {"extracted", "reward", "completion_prob", "actor_logprobs"}
-_NULLABLE |= {"weights_version_first", "weights_version_last"}
-_NEVER_NEGATIVE = ("step", "group", "tokens", "token_ids")
-
-
-def _check_table(table: Any, columns: Sequence[str]) -> None:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if missing := [name for name in columns if name not in table.schema.names]:
-        raise ValueError(f"lacks {', '.join(missing)}")
-    schema = to_table(0, []).schema
-    for name in columns:
-        column, wanted = table.column(name), schema.field(name).type
-        is_list = pa.types.is_list(wanted)
-        found = column.type.value_type if is_list and pa.types.is_list(column.type) else column.type
-        if found != (wanted.value_type if is_list else wanted):
-            raise ValueError(f"{name} is of type {column.type}")
-        flat = pc.list_flatten(column) if is_list else column
-        if (column.null_count and name not in _NULLABLE) or (is_list and flat.null_count):
-            raise ValueError(f"{name} holds nulls")
-        if name in _NEVER_NEGATIVE and len(flat) and pc.min(flat).as_py() < 0:
-            raise ValueError(f"{name} holds negative numbers")
 
 
 def rewind_samples(directory: Path, last_step: int, old: Path) -> list[str]:
@@ -284,7 +216,7 @@ def rewind_samples(directory: Path, last_step: int, old: Path) -> list[str]:
             _store([table.filter(table["step"].to_numpy() <= last_step)], cut)
             whole.add(cut)
     for path in directory.iterdir():
-        ours = _NAME.fullmatch(path.name) or _INCOMPLETE.fullmatch(path.name)
+        ours = NAME.fullmatch(path.name) or _INCOMPLETE.fullmatch(path.name)
         if ours and path not in whole and path.is_file():
             path.unlink()
     return said

@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.observe.samples import SAMPLES, SampleFile, read_rows, sample_files
+from dppo_megatron.observe.samples import SAMPLES, SampleFile, sample_files
 from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
 from dppo_megatron.workbench.report.findings import findings
 from dppo_megatron.workbench.runs.record import RunRecord, default_settings
+from dppo_megatron.workbench.runs.samples import read_rows
 
 _SCRIPTS = ("data.js", "charts.js", "sections.js", "samples.js", "page.js")
 SAMPLE_BYTES = 16_000_000

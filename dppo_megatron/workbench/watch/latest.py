@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.observe.samples import SAMPLES, newest_sample_file, read_rows
+from dppo_megatron.observe.samples import SAMPLES
 from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth, read_health
 from dppo_megatron.workbench.runs.record import Follow, RunRecord, read_settings
+from dppo_megatron.workbench.runs.samples import newest_sample_file, read_rows
 
 _COLUMNS = ("step", "group", "prompt", "text", "reward", "kept", "why", "tokens", "weight", "extracted")
 
