@@ -16,8 +16,7 @@ from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.sets import eval_set_configs
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
-from dppo_megatron.evaluation.evaluator import Evaluator
-from dppo_megatron.evaluation.grading import SetGraders
+from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders
 from dppo_megatron.evaluation.samples import (
     RESULTS,
     SAMPLES,
@@ -62,7 +61,8 @@ def evaluate_model(given: EvalArguments, watch: Watch = unwatched) -> list[str]:
     if out is not None:
         check_out(out, RESULTS)
     job = prepare_job(config, world_size=1, trains=False, watch=watch)
-    show(*said, *_shown(job))
+    # the first prompt of each set too: a wrong template costs more points than a wrong model
+    show(*said, *(f"{name}: {len(of)} problems, the first: {of[0].text!r}" for name, of in job.eval_prompts.items()))
     with TemporaryDirectory(prefix="eval-") as scratch:
         job.config.run_dir = str(out or scratch)  # servers' logs and the sync directory
         with closing(_engine(job, watch)) as engine, closing(Evaluator(job)) as evaluator:
@@ -105,7 +105,9 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None, watch: Watch 
     for function in dict.fromkeys(chosen.get(sample.set, "") for sample in samples):
         members = [i for i, sample in enumerate(samples) if chosen.get(sample.set, "") == function]
         tasks = [_task(samples[i]) for i in members]
-        check_grader(graders.of(function), _prompt(samples[members[0]]))
+        one = samples[members[0]]
+        origin = f"{one.set}:{one.problem}"
+        check_grader(graders.of(function), Prompt(0, one.prompt, (), one.reference, "", row=one.row, origin=origin))
         for i, grade in zip(members, _graded(graders, function, tasks, watch), strict=True):
             graded[i] = replace(samples[i], **graders.verdict(grade))
     graders.close()
@@ -146,16 +148,11 @@ def table(scores: Sequence[EvalScores]) -> list[str]:
 
 def mean_over_sets(scores: Sequence[EvalScores]) -> dict[str, float | None]:
     """Unweighted, as papers report an average: sets are independent, so the squares of the errors add."""
-    values = [one.avg.value for one in scores]
-    errors = [one.avg.se for one in scores]
+    values, errors = [one.avg.value for one in scores], [one.avg.se for one in scores]
     known, certain = [v for v in values if v is not None], [e for e in errors if e is not None]
-    complete = len(known) == len(scores) and bool(scores)
-    return {
-        "pass@1": sum(known) / len(known) if complete else None,
-        "pass@1_se": sum(e * e for e in certain) ** 0.5 / len(scores)
-        if complete and len(certain) == len(scores)
-        else None,
-    }
+    average = sum(known) / len(known) if known and len(known) == len(scores) else None
+    is_certain = average is not None and len(certain) == len(scores)
+    return {"pass@1": average, "pass@1_se": sum(e * e for e in certain) ** 0.5 / len(scores) if is_certain else None}
 
 
 def write_results(
@@ -235,17 +232,6 @@ def _engine(job: Job, watch: Watch) -> Engine:
         engine.close()
         raise
     return engine
-
-
-def _shown(job: Job) -> list[str]:
-    """The first prompt of each set: a wrong template costs more points than a wrong model."""
-    return [
-        f"{name}: {len(prompts)} problems, the first: {prompts[0].text!r}" for name, prompts in job.eval_prompts.items()
-    ]
-
-
-def _prompt(sample: EvalSample) -> Prompt:
-    return Prompt(0, sample.prompt, (), sample.reference, "", row=sample.row, origin=f"{sample.set}:{sample.problem}")
 
 
 def _task(sample: EvalSample) -> GradeTask:

@@ -287,16 +287,12 @@ def _store(tables: Sequence[Any], path: Path) -> None:
 
 def _read_or_move(path: Path, old: Path) -> tuple[Any, str]:
     """The table of a file and an empty text; of one that cannot be read None, and a line that says where it is now."""
-    try:
-        return _read(path), ""
-    except Exception as error:  # what pyarrow raises for damaged files is of many types
-        return None, f"warning: {path} cannot be read ({reason(error)}); it is now {move_to_old(path, old)}"
-
-
-def _read(path: Path) -> Any:
     import pyarrow.parquet as pq
 
-    return pq.ParquetFile(path).read()  # read_table would parse the directory's name for partitions
+    try:
+        return pq.ParquetFile(path).read(), ""  # read_table would parse the directory's name for partitions
+    except Exception as error:  # what pyarrow raises for damaged files is of many types
+        return None, f"warning: {path} cannot be read ({reason(error)}); it is now {move_to_old(path, old)}"
 
 
 def _name(first: int, last: int, rank: int) -> str:

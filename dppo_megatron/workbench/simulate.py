@@ -16,9 +16,9 @@ from dppo_megatron.pruning.budget import floor_share
 from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.pruning.methods import with_method
 from dppo_megatron.randomness import generator
-from dppo_megatron.selection import Decision, Rollouts, Selector
+from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.steps.cost import RolloutCost
-from dppo_megatron.types import Advance, FloatArray, IntArray, UserError, Watch, counted, unwatched
+from dppo_megatron.types import Advance, IntArray, UserError, Watch, counted, unwatched
 from dppo_megatron.workbench.runs.trace import Trace
 
 _MOSTLY_ROLLOUT = 0.9
@@ -135,7 +135,7 @@ def _replay(trace: Trace, method: str, costs: CostModel, advance: Advance) -> Pr
         update_s = costs.update_s(trained)
         seconds += costs.step_s(rollout_s, update_s)
         counts += len(rollouts.rewards), rollouts.rewards.size, decision.kept.sum(), generated, trained
-        scores = _scores(decision, rollouts)
+        scores = np.abs(decision.advantages) * rollouts.surprisal.ravel() / decision.denominator
         step_variance = float(np.sum(np.square(decision.weight * scores)))
         kept_variance += step_variance
         kept_scale += float(np.sum(decision.weight * np.square(scores)))
@@ -147,6 +147,7 @@ def _replay(trace: Trace, method: str, costs: CostModel, advance: Advance) -> Pr
     count = len(trace.steps)
     scale = kept_scale / full_variance if full_variance else 1.0
     worst = max(labels, key=("exact", "unbiased", "ratio", "biased").index)
+    effect = decision.effect
     prompts, completions, trained_on, tokens, tokens_trained = (counts / count).tolist()
     return Prediction(
         method=method,
@@ -161,7 +162,7 @@ def _replay(trace: Trace, method: str, costs: CostModel, advance: Advance) -> Pr
         variance_ratio=kept_variance / full_variance / scale**2 if full_variance and scale else 1.0,
         imputed_share=outcomes.imputed / max(outcomes.asked, 1),
         without_gradient=idle / max(nominal, 1.0),
-        prompt_effect=_prompt_effect(decision),
+        prompt_effect=(effect.realised, effect.error, effect.uniform) if effect else None,
     )
 
 
@@ -204,11 +205,6 @@ def limits(predictions: list[Prediction], costs: CostModel) -> list[str]:
                 f" at the same cost {uniform:.2f}: the score {verdict}"
             )
     return lines
-
-
-def _prompt_effect(decision: Decision) -> tuple[float, float, float] | None:
-    effect = decision.effect
-    return None if effect is None else (effect.realised, effect.error, effect.uniform)
 
 
 def table(predictions: list[Prediction], costs: CostModel) -> str:
@@ -278,8 +274,3 @@ class _Outcomes:
 
 def _append(first: Rollouts, second: Rollouts) -> Rollouts:
     return Rollouts(*(np.concatenate([getattr(first, name), getattr(second, name)]) for name in _COLUMNS))
-
-
-def _scores(decision: Decision, rollouts: Rollouts) -> FloatArray:
-    scores: FloatArray = np.abs(decision.advantages) * rollouts.surprisal.ravel() / decision.denominator
-    return scores

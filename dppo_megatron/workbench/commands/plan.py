@@ -134,7 +134,9 @@ def _run(arguments: argparse.Namespace) -> int:
         trace=read_trace(arguments.trace, watch) if arguments.trace else None,
         watch=watch,
     )
-    show(*_assumed(arguments), *said, *lines(plan, arguments.config), *loaded)
+    is_told = arguments.gpus or launched_world_size() > 1
+    assumed = [] if is_told else [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
+    show(*assumed, *said, *lines(plan, arguments.config), *loaded)
     if arguments.json is not None:
         Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
         Path(arguments.json).write_text(json.dumps(plan.as_json(), indent=2) + "\n", encoding="utf-8")
@@ -142,12 +144,6 @@ def _run(arguments: argparse.Namespace) -> int:
         helps = "; ".join(f"{one.change} ({one.total / GIB:.1f} GiB)" for one in plan.advice[:3])
         raise UserError(f"the job does not fit: {plan.problems[0]}" + (f". What helps: {helps}" if helps else ""))
     return 0
-
-
-def _assumed(arguments: argparse.Namespace) -> list[str]:
-    if arguments.gpus or launched_world_size() > 1:
-        return []
-    return [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
 
 
 def _site(arguments: argparse.Namespace) -> Site:

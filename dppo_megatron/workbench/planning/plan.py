@@ -143,8 +143,7 @@ def make_plan(
         completion_tokens = min(float(sum(recorded) / len(recorded)), limit)
     if prompt_tokens is None:
         prompt_tokens = min(_PROMPT_TOKENS, longest_prompt)
-    size = config.rollout.completions_per_prompt
-    lengths = Lengths.assumed(prompt_tokens, completion_tokens, limit, size)
+    lengths = Lengths.assumed(prompt_tokens, completion_tokens, limit, config.rollout.completions_per_prompt)
     if trace:
         drawn = capped(np.concatenate([step.rollouts.lengths for step in trace.steps]), completion_tokens, limit)
         lengths = Lengths(prompt_tokens, completion_tokens, drawn)

@@ -114,7 +114,7 @@ def read_samples(run: Path, model: str, max_bytes: int) -> Samples:
         found.note = "The run has recorded no samples (observe.samples.share)."
         return found
     budget = max_bytes
-    chosen = _spread(_steps_of(files), _STEPS)
+    chosen = _spread(sorted({step for one in files for step in range(one.first, one.last + 1)}), _STEPS)
     for left, step in zip(range(len(chosen), 0, -1), chosen, strict=True):
         groups, total = _groups(files, step, found.unreadable)
         kept: list[dict[str, Any]] = []
@@ -131,10 +131,6 @@ def read_samples(run: Path, model: str, max_bytes: int) -> Samples:
     ids = {i for groups in found.steps.values() for g in groups for m in g["members"] for i in m["token_ids"] or ()}
     found.tokens = _texts(ids, [run / "hf", Path(model)])
     return found
-
-
-def _steps_of(files: list[SampleFile]) -> list[int]:
-    return sorted({step for one in files for step in range(one.first, one.last + 1)})
 
 
 def _spread(steps: list[int], count: int) -> list[int]:
