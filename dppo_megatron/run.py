@@ -38,11 +38,10 @@ from dppo_megatron.observe.metrics import Summary
 from dppo_megatron.observe.progress import Progress, RunProgress, print_line
 from dppo_megatron.observe.run_directory import SUMMARY, RunDirectory, said_as_mistake
 from dppo_megatron.observe.samples import SAMPLES, RecordedGroup, SampleWriter
-from dppo_megatron.observe.signals import StopRequests
 from dppo_megatron.observe.timeline import StepRecorder
 from dppo_megatron.observe.trackers.messages import Begin, StepLine
 from dppo_megatron.observe.trackers.sink import COLUMNS, TRACKERS, Trackers, numbers, settings, table
-from dppo_megatron.observe.watchdog import Watchdog
+from dppo_megatron.observe.watchdog import StopRequests, Watchdog
 from dppo_megatron.pruning import LedgerRow, biased_rows
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.spans import Spans
