@@ -110,14 +110,7 @@ class RunRecord:
 
 
 class Follow:
-    """One run's metrics, as far as it has got.
-
-    Args:
-        path: the run directory.
-
-    Raises:
-        UserError: no such directory, or nothing of a run in it.
-    """
+    """One run's metrics, as far as it has got. Raises UserError: no such directory, or nothing of a run in it."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
