@@ -41,11 +41,7 @@ _COMMANDS = {  # in the order of --help; each is a module of `commands`
 
 
 def main(argv: list[str] | None = None, watch: Watch = show_progress) -> int:
-    """Run a subcommand; returns the exit code (docs/run_directory.md lists them).
-
-    Args:
-        watch: shows the progress of what takes long.
-    """
+    """Run a subcommand; returns the exit code (docs/run_directory.md lists them)."""
     _open_what_is_closed()
     argv = sys.argv[1:] if argv is None else argv
     try:

@@ -37,8 +37,6 @@ ROOM_PAGES = {
     "run": "checkpoints.md",
     "selection": "pruning.md",
     "simulate": "choosing.md",
-    "trace": "choosing.md",
-    "watch": "report.md",
     "weights": "checkpoints.md",
 }
 """What a room is about."""

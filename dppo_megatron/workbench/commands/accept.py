@@ -28,7 +28,6 @@ command goes on where it was stopped. Without a GPU each row says why it was not
 
 
 def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    """Add `dppo-megatron accept`."""
     command = add_command(commands, "accept", _accept, summary=summary, description=_ACCEPT)
     names = [step.name for step in STEPS]
     command.add_argument("--hours", type=float, default=0.5, metavar="H", help="of this call (default: 0.5)")

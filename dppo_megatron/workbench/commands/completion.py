@@ -32,7 +32,6 @@ _METHODS: dict[str, Iterable[str]] = {
 
 
 def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    """Add `dppo-megatron completion`."""
     command = add_command(commands, "completion", _print_script, summary=summary, description=_COMPLETION)
     command.add_argument("shell", choices=("bash", "zsh", "fish"))
 

@@ -26,7 +26,6 @@ How files and the command line are read is in docs/configuration.md.
 
 
 def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    """Add `dppo-megatron config`."""
     command = add_command(commands, "config", _config, summary=summary, description=_CONFIG)
     command.add_argument("key", metavar="KEY", nargs="?", default="", help="a setting, a section, or a part of a name")
 

@@ -21,7 +21,6 @@ Sets: {", ".join(KNOWN_SETS)}
 
 
 def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    """Add `dppo-megatron data`."""
     command = add_command(commands, "data", _data, summary=summary, description=_DATA)
     command.add_argument("name", metavar="NAME", help="which set")
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write")

@@ -49,7 +49,6 @@ a bound is broken:
 
 
 def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    """Add `dppo-megatron doctor`."""
     command = add_command(commands, "doctor", _doctor, summary=summary, description=_DOCTOR)
     command.add_argument("--fp8-gate", metavar="CONFIG", help="YAML file of the job to check")
     command.add_argument("--limit-s", type=float, default=50.0, help="the job's check ends after this long (50)")

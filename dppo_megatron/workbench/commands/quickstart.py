@@ -28,7 +28,6 @@ Write an arithmetic task and a tiny model into runs/task_seedSEED, train on it f
 
 
 def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    """Add `dppo-megatron quickstart`."""
     parser = add_command(commands, "quickstart", _run, summary=summary, description=_DESCRIPTION)
     add_settings(parser)
     parser.add_argument("--config", metavar="CONFIG", help="YAML file (default: configs/quickstart.yaml)")

@@ -20,7 +20,6 @@ trainer runs: a new one gets the newest weights at the next weight sync, and req
 
 
 def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
-    """Add `dppo-megatron serve`."""
     command = add_command(commands, "serve", _serve, summary=summary, description=_SERVE)
     add_config(command, "the trainer's YAML file", "settings, the same as the trainer's")
     command.add_argument(
