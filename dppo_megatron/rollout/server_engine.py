@@ -46,16 +46,15 @@ from dppo_megatron.rollout.client.remote import (
 )
 from dppo_megatron.rollout.engine import Request, RolloutStats, Sampling, Weights
 from dppo_megatron.rollout.grouping import completion_of, grouped
-from dppo_megatron.rollout.launching import launch_everywhere
+from dppo_megatron.rollout.job_nodes import NodeSupervisor, launch_everywhere
 from dppo_megatron.rollout.servers.connect import ChannelName, Connection, connect
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.keeper import Keeper
-from dppo_megatron.rollout.servers.launch import ServerProcess
 from dppo_megatron.rollout.servers.member import Endpoint, Member
-from dppo_megatron.rollout.servers.recruit import Recruiter, inspect
+from dppo_megatron.rollout.servers.membership import Membership, inspect
 from dppo_megatron.rollout.servers.router import Router
 from dppo_megatron.rollout.servers.seats import RankDevice, Seats, this_device
+from dppo_megatron.rollout.servers.server_process import ServerProcess
 from dppo_megatron.rollout.servers.wire import Expected
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
@@ -110,12 +109,12 @@ class ServerEngine:
         self._channel: Channel | None = None
         self._owners: set[int] = set()
         """Nodes whose client asks servers."""
-        self._keeper: Keeper | None = None
+        self._supervisor: NodeSupervisor | None = None
         try:
             devices = gather_all([this_device(self._nodes.node)])
             launched: list[ServerProcess] = []
             if config.rollout.servers.launch == "local":
-                launched, self._keeper = launch_everywhere(config, self._nodes)
+                launched, self._supervisor = launch_everywhere(config, self._nodes)
             self.description, meeting, how = from_rank_zero(
                 lambda: self._connect(config, architecture, say, watch, devices, launched)
             )
@@ -239,8 +238,8 @@ class ServerEngine:
         with ExitStack() as each:  # the last is called first, and all are, also where one fails
             if self._channel is not None:
                 each.callback(self._channel.close)
-            if self._keeper is not None:
-                each.callback(self._keeper.close)
+            if self._supervisor is not None:
+                each.callback(self._supervisor.close)
             if self._connection is not None:
                 each.callback(self._fleet.close)
             if self._client is not None:
@@ -274,7 +273,7 @@ class ServerEngine:
         self._clients = Clients(listener, addresses, owned_by, sorted(nodes))
         connection.fleet.intake, self._owners = self._clients, nodes
         if connection.directory is not None:
-            connection.fleet.recruit = Recruiter(
+            connection.fleet.recruit = Membership(
                 connection.directory, connection, config, architecture, self._introduce
             ).update
         fleet.inspect = lambda member: self._inspect(member, config, architecture)

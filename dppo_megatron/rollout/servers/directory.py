@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from dppo_megatron.config.paths import shown
 from dppo_megatron.files import open_own, replacing
@@ -43,11 +43,8 @@ class Entry:
     engine: str
 
 
-class Addresses(Protocol):
-    """Who a run's servers are now."""
-
-    def entries(self) -> dict[str, Entry]:
-        """By address. Raises UserError where they cannot be read."""
+Addresses: TypeAlias = Callable[[], dict[str, Entry]]
+"""Who a run's servers are now, by address. Raises UserError where that cannot be read."""
 
 
 class Registration:

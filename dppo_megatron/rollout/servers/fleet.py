@@ -26,10 +26,10 @@ from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import NotProven
 from dppo_megatron.rollout.servers.intake import Intake
-from dppo_megatron.rollout.servers.launch import ServerProcess, stop_all
 from dppo_megatron.rollout.servers.member import Endpoint, Member, OwnedLock
 from dppo_megatron.rollout.servers.protocol import Server
 from dppo_megatron.rollout.servers.router import Router, RouterServer
+from dppo_megatron.rollout.servers.server_process import ServerProcess, stop_all
 from dppo_megatron.rollout.servers.wire import GenerateRequest
 from dppo_megatron.spans import Spans
 from dppo_megatron.types import UserError

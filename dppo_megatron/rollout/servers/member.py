@@ -26,8 +26,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Literal
 
-from dppo_megatron.rollout.servers.launch import ServerProcess
 from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory, Generator, Server
+from dppo_megatron.rollout.servers.server_process import ServerProcess
 
 State = Literal["out", "stale", "live"]
 _FREE_FAILURES = 3
