@@ -92,7 +92,6 @@ class Served:
 
     @property
     def is_starting(self) -> bool:
-        """Not ready yet."""
         return self._server.is_starting
 
     def look(self) -> None:
@@ -111,7 +110,6 @@ class Served:
             self._say(f"serve: {server.url} is ready; its address is in {self._directory}")
 
     def withdraw(self) -> None:
-        """Take its address away."""
         if self._registration is not None:
             self._registration.remove()
             self._registration = None

@@ -75,7 +75,7 @@ class ServerEngine:
     """vLLM or SGLang servers as `rollout` says. Collective, like every `Engine`.
 
     Args:
-        say: takes lines for the person who watches; used on rank 0.
+        say: prints a log line; used on rank 0.
         client_hook: makes what grades completions in the rollout clients; picklable.
         spans: gets requests, gradings and syncs of rank 0, while it is on.
         watch: shows how long launched servers take to start.
@@ -145,7 +145,6 @@ class ServerEngine:
         return self._sync.to(weights, release)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """See `Engine.generate`."""
         self.start(requests, sampling)
         return list(self.finish().values())
 
@@ -228,7 +227,6 @@ class ServerEngine:
         return from_rank_zero(lambda: self._fleet.health())
 
     def statistics(self) -> RolloutStats:
-        """See `Engine.statistics`."""
         taken, self._stats = self._stats, RolloutStats()
         taken.sync_s, taken.tensors_verified = self._sync.take_figures()
         return taken

@@ -17,15 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dppo_megatron.frames import framed
-from dppo_megatron.rollout.client.connection import receive
-from dppo_megatron.rollout.client.messages import ENCODER, HANDED, Handed, HandedGroup
+from dppo_megatron.rollout.client.messages import ENCODER, HANDED, Handed, HandedGroup, receive
 from dppo_megatron.rollout.servers.wire import Sampled, version_number
 
 
 @dataclass
 class HeldGroup:
-    """One group's answer."""
-
     index: int
     sampled: Sequence[Sampled]
     texts: list[bytes] = field(default_factory=list)
@@ -45,7 +42,6 @@ class Holdings:
         self._landed = 0
 
     def put(self, ticket: int, group: HeldGroup) -> None:
-        """Keep an answer."""
         with self._lock:
             group.number, self._landed = self._landed, self._landed + 1
             self._groups[ticket] = group

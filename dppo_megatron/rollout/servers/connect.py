@@ -175,7 +175,6 @@ def _await_ready(launched: Sequence[ServerProcess], servers: Sequence[Server], t
         for done, (own, server) in enumerate(zip(launched, servers, strict=False)):
 
             def is_ready(done: int = done, server: Server = server) -> None:
-                """Asked every half second."""
                 say(done)
                 server.healthy(timeout_s=_READY_S)
 

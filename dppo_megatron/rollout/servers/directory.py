@@ -36,8 +36,6 @@ _LARGEST_BYTES = 65536
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One server."""
-
     url: str
     api_key: str = field(repr=False)
     engine: str
@@ -69,7 +67,6 @@ class Registration:
             os.utime(self._path)
 
     def remove(self) -> None:
-        """It takes no more requests."""
         with contextlib.suppress(OSError):
             self._path.unlink()
 

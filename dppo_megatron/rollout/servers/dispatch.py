@@ -114,7 +114,6 @@ class Dispatch:
         self._landed_s: dict[int, float] = {}  # ticket -> when its answer came, on the clock of the spans
 
     def run(self) -> Iterator[int]:
-        """See `dispatch`."""
         work = self._work
         try:
             while not work.is_complete and not work.given_up:

@@ -56,7 +56,7 @@ class Fleet:
     """All servers of a run.
 
     Args:
-        say: takes one line for the person who watches.
+        say: prints a log line.
         intake: has the servers asked; set before the first rollout.
         processes: the processes of `servers`, if the trainer has started them.
         clock: seconds that only grow.
@@ -111,7 +111,6 @@ class Fleet:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Servers and routers."""
         return [*self.members, *self.routers]
 
     def doors(self, group: GenerateRequest) -> list[Endpoint]:
@@ -187,7 +186,6 @@ class Fleet:
             member.server.http.close()
 
     def may_return(self, member: Member) -> None:
-        """Its owner offers it."""
         with self.lock:
             member.may_return()
 
@@ -229,7 +227,6 @@ class Fleet:
             member.rests(own_s if wanted_s is None else min(_LONGEST_REST_S, wanted_s))
 
     def delivered(self, member: Endpoint) -> None:
-        """A good answer."""
         self._busy.pop(member.name, None)
         with self.lock:
             member.delivered()

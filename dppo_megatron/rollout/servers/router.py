@@ -60,7 +60,6 @@ class Router(Endpoint):
 
     @property
     def width(self) -> int:
-        """See `Endpoint.width`."""
         return self._width
 
     def follow(self, members: Mapping[str, Member]) -> str:

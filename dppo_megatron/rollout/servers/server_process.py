@@ -30,8 +30,6 @@ _TERM_S, _KILL_S = 5.0, 15.0
 
 
 class ServerProcess(ABC):
-    """A server that this job has started, wherever it runs."""
-
     url: str
     api_key: str
     node: int
@@ -58,7 +56,6 @@ class ServerProcess(ABC):
 
     @property
     def is_running(self) -> bool:
-        """The process has not ended."""
         return self.exit_code is None
 
     def start_if_ended(self) -> bool:
@@ -136,7 +133,6 @@ class LaunchedServer(ServerProcess):
 
     @property
     def exit_code(self) -> int | None:
-        """See `ServerProcess`."""
         return self.process.poll() if self.process is not None else None
 
     def start(self) -> None:
@@ -168,7 +164,6 @@ class LaunchedServer(ServerProcess):
                 raise UserError(f"rollout.servers.python: '{command[0]}' cannot be started: {error}") from None
 
     def stop(self) -> None:
-        """End it and everything it started."""
         stop_all([self])
 
     def tail(self) -> str:

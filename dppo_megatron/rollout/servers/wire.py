@@ -103,8 +103,6 @@ Floats: TypeAlias = Sequence[float] | npt.NDArray[np.float32]
 
 
 class Call(NamedTuple):
-    """One POST."""
-
     path: str
     body: bytes
 
