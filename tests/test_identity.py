@@ -43,16 +43,13 @@ from dppo_megatron.rollout.servers import server_process
 from dppo_megatron.rollout.servers.connect import _await_ready, make_server
 from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.http import Http, NotProven
-from dppo_megatron.rollout.servers.in_engine import dppo_members
+from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.intake import Ask
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.rollout.servers.vllm import own_chain, vllm_command
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 from dppo_megatron.rollout.transfer.groups import Meeting, listening_store
 from dppo_megatron.types import GuardStop, Prompt, UserError, unwatched
-
-sys.path.append(str(Path(dppo_members.__file__).parent))
-import dppo_wire
 
 KEY = "s3cret-of-the-servers"
 
@@ -344,7 +341,7 @@ def test_who_has_connected_must_know_the_secret(rank: int, mirrors: bool) -> Non
     got: list[bytes] = []
 
     def stranger() -> None:
-        sealed = dppo_members.Sealed(store if rank else meeting.store, meeting.secret)
+        sealed = dppo_wire.Sealed(store if rank else meeting.store, meeting.secret)
         group = _plain_group(sealed, rank, meeting.joining)
         for _ in range(2):
             received = torch.empty(32, dtype=torch.uint8)

@@ -19,7 +19,7 @@ from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers import answers
 from dppo_megatron.rollout.servers.dialects import VLLM_ARRAYS_PATH, VLLM_WORKERS_PATH, VLLMDialect
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
-from dppo_megatron.rollout.servers.in_engine import dppo_members
+from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
     InFlight,
@@ -220,9 +220,9 @@ def own_chain(meeting: Meeting) -> Chain:
     """The trainer's end of a group with our receivers over gloo. Returns when all have joined and proven it."""
 
     def prove(group: Any) -> None:
-        dppo_members.prove(group, meeting.secret, 0, 1, meeting.joining)
+        dppo_wire.prove(group, meeting.secret, 0, 1, meeting.joining)
 
-    return Chain(meeting, dppo_members.Sealed(meeting.store, meeting.secret), prove)
+    return Chain(meeting, dppo_wire.Sealed(meeting.store, meeting.secret), prove)
 
 
 def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
