@@ -100,7 +100,7 @@ class Chain:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         world_size: int,
         joining: timedelta,
@@ -154,7 +154,7 @@ class _Passing(threading.Thread):
         super().__init__(name="weights", daemon=True)
         self._group, self._following, self._deadline = group, following, deadline
         self.whole, self.memory = whole, whole[:num_bytes]
-        self._chunks = self.memory.split(chunk_bytes)
+        self._chunks = torch.split(self.memory, chunk_bytes)
         self._arriving = [group.recv([chunk], previous, tag) for tag, chunk in enumerate(self._chunks)]
         self._there = 0
         self._error = ""
@@ -207,13 +207,13 @@ class _Passing(threading.Thread):
 class Broadcast:
     """One worker's end of an NCCL group. Not run by us for want of GPUs."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        self._group = dist.ProcessGroupNCCL(PrefixStore(PREFIX, store), rank, world_size, options)
-        # a client of its own: one that waits holds up every other question
-        threading.Thread(target=_abort_when_given_up, args=(store.clone(), self._group), daemon=True).start()
+        self._group: Any = dist.ProcessGroupNCCL(PrefixStore(PREFIX, store), rank, world_size, options)
+        watched = store.clone()  # type: ignore[attr-defined] # a client that waits holds up every other question
+        threading.Thread(target=_abort_when_given_up, args=(watched, self._group), daemon=True).start()
 
     def receive(self, num_bytes: int) -> Arrival:
         """Begin to receive that much."""
@@ -243,7 +243,7 @@ class _Whole:
         torch.cuda.synchronize(self.memory.device)  # an aborted broadcast says so here
 
 
-def _abort_when_given_up(store: dist.Store, group: Any) -> None:
+def _abort_when_given_up(store: Store, group: Any) -> None:
     """Ends with the store, which ends with the trainer's end of the group."""
     with contextlib.suppress(RuntimeError):
         store.wait([GIVEN_UP], timedelta(days=365))
