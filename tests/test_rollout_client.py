@@ -35,8 +35,8 @@ from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory, grade
 from dppo_megatron.rollout.client.holding import HeldGroup, hand_over, take_over
 from dppo_megatron.rollout.client.remote import Nodes, owners, take
 from dppo_megatron.rollout.engine import Request, Sampling
-from dppo_megatron.rollout.grouping import grouped
 from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.servers.dispatch import grouped
 from dppo_megatron.rollout.servers.wire import Sampled
 from dppo_megatron.types import Completion, Grade, GuardStop, Prompt
 

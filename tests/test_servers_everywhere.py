@@ -29,10 +29,10 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout import job_nodes
 from dppo_megatron.rollout.client.remote import Nodes
 from dppo_megatron.rollout.engine import Request, Sampling
-from dppo_megatron.rollout.grouping import grouped
 from dppo_megatron.rollout.job_nodes import NodeSupervisor, launch_everywhere
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import server_process
+from dppo_megatron.rollout.servers.dispatch import grouped
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.server_process import LaunchedServer

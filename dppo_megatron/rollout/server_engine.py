@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import barrier, from_rank_zero, gather_all
 from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory, grades_of
-from dppo_megatron.rollout.client.holding import spans_of
+from dppo_megatron.rollout.client.holding import completion_of, spans_of
 from dppo_megatron.rollout.client.messages import Address
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import (
@@ -45,10 +45,9 @@ from dppo_megatron.rollout.client.remote import (
     this_node,
 )
 from dppo_megatron.rollout.engine import Request, RolloutStats, Sampling, Weights
-from dppo_megatron.rollout.grouping import completion_of, grouped
 from dppo_megatron.rollout.job_nodes import NodeSupervisor, launch_everywhere
 from dppo_megatron.rollout.servers.connect import ChannelName, Connection, connect
-from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch
+from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch, grouped
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.member import Endpoint, Member
 from dppo_megatron.rollout.servers.membership import Membership, inspect

@@ -58,8 +58,6 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """The client cannot go on."""
-
     text: str
 
 

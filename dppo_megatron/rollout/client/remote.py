@@ -307,7 +307,6 @@ class Clients:
         return found
 
     def close(self) -> None:
-        """Let the clients end."""
         for peer in self._peers.values():
             peer.close()
         self._selector.close()

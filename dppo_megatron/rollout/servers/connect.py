@@ -45,8 +45,6 @@ ChannelName = Literal["disk", "gloo", "nccl", "ipc"]
 
 @dataclass
 class Connection:
-    """The checked servers of a run."""
-
     fleet: Fleet
     channel: ChannelName
     world_sizes: dict[str, int]

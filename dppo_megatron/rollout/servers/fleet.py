@@ -215,7 +215,6 @@ class Fleet:
         stop_all(member.process for member in self.members if member.process is not None)
 
     def ticket(self) -> int:
-        """A number for one attempt."""
         self._next_ticket += 1
         return self._next_ticket
 
@@ -255,7 +254,6 @@ class Fleet:
             self.inspect(asked)
 
     def _has_answered(self, asked: Endpoint, error: BaseException | None) -> None:
-        """Act on what its health probe came to."""
         if asked.state != "out":
             if error is not None:
                 self.mark_out(asked, f"no answer to its health probe: {error}")

@@ -37,7 +37,6 @@ class RouterServer:
     """Addresses of its workers, as it last said."""
 
     def healthy(self, *, timeout_s: float) -> None:
-        """It answers with its workers."""
         named = named_workers(self.http, timeout_s)
         if not named:
             raise BadAnswer(f"{self.http.url}/workers names no worker")

@@ -23,8 +23,6 @@ Seats: TypeAlias = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RankDevice:
-    """Where one rank computes."""
-
     node: int
     """The job's machine, counted as for `job_nodes.py`: servers that were launched there are its neighbours."""
     names: frozenset[str]

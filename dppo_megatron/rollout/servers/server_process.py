@@ -39,7 +39,6 @@ class ServerProcess(ABC):
     where: str
     """Where its output is, for messages."""
     visible_devices: str | None
-    """Its CUDA_VISIBLE_DEVICES."""
 
     @property
     @abstractmethod

@@ -55,8 +55,6 @@ with our file does not say."""
 
 @dataclass
 class SGLangServer:
-    """One `sglang.launch_server`. See `server.Server` for the calls."""
-
     engine: ClassVar[str] = "SGLang"
     http: Http
     vocab_size: int
@@ -175,7 +173,6 @@ class SGLangServer:
         self.http.do("/update_weights_from_tensor", body, timeout_s=timeout_s)
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
-        """Close the session, then name what it brought."""
         self.http.do("/end_weight_update", {}, timeout_s=timeout_s)
         body = {"new_version": version, "abort_all_requests": False}
         self.http.do("/update_weight_version", body, timeout_s=timeout_s)

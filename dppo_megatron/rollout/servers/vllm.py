@@ -46,13 +46,10 @@ _RL_CALLS = "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (docs/e
 
 @dataclass
 class VLLMServer:
-    """One `vllm serve`. See `server.Server` for the calls."""
-
     engine: ClassVar[str] = "vLLM"
     http: Http
     replicas: int = field(default=1, init=False)
     _extended: bool = field(default=False, init=False)
-    """The server runs our worker extension."""
     _seeded: bool = field(default=True, init=False)
     """Requests may carry a seed; not on a CPU with chunked prefill, see `_WHOLE_PREFILL`."""
     _arrays: bool = field(default=False, init=False)

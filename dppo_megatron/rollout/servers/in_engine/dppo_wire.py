@@ -80,8 +80,6 @@ def prove(group: Any, secret: str, rank: int, peer: int, timeout: timedelta) -> 
 
 
 class Arrival(Protocol):
-    """A bucket that is being received."""
-
     memory: torch.Tensor
     """Where, [bytes]. Belongs to the end that receives: it is filled again two buckets later."""
 
@@ -216,7 +214,6 @@ class Broadcast:
         threading.Thread(target=_abort_when_given_up, args=(watched, self._group), daemon=True).start()
 
     def receive(self, num_bytes: int) -> Arrival:
-        """Begin to receive that much."""
         if self._memory.nbytes < num_bytes:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._memory.device)
         memory = self._memory[:num_bytes]
