@@ -79,9 +79,10 @@ def launch_everywhere(config: Config, nodes: Nodes) -> tuple[list[ServerProcess]
         problem = f"{socket.gethostname()} (rank {nodes.rank}): {text}" if nodes.rank else text
     reports = gather_all([(problem, announced)])  # in the order of ranks, and so of machines
     if problems := [said for said, _ in reports if said]:
-        stop_all(own)
         if supervisor is not None:
             supervisor.close()
+        else:
+            stop_all(own)
         if failed is not None and not isinstance(failed, (UserError, OSError)):
             raise failed  # a fault of this program: its traceback says where
         raise UserError(problems[0])
