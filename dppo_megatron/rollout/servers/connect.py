@@ -6,7 +6,6 @@ was found and what would be right.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import sys
@@ -190,13 +189,12 @@ def routed(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> tupl
     servers: list[str] = []
     routers: list[RouterServer] = []
     for url in rollout.servers.endpoints:
-        named: list[str] = []
-        with contextlib.suppress(Unreachable, Refused):  # no router, or no answer: `describe` says what is wrong
-            named = named_workers(Http(url, key, proves=None), _FIRST_ANSWER_S)
-            if not named:
-                raise UserError(f"rollout.servers.endpoints: {url} is a router without workers")
-            for worker in named:
-                check_endpoint(worker, rollout)
+        named = _named_workers(Http(url, key, proves=None))
+        for worker in named or []:
+            check_endpoint(worker, rollout)
+        if named == []:
+            raise UserError(f"rollout.servers.endpoints: {url} is a router without workers")
+        if named:
             say(f"rollout: {url} is a router of {len(named)} servers: {', '.join(named)}")
             routers.append(RouterServer(Http(url, key), named=frozenset(named)))
         servers += named or [url]
@@ -215,6 +213,14 @@ def ipc_warning(variables: Mapping[str, str] = os.environ) -> str:
                 " first sync fails, unset it or choose rollout.sync.channel = disk"
             )
     return ""
+
+
+def _named_workers(http: Http) -> list[str] | None:
+    """None for what is no router."""
+    try:
+        return named_workers(http, _FIRST_ANSWER_S)
+    except (Unreachable, Refused):  # no such path, another answer, or nobody: `describe` says what is wrong
+        return None
 
 
 def _seats(
