@@ -29,7 +29,7 @@ from dppo_megatron.rollout.servers.connect import Connection, describe, make_ser
 from dppo_megatron.rollout.servers.directory import Entry
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http
-from dppo_megatron.rollout.servers.recruit import Recruiter, inspect
+from dppo_megatron.rollout.servers.membership import Membership, inspect
 from dppo_megatron.rollout.servers.router import RouterServer, named_workers
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
@@ -165,8 +165,7 @@ def test_when_a_server_is_new_or_back(row: Row, stubs: StubServers, files: Path)
     fleet = _fleet([], config, case.said)
     known = Connection(fleet, "disk", {}, "", {})
     entries = {url: Entry(url, "", row.engine) for url in case.urls.values()}
-    directory = SimpleNamespace(entries=lambda: entries)
-    Recruiter(directory, known, config, ARCHITECTURE, lambda _: None).update(fleet)
+    Membership(lambda: entries, known, config, ARCHITECTURE, lambda _: None).update(fleet)
     members = {member.name for member in fleet.members}
     assert case.urls["good"] in members and len(fleet.members) == len(members)
     not_used = [url for url in case.urls.values() if url not in members]
@@ -249,7 +248,7 @@ def test_in_a_health_probe(row: Row, stubs: StubServers, files: Path) -> None:
     fleet.probe_all()
     case.all_named([asked.name for asked in fleet.endpoints if asked.state == "out"])
     if row.phase == "routed":
-        entries = router.NamedServers([], routers, "", row.engine).entries()
+        entries = router.named_now([], routers, "", row.engine)
         assert "http://127.0.0.1:9" in entries and named_workers(Http(case.urls["good"]), 5) == [
             "http://127.0.0.1:8000"
         ]

@@ -27,7 +27,7 @@ from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.answers import NamedWeights
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
-from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import DiskChannel
 from dppo_megatron.rollout.sync.receipts import Digests, ask_for_canary, differing

@@ -27,7 +27,7 @@ from dppo_megatron.rollout.servers.dispatch import NeedsWeights, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.intake import Ask, Event, Failed
-from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.spans import Spans
 from dppo_megatron.types import GuardStop
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from support.cases import Choose
 from support.engines.fake_vllm import FakeVLLM, fake_python
-from support.engines.servers import PYTHON, needs
+from support.engines.servers import PYTHON, launch_servers, needs
 from support.job import job_config, write_job_files
 from support.settings import rollout_config
 from support.stranger import WAYS, Stranger
@@ -32,26 +33,23 @@ from torch.distributed.distributed_c10d import PrefixStore
 from dppo_megatron.config.rollout import _CODE_OPTIONS, _KEY_OPTIONS, _OWN_OPTIONS, check_rollout
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
-from dppo_megatron.rollout import serving
+from dppo_megatron.rollout import serve
 from dppo_megatron.rollout.client.asking import Asker
 from dppo_megatron.rollout.client.messages import Address
 from dppo_megatron.rollout.engine import Request, Sampling
+from dppo_megatron.rollout.job_nodes import NodeSupervisor
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.rollout.servers import launch
-from dppo_megatron.rollout.servers.connect import _await_ready, launch_servers, make_server
+from dppo_megatron.rollout.servers import server_process
+from dppo_megatron.rollout.servers.connect import _await_ready, make_server
 from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.http import Http, NotProven
-from dppo_megatron.rollout.servers.in_engine import dppo_members
+from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.intake import Ask
-from dppo_megatron.rollout.servers.keeper import Keeper, RemoteServer
-from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.rollout.servers.vllm import own_chain, vllm_command
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 from dppo_megatron.rollout.transfer.groups import Meeting, listening_store
 from dppo_megatron.types import GuardStop, Prompt, UserError, unwatched
-
-sys.path.append(str(Path(dppo_members.__file__).parent))
-import dppo_wire
 
 KEY = "s3cret-of-the-servers"
 
@@ -154,7 +152,7 @@ def test_a_server_without_our_check_is_its_users_word() -> None:
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stranger]:
     """Has the port that the next launched server will be given."""
     with Stranger() as stranger:
-        monkeypatch.setattr(launch, "_free_port", lambda host: stranger.port)
+        monkeypatch.setattr(server_process, "_free_port", lambda host: stranger.port)
         monkeypatch.setenv("DPPO_ENGINE_API_KEY", KEY)
         yield stranger
         assert KEY.encode() not in stranger.got
@@ -173,24 +171,24 @@ def test_serve_whose_port_is_taken_ends(files: Path, tmp_path: Path, taken: Stra
     """And announces no address."""
     config = _config(files, tmp_path / "run", rollout__servers__addresses_from=tmp_path / "addresses")
     with pytest.raises(UserError, match=f"{taken.url} ended with code 1 before it was ready(.|\n)*in use"):
-        serving.serve(config, "127.0.0.1")
+        serve.serve(config, "127.0.0.1")
     assert not list((tmp_path / "addresses").iterdir())
 
 
 def test_another_nodes_server_whose_port_is_taken_is_not_ready(files: Path, tmp_path: Path, taken: Stranger) -> None:
-    """As rank 0 sees it, through its node's keeper."""
+    """As rank 0 sees it, through its node's supervisor."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     command = [str(fake_python(files)), "-m", "vllm", "--host", "127.0.0.1", "--port", "{port}"]
     server = LaunchedServer(command, {"VLLM_API_KEY": KEY}, tmp_path / "log", KEY, node=1)
-    keeper = Keeper([server], 1, store, "job")
+    supervisor = NodeSupervisor([server], store, "job")
     try:
-        [remote] = [RemoteServer(one, store, "job") for one in keeper.begin()]
+        [remote] = [replace(one, store=store) for one in supervisor.begin()]
         asked = make_server(rollout_config({"engine": "vllm"}), remote.url, remote.api_key, 19)
         with pytest.raises(UserError, match=f"{taken.url} ended with code 1 before it was ready(.|\n)*in use"):
             _await_ready([remote], [asked], 60, unwatched)
         taken.assert_it_got_questions_only()
     finally:
-        keeper.close()
+        supervisor.close()
 
 
 def _kill(server: LaunchedServer) -> None:
@@ -238,13 +236,13 @@ def test_a_port_that_is_taken_at_a_restart_of_serve(
     addresses.mkdir()
     [server] = launch_servers(config)
     try:
-        kept = serving._Kept(server, config, addresses, "name", print)
-        _until(lambda: (kept.look(), not kept.is_starting)[1])
+        served = serve.Served(server, config, addresses, "name", print)
+        _until(lambda: (served.look(), not served.is_starting)[1])
         assert list(addresses.iterdir())
         _kill(server)
         with Stranger(server.port) as stranger:
             with pytest.raises(GuardStop, match=f"{server.url} ended with code 1 before it was ready(.|\n)*in use"):
-                _until(lambda: (kept.look(), False)[1])
+                _until(lambda: (served.look(), False)[1])
             stranger.assert_it_got_questions_only(was_asked=False)  # the server may have ended before the first look
         assert not list(addresses.iterdir())
     finally:
@@ -343,7 +341,7 @@ def test_who_has_connected_must_know_the_secret(rank: int, mirrors: bool) -> Non
     got: list[bytes] = []
 
     def stranger() -> None:
-        sealed = dppo_members.Sealed(store if rank else meeting.store, meeting.secret)
+        sealed = dppo_wire.Sealed(store if rank else meeting.store, meeting.secret)
         group = _plain_group(sealed, rank, meeting.joining)
         for _ in range(2):
             received = torch.empty(32, dtype=torch.uint8)

@@ -194,7 +194,7 @@ def test_doctor_and_quickstart(tmp_path: Path) -> None:
 
 def test_serve(files: Path, tmp_path: Path) -> None:
     """Until its server answers; asked to end as soon as it is ready."""
-    from dppo_megatron.rollout.serving import serve
+    from dppo_megatron.rollout.serve import serve
 
     def say(line: str) -> None:
         if "is ready" in line:

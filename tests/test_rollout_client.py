@@ -30,13 +30,13 @@ from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.grading import GradeInClient
 from dppo_megatron.rollout import server_engine
-from dppo_megatron.rollout.client import connection
+from dppo_megatron.rollout.client import messages
 from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory, grades_of
 from dppo_megatron.rollout.client.holding import HeldGroup, hand_over, take_over
 from dppo_megatron.rollout.client.remote import Nodes, owners, take
 from dppo_megatron.rollout.engine import Request, Sampling
-from dppo_megatron.rollout.grouping import grouped
 from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.servers.dispatch import grouped
 from dppo_megatron.rollout.servers.wire import Sampled
 from dppo_megatron.types import Completion, Grade, GuardStop, Prompt
 
@@ -218,7 +218,7 @@ def test_who_does_not_hold_the_key_gets_nothing(stubs: StubServers) -> None:
     rig = Rig([("vllm", stubs.url("a"))])
     try:
         run(rig.fleet([0], {}), requests(2))
-        with pytest.raises((connection.HandshakeFailed, GuardStop)):
+        with pytest.raises((messages.HandshakeFailed, GuardStop)):
             list(take(rig.path, bytes(32), 0, 1))
         assert len(rig.take()) == 6
     finally:
@@ -235,7 +235,7 @@ def test_both_ends_prove_the_key() -> None:
 
         def accept(ours: socket.socket = ours, key: bytes = listens, errors: list[Exception] = errors) -> None:
             try:
-                connection.accept_handshake(ours, key)
+                messages.accept_handshake(ours, key)
             except Exception as error:
                 errors.append(error)
             finally:
@@ -244,10 +244,10 @@ def test_both_ends_prove_the_key() -> None:
         thread = threading.Thread(target=accept)
         thread.start()
         if listens == connects:
-            connection.connect_handshake(theirs, connects)
+            messages.connect_handshake(theirs, connects)
         else:
-            with pytest.raises((connection.HandshakeFailed, ConnectionError)):
-                connection.connect_handshake(theirs, connects)
+            with pytest.raises((messages.HandshakeFailed, ConnectionError)):
+                messages.connect_handshake(theirs, connects)
         thread.join()
         theirs.close()
         assert bool(errors) == (listens != connects)

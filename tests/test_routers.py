@@ -11,6 +11,7 @@ import contextlib
 import json
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -30,7 +31,7 @@ from dppo_megatron.rollout.servers.connect import routed
 from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.intake import Ask
-from dppo_megatron.rollout.servers.router import NamedServers, RouterServer, through
+from dppo_megatron.rollout.servers.router import RouterServer, named_now, through
 from dppo_megatron.rollout.servers.wire import Expected
 from dppo_megatron.types import UserError
 
@@ -195,13 +196,13 @@ def test_workers_that_a_router_names_later() -> None:
     with StubServers({"a": good, "b": good}) as stubs:
         relay(stubs, "router", "a", "vllm")
         router = RouterServer(Http(stubs.url("router")), named=frozenset((stubs.url("a"),)))
-        named = NamedServers([stubs.url("c")], [router], "key", "vllm")
-        assert set(named.entries()) == {stubs.url("c"), stubs.url("a")}
+        named = partial(named_now, [stubs.url("c")], [router], "key", "vllm")
+        assert set(named()) == {stubs.url("c"), stubs.url("a")}
         relay(stubs, "router", "ab", "vllm")
-        assert set(named.entries()) == {stubs.url("c"), stubs.url("a"), stubs.url("b")}
+        assert set(named()) == {stubs.url("c"), stubs.url("a"), stubs.url("b")}
         del stubs.pages["router/workers"]
-        assert set(named.entries()) == {stubs.url("c"), stubs.url("a"), stubs.url("b")}
-        assert named.entries()[stubs.url("b")].api_key == "key"
+        assert set(named()) == {stubs.url("c"), stubs.url("a"), stubs.url("b")}
+        assert named()[stubs.url("b")].api_key == "key"
 
 
 def test_an_engine_over_a_router(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from support.engines.rig import Rig, requests, run
+from support.engines.servers import launch_servers
 from support.engines.stub import StubServers, good
 from support.job import job_config, write_job_files
 from support.settings import rollout_config
@@ -26,9 +27,9 @@ from dppo_megatron.config.load import config_values
 from dppo_megatron.config.rollout import RolloutConfig, check_rollout
 from dppo_megatron.observe.trackers.messages import Begin
 from dppo_megatron.observe.trackers.sink import Trackers
-from dppo_megatron.rollout.servers.connect import configured_key, describe, launch_servers, make_server
+from dppo_megatron.rollout.servers.connect import configured_key, describe, make_server
 from dppo_megatron.rollout.servers.http import Done, Http, Refused, clean_key
-from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.rollout.servers.sglang import sglang_command
 from dppo_megatron.rollout.servers.vllm import vllm_command
 from dppo_megatron.rollout.transfer.groups import listening_store

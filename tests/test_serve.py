@@ -28,7 +28,7 @@ from dppo_megatron.rollout.servers import directory
 from dppo_megatron.rollout.servers.connect import Connection
 from dppo_megatron.rollout.servers.directory import Directory, Entry, Registration
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.recruit import Recruiter
+from dppo_megatron.rollout.servers.membership import Membership
 from dppo_megatron.steps import loop
 from dppo_megatron.types import Prompt, UserError
 
@@ -227,8 +227,8 @@ def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) ->
     known = Connection(fleet, "disk", {}, "", {})
     architecture = cast(Any, SimpleNamespace(name="any", vocab_size=19))
     introduced: list[str] = []
-    recruiter = Recruiter(
-        Directory(tmp_path), known, config, architecture, lambda member: introduced.append(member.name)
+    membership = Membership(
+        Directory(tmp_path).entries, known, config, architecture, lambda member: introduced.append(member.name)
     )
     a, b = fakes.start("a"), fakes.start("b")
     fakes.servers["a"].trouble = 503
@@ -236,12 +236,12 @@ def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) ->
     for name, url in (("a", f"{a}/"), ("b", b), ("c", "127.0.0.1:8000"), ("d", "http://[::1")):
         Registration(tmp_path, name, Entry(url, "key", "vllm"))
     for _ in range(2):
-        recruiter.update(fleet)
+        membership.update(fleet)
     assert not fleet.members and len(said) == 4 and sum("not used yet" in line for line in said) == 1
     assert sum("is no address" in line for line in said) == 2 and f"{b} answers, but is no vLLM server" in str(said)
     fakes.servers["a"].trouble = 0
     for _ in range(3):
-        recruiter.update(fleet)
+        membership.update(fleet)
     assert [member.name for member in fleet.members] == introduced == [a] and "has left" not in str(said)
     assert known.world_sizes == {a: 1}
     fleet.close()
@@ -391,7 +391,7 @@ def test_a_server_that_cannot_start_ends_serve(files: Path, tmp_path: Path) -> N
 
 def test_serve_says_what_it_needs(files: Path, tmp_path: Path) -> None:
     """A directory; an address of this machine; leave to listen on a network."""
-    from dppo_megatron.rollout.serving import serve
+    from dppo_megatron.rollout.serve import serve
     from dppo_megatron.workbench.cli import main
 
     config = str(REPOSITORY / "configs" / "quickstart.yaml")

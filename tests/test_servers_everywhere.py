@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,16 @@ from support.launch import RankError, run_ranks
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import from_rank_zero, gather_all
 from dppo_megatron.job import prepare_job
-from dppo_megatron.rollout import launching
+from dppo_megatron.rollout import job_nodes
 from dppo_megatron.rollout.client.remote import Nodes
 from dppo_megatron.rollout.engine import Request, Sampling
-from dppo_megatron.rollout.grouping import grouped
-from dppo_megatron.rollout.launching import launch_everywhere
+from dppo_megatron.rollout.job_nodes import NodeSupervisor, launch_everywhere
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.rollout.servers import launch
+from dppo_megatron.rollout.servers import server_process
+from dppo_megatron.rollout.servers.dispatch import grouped
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
-from dppo_megatron.rollout.servers.keeper import Keeper, RemoteServer
-from dppo_megatron.rollout.servers.launch import LaunchedServer
 from dppo_megatron.rollout.servers.member import Member
+from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.types import Completion, Prompt
 
 LIMIT = 12
@@ -74,14 +74,14 @@ def fake_config(files: Path, run_dir: Path, **extra: Any) -> Config:
     )
 
 
-def test_a_keeper_starts_and_is_asked_to_start_again(tmp_path: Path) -> None:
+def test_a_supervisor_starts_and_is_asked_to_start_again(tmp_path: Path) -> None:
     """Through a store alone: what rank 0 sees of a server that runs, that is killed, and that it has asked for."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     command = [sys.executable, "-c", "import sys, time; print('here I am', sys.argv[1], flush=True); time.sleep(600)"]
     servers = [LaunchedServer([*command, "{port}"], {}, tmp_path / f"{i}.log", f"key{i}", node=1) for i in range(2)]
-    keeper = Keeper(servers, 1, store, "job")
+    supervisor = NodeSupervisor(servers, store, "job")
     try:
-        handles = [RemoteServer(one, store, "job") for one in keeper.begin()]
+        handles = [replace(one, store=store) for one in supervisor.begin()]
         assert [handle.url for handle in handles] == [server.url for server in servers]
         assert all(handle.is_running and handle.exit_code is None and handle.node == 1 for handle in handles)
         killed, other = (server.process for server in servers)
@@ -95,7 +95,7 @@ def test_a_keeper_starts_and_is_asked_to_start_again(tmp_path: Path) -> None:
         _until(lambda: servers[0].process is not killed and servers[0].is_running, "it was not started again")
         assert servers[1].process is other
     finally:
-        keeper.close()
+        supervisor.close()
     last = servers[0].process
     assert last is not None and _is_gone(last.pid) and _is_gone(other.pid)
 
@@ -106,7 +106,7 @@ _STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf
 def test_all_are_asked_to_end_before_one_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that does not hear SIGTERM costs the others nothing: Slurm gives a whole step 30 s. Seen by the order of
     signals and waits, and not by a clock; what it has started ends with it."""
-    monkeypatch.setattr(launch, "_TERM_S", 0.1)
+    monkeypatch.setattr(server_process, "_TERM_S", 0.1)
     servers = [LaunchedServer([sys.executable, "-c", _STUBBORN], {}, tmp_path / f"{i}.log") for i in range(3)]
     for server in servers:
         server.start()
@@ -118,7 +118,7 @@ def test_all_are_asked_to_end_before_one_is_waited_for(tmp_path: Path, monkeypat
     monkeypatch.setattr(
         subprocess.Popen, "wait", lambda self, limit=None: (calls.append(("wait", self.pid)), wait(self, limit))[1]
     )
-    launch.stop_all(servers)
+    server_process.stop_all(servers)
     assert calls == [(what, pid) for what in ("signal 15", "wait", "signal 9", "wait") for pid in pids]
     assert all(map(_is_gone, pids))
 
@@ -127,7 +127,7 @@ def _with_a_fault_on_rank(config: Config, rank: int) -> str:
     os.environ["GROUP_RANK"] = str(dist.get_rank())
     nodes = Nodes.of([str(one) for one in range(dist.get_world_size())], dist.get_rank())
     if dist.get_rank() == rank:
-        launching.make_servers = launching.launch_servers = _faulty  # type: ignore[assignment]
+        job_nodes.make_servers = _faulty  # type: ignore[assignment]
     try:
         launch_everywhere(config, nodes)
     except Exception as error:
@@ -160,8 +160,8 @@ def _as_two_nodes(config: Config, killed: int) -> dict[str, Any]:
         mine: list[Any] = []
         if engine._connection is not None:
             mine = [m.process for m in engine._fleet.members if isinstance(m.process, LaunchedServer)]
-        elif engine._keeper is not None:
-            mine = list(engine._keeper._servers)
+        elif engine._supervisor is not None:
+            mine = list(engine._supervisor.servers)
         pids = gather_all([(engine._nodes.node, server.process.pid) for server in mine])
         weights = [(name, job.checkpoint.get(name)) for name in list(job.checkpoint.names)[:3]]
         states = []

@@ -86,7 +86,6 @@ class KeyValues:
         self._rebuild(self.filled + _FIRST_ROOM, rows)
 
     def move(self, moves: Moves) -> None:
-        """Drop the rows that have ended."""
         if len(moves.source):
             for room in self._rooms:
                 # by indexing: index_select and index_copy_ first make a copy of a whole view that has gaps

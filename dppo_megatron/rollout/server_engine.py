@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import barrier, from_rank_zero, gather_all
 from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory, grades_of
-from dppo_megatron.rollout.client.holding import spans_of
+from dppo_megatron.rollout.client.holding import completion_of, spans_of
 from dppo_megatron.rollout.client.messages import Address
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import (
@@ -45,17 +45,15 @@ from dppo_megatron.rollout.client.remote import (
     this_node,
 )
 from dppo_megatron.rollout.engine import Request, RolloutStats, Sampling, Weights
-from dppo_megatron.rollout.grouping import completion_of, grouped
-from dppo_megatron.rollout.launching import launch_everywhere
+from dppo_megatron.rollout.job_nodes import NodeSupervisor, launch_everywhere
 from dppo_megatron.rollout.servers.connect import ChannelName, Connection, connect
-from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch
+from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch, grouped
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.keeper import Keeper
-from dppo_megatron.rollout.servers.launch import ServerProcess
 from dppo_megatron.rollout.servers.member import Endpoint, Member
-from dppo_megatron.rollout.servers.recruit import Recruiter, inspect
+from dppo_megatron.rollout.servers.membership import Membership, inspect
 from dppo_megatron.rollout.servers.router import Router
 from dppo_megatron.rollout.servers.seats import RankDevice, Seats, this_device
+from dppo_megatron.rollout.servers.server_process import ServerProcess
 from dppo_megatron.rollout.servers.wire import Expected
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
@@ -76,7 +74,7 @@ class ServerEngine:
     """vLLM or SGLang servers as `rollout` says. Collective, like every `Engine`.
 
     Args:
-        say: takes lines for the person who watches; used on rank 0.
+        say: prints a log line; used on rank 0.
         client_hook: makes what grades completions in the rollout clients; picklable.
         spans: gets requests, gradings and syncs of rank 0, while it is on.
         watch: shows how long launched servers take to start.
@@ -110,12 +108,12 @@ class ServerEngine:
         self._channel: Channel | None = None
         self._owners: set[int] = set()
         """Nodes whose client asks servers."""
-        self._keeper: Keeper | None = None
+        self._supervisor: NodeSupervisor | None = None
         try:
             devices = gather_all([this_device(self._nodes.node)])
             launched: list[ServerProcess] = []
             if config.rollout.servers.launch == "local":
-                launched, self._keeper = launch_everywhere(config, self._nodes)
+                launched, self._supervisor = launch_everywhere(config, self._nodes)
             self.description, meeting, how = from_rank_zero(
                 lambda: self._connect(config, architecture, say, watch, devices, launched)
             )
@@ -146,7 +144,6 @@ class ServerEngine:
         return self._sync.to(weights, release)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """See `Engine.generate`."""
         self.start(requests, sampling)
         return list(self.finish().values())
 
@@ -229,7 +226,6 @@ class ServerEngine:
         return from_rank_zero(lambda: self._fleet.health())
 
     def statistics(self) -> RolloutStats:
-        """See `Engine.statistics`."""
         taken, self._stats = self._stats, RolloutStats()
         taken.sync_s, taken.tensors_verified = self._sync.take_figures()
         return taken
@@ -239,8 +235,8 @@ class ServerEngine:
         with ExitStack() as each:  # the last is called first, and all are, also where one fails
             if self._channel is not None:
                 each.callback(self._channel.close)
-            if self._keeper is not None:
-                each.callback(self._keeper.close)
+            if self._supervisor is not None:
+                each.callback(self._supervisor.close)
             if self._connection is not None:
                 each.callback(self._fleet.close)
             if self._client is not None:
@@ -274,7 +270,7 @@ class ServerEngine:
         self._clients = Clients(listener, addresses, owned_by, sorted(nodes))
         connection.fleet.intake, self._owners = self._clients, nodes
         if connection.directory is not None:
-            connection.fleet.recruit = Recruiter(
+            connection.fleet.recruit = Membership(
                 connection.directory, connection, config, architecture, self._introduce
             ).update
         fleet.inspect = lambda member: self._inspect(member, config, architecture)

@@ -29,7 +29,7 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import sglang, vllm
-from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import GuardStop, UserError

@@ -41,7 +41,6 @@ class Detokenizer:
 
     @staticmethod
     def of(tokenizer: Any) -> Detokenizer:
-        """For a transformers tokenizer."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
         if backend is not None and not cleans and type(tokenizer).decode is _plain_decode():

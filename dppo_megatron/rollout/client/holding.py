@@ -17,15 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dppo_megatron.frames import framed
-from dppo_megatron.rollout.client.connection import receive
-from dppo_megatron.rollout.client.messages import ENCODER, HANDED, Handed, HandedGroup
+from dppo_megatron.rollout.client.messages import ENCODER, HANDED, Handed, HandedGroup, receive
 from dppo_megatron.rollout.servers.wire import Sampled, version_number
+from dppo_megatron.types import Completion
 
 
 @dataclass
 class HeldGroup:
-    """One group's answer."""
-
     index: int
     sampled: Sequence[Sampled]
     texts: list[bytes] = field(default_factory=list)
@@ -45,13 +43,11 @@ class Holdings:
         self._landed = 0
 
     def put(self, ticket: int, group: HeldGroup) -> None:
-        """Keep an answer."""
         with self._lock:
             group.number, self._landed = self._landed, self._landed + 1
             self._groups[ticket] = group
 
     def drop(self, tickets: Sequence[int]) -> None:
-        """Forget what these have brought, if anything."""
         with self._lock:
             for ticket in tickets:
                 self._groups.pop(ticket, None)
@@ -148,6 +144,23 @@ def take_over(peer: socket.socket) -> Iterator[Arrived]:
                 group.grades,
             )
             at += length
+
+
+def completion_of(
+    token_ids: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32],
+    reason: str,
+    spans: Sequence[tuple[int, int]],
+    text: str,
+) -> Completion:
+    """As the loop knows it, from what came over the wire."""
+    return Completion(
+        token_ids=token_ids.astype(np.int64),
+        logprobs=logprobs,
+        finish_reason="stop" if reason == "stop" else "length",
+        text=text,
+        weights_spans=tuple(spans),
+    )
 
 
 def spans_of(sampled: Sampled) -> list[tuple[int, int]]:

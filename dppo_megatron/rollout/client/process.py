@@ -35,7 +35,6 @@ import msgspec
 from dppo_megatron.children import die_with_parent, ignore_signals
 from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.launched import raise_file_limit
-from dppo_megatron.rollout.client import connection
 from dppo_megatron.rollout.client.asking import STALE_TRIES, Asker, OurFault, Stale
 from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory
 from dppo_megatron.rollout.client.holding import HeldGroup, Holdings, hand_over, spans_of
@@ -46,9 +45,14 @@ from dppo_megatron.rollout.client.messages import (
     Cancel,
     End,
     FromClient,
+    HandshakeFailed,
     Hello,
     Lost,
     Servers,
+    accept_handshake,
+    connect,
+    connect_handshake,
+    receive,
 )
 from dppo_megatron.rollout.servers.http import BadAnswer, Refused, Unreachable, brief
 from dppo_megatron.rollout.servers.intake import Ask, Failed, Landed, Ready
@@ -234,10 +238,10 @@ class Client:
         """Give each rank that asks its share."""
         while True:
             peer, _ = self._takes.accept()
-            with peer, contextlib.suppress(OSError, connection.HandshakeFailed):
+            with peer, contextlib.suppress(OSError, HandshakeFailed):
                 peer.settimeout(_CONNECT_S)
-                connection.accept_handshake(peer, self._setup.secret)
-                take = TAKE.decode(connection.receive(peer))
+                accept_handshake(peer, self._setup.secret)
+                take = TAKE.decode(receive(peer))
                 hand_over(peer, self._held.take(take.share, take.shares))
 
 
@@ -258,8 +262,8 @@ def _leave(setup: Setup) -> None:
 
 async def _run(setup: Setup) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _leave, setup)
-    control = connection.connect(setup.rank_zero, _CONNECT_S)
-    connection.connect_handshake(control, setup.secret)
+    control = connect(setup.rank_zero, _CONNECT_S)
+    connect_handshake(control, setup.secret)
     await Client(setup, control).run()
 
 

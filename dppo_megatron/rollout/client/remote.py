@@ -31,7 +31,6 @@ import msgspec
 from dppo_megatron.children import start_python
 from dppo_megatron.config.rollout import LOOPBACK
 from dppo_megatron.frames import FrameBuffer
-from dppo_megatron.rollout.client import connection
 from dppo_megatron.rollout.client.holding import Arrived, take_over
 from dppo_megatron.rollout.client.messages import (
     ENCODER,
@@ -39,11 +38,17 @@ from dppo_megatron.rollout.client.messages import (
     Address,
     Cancel,
     End,
+    HandshakeFailed,
     Hello,
     Lost,
     Servers,
     Take,
     ToClient,
+    accept_handshake,
+    connect,
+    connect_handshake,
+    receive,
+    send,
 )
 from dppo_megatron.rollout.client.process import OWN_FILES, Setup
 from dppo_megatron.rollout.servers.intake import Ask, Event
@@ -84,7 +89,6 @@ class Nodes:
 
     @property
     def node(self) -> int:
-        """This rank's."""
         return self.of_rank[self.rank]
 
     @property
@@ -99,7 +103,6 @@ class Nodes:
 
     @property
     def count(self) -> int:
-        """Machines."""
         return max(self.of_rank) + 1
 
 
@@ -137,7 +140,6 @@ class Listener:
         self.socket.listen(num_nodes)
 
     def close(self) -> None:
-        """Stop listening."""
         self.socket.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -177,10 +179,10 @@ def take(path: str, secret: bytes, share: int, shares: int) -> Iterator[Arrived]
         GuardStop: the client is gone.
     """
     try:
-        with connection.connect(path, _HANDSHAKE_S) as peer:
+        with connect(path, _HANDSHAKE_S) as peer:
             peer.settimeout(_TAKE_S)
-            connection.connect_handshake(peer, secret)
-            connection.send(peer, ENCODER.encode(Take(share, shares)))
+            connect_handshake(peer, secret)
+            send(peer, ENCODER.encode(Take(share, shares)))
             yield from take_over(peer)
     except OSError as error:
         raise GuardStop(f"this node's rollout client has ended: {error}") from None
@@ -241,7 +243,7 @@ class Clients:
             if left_s <= 0:
                 raise GuardStop(f"the rollout clients of nodes {sorted(missing)} have not come after {_START_S:g} s")
             self._listener.socket.settimeout(left_s)
-            with contextlib.suppress(OSError, connection.HandshakeFailed, msgspec.DecodeError):
+            with contextlib.suppress(OSError, HandshakeFailed, msgspec.DecodeError):
                 self._welcome(self._listener.socket.accept()[0])
         for node in needed:
             mine = [address for address, owner in zip(self._addresses, self._of_server, strict=True) if owner == node]
@@ -265,22 +267,18 @@ class Clients:
         self._send(self._of_server[address.server], Servers([address]))
 
     def room(self, server: int) -> int:
-        """See `Intake.room`."""
         node = self._of_server[server]
         return max(1, self._sockets[node] // self._of_server.count(node))
 
     def ask(self, ask: Ask) -> None:
-        """See `Intake.ask`."""
         node = self._of_server[ask.server]
         self._asked[ask.ticket] = node
         self._send(node, ask)
 
     def end(self, tickets: Sequence[int]) -> None:
-        """See `Intake.end`."""
         self._tell(tickets, End)
 
     def cancel(self, tickets: Sequence[int]) -> None:
-        """See `Intake.cancel`."""
         self._tell(tickets, Cancel)
         for ticket in tickets:
             self._asked.pop(ticket, None)
@@ -290,7 +288,6 @@ class Clients:
         self._asked.clear()
 
     def events(self, timeout_s: float) -> list[Event]:
-        """See `Intake.events`."""
         found: list[Event] = []
         for key, _ in self._selector.select(timeout_s):
             node: int = key.data
@@ -310,7 +307,6 @@ class Clients:
         return found
 
     def close(self) -> None:
-        """Let the clients end."""
         for peer in self._peers.values():
             peer.close()
         self._selector.close()
@@ -319,8 +315,8 @@ class Clients:
     def _welcome(self, peer: socket.socket) -> None:
         peer.settimeout(_HANDSHAKE_S)
         try:
-            connection.accept_handshake(peer, self._listener.meeting.secret)
-            hello = FROM_CLIENT.decode(connection.receive(peer))
+            accept_handshake(peer, self._listener.meeting.secret)
+            hello = FROM_CLIENT.decode(receive(peer))
         except BaseException:
             peer.close()
             raise
@@ -341,6 +337,6 @@ class Clients:
     def _send(self, node: int, message: ToClient) -> None:
         with self._lock:
             try:
-                connection.send(self._peers[node], ENCODER.encode(message))
+                send(self._peers[node], ENCODER.encode(message))
             except OSError as error:
                 raise GuardStop(f"the rollout client of node {node} has ended: {error}") from None

@@ -97,8 +97,6 @@ class VLLMChecksums(msgspec.Struct):
 
 
 class ServerArgs(msgspec.Struct):
-    """As the server has resolved them."""
-
     version: Version
     model_path: Text = ""
     enable_deterministic_inference: bool | None = None

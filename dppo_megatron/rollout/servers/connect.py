@@ -11,6 +11,7 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -24,10 +25,10 @@ from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import BadAnswer, Http, Refused, Unreachable, clean_key
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
-from dppo_megatron.rollout.servers.launch import LaunchedServer, ServerProcess, stop_all
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
-from dppo_megatron.rollout.servers.router import NamedServers, RouterServer, named_workers, through
+from dppo_megatron.rollout.servers.router import RouterServer, named_now, named_workers, through
 from dppo_megatron.rollout.servers.seats import CPU, RankDevice, Seats, seats, visible_devices
+from dppo_megatron.rollout.servers.server_process import LaunchedServer, ServerProcess, stop_all
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer, vllm_command, vllm_environment
 from dppo_megatron.rollout.transfer import shared_memory
@@ -43,8 +44,6 @@ ChannelName = Literal["disk", "gloo", "nccl", "ipc"]
 
 @dataclass
 class Connection:
-    """The checked servers of a run."""
-
     fleet: Fleet
     channel: ChannelName
     world_sizes: dict[str, int]
@@ -78,8 +77,8 @@ def connect(
     directory: Addresses | None = None
     try:
         if rollout.servers.addresses_from:
-            files = directory = Directory(Path(rollout.servers.addresses_from))
-            addresses = _registered(files, rollout, say)
+            files = Directory(Path(rollout.servers.addresses_from))
+            directory, addresses = files.entries, _registered(files, rollout, say)
         elif launched:
             addresses = {server.url: server.api_key for server in launched}
         else:
@@ -130,12 +129,12 @@ def connect(
 
 def _named(
     servers: Sequence[str], routers: Sequence[RouterServer], rollout: RolloutConfig, key: str
-) -> NamedServers | None:
+) -> Addresses | None:
     """Where there are routers, whom they will name later."""
     if not routers:
         return None
     behind = {name for router in routers for name in router.named}
-    return NamedServers([url for url in servers if url not in behind], routers, key, rollout.engine)
+    return partial(named_now, [url for url in servers if url not in behind], routers, key, rollout.engine)
 
 
 def _passes(router: RouterServer, servers: Sequence[Server], say: Callable[[str], None]) -> bool:
@@ -174,7 +173,6 @@ def _await_ready(launched: Sequence[ServerProcess], servers: Sequence[Server], t
         for done, (own, server) in enumerate(zip(launched, servers, strict=False)):
 
             def is_ready(done: int = done, server: Server = server) -> None:
-                """Asked every half second."""
                 say(done)
                 server.healthy(timeout_s=_READY_S)
 
@@ -384,16 +382,4 @@ def make_servers(config: Config, host: str = "127.0.0.1", node: int = 0, name: s
         own_key = key or secrets.token_urlsafe(32)
         guard = {"VLLM_API_KEY" if vllm else "DPPO_SERVER_KEY": own_key}
         servers.append(LaunchedServer(command, variables | gpus | guard, log, own_key, host, node))
-    return servers
-
-
-def launch_servers(config: Config, host: str = "127.0.0.1", name: str = "") -> list[LaunchedServer]:
-    """The same, started, without waiting for them. Raises UserError, with none left, if one cannot be started."""
-    servers = make_servers(config, host, name=name)
-    try:
-        for server in servers:
-            server.start()
-    except BaseException:
-        stop_all(servers)
-        raise
     return servers

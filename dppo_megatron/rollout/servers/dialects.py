@@ -139,7 +139,6 @@ def _from_arrays(content: bytes, group: GenerateRequest) -> list[Sampled]:
 
 
 def vllm_body(group: GenerateRequest, seeded: bool) -> dict[str, Any]:
-    """What vLLM is sent."""
     return {
         "request_id": group.request_id,
         "token_ids": group.prompt_ids,
@@ -232,7 +231,6 @@ class SGLangDialect(msgspec.Struct, frozen=True, tag="sglang"):
         return [Call("/abort_request", msgspec.json.encode({"rid": rid})) for rid in rids]
 
     def carries(self, group: GenerateRequest) -> bool:
-        """All."""
         return True
 
     def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:

@@ -5,9 +5,9 @@
     touches it every 5 s ---------------------------------------->  each weight sync: who is new, who has left
     ends -> removes it
 
-Files and no service: the run directory is shared already, a file outlives nobody (its heartbeat stops with its owner),
-and the file system decides who may read the keys. A file holds a key, so it is readable by its owner only (0600), and
-only files of the same user are believed: whoever could name an address would be sent the weights.
+Files and no service: the run directory is shared already, a file without heartbeat is ignored, and the file system
+decides who may read the keys. A file holds a key, so it is readable by its owner only (0600), and only files of the
+same user are believed: whoever could name an address would be sent the weights.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from dppo_megatron.config.paths import shown
 from dppo_megatron.files import open_own, replacing
@@ -36,18 +36,13 @@ _LARGEST_BYTES = 65536
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One server."""
-
     url: str
     api_key: str = field(repr=False)
     engine: str
 
 
-class Addresses(Protocol):
-    """Who a run's servers are now."""
-
-    def entries(self) -> dict[str, Entry]:
-        """By address. Raises UserError where they cannot be read."""
+Addresses: TypeAlias = Callable[[], dict[str, Entry]]
+"""Who a run's servers are now, by address. Raises UserError where that cannot be read."""
 
 
 class Registration:
@@ -72,7 +67,6 @@ class Registration:
             os.utime(self._path)
 
     def remove(self) -> None:
-        """It takes no more requests."""
         with contextlib.suppress(OSError):
             self._path.unlink()
 
@@ -98,21 +92,18 @@ class Directory:
         found: dict[str, tuple[int, Entry]] = {}
         names = sorted(self._path.glob(f"[!.]*{_SUFFIX}")) if self._path.is_dir() else []
         for path in names:
-            with contextlib.suppress(FileNotFoundError):  # it has just been removed
-                try:
-                    stamp, entry = _read(path)
-                except FileNotFoundError:
-                    raise
-                except OSError as error:  # another user's, a link, a directory, a file system that hangs
-                    raise UserError(
-                        f"rollout.servers.addresses_from: {path} cannot be read: {error.strerror}"
-                    ) from None
-                last, since = self._seen.get(path.name, (0, 0.0))
-                if stamp != last:
-                    self._seen[path.name] = last, since = stamp, self._clock()
-                fresh = self._clock() - since < _STALE_S
-                if entry is not None and fresh and stamp > found.get(entry.url, (0, entry))[0]:
-                    found[entry.url] = stamp, entry
+            try:
+                stamp, entry = _read(path)
+            except FileNotFoundError:  # it has just been removed
+                continue
+            except OSError as error:  # another user's, a link, a directory, a file system that hangs
+                raise UserError(f"rollout.servers.addresses_from: {path} cannot be read: {error.strerror}") from None
+            last, since = self._seen.get(path.name, (0, 0.0))
+            if stamp != last:
+                self._seen[path.name] = last, since = stamp, self._clock()
+            fresh = self._clock() - since < _STALE_S
+            if entry is not None and fresh and stamp > found.get(entry.url, (0, entry))[0]:
+                found[entry.url] = stamp, entry
         return {url: entry for url, (_, entry) in found.items()}
 
     def wait_for(
@@ -134,20 +125,16 @@ class Directory:
                 return ready
             state = f"{len(ready)} of {count} rollout servers have come to {shown(self._path)}"
             if time.monotonic() > deadline:
+                silent = ", ".join(sorted(entries.keys() - ready.keys()))
                 raise UserError(
                     f"rollout.servers.addresses_from = '{shown(self._path)}': after rollout.limits.start_timeout_s ="
-                    f" {timeout_s:g} s only {state}{_silent(entries, ready)}. Start them with: dppo-megatron serve"
-                    f" CONFIG rollout.servers.addresses_from={shlex.quote(str(self._path))}"
+                    f" {timeout_s:g} s only {state}{f'; no answer from {silent}' if silent else ''}. Start them with:"
+                    f" dppo-megatron serve CONFIG rollout.servers.addresses_from={shlex.quote(str(self._path))}"
                 )
             if state != said:
                 say(f"rollout: waiting for servers; {state}")
                 said = state
             time.sleep(_LOOK_S)
-
-
-def _silent(entries: Mapping[str, Entry], ready: Mapping[str, Entry]) -> str:
-    silent = sorted(entries.keys() - ready.keys())
-    return f"; no answer from {', '.join(silent)}" if silent else ""
 
 
 def _read(path: Path) -> tuple[int, Entry | None]:

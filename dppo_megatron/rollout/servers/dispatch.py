@@ -27,6 +27,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from dppo_megatron.randomness import generator
+from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Landed, Ready
 from dppo_megatron.rollout.servers.member import Endpoint
@@ -47,6 +49,55 @@ _NOT_THE_SERVER = (401, 403, 404, 405)
 
 class NeedsWeights(Exception):
     """Servers answer, but none has the present weights: sync, then `dispatch` the same work again."""
+
+
+def grouped(
+    requests: Sequence[Request], sampling: Sampling, size: int, stop_ids: tuple[int, ...] = ()
+) -> tuple[list[GenerateRequest], list[list[int]]]:
+    """Consecutive completions of one prompt as one group of at most `size`, so that they share a prefill.
+
+    How requests are grouped changes no completion: completion i of a prompt has the prompt's seed + i.
+
+    Args:
+        stop_ids: tokens that end every completion, beside those of its own sampling.
+
+    Returns:
+        The groups, and the positions in `requests` of each one's completions.
+
+    Example:
+        completions (prompt 7: 0, 1, 2), (prompt 9: 0), size 2  ->  groups of 2, 1 and 1; places [0, 1], [2], [3]
+    """
+    places: list[list[int]] = []
+    latest: dict[tuple[str, int, int], list[int]] = {}
+    for place, request in enumerate(requests):
+        prompt = request.stream, request.step, request.prompt.index
+        group = latest.get(prompt)
+        follows = group is not None and requests[group[-1]].completion_index + 1 == request.completion_index
+        if group is not None and follows and len(group) < size:
+            group.append(place)
+        else:
+            latest[prompt] = [place]
+            places.append(latest[prompt])
+    groups = []
+    for members in places:
+        first = requests[members[0]]
+        how = first.sampling or sampling
+        draw = generator(how.seed, first.purpose, first.step, first.prompt.index, 0).integers(1 << 30)
+        groups.append(
+            GenerateRequest(
+                request_id=first.id,
+                prompt_ids=first.prompt.token_ids,
+                count=len(members),
+                seed=int(draw) + first.completion_index,
+                max_tokens=how.max_completion_tokens,
+                temperature=how.temperature,
+                top_p=how.top_p,
+                top_k=how.top_k,
+                stop_token_ids=(*stop_ids, *how.stop_token_ids),
+                reads_logprobs=how.reads_logprobs,
+            )
+        )
+    return groups, places
 
 
 @dataclass
@@ -77,7 +128,6 @@ class Work:
 
     @property
     def is_complete(self) -> bool:
-        """Every group has landed and is ready."""
         return len(self.ready) == len(self.groups)
 
 
@@ -114,7 +164,6 @@ class Dispatch:
         self._landed_s: dict[int, float] = {}  # ticket -> when its answer came, on the clock of the spans
 
     def run(self) -> Iterator[int]:
-        """See `dispatch`."""
         work = self._work
         try:
             while not work.is_complete and not work.given_up:
@@ -164,7 +213,6 @@ class Dispatch:
         return member.is_free and fits and member.groups < self._intake.room(self._places[member.name])
 
     def _forget(self, ticket: int) -> _Attempt:
-        """Take an attempt off its server's account."""
         attempt = self._attempts.pop(ticket)
         group = self._work.groups[attempt.index]
         with self._fleet.lock:

@@ -26,10 +26,10 @@ from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import NotProven
 from dppo_megatron.rollout.servers.intake import Intake
-from dppo_megatron.rollout.servers.launch import ServerProcess, stop_all
 from dppo_megatron.rollout.servers.member import Endpoint, Member, OwnedLock
 from dppo_megatron.rollout.servers.protocol import Server
 from dppo_megatron.rollout.servers.router import Router, RouterServer
+from dppo_megatron.rollout.servers.server_process import ServerProcess, stop_all
 from dppo_megatron.rollout.servers.wire import GenerateRequest
 from dppo_megatron.spans import Spans
 from dppo_megatron.types import UserError
@@ -56,7 +56,7 @@ class Fleet:
     """All servers of a run.
 
     Args:
-        say: takes one line for the person who watches.
+        say: prints a log line.
         intake: has the servers asked; set before the first rollout.
         processes: the processes of `servers`, if the trainer has started them.
         clock: seconds that only grow.
@@ -111,7 +111,6 @@ class Fleet:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Servers and routers."""
         return [*self.members, *self.routers]
 
     def doors(self, group: GenerateRequest) -> list[Endpoint]:
@@ -187,7 +186,6 @@ class Fleet:
             member.server.http.close()
 
     def may_return(self, member: Member) -> None:
-        """Its owner offers it."""
         with self.lock:
             member.may_return()
 
@@ -217,7 +215,6 @@ class Fleet:
         stop_all(member.process for member in self.members if member.process is not None)
 
     def ticket(self) -> int:
-        """A number for one attempt."""
         self._next_ticket += 1
         return self._next_ticket
 
@@ -229,7 +226,6 @@ class Fleet:
             member.rests(own_s if wanted_s is None else min(_LONGEST_REST_S, wanted_s))
 
     def delivered(self, member: Endpoint) -> None:
-        """A good answer."""
         self._busy.pop(member.name, None)
         with self.lock:
             member.delivered()
@@ -258,7 +254,6 @@ class Fleet:
             self.inspect(asked)
 
     def _has_answered(self, asked: Endpoint, error: BaseException | None) -> None:
-        """Act on what its health probe came to."""
         if asked.state != "out":
             if error is not None:
                 self.mark_out(asked, f"no answer to its health probe: {error}")

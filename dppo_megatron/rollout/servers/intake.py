@@ -16,13 +16,10 @@ from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Have `server` answer a group."""
-
     ticket: int
     index: int
     """Of the group in its rollout."""
     server: int
-    """Position in the fleet."""
     group: GenerateRequest
     expected: Expected
     timeout_s: float

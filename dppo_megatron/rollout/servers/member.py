@@ -23,11 +23,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Literal
 
-from dppo_megatron.rollout.servers.launch import ServerProcess
 from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory, Generator, Server
+from dppo_megatron.rollout.servers.server_process import ServerProcess
 
 State = Literal["out", "stale", "live"]
 _FREE_FAILURES = 3
@@ -37,32 +36,17 @@ _LONGEST_BACKOFF_S = 30.0
 _MISFIT_S = 5.0
 
 
-class OwnedLock:
-    """A re-entrant lock that can say whether the calling thread holds it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._owner = 0
-        self._depth = 0
-
-    def __enter__(self) -> OwnedLock:
-        self._lock.acquire()
-        self._owner = threading.get_ident()
-        self._depth += 1
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._owner = 0
-        self._lock.release()
+class OwnedLock(threading.Condition):
+    """A re-entrant lock that knows whether the calling thread holds it, as of the library's only a condition does."""
 
     @property
     def is_mine(self) -> bool:
         """Whether the calling thread holds it."""
-        return self._owner == threading.get_ident()
+        try:
+            self.notify(0)
+        except RuntimeError:
+            return False
+        return True
 
 
 class Endpoint:
@@ -101,7 +85,6 @@ class Endpoint:
 
     @property
     def name(self) -> str:
-        """Its address."""
         return self.server.http.url
 
     @property
@@ -193,7 +176,6 @@ class Endpoint:
 
     @property
     def is_free(self) -> bool:
-        """Not resting."""
         return self._clock() >= self._free_at
 
     def _owned(self) -> None:
@@ -228,7 +210,6 @@ class Member(Endpoint):
 
     @property
     def width(self) -> int:
-        """See `Endpoint.width`."""
         return self.server.replicas
 
     def part(self, replica: int) -> str:
@@ -273,6 +254,5 @@ class Member(Endpoint):
         self.asleep = DEVICE_MEMORY
 
     def woke(self, what: DeviceMemory) -> None:
-        """It has taken `what` back."""
         self._owned()
         self.asleep -= {what}

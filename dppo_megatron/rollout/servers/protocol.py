@@ -81,7 +81,6 @@ class Server(Generator, Protocol):
     """One server. Every method raises as `healthy` does, and reaches every replica."""
 
     engine: ClassVar[str]
-    """Its name, for messages."""
     replicas: int
     """Data-parallel engines behind its address, each with a cache and a batch of its own; final once it has described
     itself."""

@@ -37,7 +37,6 @@ class RouterServer:
     """Addresses of its workers, as it last said."""
 
     def healthy(self, *, timeout_s: float) -> None:
-        """It answers with its workers."""
         named = named_workers(self.http, timeout_s)
         if not named:
             raise BadAnswer(f"{self.http.url}/workers names no worker")
@@ -60,7 +59,6 @@ class Router(Endpoint):
 
     @property
     def width(self) -> int:
-        """See `Endpoint.width`."""
         return self._width
 
     def follow(self, members: Mapping[str, Member]) -> str:
@@ -82,20 +80,13 @@ class Router(Endpoint):
         return ""
 
 
-class NamedServers:
-    """The configured endpoints as they are now: servers, and the workers that routers name. As `Directory.entries`."""
-
-    def __init__(self, servers: Sequence[str], routers: Sequence[RouterServer], key: str, engine: str) -> None:
-        self._servers, self._routers, self._key, self._engine = servers, routers, key, engine
-
-    def entries(self) -> dict[str, Entry]:
-        """By address. A router that does not answer has the workers that it named last."""
-        urls = list(self._servers)
-        for router in self._routers:
-            with contextlib.suppress(Unreachable, Refused):
-                router.healthy(timeout_s=_ASK_S)
-            urls += sorted(router.named)
-        return {url: Entry(url, self._key, self._engine) for url in urls}
+def named_now(servers: Sequence[str], routers: Sequence[RouterServer], key: str, engine: str) -> dict[str, Entry]:
+    """`servers` and the workers that `routers` name, by address. One that does not answer has those it named last."""
+    for router in routers:
+        with contextlib.suppress(Unreachable, Refused):
+            router.healthy(timeout_s=_ASK_S)
+    urls = [*servers, *(url for router in routers for url in sorted(router.named))]
+    return {url: Entry(url, key, engine) for url in urls}
 
 
 def named_workers(http: Http, timeout_s: float) -> list[str]:

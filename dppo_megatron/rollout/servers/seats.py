@@ -23,10 +23,8 @@ Seats: TypeAlias = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RankDevice:
-    """Where one rank computes."""
-
     node: int
-    """The job's machine, counted as by `launching.py`: servers that it has launched there are its neighbours."""
+    """The job's machine, counted as for `job_nodes.py`: servers that were launched there are its neighbours."""
     names: frozenset[str]
     """What its device is called: a UUID and an entry of CUDA_VISIBLE_DEVICES, or `cpu`."""
 

@@ -55,8 +55,6 @@ with our file does not say."""
 
 @dataclass
 class SGLangServer:
-    """One `sglang.launch_server`. See `server.Server` for the calls."""
-
     engine: ClassVar[str] = "SGLang"
     http: Http
     vocab_size: int
@@ -107,24 +105,19 @@ class SGLangServer:
 
     @property
     def dialect(self) -> SGLangDialect:
-        """See `wire.py`."""
         return SGLangDialect(self.vocab_size, self._seeded, self._arrays)
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
-        """See `_PAUSE_MODE`."""
         self.http.do("/pause_generation", {"mode": _PAUSE_MODE[in_flight]}, timeout_s=timeout_s)
 
     def resume(self, *, timeout_s: float) -> None:
-        """After `pause`."""
         self.http.do("/continue_generation", {}, timeout_s=timeout_s)
 
     def load_from_disk(self, path: str, version: str, *, timeout_s: float) -> None:
-        """The cache is flushed by the same call."""
         body = {"model_path": path, "weight_version": version}
         self.http.do("/update_weights_from_disk", body, timeout_s=timeout_s)
 
     def weights_version(self, *, timeout_s: float) -> str:
-        """What the engine calls its present weights."""
         return self.http.get("/model_info", answers.NamedWeights, timeout_s=timeout_s).weight_version
 
     def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
@@ -180,7 +173,6 @@ class SGLangServer:
         self.http.do("/update_weights_from_tensor", body, timeout_s=timeout_s)
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
-        """Close the session, then name what it brought."""
         self.http.do("/end_weight_update", {}, timeout_s=timeout_s)
         body = {"new_version": version, "abort_all_requests": False}
         self.http.do("/update_weight_version", body, timeout_s=timeout_s)
@@ -194,7 +186,6 @@ class SGLangServer:
         self.http.do("/release_memory_occupation", {"tags": sorted(awake)}, timeout_s=timeout_s)
 
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
-        """Weights before the sync, the cache after it."""
         self.http.do("/resume_memory_occupation", {"tags": [what]}, timeout_s=timeout_s)
 
 
@@ -215,7 +206,6 @@ def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
 def sglang_command(
     config: RolloutConfig, python: str, model: str, max_tokens: int, dtype: str, *, cpu: bool, host: str = "127.0.0.1"
 ) -> list[str]:
-    """The command line of a launched server."""
     on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
     return [
         *(python, str(_IN_ENGINE / "dppo_sglang_server.py"), "--model-path", model, "--served-model-name", "policy"),

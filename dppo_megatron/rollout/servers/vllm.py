@@ -19,7 +19,7 @@ from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers import answers
 from dppo_megatron.rollout.servers.dialects import VLLM_ARRAYS_PATH, VLLM_WORKERS_PATH, VLLMDialect
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
-from dppo_megatron.rollout.servers.in_engine import dppo_members
+from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.protocol import (
     DeviceMemory,
     InFlight,
@@ -46,13 +46,10 @@ _RL_CALLS = "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (docs/e
 
 @dataclass
 class VLLMServer:
-    """One `vllm serve`. See `server.Server` for the calls."""
-
     engine: ClassVar[str] = "vLLM"
     http: Http
     replicas: int = field(default=1, init=False)
     _extended: bool = field(default=False, init=False)
-    """The server runs our worker extension."""
     _seeded: bool = field(default=True, init=False)
     """Requests may carry a seed; not on a CPU with chunked prefill, see `_WHOLE_PREFILL`."""
     _arrays: bool = field(default=False, init=False)
@@ -102,15 +99,12 @@ class VLLMServer:
 
     @property
     def dialect(self) -> VLLMDialect:
-        """See `wire.py`."""
         return VLLMDialect(self._seeded, self._arrays)
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
-        """vLLM's wait / abort / keep."""
         self.http.do(f"/pause?mode={_PAUSE_MODE[in_flight]}", timeout_s=timeout_s)
 
     def resume(self, *, timeout_s: float) -> None:
-        """After `pause`."""
         self.http.do("/resume", timeout_s=timeout_s)
 
     def load_from_disk(self, path: str, version: str, *, timeout_s: float) -> None:
@@ -137,29 +131,23 @@ class VLLMServer:
         self.http.do("/init_weight_transfer_engine", {"init_info": info}, timeout_s=timeout_s)
 
     def own_group(self, meeting: Meeting) -> BroadcastGroup:
-        """As our receiver makes its end."""
         return own_chain(meeting) if meeting.backend == "gloo" else Broadcast(meeting, as_torch_does=False)
 
     def begin_update(self, *, timeout_s: float) -> None:
-        """Layers are ready to take checkpoint tensors."""
         self._after_an_interruption("/start_weight_update", timeout_s)
 
     def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
-        """One bucket of one dtype."""
         self.http.do("/update_weights", {"update_info": _update_info(tensors)}, timeout_s=timeout_s)
 
     def receive_shared(self, offers: Sequence[Offer], tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
-        """One bucket of one dtype; our receiver maps the buffer."""
         info = [_update_info(tensors) | {"memory": offer} for offer in offers]
         self.http.do("/update_weights", {"update_info": info}, timeout_s=timeout_s)
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
-        """Commit under `version`."""
         self.http.do("/finish_weight_update", {"weight_version": version}, timeout_s=timeout_s)
         self._forget_prefixes(timeout_s)
 
     def weights_version(self, *, timeout_s: float) -> str:
-        """What the engine calls its present weights."""
         return self.http.get("/weight_info", answers.NamedWeights, timeout_s=timeout_s).weight_version
 
     def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
@@ -229,9 +217,9 @@ def own_chain(meeting: Meeting) -> Chain:
     """The trainer's end of a group with our receivers over gloo. Returns when all have joined and proven it."""
 
     def prove(group: Any) -> None:
-        dppo_members.prove(group, meeting.secret, 0, 1, meeting.joining)
+        dppo_wire.prove(group, meeting.secret, 0, 1, meeting.joining)
 
-    return Chain(meeting, dppo_members.Sealed(meeting.store, meeting.secret), prove)
+    return Chain(meeting, dppo_wire.Sealed(meeting.store, meeting.secret), prove)
 
 
 def offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
@@ -250,7 +238,6 @@ def _update_info(tensors: Sequence[TensorNote]) -> dict[str, Any]:
 def vllm_command(
     config: RolloutConfig, python: str, model: str, max_tokens: int, dtype: str, *, cpu: bool, host: str = "127.0.0.1"
 ) -> list[str]:
-    """The command line of a launched server."""
     return [
         *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "policy"),
         *("--host", host, "--port", "{port}", "--dtype", dtype, "--max-model-len", str(max_tokens)),

@@ -38,7 +38,6 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     seed: int
     """Completion i samples with seed + i where the engine honours seeds."""
     max_tokens: int
-    """Of one completion."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -103,8 +102,6 @@ Floats: TypeAlias = Sequence[float] | npt.NDArray[np.float32]
 
 
 class Call(NamedTuple):
-    """One POST."""
-
     path: str
     body: bytes
 

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
-from dppo_megatron.rollout.servers.launch import address_toward
 from dppo_megatron.rollout.servers.member import Member
+from dppo_megatron.rollout.servers.server_process import address_toward
 from dppo_megatron.rollout.sync.channels import FAILURES, Bucket, BucketChannel, Tensors, at_once, in_thread, receiver
 from dppo_megatron.rollout.transfer.groups import (
     BroadcastBackend,

@@ -117,7 +117,6 @@ class Broadcast(BroadcastGroup):
         self._backend: Any = _backend(meeting, prefixed)
 
     def send(self, memory: Tensor) -> None:
-        """Broadcast to all receivers."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._backend.broadcast([memory], options).wait()

@@ -35,6 +35,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     if not config.rollout.servers.addresses_from:
         raise UserError("serve writes addresses for a trainer: set rollout.servers.addresses_from=DIR, as for train")
     with arguments.watch("loading libraries", 0, ""):
-        from dppo_megatron.rollout.serving import serve
+        from dppo_megatron.rollout.serve import serve
     serve(config, arguments.host, watch=arguments.watch)
     return 0

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.engine import Request
 from dppo_megatron.rollout.hf import cut
-from dppo_megatron.rollout.servers.connect import launch_servers
+from dppo_megatron.rollout.servers.connect import make_servers
 from dppo_megatron.rollout.servers.http import Done, Http
-from dppo_megatron.rollout.servers.launch import LaunchedServer
+from dppo_megatron.rollout.servers.server_process import LaunchedServer, start_all
 from dppo_megatron.types import Completion
 from support.job import job_config
 
@@ -60,6 +60,13 @@ def local_settings(engine: str, *more_arguments: str) -> dict[str, Any]:
         "rollout__servers__python": PYTHON[engine],
         "rollout__servers__args": f"[{arguments}]",
     }
+
+
+def launch_servers(config: Config) -> list[LaunchedServer]:
+    """Of this machine, started and not waited for."""
+    servers = make_servers(config)
+    start_all(servers)
+    return servers
 
 
 def start_servers(engine: str, files: Path, run_dir: Path, count: int, max_tokens: int) -> list[LaunchedServer]:

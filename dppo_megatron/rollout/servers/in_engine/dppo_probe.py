@@ -16,7 +16,6 @@ from dppo_wire import map_memory
 
 
 def main() -> None:
-    """See the file's head."""
     answer: dict[str, Any] = {"nccl": dppo_nccl.settings()}
     try:
         memory = map_memory(json.load(sys.stdin))

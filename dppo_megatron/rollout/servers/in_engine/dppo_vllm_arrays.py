@@ -47,7 +47,6 @@ class Arrays:
     async def __call__(
         self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
     ) -> None:
-        """One connection, or the application's start."""
         if not self._is_added and "app" in scope:
             self._is_added = True
             scope["app"].add_route(PATH, answer, methods=["GET", "POST"])
@@ -63,7 +62,6 @@ async def workers(request: Request) -> Response:
 
 
 async def answer(request: Request) -> Response:
-    """See the head of this file."""
     if request.method == "GET":
         return JSONResponse(FORM)
     engine = request.app.state.engine_client
@@ -86,7 +84,6 @@ async def answer(request: Request) -> Response:
 
 
 def packed_output(request_id: str, output: RequestOutput) -> bytes:
-    """The answer's bytes."""
     choices, completions = [], []
     for one in output.outputs:
         spans = [{"version": s.version, "start": s.start, "end": s.end} for s in one.weight_versions or ()]

@@ -145,7 +145,6 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._group.free()
 
     def shutdown(self) -> None:
-        """Leave the group and unmap."""
         self._group = None
         self._mapped.clear()
 
@@ -178,7 +177,6 @@ class WorkerExtension:
         }
 
     def dppo_refresh_packed(self) -> int:
-        """After `reload_weights`: see `refresh_packed`."""
         return refresh_packed(self.get_model())  # type: ignore[attr-defined]
 
 

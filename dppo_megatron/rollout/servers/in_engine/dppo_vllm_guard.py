@@ -44,7 +44,6 @@ class RequireKey:
     async def __call__(
         self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
     ) -> None:
-        """One request."""
         if scope["type"] == "http" and scope["path"] == PROOF_PATH and len(scope["query_string"]) == _NONCE_DIGITS:
             headers = [(PROOF_HEADER, proof(self._key, scope["query_string"], scope["server"]))]
             await send({"type": "http.response.start", "status": 204, "headers": headers})

@@ -9,14 +9,20 @@ group closes ours, so the next one down the chain learns of it in its turn. What
 Over NCCL a broadcast is such a chain already. Its kernel does not notice that a member has died, so a thread waits for
 the trainer to say so in the group's store, and aborts.
 
-Imports torch and the file beside it only: it runs in the engine's environment, and in the receivers of
-benchmarks/data_plane.
+The members of a gloo group know each other by a secret that came with the request to join. Without it another program
+could take a worker's place and be sent the weights. Torch's store lets everybody who reaches its port list, read and
+replace the members' addresses (`Sealed`), and gloo takes for a member whoever connects first with the number that
+stands there (`prove`). Both ends use these two.
+
+Imports torch only: it runs in the engine's environment, in the trainer, and in the receivers of benchmarks/data_plane.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import hmac
+import os
 import threading
 import time
 from collections import deque
@@ -25,17 +31,55 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from dppo_members import Sealed, prove
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 PREFIX = "dppo"
 GIVEN_UP = "given up"
 """Key that the trainer sets when a member has failed: the group is of no more use to the others."""
 
 
-class Arrival(Protocol):
-    """A bucket that is being received."""
+class Sealed(Store):
+    """A store in which only values of those count who know `secret`. C++ calls it: keep it as long as what uses it."""
 
+    def __init__(self, store: Store, secret: str) -> None:
+        super().__init__()
+        self._store, self._secret = store, secret.encode()
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override] # torch's stub has str; C++ gives bytes
+        self._store.set(key, value + self._tag(key, value))  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        content = self._store.get(key)
+        if not hmac.compare_digest(content[-32:], self._tag(key, content[:-32])):
+            raise RuntimeError("somebody who is no member has written into the group's store")
+        return content[:-32]
+
+    def wait(self, *arguments: Any) -> None:
+        self._store.wait(*arguments)
+
+    def _tag(self, key: str, value: bytes) -> bytes:
+        return hmac.new(self._secret, b"store %s %s" % (key.encode(), value), "sha256").digest()
+
+
+def prove(group: Any, secret: str, rank: int, peer: int, timeout: timedelta) -> None:
+    """Show the group's member `peer` that we know the secret. Raises RuntimeError unless it shows the same."""
+
+    def swapped(mine: bytes) -> bytes:
+        theirs = torch.empty(32, dtype=torch.uint8)
+        leaving = group.send([torch.tensor(list(mine), dtype=torch.uint8)], peer, 0)
+        group.recv([theirs], peer, 0).wait(timeout)
+        leaving.wait(timeout)
+        return bytes(theirs.tolist())
+
+    def proof(prover: int, verifier: int, nonce: bytes) -> bytes:
+        return hmac.new(secret.encode(), b"from %d to %d %s" % (prover, verifier, nonce), "sha256").digest()
+
+    nonce = os.urandom(32)
+    if not hmac.compare_digest(swapped(proof(rank, peer, swapped(nonce))), proof(peer, rank, nonce)):
+        raise RuntimeError(f"who has connected as member {peer} of the group does not know its secret")
+
+
+class Arrival(Protocol):
     memory: torch.Tensor
     """Where, [bytes]. Belongs to the end that receives: it is filled again two buckets later."""
 
@@ -54,7 +98,7 @@ class Chain:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         world_size: int,
         joining: timedelta,
@@ -108,7 +152,7 @@ class _Passing(threading.Thread):
         super().__init__(name="weights", daemon=True)
         self._group, self._following, self._deadline = group, following, deadline
         self.whole, self.memory = whole, whole[:num_bytes]
-        self._chunks = self.memory.split(chunk_bytes)
+        self._chunks = torch.split(self.memory, chunk_bytes)
         self._arriving = [group.recv([chunk], previous, tag) for tag, chunk in enumerate(self._chunks)]
         self._there = 0
         self._error = ""
@@ -161,16 +205,15 @@ class _Passing(threading.Thread):
 class Broadcast:
     """One worker's end of an NCCL group. Not run by us for want of GPUs."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        self._group = dist.ProcessGroupNCCL(PrefixStore(PREFIX, store), rank, world_size, options)
-        # a client of its own: one that waits holds up every other question
-        threading.Thread(target=_abort_when_given_up, args=(store.clone(), self._group), daemon=True).start()
+        self._group: Any = dist.ProcessGroupNCCL(PrefixStore(PREFIX, store), rank, world_size, options)
+        watched = store.clone()  # type: ignore[attr-defined] # a client that waits holds up every other question
+        threading.Thread(target=_abort_when_given_up, args=(watched, self._group), daemon=True).start()
 
     def receive(self, num_bytes: int) -> Arrival:
-        """Begin to receive that much."""
         if self._memory.nbytes < num_bytes:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._memory.device)
         memory = self._memory[:num_bytes]
@@ -197,7 +240,7 @@ class _Whole:
         torch.cuda.synchronize(self.memory.device)  # an aborted broadcast says so here
 
 
-def _abort_when_given_up(store: dist.Store, group: Any) -> None:
+def _abort_when_given_up(store: Store, group: Any) -> None:
     """Ends with the store, which ends with the trainer's end of the group."""
     with contextlib.suppress(RuntimeError):
         store.wait([GIVEN_UP], timedelta(days=365))

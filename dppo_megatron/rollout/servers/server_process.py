@@ -1,8 +1,8 @@
-"""Servers that the trainer starts on this machine, and ends with the run.
+"""One server's process: started on this machine, and what of one is known wherever it runs.
 
-They listen on loopback, or where a job has several machines on the one address by which the others reach this one. They
-log to run_dir/servers, and the kernel ends them when the trainer dies, so that a killed run leaves no process on a GPU.
-Those on other machines of the job are started there and seen from here through `keeper.py`.
+Servers listen on loopback, or where a job has several machines on the one address by which the others reach this one.
+They log to run_dir/servers. The kernel ends a server with the *thread* that has started it, so that a trainer that is
+killed leaves no process on a GPU: start them in a thread that lives as long as they shall.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ _TERM_S, _KILL_S = 5.0, 15.0
 
 
 class ServerProcess(ABC):
-    """A server that this job has started, wherever it runs."""
-
     url: str
     api_key: str
     node: int
@@ -40,16 +38,7 @@ class ServerProcess(ABC):
     """Started, and not seen ready since."""
     where: str
     """Where its output is, for messages."""
-
-    @property
-    @abstractmethod
-    def visible_devices(self) -> str | None:
-        """Its CUDA_VISIBLE_DEVICES."""
-
-    @property
-    @abstractmethod
-    def is_running(self) -> bool:
-        """The process has not ended."""
+    visible_devices: str | None
 
     @property
     @abstractmethod
@@ -60,6 +49,14 @@ class ServerProcess(ABC):
     def start(self) -> None:
         """Start it, again on the same port if it has run before."""
 
+    @abstractmethod
+    def tail(self) -> str:
+        """The last lines of its output, without its key."""
+
+    @property
+    def is_running(self) -> bool:
+        return self.exit_code is None
+
     def start_if_ended(self) -> bool:
         """Whether there was need to. A sync and a rollout may both have seen that it has ended; called by one thread at
         a time, it is started once, and no process is lost sight of."""
@@ -68,34 +65,36 @@ class ServerProcess(ABC):
         self.start()
         return True
 
-    @abstractmethod
-    def tail(self) -> str:
-        """The last lines of its output, without its key."""
-
-    def wait_ready(self, is_ready: Callable[[], None], timeout_s: float) -> None:
-        """Return when `is_ready()` no longer raises.
+    def is_ready(self, ask: Callable[[], None], deadline: float, timeout_s: float) -> bool:
+        """Whether it runs and `ask()` does not raise.
 
         Raises:
-            UserError: the process ended or was not ready in time; with the last lines of its log.
+            UserError: it does not answer, and `deadline` (of the monotonic clock, after `timeout_s`) is over.
         """
+        try:
+            ask()
+            problem = ""
+        except Exception as error:
+            problem = str(error) or type(error).__name__
+        if not self.is_running:  # somebody else may have answered
+            return False
+        if problem and time.monotonic() > deadline:
+            limit = f"rollout.limits.start_timeout_s = {timeout_s:g} s"
+            raise UserError(self.with_log(f"was not ready after {limit}: {problem}"))
+        self.is_starting = bool(problem)
+        return not problem
+
+    def wait_ready(self, ask: Callable[[], None], timeout_s: float) -> None:
+        """Return when it is ready. Raises UserError if it ends before, or is not ready in time."""
         deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                is_ready()
-                problem = ""
-            except Exception as error:
-                problem = str(error) or type(error).__name__
+        while not self.is_ready(ask, deadline, timeout_s):
             if not self.is_running:
-                problem = f"ended with code {self.exit_code} before it was ready"
-            elif not problem:
-                self.is_starting = False
-                return
-            elif time.monotonic() < deadline:
-                time.sleep(0.5)
-                continue
-            else:
-                problem = f"was not ready after rollout.limits.start_timeout_s = {timeout_s:g} s: {problem}"
-            raise UserError(f"the rollout server at {self.url} {problem}; {self.where} ends with:\n{self.tail()}")
+                raise UserError(self.with_log(f"ended with code {self.exit_code} before it was ready"))
+            time.sleep(0.5)
+
+    def with_log(self, problem: str) -> str:
+        """The sentence for `problem`, with the last lines of its log."""
+        return f"the rollout server at {self.url} {problem}; {self.where} ends with:\n{self.tail()}"
 
 
 @dataclass
@@ -119,36 +118,26 @@ class LaunchedServer(ServerProcess):
     node: int = 0
     port: int = 0
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    starts: int = field(default=0, init=False)
     is_starting: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.where = str(self.log)
+        self.visible_devices = self.variables.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     @property
     def url(self) -> str:  # type: ignore[override]
-        """Its address."""
+        """Its address; the port is chosen at the first start."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
-    def where(self) -> str:  # type: ignore[override]
-        """Its log."""
-        return str(self.log)
-
-    @property
-    def visible_devices(self) -> str | None:
-        """See `ServerProcess`."""
-        return self.variables.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-    @property
-    def is_running(self) -> bool:
-        """The process has not ended."""
-        return self.process is not None and self.process.poll() is None
-
-    @property
     def exit_code(self) -> int | None:
-        """See `ServerProcess`."""
         return self.process.poll() if self.process is not None else None
 
     def start(self) -> None:
         """See `ServerProcess`. Raises UserError if the address is not this machine's, the log cannot be written, or the
         interpreter is not there."""
+        self.starts += 1
         self.port, self.is_starting = self.port or _free_port(self.host), True
         try:
             make_directory(self.log.parent)
@@ -174,7 +163,6 @@ class LaunchedServer(ServerProcess):
                 raise UserError(f"rollout.servers.python: '{command[0]}' cannot be started: {error}") from None
 
     def stop(self) -> None:
-        """End it and everything it started."""
         stop_all([self])
 
     def tail(self) -> str:
@@ -182,6 +170,16 @@ class LaunchedServer(ServerProcess):
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line or "error:" in line]
         return hidden("\n".join([*errors[-3:], *lines[-5:]]), self.api_key)[-2000:]
+
+
+def start_all(servers: Sequence[LaunchedServer]) -> None:
+    """Start all, without waiting for them. Raises UserError, with none left, if one cannot be started."""
+    try:
+        for server in servers:
+            server.start()
+    except BaseException:
+        stop_all(servers)
+        raise
 
 
 def stop_all(servers: Iterable[ServerProcess]) -> None:

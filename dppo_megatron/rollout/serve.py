@@ -4,7 +4,7 @@
     SIGTERM, ^C     take the addresses away, then end the servers
     kill -9         the kernel ends the servers; their heartbeat stops, and the trainer asks them nothing more
 
-The trainer's part is `servers/directory.py` and `servers/recruit.py`.
+The trainer's part is `servers/directory.py` and `servers/membership.py`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from dppo_megatron.children import ignore_signals
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.config.schema import Config
-from dppo_megatron.rollout.launching import check_network
-from dppo_megatron.rollout.servers.connect import launch_servers, make_server
+from dppo_megatron.rollout.job_nodes import check_network
+from dppo_megatron.rollout.servers.connect import make_server, make_servers
 from dppo_megatron.rollout.servers.directory import HEARTBEAT_S, Entry, Registration
-from dppo_megatron.rollout.servers.launch import LaunchedServer, stop_all
+from dppo_megatron.rollout.servers.server_process import LaunchedServer, start_all, stop_all
 from dppo_megatron.texts import show
 from dppo_megatron.types import GuardStop, UserError, Watch, unwatched
 
@@ -40,7 +41,7 @@ def serve(config: Config, host: str, say: Callable[[str], None] = show, watch: W
 
     Args:
         host: name or address to listen on.
-        say: takes a line for the person who watches.
+        say: prints a line.
         watch: shows how long the servers take to start.
 
     Raises:
@@ -56,23 +57,24 @@ def serve(config: Config, host: str, say: Callable[[str], None] = show, watch: W
     name = f"{host}-{os.getpid()}-"
     with ExitStack() as undo:
         asked_to_end = _listen(undo)
-        servers = launch_servers(config, address, name)
+        servers = make_servers(config, address, name=name)
+        start_all(servers)
         undo.callback(stop_all, servers)
-        kept = [_Kept(server, config, directory, f"{name}{index}", say) for index, server in enumerate(servers)]
-        for one in kept:
+        served = [Served(server, config, directory, f"{name}{index}", say) for index, server in enumerate(servers)]
+        for one in served:
             undo.callback(one.withdraw)  # first of all: nobody shall ask a server that is about to end
-        with watch("rollout servers", len(kept), f"started ({servers[0].where})") as advance:
-            while any(one.is_starting for one in kept) and not asked_to_end.wait(_LOOK_S):
-                for one in kept:
+        with watch("rollout servers", len(served), f"started ({servers[0].where})") as advance:
+            while any(one.is_starting for one in served) and not asked_to_end.wait(_LOOK_S):
+                for one in served:
                     one.look()
-                advance(sum(not one.is_starting for one in kept))
-        while not asked_to_end.wait(_LOOK_S if any(one.is_starting for one in kept) else HEARTBEAT_S):
-            for one in kept:
+                advance(sum(not one.is_starting for one in served))
+        while not asked_to_end.wait(_LOOK_S if any(one.is_starting for one in served) else HEARTBEAT_S):
+            for one in served:
                 one.look()
     say("serve: ended")
 
 
-class _Kept:
+class Served:
     """One server of this command: starting, announced, or ended."""
 
     def __init__(
@@ -80,7 +82,7 @@ class _Kept:
     ) -> None:
         self._server, self._directory, self._name, self._say = server, directory, name, say
         self._entry = Entry(server.url, server.api_key, config.rollout.engine)
-        self._speaker = make_server(config.rollout, server.url, server.api_key, 0)
+        self._ask = partial(make_server(config.rollout, server.url, server.api_key, 0).healthy, timeout_s=_READY_S)
         self._timeout_s = config.rollout.limits.start_timeout_s
         self._registration: Registration | None = None
         self._was_ready = False
@@ -90,7 +92,6 @@ class _Kept:
 
     @property
     def is_starting(self) -> bool:
-        """Not ready yet."""
         return self._server.is_starting
 
     def look(self) -> None:
@@ -98,42 +99,29 @@ class _Kept:
         server = self._server
         if not server.is_running:
             self._start_again()
-        elif server.is_starting:
-            self._ask_if_ready()
         elif self._registration is not None:
             self._registration.beat()
+        elif server.is_ready(self._ask, self._deadline, self._timeout_s):
+            self._was_ready, self._starts = True, 0
+            try:
+                self._registration = Registration(self._directory, self._name, self._entry)
+            except OSError as error:
+                raise UserError(f"the address of {server.url} cannot be written: {error}") from None
+            self._say(f"serve: {server.url} is ready; its address is in {self._directory}")
 
     def withdraw(self) -> None:
-        """Take its address away."""
         if self._registration is not None:
             self._registration.remove()
             self._registration = None
 
-    def _ask_if_ready(self) -> None:
-        try:
-            self._speaker.healthy(timeout_s=_READY_S)
-        except Exception as error:  # not yet, whatever it is: until it ends or its time is over
-            if time.monotonic() > self._deadline:
-                raise UserError(
-                    f"the rollout server at {self._server.url} was not ready after rollout.limits.start_timeout_s ="
-                    f" {self._timeout_s:g} s: {error}; {self._server.where} ends with:\n{self._server.tail()}"
-                ) from None
-            return
-        self._server.is_starting, self._was_ready, self._starts = False, True, 0
-        try:
-            self._registration = Registration(self._directory, self._name, self._entry)
-        except OSError as error:
-            raise UserError(f"the address of {self._server.url} cannot be written: {error}") from None
-        self._say(f"serve: {self._server.url} is ready; its address is in {self._directory}")
-
     def _start_again(self) -> None:
         server = self._server
         self.withdraw()
-        problem = f"the rollout server at {server.url} ended with code {server.exit_code}"
+        problem = f"ended with code {server.exit_code}"
         if not self._was_ready or self._starts >= _MOST_STARTS:
-            text = f"{problem} before it was ready; {server.where} ends with:\n{server.tail()}"
+            text = server.with_log(f"{problem} before it was ready")
             raise GuardStop(text) if self._was_ready else UserError(text)
-        self._say(f"serve: {problem}; starting it again")
+        self._say(f"serve: the rollout server at {server.url} {problem}; starting it again")
         self._starts, self._deadline = self._starts + 1, time.monotonic() + self._timeout_s
         server.start()
 

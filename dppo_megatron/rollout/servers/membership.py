@@ -1,10 +1,9 @@
 """Servers that come and go while a run goes on.
 
-At every weight sync, and while the run waits for any server, the directory of addresses is read again, or what routers
-name. Who is new is
-asked what it is; if it fits it becomes a member that is stale, so that the sync that follows brings it the newest
-weights and its first request comes after. Who has left is asked nothing more; its requests went elsewhere already.
-One that does not fit, or does not answer yet, is nobody's failure: the run has servers without it.
+At every weight sync, and while the run waits for any server, it is looked up again who the servers are: in a directory
+of addresses, or by asking routers. Who is new is asked what it is; if it fits it becomes a member that is stale, so
+that the sync that follows brings it the newest weights and its first request comes after. Who has left is asked nothing
+more; its requests went elsewhere already. One that does not fit, or does not answer yet, stops nothing.
 
 A server of somebody else's that was out and is back is asked the same (`inspect`): it may have been started again with
 other arguments.
@@ -16,13 +15,7 @@ import threading
 from collections.abc import Callable
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.rollout.servers.connect import (
-    Connection,
-    check_entry,
-    check_server,
-    described,
-    make_server,
-)
+from dppo_megatron.rollout.servers.connect import Connection, check_entry, check_server, described, make_server
 from dppo_megatron.rollout.servers.directory import Addresses, Entry
 from dppo_megatron.rollout.servers.dispatch import BUSY
 from dppo_megatron.rollout.servers.fleet import Fleet
@@ -53,27 +46,26 @@ def inspect(server: Server, known: Connection, config: Config, architecture: Arc
     return info
 
 
-class Recruiter:
-    """Keeps a fleet's members those of a directory.
+class Membership:
+    """Keeps a fleet's members those that have an address now.
 
     Args:
         known: the connection that was made at start.
-        introduce: tells whoever asks servers of a new one: a member.
+        introduce: tells whoever asks servers of a new one.
     """
 
     def __init__(
         self,
-        directory: Addresses,
+        addresses: Addresses,
         known: Connection,
         config: Config,
         architecture: Architecture,
         introduce: Callable[[Member], None],
     ) -> None:
-        self._directory, self._connection = directory, known
+        self._addresses, self._connection = addresses, known
         self._config, self._architecture, self._introduce = config, architecture, introduce
-        self._refused: set[tuple[str, str]] = set()
-        """(address, key) of those that do not fit."""
-        self._said: set[tuple[str, str]] = set()
+        self._rejected: dict[tuple[str, str], bool] = {}
+        """By (address, key) of those that were found not to fit: whether for good."""
         self._busy = threading.Lock()
 
     def update(self, fleet: Fleet) -> None:
@@ -88,7 +80,7 @@ class Recruiter:
             self._busy.release()
 
     def _update(self, fleet: Fleet) -> None:
-        entries = self._directory.entries()
+        entries = self._addresses()
         for member in fleet.members:
             if member.name in entries and member.server.http.api_key == entries[member.name].api_key:
                 fleet.may_return(member)
@@ -96,7 +88,8 @@ class Recruiter:
                 fleet.let_go(member, "it has left")
         here = {(member.name, member.server.http.api_key) for member in fleet.members}
         for url, entry in entries.items():
-            if (url, entry.api_key) not in here | self._refused:
+            one = url, entry.api_key
+            if one not in here and not self._rejected.get(one):
                 self._try(fleet, entry)
 
     def _try(self, fleet: Fleet, entry: Entry) -> None:
@@ -107,23 +100,21 @@ class Recruiter:
             server.healthy(timeout_s=_ASK_S)
             info = inspect(server, self._connection, config, self._architecture)
         except (BadAnswer, NotProven) as error:
-            return self._not_used(fleet, entry, str(error), for_good=False)
+            return self._reject(fleet, entry, str(error), for_good=False)
         except Unreachable:
             return  # asked again at the next sync
         except Refused as error:
             for_good = 400 <= error.status < 500 and error.status not in BUSY
-            return self._not_used(fleet, entry, f"{entry.url} answers with {error}", for_good=for_good)
+            return self._reject(fleet, entry, f"{entry.url} answers with {error}", for_good=for_good)
         except UserError as error:
-            return self._not_used(fleet, entry, str(error))
+            return self._reject(fleet, entry, str(error), for_good=True)
         self._connection.world_sizes[entry.url] = info.world_size
         self._introduce(fleet.let_in(server))
         fleet.say(f"rollout: {entry.url} has come; it gets requests after a weight sync")
 
-    def _not_used(self, fleet: Fleet, entry: Entry, why: str, *, for_good: bool = True) -> None:
-        """Said once. A server that has trouble of its own is asked again at the next sync."""
+    def _reject(self, fleet: Fleet, entry: Entry, why: str, *, for_good: bool) -> None:
+        """Logged once. A server that has trouble of its own is asked again at the next sync."""
         one = entry.url, entry.api_key
-        if for_good:
-            self._refused.add(one)
-        if one not in self._said:
-            self._said.add(one)
+        if one not in self._rejected:
             fleet.say(f"rollout: a new server is not used{'' if for_good else ' yet'}: {why}")
+        self._rejected[one] = for_good
