@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,11 +25,13 @@ from dppo_megatron.pruning.interface import (
     scatter,
 )
 from dppo_megatron.randomness import generator, uniforms
-from dppo_megatron.types import FloatArray, IntArray, Label
+from dppo_megatron.types import FloatArray, Label
 
 
-class CompletionPolicyBase:
-    """Method `none`: keeps everything. Subclasses override `_prune_sorted`.
+class CompletionPolicy:
+    """Decides after the rewards which completions are trained on.
+
+    This class is method `none`, which keeps everything. Subclasses override `_prune_sorted`.
 
     Args:
         config: the completion section, already checked.
@@ -91,7 +92,7 @@ class CompletionPolicyBase:
 
     @property
     def label(self) -> Label:
-        """See `CompletionPolicy.label`."""
+        """What its active steps do to the expected gradient, whatever they are offered: a function of the settings."""
         return "exact"
 
     def prune(
@@ -103,7 +104,10 @@ class CompletionPolicyBase:
         capacity: StepCapacity | None = None,
         rest: str = "",
     ) -> Selection:
-        """See `CompletionPolicy.prune`.
+        """Decide about one mini-batch, once: a draw reused after an update is biased. Changes no state.
+
+        Steps count from 0. With a capacity, the methods that read `fill_slack` keep more where micro-batches have room.
+        `rest` is that of `PromptPolicy.select`.
 
         Raises:
             ValueError: arrays of different lengths, NaN advantages, denominators that are not positive.
@@ -116,10 +120,10 @@ class CompletionPolicyBase:
         if len(batch) == 0:  # which prompts were drawn decides that, so the label must be that of any other batch
             return keep_all(0, self.name, "empty batch", self._label_of_nothing(batch, (step, minibatch)))
         order = np.lexsort((batch.completion_index, batch.group, batch.prompt_index))
-        return scatter(self._prune_sorted(take_rows(batch, order), (step, minibatch), capacity), order)
+        return scatter(self._prune_sorted(batch.take(order), (step, minibatch), capacity), order)
 
     def feedback(self, cost: StepCost) -> list[str]:
-        """Ignored: this method has no rate to adapt."""
+        """As for prompts."""
         return []
 
     def own_state(self) -> dict[str, Any]:
@@ -130,11 +134,11 @@ class CompletionPolicyBase:
         """Take over a saved `own_state`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """See `CompletionPolicy.state_dict`."""
+        """Everything `prune` depends on, copied."""
         return {"method": self.config.method, **self.own_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `CompletionPolicy.load_state_dict`."""
+        """Restore; raises ValueError when keys or method differ."""
         check_state(state, {"method", *self.own_state()}, self.name)
         check_method(state, self.config.method)
         self.load_own_state({key: state[key] for key in self.own_state()})
@@ -164,18 +168,6 @@ class CompletionPolicyBase:
         )
 
 
-def take_rows(batch: CompletionBatch, rows: IntArray) -> CompletionBatch:
-    """The batch with its rows reordered."""
-    return CompletionBatch(
-        **{name: array[rows] for name, array in _arrays(batch).items()}, num_nominal=batch.num_nominal
-    )
-
-
-def _arrays(batch: CompletionBatch) -> dict[str, Any]:
-    arrays = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "num_nominal"}
-    return {name: array for name, array in arrays.items() if array is not None}
-
-
 def check_batch(batch: CompletionBatch) -> None:
     """Check shapes and values; a NaN reward is a failed grading and allowed, a NaN advantage is not.
 
@@ -183,7 +175,7 @@ def check_batch(batch: CompletionBatch) -> None:
         ValueError: names the array, the prompt and the completion.
     """
     n = len(batch)
-    for name, array in _arrays(batch).items():
+    for name, array in batch.arrays().items():
         if np.shape(array) != (n,):
             raise ValueError(f"CompletionBatch.{name} has shape {np.shape(array)}, expected ({n},)")
     if n and (batch.group.min() < 0 or batch.group.max() >= n):

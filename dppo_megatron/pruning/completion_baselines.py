@@ -14,9 +14,9 @@ from typing import ClassVar
 import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig
-from dppo_megatron.pruning.completion_base import CompletionPolicyBase
+from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.designs import Draw, count_kept, design_effect, deterministic, floor_kept
-from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, keep_all
+from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, figures, keep_all
 from dppo_megatron.pruning.labels import label_of_settings
 from dppo_megatron.pruning.prompt_infobatch import keep_share, two_class
 from dppo_megatron.pruning.subsets import max_variance_draw
@@ -24,7 +24,7 @@ from dppo_megatron.pruning.weights import weigh, weigh_biased
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
 
 
-class CppoPolicy(CompletionPolicyBase):
+class CppoPolicy(CompletionPolicy):
     """Method `cppo`: the largest |advantage| of each group, as a mean over the kept (arXiv 2503.22342).
 
     The top floor(G (1 - rate)) of each group, the paper's formula; its two implementations differ, see the subclasses.
@@ -40,7 +40,6 @@ class CppoPolicy(CompletionPolicyBase):
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
-        """See `CompletionPolicyBase.check`."""
         offered = cls._offered(group_size, minibatch_size)
         rate = cls.rate_of(config)
         if offered and cls._count(offered, rate) == 0:
@@ -117,7 +116,7 @@ class PaperCompletionPolicy(CppoTrlPolicy):
         return 1.0 / (1.0 - self.rate)
 
 
-class ZeroVariancePolicy(CompletionPolicyBase):
+class ZeroVariancePolicy(CompletionPolicy):
     """Method `greso`: groups without reward variance are dropped, and the others averaged over: dynamic sampling's
     target."""
 
@@ -141,7 +140,7 @@ class ZeroVariancePolicy(CompletionPolicyBase):
         return _with_figures(selection, drawn, score)
 
 
-class ZeroAdvantagePolicy(CompletionPolicyBase):
+class ZeroAdvantagePolicy(CompletionPolicy):
     """Method `greso_ht`: groups whose advantages are all 0 are dropped, with nominal denominators.
 
     Unbiased without a KL or entropy term, biased with one.
@@ -169,7 +168,7 @@ class ZeroAdvantagePolicy(CompletionPolicyBase):
         return _with_figures(selection, drawn, score)
 
 
-class InfoBatchCompletionPolicy(CompletionPolicyBase):
+class InfoBatchCompletionPolicy(CompletionPolicy):
     """Method `infobatch`: completions below the mean |advantage| are dropped with probability `rate`, weighted 1/pi."""
 
     methods: ClassVar[tuple[str, ...]] = ("infobatch",)
@@ -202,7 +201,7 @@ class InfoBatchCompletionPolicy(CompletionPolicyBase):
         return _with_figures(selection, drawn, score)
 
 
-class MaxVariancePolicy(CompletionPolicyBase):
+class MaxVariancePolicy(CompletionPolicy):
     """Method `max_variance`: of each group the subset with the largest reward variance (PODS, arXiv 2504.13818).
 
     As a mean over the kept. Advantages stay those of the full group. Failed gradings are never kept, but at rate 0.
@@ -246,13 +245,4 @@ def _lost(score: FloatArray, drawn: Draw) -> float:
 
 
 def _with_figures(selection: Selection, drawn: Draw, score: FloatArray) -> Selection:
-    pi = drawn.inclusion_prob
-    return replace(
-        selection,
-        metrics={
-            "rate_effective": 1.0 - float(pi.mean()),
-            "design_effect": design_effect(score, pi),
-            "share_at_floor": float(np.mean(pi == pi.min())) if pi.min() < 1 else 0.0,
-            "share_at_one": float(np.mean(pi >= 1)),
-        },
-    )
+    return replace(selection, metrics=figures(drawn.inclusion_prob, design_effect(score, drawn.inclusion_prob)))

@@ -16,10 +16,10 @@ import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig, check_auto_rule, check_floor
 from dppo_megatron.pruning.budget import RateControl
-from dppo_megatron.pruning.completion_base import CompletionPolicyBase
+from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.completion_slack import fill_slack
 from dppo_megatron.pruning.designs import WaterFiller, count_kept, design_effect
-from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, StepCost, keep_all
+from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, StepCost, figures, keep_all
 from dppo_megatron.pruning.labels import label_of_settings
 from dppo_megatron.pruning.scores import budgeted_probabilities, completion_score, efficient_probabilities
 from dppo_megatron.pruning.weights import weigh
@@ -41,7 +41,7 @@ _READS = (
 )
 
 
-class DppoCompletionPolicy(CompletionPolicyBase):
+class DppoCompletionPolicy(CompletionPolicy):
     """Method `dppo`: a rate of completions, or of tokens, is dropped."""
 
     methods: ClassVar[tuple[str, ...]] = ("dppo",)
@@ -55,12 +55,11 @@ class DppoCompletionPolicy(CompletionPolicyBase):
 
     @classmethod
     def unread(cls, config: CompletionPruningConfig) -> tuple[str, ...]:
-        """See `CompletionPolicyBase.unread`; the length of a completion counts where tokens are spent."""
+        """The length of a completion counts where tokens are spent."""
         return () if config.cost_aware else ("quadratic_cost_per_token",)
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
-        """See `CompletionPolicyBase.check`."""
         _check_support(key, config.p_min)
         check_floor(key, config.p_min, cls.rate_of(config))
         if config.cost_aware and config.estimator == "c_form":
@@ -135,12 +134,9 @@ class DppoCompletionPolicy(CompletionPolicyBase):
             selection,
             kept_cost=float(np.sum(pi * cost) / np.sum(cost)),
             metrics={
-                "rate_effective": 1.0 - float(pi.mean()),
+                **figures(pi, design_effect(score, pi), live & (pi <= lower + 1e-12)),
                 "rate_before_slack": 1.0 - float(before.mean()),
                 "slack_filled_tokens": float(np.sum(tokens * (pi - before))),
-                "design_effect": design_effect(score, pi),
-                "share_at_floor": float(np.mean(live & (pi <= lower + 1e-12))),
-                "share_at_one": float(np.mean(pi >= 1)),
                 "share_without_gradient": float(np.mean(~live)),
             },
         )
@@ -205,12 +201,11 @@ class AutoCompletionPolicy(DppoCompletionPolicy):
 
     @classmethod
     def unread(cls, config: CompletionPruningConfig) -> tuple[str, ...]:
-        """See `CompletionPolicyBase.unread`: by cost there is no rate, by a bound on the variance no cost."""
+        """By cost there is no rate, by a bound on the variance no cost."""
         return ("rate",) if config.auto_rule == "cost" else ("rollout_cost_ratio",)
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
-        """See `CompletionPolicyBase.check`."""
         _check_support(key, config.p_min)
         check_auto_rule(key, config)
 

@@ -29,11 +29,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig
-from dppo_megatron.pruning.completion_base import CompletionPolicyBase
+from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.designs import Draw, design_effect
-from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity
+from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, figures
 from dppo_megatron.pruning.labels import label_of_settings
-from dppo_megatron.pruning.prompt_base import PromptPolicyBase, Visits
+from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.weights import weigh, weigh_biased
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
 
@@ -44,7 +44,7 @@ _SMALLEST = float(np.finfo(np.float64).tiny)
 _PICKED = "a pick by {}: no probabilities are known, so no weight can stand in for what it leaves out"
 
 
-class CustomPromptPolicy(PromptPolicyBase):
+class CustomPromptPolicy(PromptPolicy):
     """Base of a user's prompt policy; beside `choose`, `learn` and `own_state` may be given.
 
     `self.history` is there to be read: `arrays` by prompt index (variance, mean_abs, tokens, visits, last_step),
@@ -79,7 +79,7 @@ class CustomPromptPolicy(PromptPolicyBase):
         self.learn(visits.ids, visits.rewards, visits.lengths, step=step)
 
 
-class CustomCompletionPolicy(CompletionPolicyBase):
+class CustomCompletionPolicy(CompletionPolicy):
     """Base of a user's completion policy; beside `choose`, `own_state` may be given."""
 
     methods: ClassVar[tuple[str, ...]] = ()
@@ -96,7 +96,6 @@ class CustomCompletionPolicy(CompletionPolicyBase):
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
-        """See `CompletionPolicyBase.check`."""
         if config.p_min == 0:
             raise UserError(f"{key}.p_min = 0: must be in (0, 1]; it is the floor of {config.method}'s probabilities")
 
@@ -190,28 +189,20 @@ def _picked(kept: BoolArray, name: str, score: FloatArray | None = None) -> Sele
 
 def _with_figures(selection: Selection, score: FloatArray | None = None) -> Selection:
     pi = selection.inclusion_prob
-    return replace(
-        selection,
-        metrics={
-            "rate_effective": 1.0 - float(pi.mean()),
-            "design_effect": design_effect(np.ones(len(pi)) if score is None else score, pi),
-            "share_at_floor": float(np.mean(pi == pi.min())) if pi.min() < 1 else 0.0,
-            "share_at_one": float(np.mean(pi >= 1)),
-        },
-    )
+    return replace(selection, metrics=figures(pi, design_effect(np.ones(len(pi)) if score is None else score, pi)))
 
 
 def check_custom(cls: object, base: type, key: str, path: str) -> None:
     """Raise `UserError` unless `cls` is a policy whose labels the house decides.
 
     Args:
-        base: `PromptPolicyBase` or `CompletionPolicyBase`.
+        base: `PromptPolicy` or `CompletionPolicy`.
     """
-    level = "prompt" if base is PromptPolicyBase else "completion"
-    own = CustomPromptPolicy if base is PromptPolicyBase else CustomCompletionPolicy
+    level = "prompt" if base is PromptPolicy else "completion"
+    own = CustomPromptPolicy if base is PromptPolicy else CustomCompletionPolicy
     if not isinstance(cls, type) or not issubclass(cls, base):
-        other = CompletionPolicyBase if base is PromptPolicyBase else PromptPolicyBase
-        of = "completions" if base is PromptPolicyBase else "prompts"
+        other = CompletionPolicy if base is PromptPolicy else PromptPolicy
+        of = "completions" if base is PromptPolicy else "prompts"
         hint = f"; it is one of {of}" if isinstance(cls, type) and issubclass(cls, other) else ""
         raise UserError(
             f"{key} = '{path}' is no {level} policy: expected a class derived from"

@@ -1,4 +1,4 @@
-"""What the training loop and a pruning policy say to each other.
+"""What goes into a pruning policy and comes out of it.
 
 Flat arrays rather than objects per prompt: a step's selection over a thousand prompts is a handful of numpy calls.
 A policy never sees the model or the loss. It returns weights as data, and the loss multiplies; which policy made them
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -126,6 +126,15 @@ class CompletionBatch:
     def __len__(self) -> int:
         return len(self.prompt_index)
 
+    def arrays(self) -> dict[str, Any]:
+        """Every column that there is, by name."""
+        named = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "num_nominal"}
+        return {name: array for name, array in named.items() if array is not None}
+
+    def take(self, rows: IntArray) -> CompletionBatch:
+        """The given rows, in their order."""
+        return replace(self, **{name: array[rows] for name, array in self.arrays().items()})
+
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
@@ -188,113 +197,6 @@ class StepCapacity(Protocol):
         ...
 
 
-class PromptPolicy(Protocol):
-    """Decides before rollout which prompts are generated. Depends on history only, never on this step's rollouts."""
-
-    @property
-    def resamples(self) -> bool:
-        """The rewards decide how many prompts are rolled out and which groups go on: `keep_groups` is a selection."""
-        ...
-
-    def select(self, prompt_index: IntArray, *, step: int, minibatch: int = 0, rest: str = "") -> Selection:
-        """Decide about the nominal prompts [n] of one optimizer mini-batch. Same arguments and history, same answer.
-
-        Steps count from 0. Changes no state: a step that is given up after it leaves nothing behind. `rest` says why
-        nothing is to be skipped; empty where nothing speaks against it.
-        """
-        ...
-
-    def observe(
-        self,
-        prompt_index: IntArray,
-        rewards: FloatArray,
-        lengths: IntArray,
-        *,
-        step: int,
-        second_moment: FloatArray | None = None,
-        inclusion_prob: FloatArray | None = None,
-        planned_prob: FloatArray | None = None,
-    ) -> None:
-        """Learn from visited prompts: prompt_index [K], rewards and lengths [K, G]; NaN rewards are left out.
-
-        second_moment [K]: sum of squared completion scores of each group (`scores.group_second_moment`); None: whether
-        its rewards differ. inclusion_prob and planned_prob [K]: of the selection that drew them; None: 1.
-        """
-        ...
-
-    def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
-        """How many more nominal prompts the loop should offer to `select` and roll out in this step; 0 when done.
-
-        rewards [groups, G]: all groups of the step so far, after `rounds` >= 1 rounds of rollout. Methods that do not
-        refill answer 0. Bounded by `pruning.prompt.refill.max_rounds`.
-        """
-        ...
-
-    def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
-        """Which of the step's groups [groups, G] go on, after the last round. All, for methods that do not refill."""
-        ...
-
-    def history_metrics(self, *, step: int) -> dict[str, float]:
-        """`prune/history_*`: coverage of the prompt set and staleness of what is known, in epochs."""
-        ...
-
-    def feedback(self, cost: StepCost) -> list[str]:
-        """What a finished step cost; returns lines for the log where something changed because of it."""
-        ...
-
-    def about_to_visit(self, prompt_index: IntArray) -> dict[str, Any]:
-        """What `observe` of these prompts will overwrite, copied, for `state_dict`."""
-        ...
-
-    def state_dict(self, undo: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Everything `select` depends on, copied: plain scalars and numpy arrays.
-
-        undo: of `about_to_visit`, before the last `observe`: the state is then the one before it.
-        """
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore; raises ValueError when keys, method or array shapes differ."""
-        ...
-
-
-class CompletionPolicy(Protocol):
-    """Decides after the rewards which completions are trained on."""
-
-    @property
-    def label(self) -> Label:
-        """What its active steps do to the expected gradient, whatever they are offered: a function of the settings."""
-        ...
-
-    def prune(
-        self,
-        batch: CompletionBatch,
-        *,
-        step: int,
-        minibatch: int = 0,
-        capacity: StepCapacity | None = None,
-        rest: str = "",
-    ) -> Selection:
-        """Decide about one mini-batch, once: a draw reused after an update is biased. Changes no state.
-
-        Steps count from 0. With a capacity, the methods that read `fill_slack` keep more where micro-batches have room.
-        `rest` is that of `PromptPolicy.select`.
-        """
-        ...
-
-    def feedback(self, cost: StepCost) -> list[str]:
-        """As for prompts."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything `prune` depends on, copied."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore; raises ValueError when keys, method or array shapes differ."""
-        ...
-
-
 def keep_all(count: int, name: str, note: str = "", label: Label = "exact") -> Selection:
     """The selection that keeps everything: probabilities and weights are exactly 1.0."""
     ones = np.ones(count, dtype=np.float64)
@@ -305,6 +207,18 @@ def keep_all(count: int, name: str, note: str = "", label: Label = "exact") -> S
         ledger=(LedgerRow(name, 1.0, label, note),),
         metrics={"rate_effective": 0.0, "design_effect": 1.0, "share_at_floor": 0.0, "share_at_one": 1.0},
     )
+
+
+def figures(pi: FloatArray, effect: float, at_floor: BoolArray | None = None) -> dict[str, float]:
+    """`Selection.metrics` of probabilities pi [n]; None: those of the smallest pi below 1 are at the floor."""
+    if at_floor is None:
+        at_floor = (pi == pi.min()) & (pi < 1)
+    return {
+        "rate_effective": 1.0 - float(pi.mean()),
+        "design_effect": effect,
+        "share_at_floor": float(np.mean(at_floor)),
+        "share_at_one": float(np.mean(pi >= 1)),
+    }
 
 
 def scatter(selection: Selection, order: IntArray) -> Selection:

@@ -13,7 +13,7 @@ from dppo_megatron.pruning.policies import (
     completion_policy_class,
     prompt_policy_class,
 )
-from dppo_megatron.pruning.prompt_base import PromptPolicyBase
+from dppo_megatron.pruning.prompt_base import PromptPolicy
 from dppo_megatron.types import UserError
 
 
@@ -55,7 +55,7 @@ def levels(name: str) -> tuple[str, str]:
             f"--methods: no method '{name}'; known: {', '.join(METHODS)}, or module:Class for a policy of your own"
         )
     loaded = load_function("--methods", name)
-    if isinstance(loaded, type) and issubclass(loaded, PromptPolicyBase):
+    if isinstance(loaded, type) and issubclass(loaded, PromptPolicy):
         return name, "none"
     completion_policy_class(name, "--methods")
     return "none", name

@@ -16,26 +16,26 @@ from dppo_megatron.config.pruning import (
     check_prompt,
 )
 from dppo_megatron.pruning import completion_baselines as baselines
-from dppo_megatron.pruning.completion_base import CompletionPolicyBase
+from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.completion_dppo import AutoCompletionPolicy, DppoCompletionPolicy
 from dppo_megatron.pruning.custom import check_custom
-from dppo_megatron.pruning.interface import CompletionPolicy, PromptFeatures, PromptPolicy
-from dppo_megatron.pruning.prompt_base import PromptPolicyBase
+from dppo_megatron.pruning.interface import PromptFeatures
+from dppo_megatron.pruning.prompt_base import PromptPolicy
 from dppo_megatron.pruning.prompt_dppo import AutoPromptPolicy, DppoPromptPolicy, PaperPromptPolicy
 from dppo_megatron.pruning.prompt_infobatch import InfoBatchPolicy
 from dppo_megatron.pruning.prompt_resampling import DynamicSamplingPolicy, GresoPolicy, WeightedGresoPolicy
 from dppo_megatron.types import UserError
 
-P = TypeVar("P", PromptPolicyBase, CompletionPolicyBase)
+P = TypeVar("P", PromptPolicy, CompletionPolicy)
 
 
 def _by_name(classes: Sequence[type[P]]) -> dict[str, type[P]]:
     return {name: cls for cls in classes for name in cls.methods}
 
 
-PROMPT_POLICIES: dict[str, type[PromptPolicyBase]] = _by_name(
+PROMPT_POLICIES: dict[str, type[PromptPolicy]] = _by_name(
     [
-        PromptPolicyBase,
+        PromptPolicy,
         DppoPromptPolicy,
         AutoPromptPolicy,
         PaperPromptPolicy,
@@ -46,9 +46,9 @@ PROMPT_POLICIES: dict[str, type[PromptPolicyBase]] = _by_name(
     ]
 )
 """Method name to class, in the order in which messages list them."""
-COMPLETION_POLICIES: dict[str, type[CompletionPolicyBase]] = _by_name(
+COMPLETION_POLICIES: dict[str, type[CompletionPolicy]] = _by_name(
     [
-        CompletionPolicyBase,
+        CompletionPolicy,
         DppoCompletionPolicy,
         AutoCompletionPolicy,
         baselines.PaperCompletionPolicy,
@@ -64,14 +64,14 @@ COMPLETION_POLICIES: dict[str, type[CompletionPolicyBase]] = _by_name(
 """As `PROMPT_POLICIES`."""
 
 
-def prompt_policy_class(method: str, key: str = "pruning.prompt.method") -> type[PromptPolicyBase]:
+def prompt_policy_class(method: str, key: str = "pruning.prompt.method") -> type[PromptPolicy]:
     """The class of a name, or of `module:Class`. Raises UserError."""
-    return _resolve(method, key, PROMPT_POLICIES, PromptPolicyBase)
+    return _resolve(method, key, PROMPT_POLICIES, PromptPolicy)
 
 
-def completion_policy_class(method: str, key: str = "pruning.completion.method") -> type[CompletionPolicyBase]:
+def completion_policy_class(method: str, key: str = "pruning.completion.method") -> type[CompletionPolicy]:
     """The class of a name, or of `module:Class`. Raises UserError."""
-    return _resolve(method, key, COMPLETION_POLICIES, CompletionPolicyBase)
+    return _resolve(method, key, COMPLETION_POLICIES, CompletionPolicy)
 
 
 def check_methods(config: PruningConfig, *, group_size: int = 0, minibatch_size: int = 0) -> list[str]:

@@ -45,8 +45,10 @@ class Visits:
     """With which it would have been, had nothing kept the method from skipping."""
 
 
-class PromptPolicyBase:
-    """Method `none`: keeps everything. Subclasses override `_select_sorted` and what they learn.
+class PromptPolicy:
+    """Decides before rollout which prompts are generated. Depends on history only, never on this step's rollouts.
+
+    This class is method `none`, which keeps everything. Subclasses override `_select_sorted` and what they learn.
 
     Args:
         config: the prompt section, already checked.
@@ -107,11 +109,15 @@ class PromptPolicyBase:
 
     @property
     def resamples(self) -> bool:
-        """False: every nominal prompt is offered once, and every group goes on."""
+        """The rewards decide how many prompts are rolled out and which groups go on: `keep_groups` is a selection."""
         return False
 
     def select(self, prompt_index: IntArray, *, step: int, minibatch: int = 0, rest: str = "") -> Selection:
-        """See `PromptPolicy.select`; pi = 1 for all during warm-up and after annealing."""
+        """Decide about the nominal prompts [n] of one optimizer mini-batch. Same arguments and history, same answer.
+
+        Steps count from 0. Changes no state: a step that is given up after it leaves nothing behind. `rest` says why
+        nothing is to be skipped; empty: the policy itself knows of no reason but warm-up and annealing.
+        """
         ids = check_ids(prompt_index, len(self.history))
         resting = rest or self._resting(step)
         order = np.argsort(ids, kind="stable")
@@ -131,7 +137,11 @@ class PromptPolicyBase:
         inclusion_prob: FloatArray | None = None,
         planned_prob: FloatArray | None = None,
     ) -> None:
-        """See `PromptPolicy.observe`."""
+        """Learn from visited prompts: prompt_index [K], rewards and lengths [K, G]; NaN rewards are left out.
+
+        second_moment [K]: sum of squared completion scores of each group (`scores.group_second_moment`); None: whether
+        its rewards differ. inclusion_prob and planned_prob [K]: of the selection that drew them; None: 1.
+        """
         ids = check_ids(prompt_index, len(self.history))
         rewards = check_visits(ids, rewards, lengths, binary_score=self.needs_unit_rewards(self.config))
         order = np.argsort(ids, kind="stable")
@@ -145,19 +155,23 @@ class PromptPolicyBase:
         self._learn(visits, step)
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
-        """0: this method does not refill."""
+        """How many more nominal prompts the loop should offer to `select` and roll out in this step; 0 when done.
+
+        rewards [groups, G]: all groups of the step so far, after `rounds` >= 1 rounds of rollout. Bounded by
+        `pruning.prompt.refill.max_rounds`.
+        """
         return 0
 
     def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
-        """All groups: this method drops none after rollout."""
+        """Which of the step's groups [groups, G] go on, after the last round."""
         return keep_all(len(rewards), f"{self.name}/groups")
 
     def history_metrics(self, *, step: int) -> dict[str, float]:
-        """See `PromptPolicy.history_metrics`."""
+        """`prune/history_*`: coverage of the prompt set and staleness of what is known, in epochs."""
         return self.history.metrics(step)
 
     def feedback(self, cost: StepCost) -> list[str]:
-        """Ignored: this method has no rate to adapt."""
+        """What a finished step cost; returns lines for the log where something changed because of it."""
         return []
 
     def own_state(self) -> dict[str, Any]:
@@ -167,21 +181,12 @@ class PromptPolicyBase:
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Take over a saved `own_state`."""
 
-    def about_to_visit(self, prompt_index: IntArray) -> dict[str, Any]:
-        """See `PromptPolicy.about_to_visit`."""
-        rows = {name: array[prompt_index] for name, array in self.history.arrays.items()}
-        return {"prompt_index": prompt_index, "rows": rows, "own": self.own_state()}
-
-    def state_dict(self, undo: dict[str, Any] | None = None) -> dict[str, Any]:
-        """See `PromptPolicy.state_dict`."""
-        history, own = self.history.state_dict(), undo["own"] if undo else self.own_state()
-        if undo:
-            for name, rows in undo["rows"].items():
-                history[name][undo["prompt_index"]] = rows
-        return {"method": self.config.method, "history": history, **own}
+    def state_dict(self) -> dict[str, Any]:
+        """Everything `select` depends on, copied: plain scalars and numpy arrays."""
+        return {"method": self.config.method, "history": self.history.state_dict(), **self.own_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `PromptPolicy.load_state_dict`."""
+        """Restore; raises ValueError when keys, method or array shapes differ."""
         check_state(state, {"method", "history", *self.own_state()}, self.name)
         check_method(state, self.config.method)
         self.history.load_state_dict(state["history"])

@@ -13,15 +13,15 @@ from typing import ClassVar
 import numpy as np
 
 from dppo_megatron.pruning.designs import design_effect
-from dppo_megatron.pruning.interface import Selection
-from dppo_megatron.pruning.prompt_base import PromptPolicyBase
+from dppo_megatron.pruning.interface import Selection, figures
+from dppo_megatron.pruning.prompt_base import PromptPolicy
 from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
 _SMALLEST_KEEP = 0.1
 """The authors' floor: keep ratio = min(1, max(0.1, 1 - r))."""
 
 
-class InfoBatchPolicy(PromptPolicyBase):
+class InfoBatchPolicy(PromptPolicy):
     """Method `infobatch`: prompts scoring below the mean of all visited ones are skipped with probability `rate`.
 
     The score is the mean |advantage| of the last visit, in the place of the authors' last loss.
@@ -46,15 +46,8 @@ class InfoBatchPolicy(PromptPolicyBase):
         low = self.history.seen(ids) & (score < mean)
         pi = two_class(low, self.config.rate)
         order = np.lexsort((self._ties(ids, step, minibatch), score))
-        return replace(
-            self._draw_and_weigh(ids, pi, order, step, minibatch),
-            metrics={
-                "rate_effective": 1.0 - float(pi.mean()),
-                "design_effect": design_effect(score, pi),
-                "share_at_floor": float(np.mean(low)),
-                "share_at_one": float(np.mean(pi >= 1)),
-            },
-        )
+        selection = self._draw_and_weigh(ids, pi, order, step, minibatch)
+        return replace(selection, metrics=figures(pi, design_effect(score, pi), low))
 
 
 def two_class(low: BoolArray, rate: float) -> FloatArray:

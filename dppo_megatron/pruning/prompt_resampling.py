@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from dppo_megatron.config.pruning import GresoConfig, PromptPruningConfig, check_between
 from dppo_megatron.pruning.designs import Draw
-from dppo_megatron.pruning.interface import Selection, check_state, keep_all
-from dppo_megatron.pruning.prompt_base import PromptPolicyBase, Visits
+from dppo_megatron.pruning.interface import Selection, check_state, figures, keep_all
+from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.scores import spread
 from dppo_megatron.pruning.weights import weigh, weigh_biased
 from dppo_megatron.randomness import uniforms
@@ -30,7 +30,7 @@ _KINDS = ("easy_run", "hard_run")
 _NOTHING_COUNTED = {"step": -1, "easy": 0, "hard": 0, "total": 0}
 
 
-class DynamicSamplingPolicy(PromptPolicyBase):
+class DynamicSamplingPolicy(PromptPolicy):
     """Method `dynamic_sampling`: DAPO (arXiv 2503.14476, section 3.2), bounded.
 
     Offers whole rounds of prompts until the step's nominal number of groups has reward variance, then trains on the
@@ -47,7 +47,6 @@ class DynamicSamplingPolicy(PromptPolicyBase):
         return True
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
-        """See `PromptPolicy.missing_prompts`."""
         refill = self.config.refill
         if not refill.enabled or rounds >= refill.max_rounds:
             return 0
@@ -56,7 +55,6 @@ class DynamicSamplingPolicy(PromptPolicyBase):
         return refill.prompts_per_round or self.prompts_per_step
 
     def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
-        """See `PromptPolicy.keep_groups`."""
         informative = has_variance(rewards, lone_groups=True)
         return keep_informative(informative, self.prompts_per_step, f"{self.name}/groups")
 
@@ -64,7 +62,7 @@ class DynamicSamplingPolicy(PromptPolicyBase):
         return ""
 
 
-class GresoPolicy(PromptPolicyBase):
+class GresoPolicy(PromptPolicy):
     """Method `greso` (arXiv 2506.02177).
 
     A prompt whose last z visits were all easy (or all hard) is skipped with probability 1 - max(p^z, floor), with one
@@ -88,7 +86,6 @@ class GresoPolicy(PromptPolicyBase):
 
     @classmethod
     def check(cls, config: PromptPruningConfig, key: str) -> None:
-        """See `PromptPolicyBase.check`."""
         check_greso(config.greso, f"{key}.greso")
 
     @property
@@ -97,7 +94,7 @@ class GresoPolicy(PromptPolicyBase):
         return True
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
-        """See `PromptPolicy.missing_prompts`; the estimate of a round within the largest refill makes it the last."""
+        """The estimate of a round within the largest refill makes it the last."""
         refill, greso = self.config.refill, self.config.greso
         if not refill.enabled or rounds >= refill.max_rounds:
             return 0
@@ -114,15 +111,12 @@ class GresoPolicy(PromptPolicyBase):
         return prompts
 
     def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
-        """See `PromptPolicy.keep_groups`."""
         return keep_informative(has_variance(rewards), self.prompts_per_step, f"{self.name}/groups")
 
     def own_state(self) -> dict[str, Any]:
-        """See `PromptPolicyBase.own_state`."""
         return {"p_easy": self.p_easy, "p_hard": self.p_hard, "counted": dict(self._counted)}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """See `PromptPolicyBase.load_own_state`."""
         check_state(state["counted"], set(self._counted), f"{self.name} counts")
         self.p_easy, self.p_hard = float(state["p_easy"]), float(state["p_hard"])
         self._counted = {key: int(value) for key, value in state["counted"].items()}
@@ -138,17 +132,8 @@ class GresoPolicy(PromptPolicyBase):
         uniform = uniforms(self.seed, "prompt coin", ids, step, minibatch)
         # Their comparison, not `uniform < pi`: the same numbers then give the same decisions.
         drawn = Draw(~(uniform < 1.0 - pi), pi, fixed_size=bool(np.all(pi == 1.0)))
-        return replace(
-            self._weighed(drawn),
-            metrics={
-                "rate_effective": 1.0 - float(pi.mean()),
-                "design_effect": self._design_effect(pi),
-                "share_at_floor": float(np.mean(pi <= floor)),
-                "share_at_one": float(np.mean(pi >= 1)),
-                "p_easy": p_easy,
-                "p_hard": p_hard,
-            },
-        )
+        adapted = {"p_easy": p_easy, "p_hard": p_hard}
+        return replace(self._weighed(drawn), metrics=figures(pi, self._design_effect(pi), pi <= floor) | adapted)
 
     def _weighed(self, drawn: Draw) -> Selection:
         note = f"skips without weights; the expected share of prompts is {float(drawn.inclusion_prob.mean()):.2f}"

@@ -5,7 +5,7 @@ Rank 0 selects on [K, G] arrays of rewards and lengths; tokens and texts stay wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -88,41 +88,25 @@ def completion_batch(
 ) -> CompletionBatch:
     """The trainable completions [n] of the whole step."""
     count, size = rollouts.rewards.shape
-    return CompletionBatch(
-        prompt_index=np.repeat(prompts.prompt_index, size)[trainable],
-        completion_index=np.tile(np.arange(size), count)[trainable],
-        group=_labels(np.repeat(np.arange(count), size)[trainable]),
-        rewards=rollouts.rewards.ravel()[trainable],
-        advantages=advantages.ravel()[trainable],
-        lengths=rollouts.lengths.ravel()[trainable],
-        surprisal=rollouts.surprisal.ravel()[trainable],
-        denominator=denominator.ravel()[trainable],
-        prompt_weight=np.repeat(prompts.weight * groups.weight, size)[trainable],
-        tokens=None
-        if rollouts.prompt_tokens is None
-        else (rollouts.lengths + rollouts.prompt_tokens[:, None] - 1).ravel()[trainable],
+    tokens = None if rollouts.prompt_tokens is None else rollouts.lengths + rollouts.prompt_tokens[:, None] - 1
+    everything = CompletionBatch(
+        prompt_index=np.repeat(prompts.prompt_index, size),
+        completion_index=np.tile(np.arange(size), count),
+        group=np.repeat(np.arange(count), size),
+        rewards=rollouts.rewards.ravel(),
+        advantages=advantages.ravel(),
+        lengths=rollouts.lengths.ravel(),
+        surprisal=rollouts.surprisal.ravel(),
+        denominator=denominator.ravel(),
+        prompt_weight=np.repeat(prompts.weight * groups.weight, size),
+        tokens=None if tokens is None else tokens.ravel(),
         num_nominal=num_nominal,
     )
+    return part(everything, np.flatnonzero(trainable), 1)
 
 
 def part(batch: CompletionBatch, rows: IntArray, parts: int) -> CompletionBatch:
-    """The rows of one of `parts` equal mini-batches."""
-    return CompletionBatch(
-        prompt_index=batch.prompt_index[rows],
-        completion_index=batch.completion_index[rows],
-        group=_labels(batch.group[rows]),
-        rewards=batch.rewards[rows],
-        advantages=batch.advantages[rows],
-        lengths=batch.lengths[rows],
-        surprisal=batch.surprisal[rows],
-        denominator=batch.denominator[rows],
-        prompt_weight=batch.prompt_weight[rows],
-        tokens=None if batch.tokens is None else batch.tokens[rows],
-        num_nominal=batch.num_nominal // parts,
-    )
-
-
-def _labels(group: IntArray) -> IntArray:
-    """The same groups, numbered from 0 without gaps."""
-    labels: IntArray = np.unique(group, return_inverse=True)[1].astype(np.int64)
-    return labels
+    """The rows of one of `parts` equal mini-batches, its groups numbered from 0 without gaps."""
+    taken = batch.take(rows)
+    labels: IntArray = np.unique(taken.group, return_inverse=True)[1].astype(np.int64)
+    return replace(taken, group=labels, num_nominal=batch.num_nominal // parts)
