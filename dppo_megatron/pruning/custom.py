@@ -32,9 +32,8 @@ from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.designs import Draw, design_effect
 from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, figures
-from dppo_megatron.pruning.labels import label_of_settings
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
-from dppo_megatron.pruning.weights import weigh, weigh_biased
+from dppo_megatron.pruning.weights import label_of_settings, weigh, weigh_biased
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
 
 Choice = FloatArray | BoolArray | Draw

@@ -31,12 +31,20 @@ from dppo_megatron.pruning import (
     make_prompt_policy,
 )
 from dppo_megatron.pruning.budget import NoiseReference
-from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCost
-from dppo_megatron.pruning.merging import is_reweighted, merge, with_refills
+from dppo_megatron.pruning.interface import PromptFeatures, StepCapacity, StepCost, check_outcomes
 from dppo_megatron.pruning.monitors import step_metrics
-from dppo_megatron.pruning.outcomes import check_outcomes
 from dppo_megatron.pruning.policies import bounds_noise, check_methods
-from dppo_megatron.selection.arrays import Chosen, Decision, Rollouts, completion_batch, join, part
+from dppo_megatron.selection.arrays import (
+    Chosen,
+    Decision,
+    Rollouts,
+    completion_batch,
+    is_reweighted,
+    join,
+    merge,
+    part,
+    with_refills,
+)
 from dppo_megatron.selection.coefficients import Coefficients
 from dppo_megatron.types import FloatArray, IntArray, StepCounts, UserError
 
