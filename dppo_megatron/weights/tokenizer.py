@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from dppo_megatron.texts import one_line
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.json_files import read_object, shown
@@ -48,7 +49,7 @@ def load_tokenizer(
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a damaged file can raise anything; the Rust library's panics are not Exceptions
-        raise UserError(f"{where}: its tokenizer cannot be loaded: {_one_line(error)}") from None
+        raise UserError(f"{where}: its tokenizer cannot be loaded: {type(error).__name__}: {one_line(str(error))}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise UserError(f"{where}: its tokenizer is a {type(tokenizer).__name__}, which is for another kind of model")
     _check_ids(tokenizer, vocabulary, probe, architecture, where)
@@ -107,8 +108,3 @@ def _has_id(token: str, directory: Path, settings: Mapping[str, Any]) -> bool:
     if isinstance(known, dict):
         return token in known
     return isinstance(known, list) and any(isinstance(entry, list) and entry[:1] == [token] for entry in known)
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return f"{type(error).__name__}: {text.encode('ascii', 'backslashreplace').decode()[:300]}"
