@@ -37,9 +37,9 @@ class CompletionPolicy:
         config: the completion section, already checked.
         seed: the run's seed.
         total_steps: length of the run, for annealing.
-        zero_advantage_slope: coefficient of a KL (or entropy) term in the loss; above 0, completions without advantage
-            still carry gradient and keep a positive probability.
-        group_size: completions of a whole group, G; 0: not known.
+        zero_advantage_slope: coefficient of a KL (or entropy) term in the loss, the loss's own; above 0, completions
+            without advantage still carry gradient and keep a positive probability.
+        group_size: completions of a whole group, G; 0: not known, and a rate that keeps none of one is found out late.
     """
 
     methods: ClassVar[tuple[str, ...]] = ("none",)

@@ -8,15 +8,14 @@ with the share of the score mass that it never trains on.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.pruning.completion_base import CompletionPolicy
-from dppo_megatron.pruning.designs import Draw, count_kept, design_effect, deterministic, floor_kept
-from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, figures, keep_all
+from dppo_megatron.pruning.designs import Draw, count_kept, deterministic, floor_kept
+from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, keep_all
 from dppo_megatron.pruning.prompt_infobatch import keep_share, two_class
 from dppo_megatron.pruning.weights import label_of_settings, weigh, weigh_biased
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
@@ -63,8 +62,7 @@ class CppoPolicy(CompletionPolicy):
         drawn = deterministic(score, kept, uniform=self._ties(batch, counters), group=group)
         scale = self._scale(sizes[group] / kept[group])
         note = f"the lowest |advantages| are never trained on: {_lost(score, drawn):.1%} of their sum"
-        selection = weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label)
-        return _with_figures(selection, drawn, score)
+        return weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label, score=score)
 
     @staticmethod
     def _offered(group_size: int, minibatch_size: int) -> int:
@@ -134,8 +132,7 @@ class ZeroVariancePolicy(CompletionPolicy):
         drawn = Draw(kept, kept.astype(np.float64), fixed_size=True)
         scale = len(batch) / int(kept.sum()) if kept.any() else 0.0
         note = "target is the mean over groups with reward variance"
-        selection = weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label)
-        return _with_figures(selection, drawn, score)
+        return weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label, score=score)
 
 
 class ZeroAdvantagePolicy(CompletionPolicy):
@@ -160,10 +157,9 @@ class ZeroAdvantagePolicy(CompletionPolicy):
         drawn = Draw(kept, kept.astype(np.float64), fixed_size=True)
         if self.zero_advantage_slope > 0:
             note = f"the KL gradient (or entropy's) of {1 - float(kept.mean()):.1%} of the completions is lost"
-            selection = weigh_biased(drawn, name=self.name, scale=1.0, note=note, label=self.label)
-        else:
-            selection = weigh(drawn, name=self.name, note="dropped groups have no gradient", label=self.label)
-        return _with_figures(selection, drawn, score)
+            return weigh_biased(drawn, name=self.name, scale=1.0, note=note, label=self.label, score=score)
+        note = "dropped groups have no gradient"
+        return weigh(drawn, name=self.name, note=note, label=self.label, score=score)
 
 
 class InfoBatchCompletionPolicy(CompletionPolicy):
@@ -193,10 +189,14 @@ class InfoBatchCompletionPolicy(CompletionPolicy):
     ) -> Selection:
         config, score = self.config, np.abs(batch.advantages)
         drawn = self._draw(batch, two_class(score < score.mean(), self.rate), counters)
-        selection = weigh(
-            drawn, name=self.name, estimator=config.estimator, max_weight=config.max_weight, label=self.label
+        return weigh(
+            drawn,
+            name=self.name,
+            estimator=config.estimator,
+            max_weight=config.max_weight,
+            label=self.label,
+            score=score,
         )
-        return _with_figures(selection, drawn, score)
 
 
 class MaxVariancePolicy(CompletionPolicy):
@@ -224,8 +224,7 @@ class MaxVariancePolicy(CompletionPolicy):
         score = np.abs(batch.advantages)
         note = f"rewards in the middle are never trained on: {_lost(score, drawn):.1%} of the sum of |advantages|"
         scale = (sizes / kept)[batch.group]
-        selection = weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label)
-        return _with_figures(selection, drawn, score)
+        return weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label, score=score)
 
 
 def _groups_with_variance(rewards: FloatArray, group: IntArray) -> BoolArray:
@@ -240,10 +239,6 @@ def _groups_with_variance(rewards: FloatArray, group: IntArray) -> BoolArray:
 def _lost(score: FloatArray, drawn: Draw) -> float:
     total = float(score.sum())
     return float(np.sum(score * (1.0 - drawn.inclusion_prob))) / total if total > 0 else 0.0
-
-
-def _with_figures(selection: Selection, drawn: Draw, score: FloatArray) -> Selection:
-    return replace(selection, metrics=figures(drawn.inclusion_prob, design_effect(score, drawn.inclusion_prob)))
 
 
 def max_variance_draw(rewards: FloatArray, group: IntArray, rate: float, uniform: FloatArray) -> Draw:

@@ -6,7 +6,7 @@ weighs and labels, so the ledger stays true whatever a policy does:
     probabilities   float array [n]: the trainer raises them to `p_min`, draws by them and weights with 1/pi: unbiased
     a design        `Draw`: drawn by the policy itself; its probabilities are taken at their word, and checked for what
                     cannot be (a row kept at probability 0): unbiased
-    a pick          boolean array [n]: nobody knows how else it could have come out: biased, with weights of 1
+    a pick          boolean array [n]: how else it could have come out is not known: biased, with weights of 1
 
 Example: prompts whose last group had variance are always kept, the others in a third of the cases.
 
@@ -23,15 +23,14 @@ weights other than the estimators' cannot be plugged in.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.pruning.completion_base import CompletionPolicy
-from dppo_megatron.pruning.designs import Draw, design_effect
-from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, figures
+from dppo_megatron.pruning.designs import Draw
+from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.weights import label_of_settings, weigh, weigh_biased
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
@@ -65,13 +64,12 @@ class CustomPromptPolicy(PromptPolicy):
         if isinstance(choice, Draw):
             _check_support(choice, np.ones(len(ids), dtype=np.bool_), self.config.method)
             config = self.config
-            selection = weigh(choice, name=self.name, estimator=config.estimator, max_weight=config.max_weight)
-            return _with_figures(selection)
+            return weigh(choice, name=self.name, estimator=config.estimator, max_weight=config.max_weight)
         if choice.dtype == np.bool_:
             return _picked(choice.astype(np.bool_), self.name)
         pi = np.maximum(choice, self.config.p_min)
         order = np.lexsort((self._ties(ids, step, minibatch), pi))
-        return _with_figures(self._draw_and_weigh(ids, pi, order, step, minibatch))
+        return self._draw_and_weigh(ids, pi, order, step, minibatch)
 
     def _learn(self, visits: Visits, step: int) -> None:
         super()._learn(visits, step)
@@ -114,9 +112,14 @@ class CustomCompletionPolicy(CompletionPolicy):
             return _picked(choice.astype(np.bool_), self.name, score)
         else:
             drawn = self._draw(batch, np.where(live, np.maximum(choice, config.p_min), 0.0), counters)
-        label = self._label_of(choice)
-        selection = weigh(drawn, name=self.name, estimator=config.estimator, max_weight=config.max_weight, label=label)
-        return _with_figures(selection, score)
+        return weigh(
+            drawn,
+            name=self.name,
+            estimator=config.estimator,
+            max_weight=config.max_weight,
+            label=self._label_of(choice),
+            score=score,
+        )
 
     def _label_of_nothing(self, batch: CompletionBatch, counters: tuple[int, int]) -> Label:
         return self._label_of(self._chosen(batch, *counters))
@@ -183,16 +186,11 @@ def _check_support(draw: Draw, live: BoolArray, method: str) -> None:
 def _picked(kept: BoolArray, name: str, score: FloatArray | None = None) -> Selection:
     drawn = Draw(kept, kept.astype(np.float64), fixed_size=True)
     note = _PICKED.format(name.partition("/")[2])
-    return _with_figures(weigh_biased(drawn, name=name, scale=1.0, note=note, label="biased"), score)
-
-
-def _with_figures(selection: Selection, score: FloatArray | None = None) -> Selection:
-    pi = selection.inclusion_prob
-    return replace(selection, metrics=figures(pi, design_effect(np.ones(len(pi)) if score is None else score, pi)))
+    return weigh_biased(drawn, name=name, scale=1.0, note=note, label="biased", score=score)
 
 
 def check_custom(cls: object, base: type, key: str, path: str) -> None:
-    """Raise `UserError` unless `cls` is a policy whose labels the house decides.
+    """Raise `UserError` unless `cls` is a policy whose labels this package decides.
 
     Args:
         base: `PromptPolicy` or `CompletionPolicy`.

@@ -208,12 +208,14 @@ def keep_all(count: int, name: str, note: str = "", label: Label = "exact") -> S
         inclusion_prob=ones,
         weight=ones.copy(),
         ledger=(LedgerRow(name, 1.0, label, note),),
-        metrics={"rate_effective": 0.0, "design_effect": 1.0, "share_at_floor": 0.0, "share_at_one": 1.0},
+        metrics=figures(ones, 1.0),
     )
 
 
 def figures(pi: FloatArray, effect: float, at_floor: BoolArray | None = None) -> dict[str, float]:
     """`Selection.metrics` of probabilities pi [n]; None: those of the smallest pi below 1 are at the floor."""
+    if not len(pi):
+        return {"rate_effective": 0.0, "design_effect": 1.0, "share_at_floor": 0.0, "share_at_one": 1.0}
     if at_floor is None:
         at_floor = (pi == pi.min()) & (pi < 1)
     return {

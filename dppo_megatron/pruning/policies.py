@@ -132,16 +132,7 @@ def make_prompt_policy(
     seed: int,
     features: PromptFeatures | None = None,
 ) -> PromptPolicy:
-    """The policy of `pruning.prompt.method`.
-
-    Args:
-        config: checked here.
-        num_prompts: rows of the prompt set; history is kept for each.
-        completions_per_prompt: group size G.
-        prompts_per_step: nominal prompts of a step; with num_prompts it says how many steps an epoch has.
-        total_steps: length of the run, for annealing.
-        seed: the run's seed.
-        features: what is known of each prompt before it is tried; None: nothing.
+    """The policy of `pruning.prompt.method`, whose section is checked here; the others are those of `PromptPolicy`.
 
     Raises:
         UserError: a setting is out of range; the message names its key.
@@ -175,16 +166,8 @@ def make_completion_policy(
     zero_advantage_slope: float = 0.0,
     group_size: int = 0,
 ) -> CompletionPolicy:
-    """The policy of `pruning.completion.method`.
-
-    Args:
-        config: checked here.
-        seed: the run's seed.
-        total_steps: length of the run, for annealing.
-        zero_advantage_slope: coefficient of the KL (or entropy) term in the loss; must be the loss's, or the floor is
-            wrong.
-        group_size: completions of a whole group, for the methods that keep a count of each; 0: not known, and a rate
-            that keeps none of a group is found out when it comes.
+    """The policy of `pruning.completion.method`, whose section is checked here; the others are those of
+    `CompletionPolicy`.
 
     Raises:
         UserError: a setting is out of range; the message names its key.

@@ -271,9 +271,10 @@ class PaperPromptPolicy(PromptPolicy):
             name=self.name,
             scale=1.0 / (1.0 - config.rate),
             note="prompts below the cut are never drawn, so no weight can stand in for them",
+            score=np.zeros(len(ids)),  # a design effect of 1: no weights, no growth by them
         )
-        metrics = figures(drawn.inclusion_prob, 1.0, drawn.inclusion_prob == 0)
-        return replace(selection, metrics=metrics | {"rate_effective": 1.0 - float(drawn.kept.mean())})
+        at_floor, rate = float(np.mean(drawn.inclusion_prob == 0)), 1.0 - float(drawn.kept.mean())
+        return replace(selection, metrics=selection.metrics | {"rate_effective": rate, "share_at_floor": at_floor})
 
 
 def _least(lower: FloatArray) -> int:

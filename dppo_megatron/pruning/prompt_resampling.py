@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from dppo_megatron.config.pruning import GresoConfig, PromptPruningConfig, check_between
 from dppo_megatron.pruning.designs import Draw
-from dppo_megatron.pruning.interface import Selection, check_state, figures, keep_all
+from dppo_megatron.pruning.interface import Selection, check_state, keep_all
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.scores import spread
 from dppo_megatron.pruning.weights import weigh, weigh_biased
@@ -132,15 +132,14 @@ class GresoPolicy(PromptPolicy):
         uniform = uniforms(self.seed, "prompt coin", ids, step, minibatch)
         # Their comparison, not `uniform < pi`: the same numbers then give the same decisions.
         drawn = Draw(~(uniform < 1.0 - pi), pi, fixed_size=bool(np.all(pi == 1.0)))
-        adapted = {"p_easy": p_easy, "p_hard": p_hard}
-        return replace(self._weighed(drawn), metrics=figures(pi, self._design_effect(pi), pi <= floor) | adapted)
+        selection, at_floor = self._weighed(drawn), float(np.mean(pi <= floor))
+        return replace(
+            selection, metrics=selection.metrics | {"share_at_floor": at_floor, "p_easy": p_easy, "p_hard": p_hard}
+        )
 
     def _weighed(self, drawn: Draw) -> Selection:
         note = f"skips without weights; the expected share of prompts is {float(drawn.inclusion_prob.mean()):.2f}"
-        return weigh_biased(drawn, name=self.name, scale=1.0, note=note)
-
-    def _design_effect(self, pi: FloatArray) -> float:
-        return 1.0
+        return weigh_biased(drawn, name=self.name, scale=1.0, note=note, score=np.zeros(len(drawn.kept)))
 
     def _learn(self, visits: Visits, step: int) -> None:
         super()._learn(visits, step)
@@ -214,9 +213,6 @@ class WeightedGresoPolicy(GresoPolicy):
 
     def _weighed(self, drawn: Draw) -> Selection:
         return weigh(drawn, name=self.name, estimator=self.config.estimator, max_weight=self.config.max_weight)
-
-    def _design_effect(self, pi: FloatArray) -> float:
-        return float(np.mean(1.0 / pi))
 
 
 def check_greso(config: GresoConfig, key: str) -> None:

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from dppo_megatron.pruning.designs import Draw
-from dppo_megatron.pruning.interface import LedgerRow, Selection
+from dppo_megatron.pruning.designs import Draw, design_effect
+from dppo_megatron.pruning.interface import LedgerRow, Selection, figures
 from dppo_megatron.types import FloatArray, Label
 
 
@@ -57,6 +57,7 @@ def weigh(
     max_weight: float = 0.0,
     note: str = "",
     label: Label | None = None,
+    score: FloatArray | None = None,
 ) -> Selection:
     """Weights of a random draw by the estimator's name, capped at `max_weight` if that is not 0, with its ledger row.
 
@@ -65,6 +66,7 @@ def weigh(
     Args:
         label: of the settings, where the probabilities are themselves the outcome of an earlier draw; None: from the
             probabilities and the design. Never from what was kept.
+        score: [n], for the design effect among the figures; None: all alike.
     """
     weight = ESTIMATOR_WEIGHTS[estimator](draw)
     notes = [note] if note else []
@@ -78,17 +80,23 @@ def weigh(
         ledger=(
             LedgerRow(name, kept_fraction(draw), label or label_of_draw(draw, estimator, max_weight), "; ".join(notes)),
         ),
-        metrics={},
+        metrics=_figures(draw, score),
     )
 
 
 def weigh_biased(
-    draw: Draw, *, name: str, scale: FloatArray | float, note: str, label: Label | None = None
+    draw: Draw,
+    *,
+    name: str,
+    scale: FloatArray | float,
+    note: str,
+    label: Label | None = None,
+    score: FloatArray | None = None,
 ) -> Selection:
     """A factor (scalar or [n]) on the kept elements of a draw that no weight can make unbiased.
 
     Args:
-        label: of the settings, as for `weigh`; None: exact where the design keeps everything with factor 1.
+        label, score: as for `weigh`; without a label, exact where the design keeps everything with factor 1.
     """
     everything = bool(np.all(draw.inclusion_prob == 1.0) and np.all(np.asarray(scale) == 1.0))
     given: Label = label or ("exact" if everything else "biased")
@@ -97,8 +105,13 @@ def weigh_biased(
         inclusion_prob=draw.inclusion_prob,
         weight=np.where(draw.kept, scale, 0.0),
         ledger=(LedgerRow(name, kept_fraction(draw), given, "" if given == "exact" else note),),
-        metrics={},
+        metrics=_figures(draw, score),
     )
+
+
+def _figures(draw: Draw, score: FloatArray | None) -> dict[str, float]:
+    pi = draw.inclusion_prob
+    return figures(pi, design_effect(np.ones(len(pi)) if score is None else score, pi))
 
 
 def kept_fraction(draw: Draw) -> float:

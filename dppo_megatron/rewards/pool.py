@@ -96,7 +96,7 @@ class _Sample:
     """It may have ended a process: it is graded alone, and the next process that ends with it was ended by it."""
 
 
-class GraderPool:
+class Grader:
     """Processes that grade. They start when they are first needed. Any thread may call it.
 
     After a fork the child has processes of its own.
@@ -257,13 +257,13 @@ class GraderPool:
 class _Lane:
     """A thread and its process, one after another: the kernel ends a process with the thread that has started it."""
 
-    def __init__(self, pool: GraderPool) -> None:
+    def __init__(self, pool: Grader) -> None:
         self._pool = pool
         self.process: GraderProcess | None = None
         self._spare: GraderProcess | None = None
         """Started when a sample had used half of its time: it replaces a process that is killed without a wait."""
         self.chunk: list[_Sample] = []
-        """What it has taken and neither settled nor put back; `GraderPool.take` fills it."""
+        """What it has taken and neither settled nor put back; `Grader.take` fills it."""
         self._thread = threading.Thread(target=self._run, name="grades", daemon=True)
         self._thread.start()
 

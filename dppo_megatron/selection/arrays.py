@@ -7,6 +7,7 @@ mini-batches are drawn independently of each other; `merge` makes one selection 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -121,36 +122,31 @@ def merge(parts: list[Selection], order: IntArray) -> Selection:
     """
     if len(parts) == 1:
         return parts[0]
+    costs = [part.kept_cost for part in parts if part.kept_cost is not None]
     return Selection(
-        kept=np.concatenate([part.kept for part in parts])[order],
-        inclusion_prob=np.concatenate([part.inclusion_prob for part in parts])[order],
-        weight=np.concatenate([part.weight for part in parts])[order],
-        planned_prob=np.concatenate([part.planned for part in parts])[order],
+        **{name: column[order] for name, column in _columns(parts).items()},
         ledger=_merge_rows([(row, len(part.kept)) for part in parts for row in part.ledger]),
         metrics={
             name: float(np.mean([part.metrics[name] for part in parts if name in part.metrics]))
             for name in dict.fromkeys(name for part in parts for name in part.metrics)
         },
-        kept_cost=_mean([part.kept_cost for part in parts if part.kept_cost is not None]),
+        kept_cost=float(np.mean(costs)) if costs else None,
         effect=next((part.effect for part in parts if part.effect is not None), None),
     )
 
 
-def _mean(values: list[float]) -> float | None:
-    return float(np.mean(values)) if values else None
-
-
 def with_refills(planned: Selection, refills: list[Selection]) -> Selection:
     """All rows of a step; ledger and figures stay those of `planned`, the first round."""
-    if not refills:
-        return planned
-    return replace(
-        planned,
-        kept=np.concatenate([planned.kept, *(s.kept for s in refills)]),
-        inclusion_prob=np.concatenate([planned.inclusion_prob, *(s.inclusion_prob for s in refills)]),
-        weight=np.concatenate([planned.weight, *(s.weight for s in refills)]),
-        planned_prob=np.concatenate([planned.planned, *(s.planned for s in refills)]),
-    )
+    return replace(planned, **_columns([planned, *refills])) if refills else planned
+
+
+def _columns(parts: list[Selection]) -> dict[str, Any]:
+    return {
+        "kept": np.concatenate([part.kept for part in parts]),
+        "inclusion_prob": np.concatenate([part.inclusion_prob for part in parts]),
+        "weight": np.concatenate([part.weight for part in parts]),
+        "planned_prob": np.concatenate([part.planned for part in parts]),
+    }
 
 
 def is_reweighted(selection: Selection) -> bool:

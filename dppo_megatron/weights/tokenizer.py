@@ -49,7 +49,8 @@ def load_tokenizer(
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a damaged file can raise anything; the Rust library's panics are not Exceptions
-        raise UserError(f"{where}: its tokenizer cannot be loaded: {type(error).__name__}: {one_line(str(error))}") from None
+        what = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"{where}: its tokenizer cannot be loaded: {what}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise UserError(f"{where}: its tokenizer is a {type(tokenizer).__name__}, which is for another kind of model")
     _check_ids(tokenizer, vocabulary, probe, architecture, where)
