@@ -29,7 +29,7 @@ _NEVER_EMPTY = ("data.problem_field", "data.answer_field", "warm_start.completio
 def check_values(config: Config, purpose: Purpose = "train") -> None:
     """Raise `UserError` for the first value that is out of range or contradicts another one."""
     check_ranges(config)
-    _check_text(config)
+    _check_names(config)
     _check_optimizer(config.actor.optimizer)
     _check_fewer_bits(config)
     _check_actor(config)
@@ -211,8 +211,7 @@ def _check_files(config: Config, *, trains: bool) -> None:
     check_data(config, trains=trains)
 
 
-def _check_text(config: Config) -> None:
-    """Refuse empty names."""
+def _check_names(config: Config) -> None:
     for key, text in texts(config):
         if key in _NEVER_EMPTY and not text.strip():
             raise UserError(f"{key} = '{text}': must not be empty")

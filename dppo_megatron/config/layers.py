@@ -67,7 +67,6 @@ class Layer:
         return self._source.where(self._at[key][0]) if key in self._at else self._source.name
 
     def gives(self, key: str) -> bool:
-        """Whether it has this key."""
         return key in self._at
 
     def unknown(self, key: str, section: type) -> UserError:

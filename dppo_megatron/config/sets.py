@@ -53,8 +53,6 @@ class ResolvedSet:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedTrainSet(ResolvedSet):
-    """A set to train on."""
-
     weight: float
     """Relative share of a step, above 0; read where `data.mixing` is weighted."""
 

@@ -40,8 +40,6 @@ _BATCH = 1000
 
 @dataclass(frozen=True, slots=True)
 class ProblemSet:
-    """A loaded set of problems."""
-
     name: str
     key: str
     """The settings that name it (`data.train_path`)."""
@@ -106,7 +104,6 @@ class _Reading:
         self.filtered = self.unknown_levels = 0
 
     def add(self, rows: list[Row]) -> None:
-        """The next rows."""
         settings = self._settings
         problems = [problem_of(row, settings) for row in rows]
         texts = render(problems, [row.origin for row in rows], settings, self._tokenizer)
@@ -211,13 +208,11 @@ class _SetHash:
         self._hash = sha256()
 
     def add(self, prompt: Prompt) -> None:
-        """Add the next prompt."""
         texts = (part.encode("utf-8") for part in (prompt.text, prompt.answer, prompt.source))
         for raw in (*texts, np.array(prompt.token_ids, dtype="<i8").tobytes()):
             self._hash.update(len(raw).to_bytes(8, "little") + raw)  # length-prefixed: unambiguous
 
     def hexdigest(self) -> str:
-        """The hash of all prompts so far."""
         return self._hash.hexdigest()
 
 

@@ -54,7 +54,6 @@ class NoiseReference:
         return sum(step < before for step in self.steps) < NOISE_REFERENCE_STEPS
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
         return {"mean": self.mean, "steps": list(self.steps)}
 
     def load_state_dict(self, state: Mapping[str, Any] | float) -> None:
@@ -92,8 +91,6 @@ def floor_share(sums: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class RateControl:
-    """State of both loops."""
-
     rate_scale: float = 1.0
     """Factor on the configured rate, in [0, 1]."""
     cost_ratio: float = 0.0
@@ -141,7 +138,6 @@ class RateControl:
         self.cost_ratio = ratio if self.cost_ratio == 0 else _COST_DECAY * self.cost_ratio + (1 - _COST_DECAY) * ratio
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain scalars."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

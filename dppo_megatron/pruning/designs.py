@@ -26,8 +26,6 @@ _CERTAIN = 1.0 - 1e-11
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One drawn sample."""
-
     kept: BoolArray
     """[n]."""
     inclusion_prob: FloatArray

@@ -118,7 +118,6 @@ class PromptHistory:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the arrays."""
         return {name: array.copy() for name, array in self.arrays.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

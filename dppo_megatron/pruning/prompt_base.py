@@ -196,7 +196,6 @@ class PromptPolicy:
         return keep_all(len(ids), self.name)
 
     def _rest(self, ids: IntArray, step: int, why: str) -> Selection:
-        """Nothing is skipped."""
         return keep_all(len(ids), self.name, why)
 
     def _learn(self, visits: Visits, step: int) -> None:

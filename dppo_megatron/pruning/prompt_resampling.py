@@ -43,7 +43,6 @@ class DynamicSamplingPolicy(PromptPolicy):
 
     @property
     def resamples(self) -> bool:
-        """True."""
         return True
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
@@ -90,7 +89,6 @@ class GresoPolicy(PromptPolicy):
 
     @property
     def resamples(self) -> bool:
-        """True."""
         return True
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
@@ -196,7 +194,6 @@ class WeightedGresoPolicy(GresoPolicy):
 
     @property
     def resamples(self) -> bool:
-        """False."""
         return False
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
@@ -204,7 +201,6 @@ class WeightedGresoPolicy(GresoPolicy):
         return 0
 
     def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
-        """All."""
         return keep_all(len(rewards), f"{self.name}/groups")
 
     @property

@@ -122,7 +122,6 @@ class FittedScore:
         self._remember(ids, np.where(graded, rewards, 0.0).sum(axis=1) / graded.sum(axis=1), spread(rewards) == 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies."""
         return {
             "moment": self._moment.state_dict(),
             "slope": self._slope.state_dict(),
@@ -200,7 +199,6 @@ class RowColumns:
 
     @property
     def count(self) -> int:
-        """Number of columns."""
         return 2 * len(self._numbers) + sum(count for _, count in self._classes)
 
     def of(self, ids: IntArray) -> FloatArray:
@@ -323,7 +321,6 @@ class FadingRegression:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the arrays."""
         return {"weights": self.weights.copy(), "information": self.information.copy()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -94,7 +94,6 @@ class EffectMonitor:
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
         return {"sums": dict(self._sums), "believed": self.believed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -79,7 +79,6 @@ class _Batch:
         return self._rows[id(row)] if row else b""
 
     def finish(self) -> None:
-        """All grades are there."""
         if not self.future.done():
             grades = [grade for grade in self.grades if grade is not None]
             log_failures(_log, [task.label for task in self.tasks], grades)
@@ -273,7 +272,6 @@ class _Lane:
             process.kill()
 
     def join(self) -> None:
-        """Wait for its thread."""
         self._thread.join()
 
     def _run(self) -> None:

@@ -69,7 +69,6 @@ class OneOf:
         return " or ".join(shown(value) for value in self.values)
 
     def fits(self, value: Any) -> bool:
-        """Whether it is one of them."""
         return any(isinstance(value, bool) == isinstance(known, bool) and value == known for known in self.values)
 
 
