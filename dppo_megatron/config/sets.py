@@ -70,7 +70,7 @@ class ResolvedEvalSet(ResolvedSet):
     top_k: int
     """The k most likely tokens; 0: all."""
     max_completion_tokens: int
-    """Above 0: `rollout.sampling.max_completion_tokens` where nobody says another."""
+    """Above 0: `rollout.sampling.max_completion_tokens` where no setting says another."""
     grader: str
     """Empty: as in training."""
 

@@ -138,7 +138,7 @@ def generation_config_stops(hf_path: str, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _check_generation_config(raw: Any, path: Path) -> None:
-    """Refuse what transformers refuses: an engine would fail on it, or whoever loads the trained model."""
+    """Refuse what transformers refuses: an engine, or a later load of the trained model, would fail on it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -4,11 +4,11 @@ Horvitz-Thompson is the default because it is exactly unbiased for any design. T
 use them: C/(1-P) equals Horvitz-Thompson when the size is fixed and is a ratio estimator otherwise; Hajek pays
 O(1/n) bias for a lower variance that zero-sum advantages do not give it. The cap trades bias for variance.
 
-A label that looked at the draw would say `exact` whenever a random skip happened to skip nothing, and nobody could tell
-what the method does. So a label is a function of what is known before the draw: at the prompt level the nominal
-prompts' inclusion probabilities, which follow from history alone; at the completion level the settings alone, because
-there the probabilities depend on which prompts were drawn. The price: a step whose probabilities all happen to be
-harmless carries the label of the worst batch that its settings admit.
+A label that looked at the draw would say `exact` whenever a random skip happened to skip nothing, which is no property
+of the method. So a label is a function of what is known before the draw: at the prompt level the nominal prompts'
+inclusion probabilities, which follow from history alone; at the completion level the settings alone, because there the
+probabilities depend on which prompts were drawn. The price: a step whose probabilities all happen to be harmless carries
+the label of the worst batch that its settings admit.
 """
 
 from __future__ import annotations

@@ -241,8 +241,8 @@ def _experts(values: Mapping[str, Any], path: Path) -> Experts:
 def _check_agreement(raw: Mapping[str, Any], model_type: str, ours: Mapping[str, Any], path: Path) -> None:
     """Raise `UserError` unless transformers accepts `raw` and reads each key of `ours` as we did.
 
-    The embedded engine, and whoever loads the checkpoint later, take the sizes from transformers' config class. Where
-    a new version of it reads a key differently, this is an error and not a run on two different models.
+    The embedded engine, and later loads of the checkpoint, take the sizes from transformers' config class. Where a new
+    version of it reads a key differently, this is an error and not a run on two different models.
     """
     try:
         with warnings.catch_warnings():

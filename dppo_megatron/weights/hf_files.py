@@ -415,7 +415,7 @@ def _read_index(directory: Path) -> dict[str, str]:
             raise UserError(
                 f"{path}: {plain(name)} lies in {shown(file)}: must be the name of a .safetensors file in '{directory}'"
             )
-    # symbolic links are allowed: the Hub's cache consists of them, and whoever can place one here owns the directory
+    # symbolic links are allowed: the Hub's cache consists of them, and placing one takes write access to the directory
     missing = sorted({file for file in index.values() if not (directory / file).is_file()})
     if missing:
         listed = ", ".join(plain(name) for name in missing[:8])
