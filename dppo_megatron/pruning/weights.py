@@ -7,7 +7,7 @@ O(1/n) bias for a lower variance that zero-sum advantages do not give it. The ca
 A label that looked at the draw would say `exact` whenever a random skip happened to skip nothing, which is no property
 of the method. So a label is a function of what is known before the draw: at the prompt level the nominal prompts'
 inclusion probabilities, which follow from history alone; at the completion level the settings alone, because there the
-probabilities depend on which prompts were drawn. The price: a step whose probabilities all happen to be harmless carries
+probabilities depend on which prompts were drawn. The price: a step whose probabilities all happen to be harmless has
 the label of the worst batch that its settings admit.
 """
 
