@@ -16,12 +16,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dppo_megatron.config.pruning import PromptPruningConfig, check_auto_rule, check_floor
-from dppo_megatron.pruning.budget import RateControl
+from dppo_megatron.pruning.budget import EffectMonitor, RateControl
 from dppo_megatron.pruning.designs import WaterFiller, count_kept, design_effect, deterministic
 from dppo_megatron.pruning.interface import Selection, StepCost, figures, keep_all
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.prompt_score import FittedScore
-from dppo_megatron.pruning.realised import EffectMonitor
 from dppo_megatron.pruning.scores import (
     budgeted_probabilities,
     efficient_probabilities,
