@@ -181,9 +181,13 @@ class PromptPolicy:
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Take over a saved `own_state`."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything `select` depends on, copied: plain scalars and numpy arrays."""
-        return {"method": self.config.method, "history": self.history.state_dict(), **self.own_state()}
+    def state_dict(self, memory: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Everything `select` depends on, copied: plain scalars and numpy arrays.
+
+        memory: an older state that is not needed any more; its arrays are overwritten with the new one's.
+        """
+        history = self.history.state_dict(memory and memory["history"])
+        return {"method": self.config.method, "history": history, **self.own_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore; raises ValueError when keys, method or array shapes differ."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -162,6 +163,8 @@ class Selector:
         self._said: list[str] = []
         self._open: list[_Step] = []
         """Steps that have begun and have had no feedback, oldest first; at most two."""
+        self._before: dict[str, Any] | None = None
+        """The last `_Step.before`, whose memory the next one takes."""
 
     def begin(self, step: int) -> Chosen:
         """The prompts of step `step` (from 1) that are worth a rollout.
@@ -174,7 +177,7 @@ class Selector:
         for finished in self._open:
             if finished.outcome is None:
                 raise ValueError(f"step {step} begins, but step {finished.number} is not finished")
-            finished.before = self._state(finished.position)
+            finished.before = self._before = self._state(finished.position, self._before)
         self._learn()
         while self._costs and self._costs[0].step < step - self._delay:
             self._said += self._prompt_policy.feedback(self._costs.pop(0))
@@ -284,7 +287,7 @@ class Selector:
         """What the step after the last one with feedback depends on."""
         if not self._open:
             return self._state(self._position)
-        return self._open[0].before or self._state(self._open[0].position)
+        return deepcopy(self._open[0].before) or self._state(self._open[0].position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved `state_dict`; steps that had begun are forgotten."""
@@ -296,10 +299,10 @@ class Selector:
         self._costs = [StepCost(**cost) for cost in state["costs"]]
         self._open, self._said = [], []
 
-    def _state(self, position: int) -> dict[str, Any]:
-        """The state now, copied, with another position of the order."""
+    def _state(self, position: int, memory: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The state now, copied (into the arrays of an older one, `memory`), with another position of the order."""
         return {
-            "prompt": self._prompt_policy.state_dict(),
+            "prompt": self._prompt_policy.state_dict(memory and memory["prompt"]),
             "completion": self._completion_policy.state_dict(),
             "position": position,
             "unpruned_noise": self._noise.state_dict(),
