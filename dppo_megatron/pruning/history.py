@@ -108,7 +108,7 @@ class PromptHistory:
         num_seen = int(np.count_nonzero(last != _NEVER))
         total = float(np.sum(last, dtype=np.float64)) - _NEVER * (len(self) - num_seen)
         # read without a sign, `_NEVER` is the largest; a minimum over a mask takes a hundred times as long
-        oldest = min(step, int(last.view(np.uint32).min(initial=step)))
+        oldest = min(step, int(last.view(np.uint32).min(initial=2**32 - 1)))
         return {
             "prune/history_coverage": num_seen / max(len(self), 1),
             "prune/history_staleness_mean_epochs": (step - total / num_seen) / self.steps_per_epoch
