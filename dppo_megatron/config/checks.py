@@ -42,7 +42,11 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
     check_rollout(config.rollout)
     check_pruning(config.pruning)
     check_reward(config.reward)
-    _check_objective(config)
+    check_objective(
+        config.objective,
+        prompts_per_step=config.rollout.prompts_per_step,
+        max_completion_tokens=config.rollout.sampling.max_completion_tokens,
+    )
     check_selection(config)
     if purpose == "train":
         check_observe(config.observe)
@@ -159,14 +163,6 @@ def _check_actor(config: Config) -> None:
             "actor.fp8_param = true is not offered: Megatron would build its float32 parameters from the random"
             " initialisation and not from the checkpoint, so the first update would undo the loaded weights"
         )
-
-
-def _check_objective(config: Config) -> None:
-    check_objective(
-        config.objective,
-        prompts_per_step=config.rollout.prompts_per_step,
-        max_completion_tokens=config.rollout.sampling.max_completion_tokens,
-    )
 
 
 def _check_required(config: Config, *, trains: bool) -> None:

@@ -25,7 +25,7 @@ SECONDS = "(0, 1e8]"
 COUNT = "[0, 1e9]"
 """For steps and other counts where 0 means none, all or off."""
 FREE_AT_RESUME = {"free_at_resume": True}
-"""Metadata of a field that may differ when a run resumes; a whole section has the attribute `free_at_resume`."""
+"""Metadata of a field that may differ when a run resumes, as `ranged` has it; a section has such an attribute."""
 _FORM = re.compile(r"(?:0 or )?([\[(])(\S+), (\S+)([\])])")
 
 
@@ -77,11 +77,7 @@ class Range:
 
 
 def ranged(default: T, interval: str, *, why: str = "", free_at_resume: bool = False) -> T:
-    """A field of a settings class with a default and the range that its values (or a list's elements) must be in.
-
-    Args:
-        free_at_resume: it may differ when a run resumes.
-    """
+    """A field of a settings class with a default and the range that its values (or a list's elements) must be in."""
     of = {"range": Range.parse(interval, why), "free_at_resume": free_at_resume}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=of)  # type: ignore[return-value]

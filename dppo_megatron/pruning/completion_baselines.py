@@ -16,7 +16,7 @@ from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.designs import Draw, count_kept, deterministic, floor_kept
 from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, keep_all
-from dppo_megatron.pruning.prompt_infobatch import keep_share, two_class
+from dppo_megatron.pruning.prompt_baselines import keep_share, two_class
 from dppo_megatron.pruning.weights import label_of_settings, weigh, weigh_biased
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
 

@@ -21,9 +21,13 @@ from dppo_megatron.pruning.completion_dppo import AutoCompletionPolicy, DppoComp
 from dppo_megatron.pruning.custom import check_custom
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.pruning.prompt_base import PromptPolicy
+from dppo_megatron.pruning.prompt_baselines import (
+    DynamicSamplingPolicy,
+    GresoPolicy,
+    InfoBatchPolicy,
+    WeightedGresoPolicy,
+)
 from dppo_megatron.pruning.prompt_dppo import AutoPromptPolicy, DppoPromptPolicy, PaperPromptPolicy
-from dppo_megatron.pruning.prompt_infobatch import InfoBatchPolicy
-from dppo_megatron.pruning.prompt_resampling import DynamicSamplingPolicy, GresoPolicy, WeightedGresoPolicy
 from dppo_megatron.types import UserError
 
 P = TypeVar("P", PromptPolicy, CompletionPolicy)

@@ -74,10 +74,7 @@ def grade_groups(
     graded = dict(known or {})
     open_ones = [i for i in range(len(completions)) if i not in graded]
     if open_ones:
-        tasks = []
-        for i in open_ones:
-            prompt = selected[i // size].prompt
-            tasks.append(GradeTask.of(prompt, completions[i].text, i % size))
+        tasks = [GradeTask.of(selected[i // size].prompt, completions[i].text, i % size) for i in open_ones]
         graded |= zip(open_ones, grader.grade(tasks), strict=True)
     grades = [graded[i] for i in range(len(completions))]
     groups = []

@@ -37,8 +37,8 @@ from typing import Any
 
 import msgspec
 
-from dppo_megatron.rewards.failures import failed, log_failures
 from dppo_megatron.rewards.functions import NamedFunction
+from dppo_megatron.rewards.measures import failed, log_failures
 from dppo_megatron.rewards.process import GraderProcess, NoAnswers
 from dppo_megatron.rewards.wire import NONE, Answers, Message, NoStart, Ready
 from dppo_megatron.types import Grade, GradeTask, UserError

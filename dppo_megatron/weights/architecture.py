@@ -154,8 +154,7 @@ def read_architecture(
     values = read_keys(raw, family, path)
     check_keys(raw, family, path, CONFIG_MAPPING[model_type](), ignored)
     rope = read_rope(raw, path)
-    _check_sizes(values, path)
-    _check_pad_token(raw, values, path)
+    _check_sizes(raw, values, path)
     ours = values | {"rope_theta": rope.theta, "rope_factor": rope.llama3_factor}
     _check_agreement(raw, model_type, ours, path)
     return Architecture(
@@ -205,14 +204,11 @@ def _family(raw: Mapping[str, Any], path: Path) -> str:
     return names[0]
 
 
-def _check_sizes(values: Mapping[str, Any], path: Path) -> None:
+def _check_sizes(raw: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
     heads, groups = values["num_attention_heads"], values["num_key_value_heads"]
     if heads % groups:
         raise UserError(f"{path}: num_key_value_heads = {groups} does not divide num_attention_heads = {heads}")
-
-
-def _check_pad_token(raw: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
-    """transformers passes pad_token_id to the embedding, which refuses an index out of range."""
+    # transformers passes pad_token_id to the embedding, which refuses an index out of range
     pad, vocab_size = raw.get("pad_token_id"), values["vocab_size"]
     if pad is not None and not (type(pad) is int and -vocab_size <= pad < vocab_size):
         raise UserError(f"{path}: pad_token_id = {shown(pad)}: must be a row of the {vocab_size} of the vocabulary")

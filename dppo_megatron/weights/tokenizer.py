@@ -33,7 +33,8 @@ def load_tokenizer(
         UserError: missing, damaged, needs its own code, has tokens without a row in the model, or no end of sequence.
     """
     where = f"{given_as} '{directory}'"
-    settings = _settings(Path(directory))
+    path = Path(directory) / "tokenizer_config.json"
+    settings = read_object(path) if path.exists() else {}
     if not any((Path(directory) / name).is_file() for name in _FILES):
         raise UserError(f"{where}: holds no tokenizer (none of {', '.join(_FILES)})")
     if settings.get("auto_map"):
@@ -58,11 +59,6 @@ def load_tokenizer(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _settings(directory: Path) -> dict[str, Any]:
-    path = directory / "tokenizer_config.json"
-    return read_object(path) if path.exists() else {}
 
 
 def _check_ids(

@@ -1,8 +1,14 @@
-"""Methods that roll out more prompts until enough groups have reward variance: DAPO's dynamic sampling and GRESO.
+"""Prompt methods of other papers, for comparison under the same loop: DAPO's dynamic sampling, GRESO and InfoBatch.
 
-Their target is the mean gradient over groups with variance, not the full batch's, and how many prompts are sampled
-depends on the rewards, so no weight makes them unbiased; they carry that label. `greso_ht` keeps GRESO's skip
-probabilities, raises their floor, weights by 1/pi and never refills: that one is unbiased.
+The first two roll out more prompts until enough groups have reward variance. Their target is the mean gradient over
+groups with variance, not the full batch's, and how many prompts are sampled depends on the rewards, so no weight makes
+them unbiased; they carry that label. `greso_ht` keeps GRESO's skip probabilities, raises their floor, weights by 1/pi
+and never refills: that one is unbiased.
+
+InfoBatch (arXiv 2303.04947) is carried over from supervised samples to prompts. Its two-class rule is a random design
+with known probabilities, so 1/pi on nominal denominators is exactly unbiased, where the authors' mean over the kept is
+off by a factor. Ours also fixes two defects of their code: annealing ends the pruning whatever the number of epochs,
+and the probability used is the one drawn with.
 """
 
 from __future__ import annotations
@@ -15,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dppo_megatron.config.pruning import GresoConfig, PromptPruningConfig, check_between
-from dppo_megatron.pruning.designs import Draw
-from dppo_megatron.pruning.interface import Selection, check_state, keep_all
+from dppo_megatron.pruning.designs import Draw, design_effect
+from dppo_megatron.pruning.interface import Selection, check_state, figures, keep_all
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.scores import spread
 from dppo_megatron.pruning.weights import weigh, weigh_biased
@@ -28,6 +34,8 @@ _SURPLUS = 1.25
 _KINDS = ("easy_run", "hard_run")
 """Columns of the history: visits in a row that were all right, or all wrong."""
 _NOTHING_COUNTED = {"step": -1, "easy": 0, "hard": 0, "total": 0}
+_SMALLEST_KEEP = 0.1
+"""The authors' floor: keep ratio = min(1, max(0.1, 1 - r))."""
 
 
 class DynamicSamplingPolicy(PromptPolicy):
@@ -211,6 +219,35 @@ class WeightedGresoPolicy(GresoPolicy):
         return weigh(drawn, name=self.name, estimator=self.config.estimator, max_weight=self.config.max_weight)
 
 
+class InfoBatchPolicy(PromptPolicy):
+    """Method `infobatch`: prompts scoring below the mean of all visited ones are skipped with probability `rate`.
+
+    The score is the mean |advantage| of the last visit, in the place of the authors' last loss.
+    """
+
+    methods: ClassVar[tuple[str, ...]] = ("infobatch",)
+    reads: ClassVar[tuple[str, ...]] = (
+        "rate",
+        "design",
+        "estimator",
+        "max_weight",
+        "warmup_epochs",
+        "anneal_fraction",
+    )
+
+    def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
+        arrays = self.history.arrays
+        # Unvisited rows hold 0 and add nothing to the sum.
+        num_seen = int(np.count_nonzero(arrays["visits"]))
+        mean = float(arrays["mean_abs"].sum(dtype=np.float64)) / max(num_seen, 1)
+        score = arrays["mean_abs"][ids].astype(np.float64)
+        low = self.history.seen(ids) & (score < mean)
+        pi = two_class(low, self.config.rate)
+        order = np.lexsort((self._ties(ids, step, minibatch), score))
+        selection = self._draw_and_weigh(ids, pi, order, step, minibatch)
+        return replace(selection, metrics=figures(pi, design_effect(score, pi), low))
+
+
 def check_greso(config: GresoConfig, key: str) -> None:
     """Raise `UserError` for limits that contradict each other."""
     check_between(f"{key}.largest_probability", config.largest_probability, config.smallest_probability, 1.0)
@@ -269,3 +306,13 @@ def keep_informative(informative: BoolArray, wanted: int, name: str) -> Selectio
         note += f"; only {count} of {wanted} such groups were found"
     # biased also in the step where every group has variance: that it does is an outcome
     return weigh_biased(drawn, name=name, scale=wanted / count if count else 0.0, note=note, label="biased")
+
+
+def two_class(low: BoolArray, rate: float) -> FloatArray:
+    """Keep probability [n]: 1, or `keep_share` where `low`."""
+    return np.where(low, keep_share(rate), 1.0)
+
+
+def keep_share(rate: float) -> float:
+    """max(0.1, 1 - rate): the keep probability of the lower class."""
+    return max(_SMALLEST_KEEP, 1.0 - rate)
