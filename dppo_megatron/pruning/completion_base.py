@@ -7,7 +7,6 @@ the number of ranks that made them, cannot change a decision.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,11 +15,9 @@ from dppo_megatron.config.pruning import CompletionPruningConfig, exact_rate
 from dppo_megatron.pruning.designs import Draw, draw
 from dppo_megatron.pruning.interface import (
     CompletionBatch,
+    Policy,
     Selection,
     StepCapacity,
-    StepCost,
-    check_method,
-    check_state,
     keep_all,
     scatter,
 )
@@ -28,7 +25,7 @@ from dppo_megatron.randomness import generator, uniforms
 from dppo_megatron.types import FloatArray, Label
 
 
-class CompletionPolicy:
+class CompletionPolicy(Policy):
     """Decides after the rewards which completions are trained on.
 
     This class is method `none`, which keeps everything. Subclasses override `_prune_sorted`.
@@ -42,10 +39,7 @@ class CompletionPolicy:
         group_size: completions of a whole group, G; 0: not known, and a rate that keeps none of one is found out late.
     """
 
-    methods: ClassVar[tuple[str, ...]] = ("none",)
-    """Its names in `pruning.completion.method`."""
-    reads: ClassVar[tuple[str, ...]] = ()
-    """The settings of `pruning.completion` that mean something to it."""
+    _level = "completion"
     usual_rate: ClassVar[float] = 0.5
     """What `rate=null` stands for."""
 
@@ -58,7 +52,7 @@ class CompletionPolicy:
         zero_advantage_slope: float = 0.0,
         group_size: int = 0,
     ) -> None:
-        self.config = config
+        self.config: CompletionPruningConfig = config
         self.rate = self.rate_of(config)
         self.seed = seed
         self.zero_advantage_slope = zero_advantage_slope
@@ -72,11 +66,6 @@ class CompletionPolicy:
         return cls.usual_rate if config.rate is None else config.rate
 
     @classmethod
-    def unread(cls, config: CompletionPruningConfig) -> tuple[str, ...]:
-        """Those of `reads` that these settings leave without effect."""
-        return ()
-
-    @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
         """Raise `UserError` for settings, each in its range, that contradict each other under this method.
 
@@ -84,11 +73,6 @@ class CompletionPolicy:
             group_size: completions of a prompt; 0: not known.
             minibatch_size: nominal completions of an optimizer mini-batch; 0: not known.
         """
-
-    @property
-    def name(self) -> str:
-        """Name of this selection in the ledger."""
-        return f"completion/{self.config.method}"
 
     @property
     def label(self) -> Label:
@@ -122,26 +106,9 @@ class CompletionPolicy:
         order = np.lexsort((batch.completion_index, batch.group, batch.prompt_index))
         return scatter(self._prune_sorted(batch.take(order), (step, minibatch), capacity), order)
 
-    def feedback(self, cost: StepCost) -> list[str]:
-        """As for prompts."""
-        return []
-
-    def own_state(self) -> dict[str, Any]:
-        """What this method keeps, copied: numbers, texts, numpy arrays, lists and dicts of them."""
-        return {}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved `own_state`."""
-
     def state_dict(self) -> dict[str, Any]:
         """Everything `prune` depends on, copied."""
         return {"method": self.config.method, **self.own_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore; raises ValueError when keys or method differ."""
-        check_state(state, {"method", *self.own_state()}, self.name)
-        check_method(state, self.config.method)
-        self.load_own_state({key: state[key] for key in self.own_state()})
 
     def _prune_sorted(
         self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -188,6 +188,54 @@ class PromptFeatures:
         )
 
 
+class Policy:
+    """What the policies of both levels have in common."""
+
+    _level: ClassVar[str]
+    """`prompt` or `completion`."""
+    methods: ClassVar[tuple[str, ...]] = ("none",)
+    """Its names in `pruning.<level>.method`."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """The settings of `pruning.<level>` that mean something to it."""
+    config: Any
+    _parts: ClassVar[tuple[str, ...]] = ("method",)
+    """Of the state, beside `own_state`."""
+
+    @classmethod
+    def unread(cls, config: Any) -> tuple[str, ...]:
+        """Those of `reads` that these settings leave without effect."""
+        return ()
+
+    @property
+    def name(self) -> str:
+        """Name of this selection in the ledger."""
+        return f"{self._level}/{self.config.method}"
+
+    def feedback(self, cost: StepCost) -> list[str]:
+        """What a finished step cost; returns lines for the log where something changed because of it."""
+        return []
+
+    def own_state(self) -> dict[str, Any]:
+        """What this method keeps, of prompts beside the history, copied: numbers, texts, numpy arrays, lists, dicts."""
+        return {}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved `own_state`."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore; raises ValueError when keys, method or array shapes differ."""
+        check_state(state, {*self._parts, *self.own_state()}, self.name)
+        if state["method"] != self.config.method:
+            raise ValueError(
+                f"the saved pruning state is of method '{state['method']}', this run uses '{self.config.method}'"
+            )
+        self._load_parts(state)
+        self.load_own_state({key: state[key] for key in self.own_state()})
+
+    def _load_parts(self, state: dict[str, Any]) -> None:
+        """Take over what the level keeps beside `own_state`."""
+
+
 class StepCapacity(Protocol):
     """What packing tells pruning: how much fits into a step's micro-batches. Depends on no draw."""
 
@@ -237,12 +285,6 @@ def scatter(selection: Selection, order: IntArray) -> Selection:
         weight=selection.weight[back],
         planned_prob=None if selection.planned_prob is None else selection.planned_prob[back],
     )
-
-
-def check_method(state: Mapping[str, Any], method: str) -> None:
-    """Raise ValueError if a state was saved by another method."""
-    if state["method"] != method:
-        raise ValueError(f"the saved pruning state is of method '{state['method']}', this run uses '{method}'")
 
 
 def check_state(state: dict[str, Any], expected: set[str], owner: str) -> None:

@@ -7,10 +7,9 @@ order in which prompts arrive.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -18,11 +17,9 @@ from dppo_megatron.config.pruning import PromptPruningConfig, exact_rate
 from dppo_megatron.pruning.designs import draw
 from dppo_megatron.pruning.history import PromptHistory, check_ids, check_visits
 from dppo_megatron.pruning.interface import (
+    Policy,
     PromptFeatures,
     Selection,
-    StepCost,
-    check_method,
-    check_state,
     keep_all,
     scatter,
 )
@@ -45,7 +42,7 @@ class Visits:
     """With which it would have been, had nothing kept the method from skipping."""
 
 
-class PromptPolicy:
+class PromptPolicy(Policy):
     """Decides before rollout which prompts are generated. Depends on history only, never on this step's rollouts.
 
     This class is method `none`, which keeps everything. Subclasses override `_select_sorted` and what they learn.
@@ -60,10 +57,8 @@ class PromptPolicy:
         features: what is known of each prompt before it is tried; None: nothing.
     """
 
-    methods: ClassVar[tuple[str, ...]] = ("none",)
-    """Its names in `pruning.prompt.method`."""
-    reads: ClassVar[tuple[str, ...]] = ()
-    """The settings of `pruning.prompt` that mean something to it."""
+    _level = "prompt"
+    _parts = ("method", "history")
 
     def __init__(
         self,
@@ -76,7 +71,7 @@ class PromptPolicy:
         seed: int,
         features: PromptFeatures | None = None,
     ) -> None:
-        self.config = config
+        self.config: PromptPruningConfig = config
         self.features = features
         self.completions_per_prompt = completions_per_prompt
         self.prompts_per_step = prompts_per_step
@@ -89,11 +84,6 @@ class PromptPolicy:
         )
 
     @classmethod
-    def unread(cls, config: PromptPruningConfig) -> tuple[str, ...]:
-        """Those of `reads` that these settings leave without effect."""
-        return ()
-
-    @classmethod
     def check(cls, config: PromptPruningConfig, key: str) -> None:
         """Raise `UserError` for settings, each in its range, that contradict each other under this method."""
 
@@ -101,11 +91,6 @@ class PromptPolicy:
     def needs_unit_rewards(cls, config: PromptPruningConfig) -> bool:
         """Whether rewards must be in [0, 1]."""
         return False
-
-    @property
-    def name(self) -> str:
-        """Name of this selection in the ledger."""
-        return f"prompt/{self.config.method}"
 
     @property
     def resamples(self) -> bool:
@@ -170,17 +155,6 @@ class PromptPolicy:
         """`prune/history_*`: coverage of the prompt set and staleness of what is known, in epochs."""
         return self.history.metrics(step)
 
-    def feedback(self, cost: StepCost) -> list[str]:
-        """What a finished step cost; returns lines for the log where something changed because of it."""
-        return []
-
-    def own_state(self) -> dict[str, Any]:
-        """What this method keeps beside the history, copied: numbers, texts, numpy arrays, lists and dicts of them."""
-        return {}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved `own_state`."""
-
     def state_dict(self, memory: dict[str, Any] | None = None) -> dict[str, Any]:
         """Everything `select` depends on, copied: plain scalars and numpy arrays.
 
@@ -189,12 +163,8 @@ class PromptPolicy:
         history = self.history.state_dict(memory and memory["history"])
         return {"method": self.config.method, "history": history, **self.own_state()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore; raises ValueError when keys, method or array shapes differ."""
-        check_state(state, {"method", "history", *self.own_state()}, self.name)
-        check_method(state, self.config.method)
+    def _load_parts(self, state: dict[str, Any]) -> None:
         self.history.load_state_dict(state["history"])
-        self.load_own_state({key: state[key] for key in self.own_state()})
 
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
         return keep_all(len(ids), self.name)
