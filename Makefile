@@ -1,9 +1,10 @@
 # make quickstart   trains the arithmetic task end to end and prints a table
-# make test         the whole test suite, in two processes (docs/testing.md)
+# make test         the test suite, in two processes (docs/testing.md)
+# make test-all     with the tests marked long as well: what CI runs
 # make test-quick   without the tests marked slow: the inner loop
 # make test-sglang  the engine tests against real SGLang servers on this CPU (3.4 GB more to install)
 # make test-newest  the Megatron part of the suite with the newest megatron-core and Triton (Python 3.12; torch brings CUDA libraries)
-# make test-rehearsal every recipe of configs/ as a miniature of itself, one by one (make test runs three)
+# make test-rehearsal every recipe of configs/ as a miniature of itself, one by one (CI runs three)
 # make test-slurm   examples/slurm on a real Slurm of two nodes on this machine (root; apt-get install slurm-wlm munge)
 # make test-night   kills, stops, memory, clocks, disks and damage at random, and real vLLM for hours: KILLS=1000 HOURS=8
 # make docs         the documentation site in site/, with every link checked
@@ -20,6 +21,7 @@ VLLM_VENV ?= .venv-vllm
 SGLANG_VENV ?= .venv-sglang
 WORKERS ?= 2
 TESTS ?= tests
+MARKED ?= not long
 NEWEST_VENV ?= .venv-newest
 DOCS_VENV ?= .venv-docs
 KILLS ?= 1000
@@ -36,16 +38,19 @@ PP ?= 1
 CONFIG ?= configs/quickstart.yaml
 RUN ?= runs/quickstart
 
-.PHONY: quickstart test test-quick test-sglang test-rehearsal test-slurm test-night test-newest lint docs clean
+.PHONY: quickstart test test-all test-quick test-sglang test-rehearsal test-slurm test-night test-newest lint docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/dppo-megatron quickstart --config $(CONFIG) --run-dir $(RUN) --seed $(SEED) --nproc $(NPROC) --tp $(TP) --pp $(PP)
 
 test: $(VENV)/.installed $(VLLM_VENV)/.installed
-	DPPO_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -n $(WORKERS) $(TESTS)
+	DPPO_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -n $(WORKERS) -m '$(MARKED)' $(TESTS)
+
+test-all: MARKED := long or not long
+test-all: test
 
 test-quick: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow' $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow and not long' $(TESTS)
 
 test-sglang: $(VENV)/.installed $(SGLANG_VENV)/.installed
 	DPPO_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(BIN)/python -m pytest tests -k sglang

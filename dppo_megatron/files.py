@@ -23,19 +23,29 @@ def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
     """A descriptor of the file `path`, as of `os.open`.
 
     Raises:
-        OSError: it cannot be opened, is a link or no file; or is to be written and has a second name (a hard link).
+        OSError: it cannot be opened, is a link or no file; or is to be written and has a second name (a hard link), or
+            belongs to another user than we are and than the directory's owner.
     """
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)  # a pipe would block
     except OSError as error:
         raise OSError(errno.ELOOP, _LINK, str(path)) if error.errno == errno.ELOOP else error from None
-    status = os.fstat(descriptor)
-    shared = status.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR)
-    if not shared and stat.S_ISREG(status.st_mode):
+    reason = _not_ours(os.fstat(descriptor), path.parent, written=bool(flags & (os.O_WRONLY | os.O_RDWR)))
+    if not reason:
         return descriptor
     os.close(descriptor)
-    reason = "it has a second name, a hard link, and would change there too" if shared else "it is not a file"
     raise OSError(errno.EINVAL, reason, str(path))
+
+
+def _not_ours(status: os.stat_result, directory: Path, *, written: bool) -> str:
+    if not stat.S_ISREG(status.st_mode):
+        return "it is not a file"
+    if written and status.st_nlink > 1:
+        return "it has a second name, a hard link, and would change there too"
+    # Root is not asked: a file server that squashes root gives root's own files to another user.
+    if written and os.geteuid() and status.st_uid not in (os.geteuid(), os.stat(directory).st_uid):
+        return "it belongs to another user than this process and than its directory"
+    return ""
 
 
 def append_to(path: Path) -> IO[bytes]:

@@ -34,16 +34,14 @@ from dppo_megatron.evaluation.statistics import EvalScores
 from dppo_megatron.job import Job
 from dppo_megatron.launched import launched_here, launched_rank
 from dppo_megatron.observe.lock import FILE as LOCK
+from dppo_megatron.observe.metrics import Summary
 from dppo_megatron.observe.progress import Progress, RunProgress, print_line
 from dppo_megatron.observe.run_directory import SUMMARY, RunDirectory, said_as_mistake
 from dppo_megatron.observe.samples import SAMPLES, RecordedGroup, SampleWriter
-from dppo_megatron.observe.signals import StopRequests
-from dppo_megatron.observe.summary import Summary
 from dppo_megatron.observe.timeline import StepRecorder
 from dppo_megatron.observe.trackers.messages import Begin, StepLine
-from dppo_megatron.observe.trackers.sink import TRACKERS, Trackers
-from dppo_megatron.observe.trackers.tables import COLUMNS, flat, numbers, table
-from dppo_megatron.observe.watchdog import Watchdog
+from dppo_megatron.observe.trackers.sink import COLUMNS, TRACKERS, Trackers, numbers, settings, table
+from dppo_megatron.observe.watchdog import StopRequests, Watchdog
 from dppo_megatron.pruning import LedgerRow, biased_rows
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.spans import Spans
@@ -239,7 +237,7 @@ class Run:
             name=observe.tracking.name or f"{self._directory.absolute().name}-{self._run[:6]}",
             tags=observe.tracking.tags,
             offline=observe.tracking.offline,
-            config=flat(config_values(self._config)),
+            config=settings(config_values(self._config)),
             resumed_step=self._origin.step if self._origin is not None and self._origin.own else None,
         )
         return Trackers(observe.trackers, begin, observe.tracking.drain_s, self.progress.say)

@@ -11,18 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 from dppo_megatron.texts import plain
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
-BoolArray: TypeAlias = npt.NDArray[np.bool_]
-IntArray: TypeAlias = npt.NDArray[np.int64]
-FloatArray: TypeAlias = npt.NDArray[np.float64]
+    BoolArray: TypeAlias = npt.NDArray[np.bool_]
+    IntArray: TypeAlias = npt.NDArray[np.int64]
+    FloatArray: TypeAlias = npt.NDArray[np.float64]
+else:  # numpy would be two thirds of the time of `dppo-megatron --help`
+    BoolArray = IntArray = FloatArray = Any
+
+T = TypeVar("T")
 
 Label: TypeAlias = Literal["exact", "unbiased", "ratio", "biased"]
 """What a selection does to the expected gradient: nothing dropped; corrected; corrected up to O(1/n); changed."""

@@ -4,6 +4,8 @@ an order in which two workers end together (`pytest -n 2`, see docs/testing.md).
 import gc
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,57 +31,80 @@ ENGINES = (
 """Files that start real servers: one worker has them all, so that at most two servers need their 2 GB at a time."""
 LONGEST = (
     *ENGINES,
-    "test_resume",
-    "test_actor_layouts",
-    "test_cluster_scale",
-    "test_roofline",
-    "test_doctor_cluster",
-    "test_accept",
-    "test_pipeline",
     "test_nccl_layouts",
-    "test_lint",
-    "test_faults",
-    "test_servers_everywhere",
     "test_fuzz_config",
-    "test_platform",
-    "test_pool",
-    "test_package",
-    "test_data_plane",
-    "test_updates_per_step",
-    "test_training",
-    "test_pruning_labels",
+    "test_texts",
+    "test_resume",
     "test_recipes",
-    "test_conversion",
-    "test_simulate",
-    "test_serve",
-    "test_compare_runs",
-    "test_weight_sync",
-    "test_fuzz_model",
-    "test_run_directory",
-    "test_checkpoints",
-    "test_pruning_designs",
-    "test_pruning_custom",
-    "test_examples",
-    "test_evaluation",
+    "test_faults",
+    "test_save_failures",
+    "test_actor_layouts",
+    "test_doctor_cluster",
+    "test_pool",
     "test_hf_parity",
-    "test_trackers",
-    "test_user_errors",
-    "test_families",
-    "test_damage",
-    "test_arithmetic",
-    "test_offload",
-    "test_sharing_the_card",
     "test_unbiased_actor",
-    "test_objectives",
     "test_report",
-    "test_timeline",
-    "test_selection_guards",
-    "test_weight_stream",
-    "test_plan_memory",
-    "test_actor_settings",
+    "test_pipeline",
+    "test_pruning_labels",
+    "test_serve",
+    "test_trackers",
+    "test_updates_per_step",
+    "test_budgets",
+    "test_control_answers",
     "test_hostile_servers",
+    "test_weight_sync",
+    "test_plan_memory",
+    "test_lint",
+    "test_actor_settings",
+    "test_training",
+    "test_fuzz_runs",
+    "test_conversion",
+    "test_accept",
+    "test_offload",
+    "test_links",
+    "test_roofline",
+    "test_pruning_custom",
+    "test_help",
+    "test_damage",
+    "test_pruning_designs",
+    "test_simulate",
+    "test_user_errors",
+    "test_progress_everywhere",
+    "test_security",
+    "test_timeline",
+    "test_identity",
+    "test_compare_runs",
+    "test_platform",
+    "test_evaluation",
+    "test_checkpoints",
+    "test_rollout_client",
+    "test_servers_everywhere",
+    "test_arithmetic",
+    "test_pruning_shapes",
+    "test_families",
+    "test_sharing_the_card",
+    "test_weight_stream",
+    "test_selection_guards",
+    "test_fuzz_model",
+    "test_objectives",
+    "test_hf_engine",
+    "test_math_shortcuts",
+    "test_run_directory",
+    "test_samples",
+    "test_watch",
+    "test_data_hub",
+    "test_engines",
 )
 """Started first: a long file that started last would leave the other workers idle."""
+
+
+@pytest.fixture(scope="session")
+def forked_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An interpreter for `rollout.servers.python` whose vLLM servers start in 3 CPU seconds: it is imported once."""
+    from support.engines import forked_vllm, servers
+
+    with forked_vllm.interpreter(servers.PYTHON["vllm"], tmp_path_factory.mktemp("vllm")) as script:
+        yield script
 
 
 def _file(nodeid: str) -> str:

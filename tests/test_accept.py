@@ -273,6 +273,7 @@ def test_steps_for_a_card_reach_their_end(tmp_path: Path, step: str) -> None:
     assert all(math.isfinite(values["value"]) for values in found.values()), found
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_on_a_cpu_for_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Killed in its first step, it leaves no process and goes on: what a CPU can measure passes, each other row says

@@ -25,14 +25,12 @@ from dppo_megatron.children import package_environment
 from dppo_megatron.config import Config, load_config
 from dppo_megatron.types import GuardStop, UserError
 from dppo_megatron.workbench.compare.arms import parse_arms
-from dppo_megatron.workbench.compare.page import write_page
 from dppo_megatron.workbench.compare.record import MethodRun, Point, read_method_run
-from dppo_megatron.workbench.compare.runs import check_end, in_a_process, run_all
+from dppo_megatron.workbench.compare.runs import check_end, in_a_process, run_all, shared_task, task_settings
 from dppo_megatron.workbench.compare.statistics import Curve, accuracy_at, cost_to, median_over_seeds, moving_mean
-from dppo_megatron.workbench.compare.table import results, table
-from dppo_megatron.workbench.compare.tasks import shared_task, task_settings
+from dppo_megatron.workbench.compare.table import results, table, write_page
 from dppo_megatron.workbench.compare.verdict import judge
-from dppo_megatron.workbench.quickstart.task import Recipe, read_recipe, write_quickstart
+from dppo_megatron.workbench.quickstart.make import Recipe, read_recipe, write_quickstart
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 shares = st.floats(0, 1, allow_nan=False)

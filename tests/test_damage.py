@@ -31,7 +31,7 @@ from support.trouble import KINDS, Killed, trouble
 
 from dppo_megatron.observe.lock import RunLock
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.report.read import read_run
+from dppo_megatron.workbench.runs.record import read_run
 
 pytestmark = pytest.mark.slow
 

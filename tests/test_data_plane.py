@@ -25,6 +25,7 @@ def said() -> str:
     return answer.stdout
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_part(said: str, part: str) -> None:

@@ -256,6 +256,7 @@ def test_a_core_wheel_without_its_extension_is_said(tmp_path: Path, monkeypatch:
     assert said.endswith("cannot be imported: ImportError: libtransformer_engine.so: no such file")
 
 
+@pytest.mark.long
 def test_a_transformer_engine_that_cannot_run_is_hidden_from_megatron(tmp_path: Path) -> None:
     """What its real core wheel does without the extension for torch, in a process of its own: Megatron's own import of
     it catches ImportError only."""

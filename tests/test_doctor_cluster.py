@@ -159,6 +159,7 @@ def test_a_planted_fault_is_one_sentence(
     assert len(faults) == 1 and re.search(said, _line(lines, what)), lines
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_at_the_limit(tmp_path: Path) -> None:
     """In a call that nothing ends: what it was at is said for it, and every process is ended."""

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.engines.forked_vllm import group_of
 from support.engines.servers import Reference, local_settings, needs
 from support.job import QUICK, job_config, read_metrics, write_job_files
 from support.launch import run_ranks
 from support.served import prompts_of
 from support.timelines import counts, nested, overlapping, read_timeline
 
+from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
@@ -58,11 +60,14 @@ CALLS = {
         pytest.param("sglang", "asleep", marks=needs("sglang")),  # only SGLang minds to be woken without having slept
     ],
 )
-def test_a_run_starts_its_server_and_starts_it_again(files: Path, tmp_path: Path, engine: str, killed: str) -> None:
+def test_a_run_starts_its_server_and_starts_it_again(
+    files: Path, tmp_path: Path, request: pytest.FixtureRequest, engine: str, killed: str
+) -> None:
     """Three steps on two ranks with a colocated server, which sleeps and wakes on a CPU too, but for the memory; vLLM's
     has two data-parallel replicas, as in configs/h100. In the second step one replica of it is killed in the middle of
     the generation, or all of it asleep in the update: it is started again and synced through shared memory, and the run
     goes on. Engine and actor agree in every step, and nothing of the server is left when the run has ended."""
+    forked = {"rollout__servers__python": str(request.getfixturevalue("forked_vllm"))} if engine == "vllm" else {}
     config = job_config(
         files,
         tmp_path / "run",
@@ -72,7 +77,7 @@ def test_a_run_starts_its_server_and_starts_it_again(files: Path, tmp_path: Path
         rollout__sync__verify_every=1,
         rollout__limits__probe_every_s=0.5,
         rollout__servers__colocate="true",
-        **QUICK | local_settings(engine, *REPLICAS[engine]),
+        **QUICK | local_settings(engine, *REPLICAS[engine]) | forked,
     )
     said = run_ranks(_train_and_kill_the_server, 2, config, killed, timeout_s=500)
     assert "weight sync: ipc (the servers are the trainer's own" in said[0]
@@ -106,27 +111,32 @@ def _train_and_kill_the_server(config: Config, killed: str) -> str:
         def call_and_kill(*arguments: Any) -> None:
             call(*arguments)
             if next(calls) == last_call and engine._connection is not None:  # in step 2; an evaluation starts too
-                _kill(_only_server(engine), config.rollout.engine)
+                _kill(_only_server(engine), config.rollout)
 
         setattr(engine, name, call_and_kill)
         train(run)
         if engine._connection is not None and config.rollout.engine == "vllm":
             every_call_reaches_every_replica(engine, config)
-        last = _only_server(engine).process if engine._connection is not None else None
+        last = _group(_only_server(engine), config.rollout) if engine._connection is not None else None
         description = str(engine.description)
     if last is not None:
         with pytest.raises(ProcessLookupError):
-            _wait_until_gone(last.pid)
+            _wait_until_gone(last)
     return description
 
 
-def _kill(server: LaunchedServer, engine: str) -> None:
+def _kill(server: LaunchedServer, rollout: RolloutConfig) -> None:
     """All of SGLang's; of vLLM's the second replica, with which vLLM ends the others and itself."""
-    assert server.process is not None
-    if engine == "sglang":
-        return os.killpg(server.process.pid, signal.SIGKILL)
-    [second] = _processes(server.process.pid, b"EngineCore_DP1")
+    if rollout.engine == "sglang":
+        return os.killpg(_group(server, rollout), signal.SIGKILL)
+    [second] = _processes(_group(server, rollout), b"EngineCore_DP1")
     os.kill(second, signal.SIGKILL)
+
+
+def _group(server: LaunchedServer, rollout: RolloutConfig) -> int:
+    assert server.process is not None
+    pid = server.process.pid
+    return group_of(pid, Path(rollout.servers.python)) if rollout.engine == "vllm" else pid
 
 
 def _processes(group: int, name: bytes) -> list[int]:
@@ -188,7 +198,7 @@ def _digests(reference: Reference) -> dict[str, tuple[str, ...]]:
 
 
 @needs("vllm")
-def test_each_node_of_a_job_has_a_server(files: Path, tmp_path: Path) -> None:
+def test_each_node_of_a_job_has_a_server(files: Path, tmp_path: Path, forked_vllm: Path) -> None:
     """Two ranks as two nodes, with a real server each: both generate, each gets its weights through memory of the rank
     beside it, and engine and actor agree. The timeline of each step shows it."""
     config = job_config(
@@ -199,7 +209,7 @@ def test_each_node_of_a_job_has_a_server(files: Path, tmp_path: Path) -> None:
         rollout__sync__verify_every=1,
         rollout__servers__colocate="true",
         observe__timeline=2,
-        **QUICK | local_settings("vllm"),
+        **QUICK | local_settings("vllm") | {"rollout__servers__python": str(forked_vllm)},
     )
     receivers = run_ranks(_train_as_two_nodes, 2, config, timeout_s=500)
     assert receivers == [[0, 1]] * 2, "each hands weights to its neighbour"

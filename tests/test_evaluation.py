@@ -16,7 +16,6 @@ from support.launch import run_ranks
 
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.schema import Config
-from dppo_megatron.evaluation.choice import split_settings
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.evaluation.samples import read_samples, scores_of
 from dppo_megatron.job import prepare_job
@@ -29,6 +28,7 @@ from dppo_megatron.train import train
 from dppo_megatron.types import Prompt, UserError
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.commands import evaluate
+from dppo_megatron.workbench.commands.evaluate import split_settings
 
 EASY, HARD, ODD = "math/easy", "math/hard", "a.b c @24: ü"
 ALONE = ("reward.function=support.faulty:length_parity", "reward.min_self_consistency=0")

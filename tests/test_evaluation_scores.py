@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dppo_megatron.evaluation.bootstrap import bootstrap_over_seeds, paired_bootstrap
-from dppo_megatron.evaluation.levels import by_level, level_lines
 from dppo_megatron.evaluation.samples import EvalSample
+from dppo_megatron.evaluation.standalone import by_level, level_lines
 from dppo_megatron.evaluation.statistics import Outcome, ballot, budgets, maj_at_k, mean, pass_at_k, score
 
 samples_of_a_problem = st.lists(

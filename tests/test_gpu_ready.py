@@ -115,6 +115,7 @@ def test_the_commands_fit_the_card_and_ten_minutes() -> None:
     assert _bytes_needed(["mfu", "--shapes", "4b"]) > H200.gpu_memory
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_gpu_tests_are_collected_and_begin() -> None:
     """As many as the page says. Two of them need no CUDA call and pass here, in one process, one layout and several

@@ -156,7 +156,7 @@ def test_every_room_that_refuses_has_a_page() -> None:
             parts = path.relative_to(REPOSITORY / "dppo_megatron").with_suffix("").parts
             rooms.add(parts[1] if parts[0] in ("steps", "workbench") else parts[0])
     [commands] = [a for a in program()._actions if isinstance(a, argparse._SubParsersAction)]
-    refusing = rooms - {"cli", "commands", "config", "mistakes", "types"}
+    refusing = rooms - {"cli", "commands", "config", "mistakes", "runs", "types"}
     assert refusing | set(commands.choices) - {"completion", "config", "train"} == set(PAGES)
     for page in PAGES.values():
         assert (REPOSITORY / "docs" / page).is_file()
@@ -166,9 +166,11 @@ def test_every_room_that_refuses_has_a_page() -> None:
 
 
 def test_the_command_line_does_without_torch() -> None:
-    """Neither --help nor a Tab waits seconds for it; nor does progress in a log load what draws bars."""
+    """Neither --help, which needs no numpy either, nor a Tab waits for it; nor does progress in a log load what draws
+    bars."""
     code = (
-        "import sys, dppo_megatron.workbench.cli as cli, dppo_megatron.observe.progress as progress; cli.program();"
+        "import sys, dppo_megatron.workbench.cli as cli; cli.program(['--help']); assert 'numpy' not in sys.modules;"
+        "import dppo_megatron.observe.progress as progress; cli.program();"
         "progress.RunProgress(3, visible=True).say('a'); sys.exit(bool({'torch', 'rich', 'plotly'} & {*sys.modules}))"
     )
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, stderr=subprocess.PIPE)

@@ -416,6 +416,7 @@ print(json.dumps(found))
 
 
 @needs("vllm")
+@pytest.mark.long
 @pytest.mark.slow
 def test_vllm_reads_what_passes_as_harmless(cases: Choose) -> None:
     """vLLM's own parser, on every option that it has and shortened as it allows: whatever is not refused leaves what

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from support.launch import run_ranks
 from support.tiny import write_model
 from torch import float32
 
+from dppo_megatron.files import append_to
 from dppo_megatron.types import UserError, unwatched
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import HFWriter, assets, copy_assets
@@ -220,3 +223,22 @@ def test_links_obstruct(tmp_path: Path) -> None:
     """What `test_damage.py` takes for a directory that need not be resumed."""
     (tmp_path / "metrics.jsonl").symlink_to("elsewhere")
     assert obstructed(tmp_path) == ["metrics.jsonl"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize(("owner", "written"), [(65533, True), (65534, True), (1, False)])
+def test_a_file_of_another_user_is_not_written(owner: int, written: bool) -> None:
+    """As user 65533 in a directory of user 65534, where all may write: our own files and the directory's owner's."""
+    with tempfile.TemporaryDirectory() as name:  # its parents can be entered by all
+        path = Path(name) / "metrics.jsonl"
+        path.write_bytes(b"1")
+        for one, mode, user in ((path, 0o666, owner), (path.parent, 0o777, 65534)):
+            one.chmod(mode)
+            os.chown(one, user, -1)
+        os.seteuid(65533)
+        try:
+            with nullcontext() if written else pytest.raises(OSError, match="belongs to another user"):
+                append_to(path).write(b"2")
+        finally:
+            os.seteuid(0)
+        assert path.read_bytes() == (b"12" if written else b"1")

@@ -77,6 +77,7 @@ def test_wheel_holds_what_the_checkout_has(wheel: Path) -> None:
     assert not any(name.startswith(("tests/", "benchmarks/", "setup")) for name in names)
 
 
+@pytest.mark.long
 def test_quickstart_runs_outside_the_checkout(python: Path, tmp_path: Path) -> None:
     """The installed package makes the task, trains two steps and writes the report; a second run replaces the first,
     and a directory that is no run is left alone."""

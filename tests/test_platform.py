@@ -305,6 +305,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_torch_is_untouched_and_a_second_process_rewrites_nothing(tmp_path: Path) -> None:
     first = run_python(IMPORT_AND_COMPARE, DPPO_CACHE_DIR=str(tmp_path))

@@ -117,11 +117,12 @@ def test_train_evaluate_resume_and_score_alone(made: Path, tmp_path: Path) -> No
 
 
 @needs("vllm")
-def test_the_same_job_through_vllm(made: Path, tmp_path: Path) -> None:
+def test_the_same_job_through_vllm(made: Path, tmp_path: Path, forked_vllm: Path) -> None:
     """A real server that the trainer starts, with a BPE tokenizer and an end of turn that is not the end of sequence:
     engine and actor agree about every token, and the six sets are sampled several times at once."""
     run_dir = tmp_path / "run"
-    assert main(["train", *_settings(made, run_dir, warm_start__steps=3, **local_settings("vllm"))]) == 0
+    vllm = local_settings("vllm") | {"rollout__servers__python": str(forked_vllm)}
+    assert main(["train", *_settings(made, run_dir, warm_start__steps=3, **vllm)]) == 0
     _check_run(run_dir, steps=3)
     for row in read_metrics(run_dir)[1:]:
         assert row["mismatch/logprob_abs_diff_mean"] < 1e-3

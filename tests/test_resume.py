@@ -27,7 +27,7 @@ from dppo_megatron.run import Run
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
-from dppo_megatron.workbench.report.read import run_status
+from dppo_megatron.workbench.runs.record import run_status
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,6 @@ from dppo_megatron.observe.samples import (
     RecordedGroup,
     SampleWriter,
     add_actor_logprobs,
-    read_rows,
     rewind_samples,
     sample_files,
     to_table,
@@ -29,6 +28,7 @@ from dppo_megatron.observe.samples import (
 from dppo_megatron.selection import Rollouts
 from dppo_megatron.steps.verdicts import reasons_of, recorded_positions
 from dppo_megatron.types import Completion, Grade, Group, Prompt, SelectedPrompt
+from dppo_megatron.workbench.runs.samples import read_rows
 
 
 def _group(position: int, size: int = 2, tokens: int = 3, text: str = "answer") -> RecordedGroup:

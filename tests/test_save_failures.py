@@ -122,11 +122,11 @@ def _points(kind: Kind) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("world_size", "kind", "victim", "asynchronous"),
     [
-        (1, "read-only", 0, False),
+        pytest.param(1, "read-only", 0, False, marks=pytest.mark.long),
         (1, "dies", 0, False),
         (2, "full", 0, True),
         (2, "full", 1, False),
-        (2, "fails once", 0, False),
+        pytest.param(2, "fails once", 0, False, marks=pytest.mark.long),
         (2, "fails once", 0, True),
         (2, "fails once", 1, False),
     ],

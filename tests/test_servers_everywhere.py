@@ -324,6 +324,7 @@ def _rows(metrics: Path) -> int:
     return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_agents_of_torchrun(tmp_path: Path) -> None:
     """A real job of two agents with a server each: it trains; the second one dies, as a machine does: the other agent

@@ -16,10 +16,10 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning.methods import METHODS
 from dppo_megatron.run import Run
 from dppo_megatron.steps.cost import RolloutCost
-from dppo_megatron.steps.trace import read_trace
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.runs.trace import read_trace
 from dppo_megatron.workbench.simulate import CostModel, Prediction, fit_costs, like_for_like, limits, simulate
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from dppo_megatron.observe.timeline import RankSpans, trace
 from dppo_megatron.run import Run
 from dppo_megatron.spans import Span, Spans
 from dppo_megatron.train import train
-from dppo_megatron.workbench.report.read import read_run
+from dppo_megatron.workbench.runs.record import read_run
 
 SETTINGS: dict[str, Any] = {
     "warm_start__steps": 1,

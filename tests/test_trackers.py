@@ -27,11 +27,11 @@ from dppo_megatron.config import observe
 from dppo_megatron.config.observe import ObserveConfig, TrackingConfig, check_observe
 from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.observe.trackers import sink
-from dppo_megatron.observe.trackers.messages import ENCODER, Begin, End, StepLine
-from dppo_megatron.observe.trackers.mlflow import make, metric_name
-from dppo_megatron.observe.trackers.process import Mark, Sink, scrubbed, serve
-from dppo_megatron.observe.trackers.sink import Trackers
-from dppo_megatron.observe.trackers.tables import flat, numbers
+from dppo_megatron.observe.trackers.messages import ENCODER, Begin, End, Mark, StepLine
+from dppo_megatron.observe.trackers.process import Sink, scrubbed, serve
+from dppo_megatron.observe.trackers.sink import Trackers, numbers
+from dppo_megatron.observe.trackers.sink import settings as flat_settings
+from dppo_megatron.observe.trackers.tools import Mlflow, metric_name
 from dppo_megatron.types import UserError
 
 TOOLS = ["tensorboard", "wandb", "mlflow", "trackio"]
@@ -157,7 +157,7 @@ def test_a_killed_trainer_leaves_a_failed_run(tmp_path: Path, monkeypatch: pytes
     answers = io.BytesIO()
     torn = framed(ENCODER.encode(_line(2)))[:-9]  # it was killed while it wrote
     told = io.BytesIO(b"".join(framed(ENCODER.encode(one)) for one in messages) + torn)
-    serve(Sink("mlflow", make()), told, answers)
+    serve(Sink("mlflow", Mlflow()), told, answers)
     assert [json.loads(one) for one in FrameBuffer().feed(answers.getvalue())] == [{"failure": ""}] * 3
     from mlflow.tracking import MlflowClient
 
@@ -171,7 +171,7 @@ def test_a_run_that_begins_again_is_another_run(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     ids = set()
     for _ in range(2):
-        one = Sink("mlflow", make())
+        one = Sink("mlflow", Mlflow())
         for message in (_begin(tmp_path), _line(0), End(True)):
             one.take(message)
         ids.add(Mark.read(tmp_path / "mlflow.json").id)
@@ -325,7 +325,7 @@ def test_numbers_and_settings() -> None:
         "prune/ledger": [{"name": "prompt dppo", "kept_fraction": 0.75, "label": "unbiased", "note": ""}],
     }
     assert numbers(line) == {"tokens/trained": 7.0, "ledger/prompt dppo": 0.75}
-    assert flat({"a": {"b": [1, 2], "c": {}}, "d": True}) == {"a.b": "[1, 2]", "a.c": "{}", "d": True}
+    assert flat_settings({"a": {"b": [1, 2], "c": {}}, "d": True}) == {"a.b": "[1, 2]", "a.c": "{}", "d": True}
 
 
 def test_a_tracker_that_is_not_installed_is_found_before_anything_else(

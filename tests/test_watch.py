@@ -27,18 +27,16 @@ from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HEALTH, HealthFile, read_health
 from dppo_megatron.workbench.cli import main
-from dppo_megatron.workbench.report.read import read_run
-from dppo_megatron.workbench.watch.follow import SHOWN, Follow
-from dppo_megatron.workbench.watch.frame import View, duration, frame, seconds_left
+from dppo_megatron.workbench.runs.record import read_run
+from dppo_megatron.workbench.watch.frame import BLOCKS, View, duration, frame, seconds_left, sparkline, widths
 from dppo_megatron.workbench.watch.latest import Latest
-from dppo_megatron.workbench.watch.sparkline import BLOCKS, sparkline, widths
 
 
 def _shown(run: Path, view: View | None = None) -> str:
     latest = Latest(run)
     latest.look()
     console = Console(width=120, record=True, file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-    console.print(frame(Follow(run).look(), latest, view or View(120)))
+    console.print(frame(latest, view or View(120)))
     return console.export_text()
 
 
@@ -115,16 +113,15 @@ def test_what_was_followed_is_what_the_report_reads(tmp_path: Path) -> None:
     part.mkdir()
     shutil.copy(whole / "config.yaml", part)
     (part / "metrics.jsonl").touch()
-    follow = Follow(part)
+    follow = Latest(part)
     for start in range(0, len(data), 4001):
         with open(part / "metrics.jsonl", "ab") as file:
             file.write(data[start : start + 4001])
         record = follow.look()
     expected = read_run(whole)
     assert record.steps == expected.steps and record.ledger == expected.ledger and record.notes == []
-    for key in SHOWN:
-        if key in expected.columns:
-            assert record.columns[key] == expected.columns[key], key
+    for key in record.columns:
+        assert record.columns[key] == expected.columns[key], key
     assert record.columns["rollout/truncated_share"] == expected.columns["rollout/truncated_share"]
     assert record.columns["eval/math/pass@1"] == expected.columns["eval/math/pass@1"]
 
@@ -132,7 +129,7 @@ def test_what_was_followed_is_what_the_report_reads(tmp_path: Path) -> None:
 def test_only_new_lines_are_read(tmp_path: Path) -> None:
     """What was read is not read again: a change to it, of equal length, is not seen."""
     run = write_record(tmp_path / "run", 50)
-    follow = Follow(run)
+    follow = Latest(run)
     before = list(follow.look().columns["reward/mean"])
     path = run / "metrics.jsonl"
     size = path.stat().st_size
@@ -147,7 +144,7 @@ def test_only_new_lines_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["replaced", "truncated"])
 def test_a_resume_takes_lines_away(tmp_path: Path, how: str) -> None:
     run = write_record(tmp_path / "run", 20)
-    follow = Follow(run)
+    follow = Latest(run)
     assert follow.look().steps[-1] == 20
     path = run / "metrics.jsonl"
     kept = b"".join(path.read_bytes().splitlines(keepends=True)[:11])
@@ -164,7 +161,7 @@ def test_damage_is_counted(tmp_path: Path) -> None:
     run = write_record(tmp_path / "run", 5)
     with open(run / "metrics.jsonl", "ab") as file:
         file.write(b'\xff\n[]\n{"step": true}\n{"step": 6}\n{"step": 7, "rew')
-    record = Follow(run).look()
+    record = Latest(run).look()
     assert record.steps[-1] == 6 and record.notes == ["metrics.jsonl: 3 damaged lines are left out"]
 
 
@@ -174,7 +171,7 @@ def test_values_of_another_kind_are_gaps(tmp_path: Path, ledger: str) -> None:
     with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
         line = '{"step": 6, "rollout/truncated": "many", "prune/completions_generated": 8, "prune/ledger": %s}\n'
         file.write(line % ledger)
-    record = Follow(run).look()
+    record = Latest(run).look()
     assert record.steps[-1] == 6 and record.columns["rollout/truncated_share"][-1] is None
     assert all(len(one["label"]) == len(record.steps) and one["kept"][-1] is None for one in record.ledger)
 
@@ -254,7 +251,7 @@ def test_a_bar_is_as_wide_as_it_shall_be(shares: list[float], total: int) -> Non
 
 
 def test_time_left(tmp_path: Path) -> None:
-    record = Follow(_running(write_record(tmp_path / "run", 30))).look()
+    record = Latest(_running(write_record(tmp_path / "run", 30))).look()
     record.columns["time/step_s"] = [9.0] * 11 + [2.0] * 11 + [100.0] * 2 + [2.0] * 7
     assert seconds_left(record, 130) == 200.0
     assert [duration(one) for one in (7.6, 61, 3725, 90000)] == ["8 s", "1 min 01 s", "1 h 02 min", "1 d 01 h"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -40,7 +40,7 @@ rounding; other `steps` move what is scheduled over the whole run (decaying lear
 
 def fingerprint(config: Config) -> str:
     """SHA-256 of the settings that must not change at a resume."""
-    fixed = {key: value for key, value in _flat(config_values(config)).items() if not _under(key, FREE)}
+    fixed = {key: value for key, value in flat(config_values(config)).items() if not _under(key, FREE)}
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
 
@@ -103,14 +103,15 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
             yield prefix + key, f"{prefix}{key}: {before!r} -> {after!r}"
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value, of nested settings.
+
+    Example: {"rollout": {"engine": "hf"}, "steps": 4} -> {"rollout.engine": "hf", "steps": 4}
+    """
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return found
 
 
 def _under(key: str, sections: Iterable[str]) -> bool:

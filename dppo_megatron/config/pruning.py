@@ -149,8 +149,8 @@ class CompletionPruningConfig:
     kl_slope: float = ranged(1.0, "[0, 1e9]")
     """Typical slope of a token's KL term in its log-probability; read only with a KL term in the loss."""
     max_design_effect: float = ranged(1.1, "0 or [1, 1e9]", why="1 is the value without pruning")
-    """Bound of sum(s^2/pi)/sum(s^2); 0 for none. The rate backs off to hold it. 1.1 trains on a tenth of the tokens
-    while most groups have gradient and on a twentieth later (docs/pruning.md)."""
+    """Bound of sum(s^2/pi)/sum(s^2); 0 for none. The rate backs off to hold it. On the quickstart's task 1.1 trains
+    on 16 % of the tokens (docs/pruning.md)."""
     max_noise_ratio: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Bound of the measured gradient noise relative to an unpruned step; 0 for none. As at prompt level, with 4
     unpruned steps at the start; refused with a method that has no rate to back off."""

@@ -46,13 +46,12 @@ class Difference:
 
 
 def paired_bootstrap(
-    sets: Mapping[str, tuple[FloatArray, FloatArray]], *, seed: int = 0, resamples: int = RESAMPLES
+    sets: Mapping[str, tuple[FloatArray, FloatArray]], *, resamples: int = RESAMPLES
 ) -> list[Difference]:
     """The difference on each set, and, where there are several, of the mean over sets.
 
     Args:
         sets: for each, the share of correct samples of every problem [P] under A and under B, problems in one order.
-        seed: of the resampling: the same input gives the same intervals.
 
     Returns:
         One row a set in their order, then `all`: every set is resampled on its own and weighs the same.
@@ -60,7 +59,7 @@ def paired_bootstrap(
     rows: list[Difference] = []
     drawn_all = np.zeros(resamples)
     for name, (a, b) in sets.items():
-        drawn = _resampled(b - a, seed, name, resamples)
+        drawn = _resampled(b - a, name, resamples)
         drawn_all += drawn / len(sets)
         rows.append(_difference(name, len(a), float(a.mean()), float(b.mean()), drawn, enough=len(a) > 1))
     if len(sets) > 1:
@@ -74,8 +73,6 @@ def bootstrap_over_seeds(
     pairs: Sequence[tuple[FloatArray, FloatArray]],
     *,
     same_problems: bool = False,
-    seed: int = 0,
-    resamples: int = RESAMPLES,
 ) -> Difference:
     """The difference of runs on several seeds: seeds are drawn with putting back, then problems of each drawn seed.
 
@@ -87,23 +84,23 @@ def bootstrap_over_seeds(
         same_problems: all seeds have the same, in one order. They are then drawn once for all seeds: what a method is
             better at on these very problems does not average out over seeds.
     """
-    draw = generator(seed, "bootstrap over seeds and problems", len(pairs))
+    draw = generator(0, "bootstrap over seeds and problems", len(pairs))
     # one stream of draws for all seeds where they have the same problems: row r of each is the same problems then
     names = ["the problems" if same_problems else f"seed {index}" for index in range(len(pairs))]
-    means = np.stack([_resampled(b - a, seed, name, resamples) for name, (a, b) in zip(names, pairs, strict=True)])
-    chosen = draw.integers(len(pairs), size=(resamples, len(pairs)))
+    means = np.stack([_resampled(b - a, name, RESAMPLES) for name, (a, b) in zip(names, pairs, strict=True)])
+    chosen = draw.integers(len(pairs), size=(RESAMPLES, len(pairs)))
     # any resample of a seed's problems will do, and a seed that is drawn twice is to have two
-    rows = draw.integers(resamples, size=(resamples, 1 if same_problems else len(pairs)))
+    rows = draw.integers(RESAMPLES, size=(RESAMPLES, 1 if same_problems else len(pairs)))
     drawn = means[chosen, rows].mean(axis=1)
     mean_a, mean_b = (float(np.mean([pair[which].mean() for pair in pairs])) for which in (0, 1))
     enough = all(len(a) > 1 for a, _ in pairs)
     return _difference("all", sum(len(a) for a, _ in pairs), mean_a, mean_b, drawn, enough=enough)
 
 
-def _resampled(differences: FloatArray, seed: int, name: str, resamples: int) -> FloatArray:
-    """[resamples] mean difference over as many problems drawn with putting back; in slices, so that 10,000 draws of
-    5,000 problems need no 400 MB."""
-    draw = generator(seed, f"bootstrap {name}")
+def _resampled(differences: FloatArray, name: str, resamples: int) -> FloatArray:
+    """[resamples] mean difference over as many problems drawn with putting back; equal for equal input. In slices:
+    10,000 draws of 5,000 problems need no 400 MB."""
+    draw = generator(0, f"bootstrap {name}")
     count = len(differences)
     slice_size = max(1, 2_000_000 // count)
     parts = [

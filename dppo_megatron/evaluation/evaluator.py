@@ -6,16 +6,18 @@ next: with six sets of 30 to 700 problems that wait is most of the time of a set
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.sets import eval_set_configs
 from dppo_megatron.distributed import gather_all
-from dppo_megatron.evaluation.grading import SetGraders, unparsed, vote_of
 from dppo_megatron.evaluation.samples import EvalSample, problem_ids
 from dppo_megatron.evaluation.statistics import EvalScores, score
 from dppo_megatron.job import Job
-from dppo_megatron.rewards.grading import GradeTask
+from dppo_megatron.rewards.grading import Grader, GradeTask, deciding_reward, make_grader
 from dppo_megatron.rollout.engine import Engine, Request, Sampling, own_requests
 from dppo_megatron.types import Completion, Grade, Prompt, Watch, unwatched
 
@@ -42,8 +44,6 @@ class EvalSet:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One sample to take."""
-
     set: int
     problem: int
     sample: int
@@ -113,7 +113,7 @@ class Evaluator:
         for function in dict.fromkeys(one.grader for one in self.sets):
             members = [i for i, item in enumerate(items) if self.sets[item.set].grader == function]
             tasks = [self._task(items[i], texts[i]) for i in members]
-            grades |= zip(members, self._graders.grade(function, tasks), strict=True) if tasks else ()
+            grades |= zip(members, self._graders.of(function).grade(tasks), strict=True) if tasks else ()
         return [grades[i] for i in range(len(items))]
 
     def _task(self, item: _Item, text: str) -> GradeTask:
@@ -125,7 +125,6 @@ class Evaluator:
     def _record(self, item: _Item, completion: Completion, grade: Grade) -> EvalSample:
         one = self.sets[item.set]
         prompt = one.prompts[item.problem]
-        correct = self._graders.correct(grade)
         return EvalSample(
             set=one.name,
             problem=one.ids[item.problem],
@@ -136,15 +135,9 @@ class Evaluator:
             text=completion.text,
             tokens=len(completion.token_ids),
             finish_reason=completion.finish_reason,
-            reward=None if correct is None else grade.reward,
-            correct=correct,
-            extracted=grade.extracted,
-            vote=vote_of(grade),
-            unparsed=unparsed(grade),
-            why=grade.why,
-            failure=grade.failure,
             row=prompt.row,
             level=prompt.level,
+            **self._graders.verdict(grade),
         )
 
 
@@ -158,3 +151,75 @@ def eval_sets(job: Job) -> list[EvalSet]:
         prompts = job.eval_prompts[name]
         found.append(EvalSet(name, prompts, problem_ids(prompts), settings.samples, sampling, settings.grader))
     return found
+
+
+class SetGraders:
+    """The graders of an evaluation: the run's own, and those that sets name.
+
+    Args:
+        reward: the run's.
+        own: the run's grader; its owner closes it.
+    """
+
+    def __init__(self, reward: RewardConfig, own: Grader) -> None:
+        self._reward, self._own = reward, own
+        self._others: dict[str, Grader] = {}
+
+    def of(self, function: str) -> Grader:
+        """The grader of a built-in name or `module:function`; empty: the run's own."""
+        if not function:
+            return self._own
+        if function not in self._others:
+            self._others[function] = make_grader(self._reward, function)
+        return self._others[function]
+
+    def verdict(self, grade: Grade) -> dict[str, Any]:
+        """The fields of an `EvalSample` that a grade decides. Of several named rewards the first says what is correct;
+        where grading failed there is neither a reward nor a verdict."""
+        failed = bool(grade.failure)
+        return {
+            "reward": None if failed else grade.reward,
+            "correct": None if failed else deciding_reward(grade) >= self._reward.correct_from,
+            "extracted": grade.extracted,
+            "vote": _vote_of(grade),
+            "unparsed": _unparsed(grade),
+            "why": grade.why,
+            "failure": grade.failure,
+        }
+
+    def close(self) -> None:
+        """End the processes of the sets' own graders."""
+        for grader in self._others.values():
+            grader.close()
+        self._others.clear()
+
+
+def _unparsed(grade: Grade) -> bool | None:
+    """Whether no final answer could be read; None if grading failed or the grader does not report it."""
+    if grade.failure:
+        return None
+    if "parsed_share" in grade.facts:
+        return grade.facts["parsed_share"] == 0
+    return grade.extracted is None if grade.extracted is not None or grade.why else None
+
+
+_SPELLINGS = (
+    (re.compile(r"\\[dt]frac"), r"\\frac"),
+    (re.compile(r"\\(?:left|right|displaystyle|[!,;:> ])|\\text\s*(?=\{)|[\s$]"), ""),
+    (re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"^\{(.*)\}$"), r"\1"),
+)
+
+
+def _vote_of(grade: Grade) -> str | None:
+    """The answer that a sample votes for in maj@k, in a plain form; None if it gave none.
+
+    Wrong answers are equal if they read the same without spaces, `\\left`, `$`, thousands separators and the like; two
+    wrong answers of the same value in different forms (1/2 and 0.5) stay apart, which can only help the correct one.
+    """
+    if grade.extracted is None:
+        return None
+    plain = grade.extracted.strip().rstrip(".")
+    for pattern, replacement in _SPELLINGS:
+        plain = pattern.sub(replacement, plain)
+    return plain or grade.extracted

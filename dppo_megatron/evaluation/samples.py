@@ -6,31 +6,32 @@ One flat JSON object per sample. Files are written under a temporary name and re
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
-from dppo_megatron.config.paths import in_short, json_reason
+import msgspec
+
+from dppo_megatron.config.paths import json_reason
 from dppo_megatron.evaluation.statistics import EvalScores, Outcome, score
 from dppo_megatron.files import make_directory, replacing
 from dppo_megatron.types import Prompt, UserError
 
 SAMPLES, RESULTS, COMPARISON = "samples.jsonl", "results.json", "comparison.json"
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e308, le=1e308)]
 
 
 @dataclass(frozen=True, slots=True)
 class EvalSample:
-    """One answer to one problem of one set."""
-
     set: str
     problem: str
     """Id of the problem in its set, from its row if it has one; the same in every evaluation of the set."""
-    problem_index: int
+    problem_index: _Count
     """Its place in the set, from 0."""
-    sample: int
+    sample: _Count
     """Which of the problem's samples, from 0."""
     prompt: str
     """As the model was given it, template included."""
@@ -38,10 +39,10 @@ class EvalSample:
     """The answer that the grader compares with."""
     text: str
     """The completion, without special tokens."""
-    tokens: int
+    tokens: _Count
     finish_reason: str
     """stop, or length: it ran into max_completion_tokens."""
-    reward: float | None
+    reward: _Finite | None
     """What the grader gave; null where it failed."""
     correct: bool | None
     """reward >= reward.correct_from; null where the grader failed."""
@@ -56,7 +57,7 @@ class EvalSample:
     """Why grading failed; empty if it did not."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The problem's row, for graders that read it."""
-    level: float | None = None
+    level: _Finite | None = None
     """The difficulty that the row states; null: none."""
 
     @property
@@ -156,38 +157,10 @@ def read_samples(path: Path) -> list[EvalSample]:
     return samples
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "float | None": (float, int, type(None)),
-    "bool | None": (bool, type(None)),
-    "str | None": (str, type(None)),
-    "Mapping[str, Any]": (dict,),
-}
-
-
 def _sample(line: str, where: str) -> EvalSample:
     try:
-        raw = json.loads(line)
+        return msgspec.convert(json.loads(line), EvalSample)  # msgspec's own reader refuses lone surrogates
+    except msgspec.ValidationError as error:
+        raise UserError(f"{where}: no sample of an evaluation: {error}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON: {json_reason(error)}") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{where}: expected a JSON object, got {type(raw).__name__}")
-    known = {item.name: item for item in fields(EvalSample)}
-    needed = [name for name in known if name not in ("why", "failure", "row", "level")]
-    missing = [name for name in needed if name not in raw]
-    if missing:
-        raise UserError(f"{where}: no sample of an evaluation: it lacks {', '.join(missing)}")
-    values = {name: value for name, value in raw.items() if name in known}
-    for name, value in values.items():
-        kinds = _KINDS[str(known[name].type)]
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise UserError(f"{where}: {name} = {in_short(value)}: expected {known[name].type}")
-    for name in ("problem_index", "sample", "tokens"):
-        if values[name] < 0:
-            raise UserError(f"{where}: {name} = {values[name]}: must not be negative")
-    if values["reward"] is not None and not math.isfinite(values["reward"]):
-        raise UserError(f"{where}: reward = {values['reward']}: must be finite, or null where grading failed")
-    if (level := values.get("level")) is not None and not math.isfinite(level):
-        raise UserError(f"{where}: level = {level}: must be finite, or null")
-    return EvalSample(**values)

@@ -5,24 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from dppo_megatron.checkpoint.manifest import read_manifest
-from dppo_megatron.checkpoint.shelf import named
-from dppo_megatron.config.changes import saved_values
-from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import load_config
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.sets import eval_set_configs
-from dppo_megatron.evaluation.choice import chosen_sets, without
-from dppo_megatron.evaluation.evaluator import Evaluator
-from dppo_megatron.evaluation.grading import SetGraders, unparsed, vote_of
-from dppo_megatron.evaluation.levels import by_level, level_lines
+from dppo_megatron.evaluation.arguments import EvalArguments, prepare
+from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders
 from dppo_megatron.evaluation.samples import (
     RESULTS,
     SAMPLES,
@@ -33,7 +27,7 @@ from dppo_megatron.evaluation.samples import (
     write_samples,
     write_text,
 )
-from dppo_megatron.evaluation.statistics import EvalScores, percent
+from dppo_megatron.evaluation.statistics import Estimate, EvalScores, percent
 from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.launched import launched_world_size
 from dppo_megatron.rewards.grading import GradeTask, make_grader
@@ -47,40 +41,28 @@ from dppo_megatron.types import Grade, Prompt, UserError, Watch, counted, unwatc
 _FORMAT = "dppo_megatron evaluation 1"
 _GRADED_AT_ONCE = 1000
 """Between two looks at the progress: enough that no grader waits for the last of a batch."""
+_MOST = 20
+"""A column of more values is a measure, not a level."""
+Levels = Mapping[str, Mapping[str, Estimate]]
+"""Set to level to pass@1; levels rise."""
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """The command line's options."""
-
-    model: str
-    settings: Sequence[str] = ()
-    """`key=value`"""
-    sets: Sequence[str] = ()
-    step: int | None = None
-    data: Path | None = None
-    out: Path | None = None
-    limit: int = 0
-
-
-def evaluate_model(order: Order, watch: Watch = unwatched) -> list[str]:
+def evaluate_model(given: EvalArguments, watch: Watch = unwatched) -> list[str]:
     """Evaluate, write results.json and samples.jsonl, and return lines to print.
-
-    Args:
-        watch: shows the progress.
 
     Raises:
         UserError: anything wrong with the model, the sets or the settings, before anything is generated.
     """
     if launched_world_size() != 1:
         raise UserError("eval is one process: run it without torchrun; several GPUs are used through servers")
-    config, out, said = _prepare(order)
+    config, out, said = prepare(given)
     if not eval_set_configs(config):
         raise UserError("there is no set to evaluate on: give --sets, or data.eval_sets in the config")
     if out is not None:
         check_out(out, RESULTS)
     job = prepare_job(config, world_size=1, trains=False, watch=watch)
-    show(*said, *_shown(job))
+    # the first prompt of each set too: a wrong template costs more points than a wrong model
+    show(*said, *(f"{name}: {len(of)} problems, the first: {of[0].text!r}" for name, of in job.eval_prompts.items()))
     with TemporaryDirectory(prefix="eval-") as scratch:
         job.config.run_dir = str(out or scratch)  # servers' logs and the sync directory
         with closing(_engine(job, watch)) as engine, closing(Evaluator(job)) as evaluator:
@@ -123,19 +105,11 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None, watch: Watch 
     for function in dict.fromkeys(chosen.get(sample.set, "") for sample in samples):
         members = [i for i, sample in enumerate(samples) if chosen.get(sample.set, "") == function]
         tasks = [_task(samples[i]) for i in members]
-        check_grader(graders.of(function), _prompt(samples[members[0]]))
+        one = samples[members[0]]
+        origin = f"{one.set}:{one.problem}"
+        check_grader(graders.of(function), Prompt(0, one.prompt, (), one.reference, "", row=one.row, origin=origin))
         for i, grade in zip(members, _graded(graders, function, tasks, watch), strict=True):
-            correct = graders.correct(grade)
-            graded[i] = replace(
-                samples[i],
-                correct=correct,
-                reward=None if correct is None else grade.reward,
-                extracted=grade.extracted,
-                vote=vote_of(grade),
-                unparsed=unparsed(grade),
-                why=grade.why,
-                failure=grade.failure,
-            )
+            graded[i] = replace(samples[i], **graders.verdict(grade))
     graders.close()
     own.close()
     again = [graded[i] for i in range(len(samples))]
@@ -174,16 +148,11 @@ def table(scores: Sequence[EvalScores]) -> list[str]:
 
 def mean_over_sets(scores: Sequence[EvalScores]) -> dict[str, float | None]:
     """Unweighted, as papers report an average: sets are independent, so the squares of the errors add."""
-    values = [one.avg.value for one in scores]
-    errors = [one.avg.se for one in scores]
+    values, errors = [one.avg.value for one in scores], [one.avg.se for one in scores]
     known, certain = [v for v in values if v is not None], [e for e in errors if e is not None]
-    complete = len(known) == len(scores) and bool(scores)
-    return {
-        "pass@1": sum(known) / len(known) if complete else None,
-        "pass@1_se": sum(e * e for e in certain) ** 0.5 / len(scores)
-        if complete and len(certain) == len(scores)
-        else None,
-    }
+    average = sum(known) / len(known) if known and len(known) == len(scores) else None
+    is_certain = average is not None and len(certain) == len(scores)
+    return {"pass@1": average, "pass@1_se": sum(e * e for e in certain) ** 0.5 / len(scores) if is_certain else None}
 
 
 def write_results(
@@ -217,64 +186,41 @@ def write_results(
     write_text(out / RESULTS, [json.dumps(results, indent=2) + "\n"])
 
 
-def _prepare(order: Order) -> tuple[Config, Path | None, tuple[str, ...]]:
-    """The checked settings, the output directory (None: no files), and lines to print."""
-    if order.limit < 0:
-        raise UserError(f"--limit {order.limit}: must not be negative")
-    said_keys = {item.split("=")[0] for item in order.settings}
-    if order.model.endswith((".yaml", ".yml")):
-        if order.step is not None:
-            raise UserError("--step belongs to a run directory, not to a config file")
-        sets = chosen_sets(order.sets, order.data, order.settings)
-        layers = [("--sets", {"data": {"eval_sets": sets}})] if sets else []
-        config = load_config(order.model, list(order.settings), writes_run=False, purpose="evaluate", layers=layers)
-        if sets:
-            config.data.eval_sets = {name: config.data.eval_sets[name] for name in sets}
-            config.data.eval_paths = {}
-        return _for_evaluation(config, order.limit), order.out, ()
-    target = find_target(order.model, order.step)
-    settings = {key: dict(value) if isinstance(value, dict) else value for key, value in target.settings.items()}
-    sets = chosen_sets(order.sets, order.data, order.settings)
-    layers = [(target.where, settings)]
-    data = settings.setdefault("data", {})
-    if sets:
-        data |= {"eval_sets": {}, "eval_paths": {}}
-        layers.append(("--sets", {"data": {"eval_sets": sets}}))
-    else:
-        own = data.get("eval_sets") or {}
-        data["eval_sets"] = {name: without(values, said_keys) for name, values in own.items()}
-    settings["model"] = {**(settings.get("model") or {}), "hf_path": str(target.model)}
-    for key in ("checkpoint", "run_dir", "warm_start"):  # they name files of the run, which may be absent here
-        settings.pop(key, None)
-    for key in ("train_path", "train_sets"):
-        data.pop(key, None)
-    config = load_config("", list(order.settings), writes_run=False, purpose="evaluate", layers=layers)
-    return _for_evaluation(config, order.limit), order.out or target.out, target.said
+def by_level(samples: Sequence[EvalSample]) -> Levels:
+    """pass@1 of each level, for sets whose rows state between two and 20 of them; the others are left out.
+
+    Example:
+        {"math500": {"1": Estimate(0.9, 0.04, 43), "2": Estimate(0.7, 0.05, 90)}}
+    """
+    members: dict[str, dict[float, list[EvalSample]]] = {}
+    for sample in samples:
+        if sample.level is not None:
+            members.setdefault(sample.set, {}).setdefault(sample.level, []).append(sample)
+    return {
+        name: {f"{level:.15g}": scores_of(of)[0].avg for level, of in sorted(levels.items())}
+        for name, levels in members.items()
+        if 1 < len(levels) <= _MOST
+    }
 
 
-def _for_evaluation(config: Config, limit: int) -> Config:
-    """The settings without those that only a training run has, and with --limit applied."""
-    config.data.train_path, config.data.train_sets = "", {}
-    config.rollout.servers.colocate = False  # there is no actor whose GPUs the servers could share
-    if limit:
-        data = config.data
-        sets = {name: EvalSetConfig(path=path) for name, path in data.eval_paths.items()} | data.eval_sets
-        data.eval_paths = {}
-        data.eval_sets = {name: replace(of, limit=min(limit, of.limit or limit)) for name, of in sets.items()}
-    return config
+def level_lines(levels: Levels) -> list[str]:
+    """A line a set: `math500 by level: 1 90.0 % ± 4.0 (43), 2 70.0 % ± 5.0 (90)`."""
+    return [
+        f"{name} by level: " + ", ".join(f"{level} {percent(of)} ({of.problems})" for level, of in each.items())
+        for name, each in levels.items()
+    ]
 
 
 def _graded(graders: SetGraders, function: str, tasks: Sequence[GradeTask], watch: Watch) -> list[Grade]:
     found: list[Grade] = []
     with watch("grading", len(tasks), "answers") as advance:
         for first in range(0, len(tasks), _GRADED_AT_ONCE):
-            found += graders.grade(function, tasks[first : first + _GRADED_AT_ONCE])
+            found += graders.of(function).grade(tasks[first : first + _GRADED_AT_ONCE])
             advance(len(found))
     return found
 
 
 def _engine(job: Job, watch: Watch) -> Engine:
-    """The configured engine with the checkpoint's weights."""
     names = job.checkpoint.names
     if job.config.rollout.engine == "hf":
         return engine_from_files(job.config, job.tokenizer, job.checkpoint, watch)
@@ -286,17 +232,6 @@ def _engine(job: Job, watch: Watch) -> Engine:
         engine.close()
         raise
     return engine
-
-
-def _shown(job: Job) -> list[str]:
-    """The first prompt of each set: a wrong template costs more points than a wrong model."""
-    return [
-        f"{name}: {len(prompts)} problems, the first: {prompts[0].text!r}" for name, prompts in job.eval_prompts.items()
-    ]
-
-
-def _prompt(sample: EvalSample) -> Prompt:
-    return Prompt(0, sample.prompt, (), sample.reference, "", row=sample.row, origin=f"{sample.set}:{sample.problem}")
 
 
 def _task(sample: EvalSample) -> GradeTask:
@@ -318,115 +253,3 @@ def _read_results(path: Path) -> dict[str, Any]:
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
-
-
-_SERVER_KEYS = ("endpoints", "launch", "colocate", "allow_remote_endpoints")
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A model to evaluate and the settings that come with it."""
-
-    model: Path
-    """Directory of a Hugging Face or a Megatron distributed checkpoint, with its tokenizer."""
-    out: Path
-    """Where results go unless --out says otherwise."""
-    settings: Mapping[str, Any]
-    where: str
-    """The file that the settings came from."""
-    said: tuple[str, ...] = ()
-    """Lines for the log."""
-
-
-def find_target(text: str, step: int | None = None) -> Target:
-    """Resolve `text` to a target.
-
-    Args:
-        text: a Hugging Face directory, a run directory, or a checkpoint (checkpoints/step_000020, converted ones too).
-        step: of a run, instead of its last model.
-
-    Raises:
-        UserError: it is none of these, or the run has no such checkpoint.
-    """
-    path = Path(text)
-    if not path.is_dir():
-        raise UserError(
-            f"'{text}': no such directory; give a Hugging Face model, a run directory, one of its checkpoints, or a"
-            " config file (.yaml)"
-        )
-    is_model, is_run = (path / "config.json").is_file(), (path / "config.yaml").is_file()
-    if step is not None and not is_run:
-        raise UserError(f"--step {step}: '{text}' is no run directory (it has no config.yaml)")
-    if is_run and not is_model:
-        return _of_run(path, step)
-    if is_model and (path / "manifest.json").is_file():
-        return _of_checkpoint(path)
-    if is_model:
-        return Target(path, Path("eval") / path.resolve().name, _defaults(path), str(path))
-    raise UserError(
-        f"'{text}' holds neither config.json (a Hugging Face model or a checkpoint) nor config.yaml (a run directory)"
-    )
-
-
-def _of_run(run: Path, step: int | None) -> Target:
-    there_are = named(run / "checkpoints")
-    steps = {number: path for number, path in there_are if not isinstance(read_manifest(path), str)}
-    if step is not None:
-        if step not in steps:
-            there = ", ".join(str(number) for number in sorted(steps)) or "none"
-            raise UserError(f"--step {step}: '{run}' has no such checkpoint; there are: {there}")
-        model = steps[step]
-    elif (run / "hf" / "config.json").is_file():
-        model = run / "hf"
-    elif steps:
-        model = steps[max(steps)]
-    else:
-        raise UserError(f"'{run}' holds neither hf/ nor a complete checkpoint yet: there is no model to evaluate")
-    settings, said = _without_servers(saved_values(run / "config.yaml"))
-    return Target(model, run / "eval" / model.name, settings, str(run / "config.yaml"), said)
-
-
-def _of_checkpoint(path: Path) -> Target:
-    manifest = read_manifest(path)
-    if isinstance(manifest, str):
-        raise UserError(f"'{path}' is no complete checkpoint: {manifest}")
-    settings, said = _without_servers(dict(manifest.config))
-    # runs/x/checkpoints/step_000020 -> runs/x/eval/step_000020
-    run = path.resolve().parent.parent
-    out = (run if (run / "config.yaml").is_file() else Path()) / "eval" / path.resolve().name
-    return Target(path, out, settings, str(path / "manifest.json"), said)
-
-
-def _without_servers(settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Drop the run's server addresses: they may serve another run by now, and an evaluation loads other weights."""
-    rollout = dict(settings.get("rollout") or {})
-    engine, had_servers = rollout.get("engine", "hf"), rollout.get("engine", "hf") != "hf"
-    servers = {key: value for key, value in (rollout.get("servers") or {}).items() if key not in _SERVER_KEYS}
-    kept = {key: value for key, value in rollout.items() if key != "engine"} | {"servers": servers}
-    said = (
-        f"the run's {engine} servers are not used, they may be another run's by now; rollout.engine={engine} with"
-        " rollout.servers.launch=local or rollout.servers.endpoints=[...] names servers for this evaluation",
-    )
-    return settings | {"rollout": kept}, said if had_servers else ()
-
-
-def _defaults(model: Path) -> dict[str, Any]:
-    """Settings for a model alone: its dtype, and a prompt for a boxed answer, as a chat turn if it has a template."""
-    try:
-        raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        dtype = str(raw.get("dtype") or raw.get("torch_dtype")) if isinstance(raw, dict) else ""
-    except (OSError, ValueError, RecursionError):
-        dtype = ""  # reading the architecture reports what is wrong
-    chats = (model / "chat_template.jinja").is_file() or _has_template(model / "tokenizer_config.json")
-    return {
-        "model": {"dtype": dtype if dtype in ("float32", "bfloat16") else "bfloat16"},
-        "data": {"template": "chat_boxed" if chats else "plain_boxed"},
-    }
-
-
-def _has_template(path: Path) -> bool:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(raw, dict) and bool(raw.get("chat_template"))

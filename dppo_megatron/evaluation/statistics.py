@@ -27,7 +27,7 @@ class Outcome:
     correct: bool | None
     """None: its grading failed."""
     vote: str | None
-    """The final answer it votes for (see `grading.vote_of`); None: it gave none, and abstains."""
+    """The final answer it votes for (see `evaluator.py`); None: it gave none, and abstains."""
     truncated: bool
     unparsed: bool | None
     """No final answer could be read; None: not reported, or grading failed."""

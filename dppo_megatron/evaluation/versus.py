@@ -17,8 +17,6 @@ from dppo_megatron.types import FloatArray, UserError
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """One problem of one evaluation."""
-
     reference: str
     share: float | None
     """Share of its graded samples that are correct; None if every grading failed."""

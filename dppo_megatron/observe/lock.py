@@ -59,7 +59,7 @@ class RunLock:
         self._path, self._say, self._stale_s = directory / FILE, say, stale_s
         self._descriptor, kernel_locks = self._open()
         try:
-            before = self._read()
+            before = _parse(os.pread(self._descriptor, 65536, 0))
             if before and self._lives(before, kernel_locks):
                 raise UserError(self._refusal(before))
             self.took_over = _name(before) if before else ""
@@ -122,9 +122,6 @@ class RunLock:
                 raise
             return False
         return True
-
-    def _read(self) -> dict[str, Any]:
-        return _parse(os.pread(self._descriptor, 65536, 0))
 
     def _lives(self, holder: dict[str, Any], kernel_locks: bool) -> bool:
         """Whether the process that `holder` describes still runs, as far as can be known here."""

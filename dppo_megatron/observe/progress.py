@@ -198,7 +198,6 @@ class RunProgress:
         return {"clock": self._clock, "say": self.say, "visible": self._visible, "bars": self._bars}
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
-        """Show the end of `step`."""
         mean = metrics["reward/mean"]  # null if the step has no reward: everything pruned, or every grading failed
         text = (
             f"reward {'-' if mean is None or math.isnan(mean) else format(mean, '.3f')}"
@@ -217,7 +216,6 @@ class RunProgress:
         self._bars.update(self._steps, completed=step, description=shown, refresh=True)
 
     def close(self) -> None:
-        """End the bar, leaving it on the screen."""
         if self._bars is not None:
             self._bars.stop()
 

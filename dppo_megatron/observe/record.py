@@ -12,7 +12,6 @@ import math
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ OLD = "old"
 """Directory beside the record for lines and files that are no longer part of it."""
 
 _BLANK = b" \t\r"
+_HEADER = -1
+"""In place of a step: the first line of a trace."""
 
 
 class JsonLines:
@@ -95,19 +96,7 @@ class JsonLines:
         return restored
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
-
-
-@dataclass
-class _Sorted:
-    """The lines of a record, sorted into those kept and those moved to `old/`."""
-
-    headers: list[bytes] = field(default_factory=list)
-    steps: dict[int, bytes] = field(default_factory=dict)
-    later: list[bytes] = field(default_factory=list)
-    """Lines of steps that are done again."""
-    damaged: list[bytes] = field(default_factory=list)
 
 
 def rewind(path: Path, last_step: int, sums: Mapping[int, int] | None = None) -> tuple[list[str], dict[int, int]]:
@@ -121,24 +110,41 @@ def rewind(path: Path, last_step: int, sums: Mapping[int, int] | None = None) ->
     Returns:
         A line for the log for everything unusual, and the checksums of what `path` holds now.
     """
-    before = _read_own(path)
-    lines = _sort(before, last_step, sums)
-    after = b"".join(line + b"\n" for line in [*lines.headers, *(lines.steps[step] for step in sorted(lines.steps))])
-    old, said = path.parent / OLD, []
-    if lines.damaged:
-        _append(old / f"{path.stem}.damaged{path.suffix}", lines.damaged)
-        said.append(f"warning: {path}: damaged lines ({len(lines.damaged)}) moved to {old}/{path.stem}.damaged.jsonl")
-    if lines.later:
-        _append(old / f"{path.stem}.redone{path.suffix}", lines.later)
-        said.append(
-            f"{path}: lines after step {last_step} ({len(lines.later)}) moved to {old}/{path.stem}.redone.jsonl"
-        )
-    if missing := sorted((sums or {}).keys() - lines.steps.keys()):
+    before, kept = _read_own(path), dict[int, bytes]()
+    damaged, later = list[bytes](), list[bytes]()
+
+    def place(line: bytes) -> None:
+        line = line.strip(_BLANK)
+        step = _step_of(line)
+        if step is None:
+            damaged.extend([line] if line.strip(_BLANK + b"\0") else [])
+        elif step > last_step:
+            later.append(line)
+        elif (step != _HEADER and sums is not None and sums.get(step) != zlib.crc32(line)) or (
+            kept.setdefault(step, line) != line  # two lines for one step, and no checksum to choose by: the first stays
+        ):
+            damaged.append(line)
+
+    *whole, tail = before.split(b"\n")
+    for line in whole:
+        place(line)
+    if _step_of(tail) is not None or (sums or {}).keys() - kept.keys():
+        place(tail)  # else it is a torn line, which was never completely written
+    after, said = b"".join(kept[step] + b"\n" for step in sorted(kept)), list[str]()
+    for lines, name, what in (
+        (damaged, "damaged", f"warning: {path}: damaged lines"),
+        (later, "redone", f"{path}: lines after step {last_step}"),
+    ):
+        if lines:
+            target = path.parent / OLD / f"{path.stem}.{name}{path.suffix}"
+            _append(target, lines)
+            said.append(f"{what} ({len(lines)}) moved to {target}")
+    if missing := sorted((sums or {}).keys() - kept.keys()):
         listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         said.append(f"warning: {path}: the lines of {len(missing)} finished steps are lost ({listed})")
     if after != before:
         _write(path, after)
-    return said, {step: zlib.crc32(line) for step, line in lines.steps.items()}
+    return said, {step: zlib.crc32(line) for step, line in kept.items() if step != _HEADER}
 
 
 def move_to_old(path: Path, old: Path | None = None) -> Path | None:
@@ -161,33 +167,8 @@ def put_first(path: Path, header: Mapping[str, Any]) -> None:
         _write(path, _line(header) + b"\n" + rest)
 
 
-def _sort(data: bytes, last_step: int, sums: Mapping[int, int] | None) -> _Sorted:
-    result = _Sorted()
-    *whole, tail = data.split(b"\n")
-    for line in whole:
-        _place(line.strip(_BLANK), last_step, sums, result)
-    if _read(tail) is not None or (sums or {}).keys() - result.steps.keys():
-        _place(tail.strip(_BLANK), last_step, sums, result)
-    return result  # else the tail is a torn line, which was never completely written
-
-
-def _place(line: bytes, last_step: int, sums: Mapping[int, int] | None, result: _Sorted) -> None:
-    step = _read(line)
-    if step == "header":
-        (result.damaged if result.headers else result.headers).append(line)
-    elif not isinstance(step, int):
-        if line.strip(_BLANK + b"\0"):
-            result.damaged.append(line)
-    elif step > last_step:
-        result.later.append(line)
-    elif sums is not None and sums.get(step) != zlib.crc32(line):
-        result.damaged.append(line)
-    elif result.steps.setdefault(step, line) != line:
-        result.damaged.append(line)  # two lines for one step, and no checksum to choose by: keep the first
-
-
-def _read(line: bytes) -> int | str | None:
-    """The step of a line; "header" for a trace's first; None if it is neither."""
+def _step_of(line: bytes) -> int | None:
+    """The step of a line; None if it is no line of a record."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -197,7 +178,7 @@ def _read(line: bytes) -> int | str | None:
     step = row.get("step")
     if type(step) is int and step >= 0:
         return step
-    return "header" if "step" not in row and isinstance(row.get("format"), str) else None
+    return _HEADER if "step" not in row and isinstance(row.get("format"), str) else None
 
 
 def _append(path: Path, lines: list[bytes]) -> None:

@@ -43,7 +43,6 @@ class RunDirectory:
 
     Args:
         path: created if missing.
-        say: takes log lines.
 
     Raises:
         UserError: it cannot be written, another trainer has it, or it holds a run without an id.
@@ -165,7 +164,6 @@ class RunDirectory:
                 folder.rmdir()
 
     def close(self) -> None:
-        """Close the logs and release the lock."""
         for name, lines in self._lines.items():
             try:
                 self._tell(name, lines.flush())

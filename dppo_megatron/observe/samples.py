@@ -33,7 +33,7 @@ from dppo_megatron.types import BoolArray, Completion, FloatArray, Group, IntArr
 
 SAMPLES = "samples"
 """Name of the directory inside the run directory."""
-_NAME = re.compile(r"steps_(\d+)-(\d+)\.rank(\d+)\.parquet")
+NAME = re.compile(r"steps_(\d+)-(\d+)\.rank(\d+)\.parquet")
 _INCOMPLETE = re.compile(r"\.steps_\d+-\d+\.rank\d+\.parquet(\.\d+)?\.new")
 _MERGE = 64
 """Steps in a merged file."""
@@ -81,7 +81,6 @@ class SampleWriter:
 
     Args:
         directory: `samples/` of the run; created with the first file.
-        say: prints a log line.
     """
 
     def __init__(
@@ -181,7 +180,7 @@ def sample_files(directory: Path) -> list[SampleFile]:
     """The complete files, oldest first. If a merge was interrupted by a kill: the merged file, not its parts."""
     found = []
     for path in directory.glob("steps_*.parquet"):
-        if match := _NAME.fullmatch(path.name):
+        if match := NAME.fullmatch(path.name):
             first, last, rank = map(int, match.groups())
             found.append(SampleFile(first, last, rank, path))
     wide = [one for one in found if one.last > one.first]
@@ -192,74 +191,6 @@ def sample_files(directory: Path) -> list[SampleFile]:
         if other.rank == one.rank and one != other and other.first <= one.first and one.last <= other.last
     }
     return sorted(set(found) - parts)
-
-
-def newest_sample_file(directory: Path) -> Path | None:
-    """The complete file with the latest step, of the lowest rank that has one; None where there is none."""
-    try:
-        names = [match for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    except OSError:
-        return None
-    if not names:
-        return None
-    newest = max(names, key=lambda match: (int(match[2]), -int(match[3]), int(match[1])))
-    return directory / newest.string
-
-
-def read_rows(path: Path, columns: Sequence[str], step: int | None = None) -> list[dict[str, Any]]:
-    """Rows of a sample file, of `columns` only.
-
-    Args:
-        step: whose rows; None: those of the file's last row group, which are of its last step.
-
-    Raises:
-        OSError: there is no such file (any more: the run merges them), or it may not be read.
-        ValueError: it is no parquet, or not as a run writes it: another column, type or null.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(path)
-        groups = range(file.num_row_groups) if step is not None else range(file.num_row_groups)[-1:]
-        rows: list[dict[str, Any]] = []
-        for index in groups:
-            statistics = file.metadata.row_group(index).column(0).statistics
-            if step is not None and statistics is not None and not statistics.min <= step <= statistics.max:
-                continue
-            table = file.read_row_group(index, columns=list(columns))
-            _check_table(table, columns)
-            rows += [row for row in table.to_pylist() if step is None or row["step"] == step]
-    except OSError:
-        raise
-    except (pa.ArrowException, ValueError, TypeError, LookupError, OverflowError) as error:
-        raise ValueError(f"{path.name}: {error}") from None
-    return rows
-
-
-_NULLABLE = {"extracted", "reward", "completion_prob", "actor_logprobs"}
-_NULLABLE |= {"weights_version_first", "weights_version_last"}
-_NEVER_NEGATIVE = ("step", "group", "tokens", "token_ids")
-
-
-def _check_table(table: Any, columns: Sequence[str]) -> None:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if missing := [name for name in columns if name not in table.schema.names]:
-        raise ValueError(f"lacks {', '.join(missing)}")
-    schema = to_table(0, []).schema
-    for name in columns:
-        column, wanted = table.column(name), schema.field(name).type
-        is_list = pa.types.is_list(wanted)
-        found = column.type.value_type if is_list and pa.types.is_list(column.type) else column.type
-        if found != (wanted.value_type if is_list else wanted):
-            raise ValueError(f"{name} is of type {column.type}")
-        flat = pc.list_flatten(column) if is_list else column
-        if (column.null_count and name not in _NULLABLE) or (is_list and flat.null_count):
-            raise ValueError(f"{name} holds nulls")
-        if name in _NEVER_NEGATIVE and len(flat) and pc.min(flat).as_py() < 0:
-            raise ValueError(f"{name} holds negative numbers")
 
 
 def rewind_samples(directory: Path, last_step: int, old: Path) -> list[str]:
@@ -285,7 +216,7 @@ def rewind_samples(directory: Path, last_step: int, old: Path) -> list[str]:
             _store([table.filter(table["step"].to_numpy() <= last_step)], cut)
             whole.add(cut)
     for path in directory.iterdir():
-        ours = _NAME.fullmatch(path.name) or _INCOMPLETE.fullmatch(path.name)
+        ours = NAME.fullmatch(path.name) or _INCOMPLETE.fullmatch(path.name)
         if ours and path not in whole and path.is_file():
             path.unlink()
     return said
@@ -306,13 +237,13 @@ def to_table(step: int, groups: Sequence[RecordedGroup]) -> Any:
         "group": ([one.position for one, _ in rows], pa.int32()),
         "completion": ([index for _, index in rows], pa.int32()),
         "prompt_index": ([item.prompt.index for item in prompts], pa.int64()),
-        "source": ([_text(item.prompt.source) for item in prompts], pa.string()),
-        "prompt": ([_text(item.prompt.text) for item in prompts], pa.string()),
-        "reference": ([_text(item.prompt.answer) for item in prompts], pa.string()),
-        "text": ([_text(one.text) for one in done], pa.string()),
-        "extracted": ([_text(one.extracted) if one else None for one in grades], pa.string()),
+        "source": ([unicode_text(item.prompt.source) for item in prompts], pa.string()),
+        "prompt": ([unicode_text(item.prompt.text) for item in prompts], pa.string()),
+        "reference": ([unicode_text(item.prompt.answer) for item in prompts], pa.string()),
+        "text": ([unicode_text(one.text) for one in done], pa.string()),
+        "extracted": ([unicode_text(one.extracted) if one else None for one in grades], pa.string()),
         "reward": ([_number(one.group.rewards[index]) for one, index in rows], pa.float64()),
-        "reward_why": ([_text(one.failure or one.why) if one else "" for one in grades], pa.string()),
+        "reward_why": ([unicode_text(one.failure or one.why) if one else "" for one in grades], pa.string()),
         "advantage": ([float(one.advantages[index]) for one, index in rows], pa.float64()),
         "kept": ([bool(one.kept[index]) for one, index in rows], pa.bool_()),
         "why": ([one.why[index] for one, index in rows], pa.string()),
@@ -356,23 +287,19 @@ def _store(tables: Sequence[Any], path: Path) -> None:
 
 def _read_or_move(path: Path, old: Path) -> tuple[Any, str]:
     """The table of a file and an empty text; of one that cannot be read None, and a line that says where it is now."""
-    try:
-        return _read(path), ""
-    except Exception as error:  # what pyarrow raises for damaged files is of many types
-        return None, f"warning: {path} cannot be read ({reason(error)}); it is now {move_to_old(path, old)}"
-
-
-def _read(path: Path) -> Any:
     import pyarrow.parquet as pq
 
-    return pq.ParquetFile(path).read()  # read_table would parse the directory's name for partitions
+    try:
+        return pq.ParquetFile(path).read(), ""  # read_table would parse the directory's name for partitions
+    except Exception as error:  # what pyarrow raises for damaged files is of many types
+        return None, f"warning: {path} cannot be read ({reason(error)}); it is now {move_to_old(path, old)}"
 
 
 def _name(first: int, last: int, rank: int) -> str:
     return f"steps_{first:06d}-{last:06d}.rank{rank:04d}.parquet"
 
 
-def _text(value: str | None) -> str | None:
+def unicode_text(value: str | None) -> str | None:
     """Escape lone surrogates, which a model can write and UTF-8 cannot encode."""
     return value if value is None or value.isascii() else value.encode("utf-8", "backslashreplace").decode("utf-8")
 

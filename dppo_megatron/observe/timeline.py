@@ -52,7 +52,6 @@ class StepRecorder:
 
     Args:
         directory: that of the run.
-        say: takes log lines.
     """
 
     def __init__(self, settings: ObserveConfig, directory: Path, spans: Spans, say: Callable[[str], None]) -> None:
@@ -64,7 +63,6 @@ class StepRecorder:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around the step."""
         every = self._settings.timeline_every
         wanted = self._left > 0 or (every > 0 and number % every == 0)
         self._left = max(0, self._left - 1)
@@ -122,7 +120,8 @@ def trace(step: int, ranks: Sequence[RankSpans]) -> dict[str, Any]:
     origin_s = min(starts, default=0.0)
     events: list[dict[str, Any]] = []
     for one in ranks:
-        names = sorted({span.track for span in one.spans}, key=lambda name: (*_place(name), name))
+        tracks = {span.track for span in one.spans}
+        names = [name for name in _ORDER if name in tracks] + sorted(tracks - set(_ORDER))
         threads = {name: place for place, name in enumerate(names)}
         events.append(_about("process_name", one.rank, 0, f"rank {one.rank} ({one.host})"))
         events += [_about("thread_name", one.rank, place, name) for name, place in threads.items()]
@@ -132,10 +131,6 @@ def trace(step: int, ranks: Sequence[RankSpans]) -> dict[str, Any]:
         events += _counters(one, origin_s)
     clocks = [{"rank": one.rank, "offset_s": one.offset_s, "within_s": one.within_s} for one in ranks]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": step, "clocks": clocks}}
-
-
-def _place(track: str) -> tuple[int]:
-    return (_ORDER.index(track) if track in _ORDER else len(_ORDER),)
 
 
 def _about(what: str, process: int, thread: int, value: str | int) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Names a rank that dies or hangs, and stops the others instead of leaving them waiting.
+"""What ends a run early: a signal asks for the end of the step; a rank that dies or hangs is named, and the others stop
+instead of waiting for it.
 
 A collective whose peer is gone fails at once or waits for the process group's timeout, and never says who is missing.
 Here a thread of each rank increments a key in the job's store. Rank 0 watches all others and the others watch rank 0,
@@ -8,17 +9,22 @@ so the load on the store grows with the number of ranks and not with its square.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 from dppo_megatron.texts import show
 
 _STOP = "watchdog/stop"
+_ASK_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
+"""SIGUSR1 is what jobs request from Slurm (`sbatch --signal=B:USR1@300`, examples/slurm/requeue.sbatch). Slurm sends it
+to every process of a step, so servers, clients and graders ignore it."""
 
 
 class Watchdog:
@@ -51,13 +57,11 @@ class Watchdog:
         self._second = threading.Thread(target=self._watch_store, name="watchdog of the store", daemon=True)
 
     def start(self) -> None:
-        """Send the first sign of life and begin to watch."""
         self._show(0)
         self._thread.start()
         self._second.start()
 
     def stop(self) -> None:
-        """Stop sending signs and watching."""
         self._done.set()
         self._thread.join()
 
@@ -122,3 +126,28 @@ class Watchdog:
 def _leave(reason: str) -> None:
     show(f"watchdog: {reason}; stopping", file=sys.stderr)
     os._exit(1)  # the main thread may be inside a collective that never returns
+
+
+class StopRequests:
+    """Remembers the first of the signals, from `listen` to `restore`. A second SIGTERM ends the process as usual."""
+
+    def __init__(self) -> None:
+        self.received = ""
+        """Name of the signal; empty if none came."""
+        self._before: dict[signal.Signals, Any] = {}
+
+    def listen(self) -> None:
+        """Install the handlers; does nothing outside the main thread, where Python does not allow it."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._on_signal) for number in _ASK_TO_STOP}
+
+    def restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.received = self.received or signal.Signals(number).name

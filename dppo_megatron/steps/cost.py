@@ -1,6 +1,6 @@
 """What a sequence costs to train on under a model's architecture, and what a round of generation costs by its tokens.
 
-Apart from `packing/cost.py`, which knows numbers and no models, so that the pure rooms stay pure.
+Apart from `packing/cost.py`, which knows numbers and no models, so that packing imports no model.
 """
 
 from __future__ import annotations

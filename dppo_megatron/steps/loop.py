@@ -1,6 +1,6 @@
 """The phases of a training step, one method each; `train.py` calls them in order.
 
-The only file that knows all the rooms (engine, graders, selection, packing, actor) and connects them. A phase takes the
+The only file that knows engine, graders, selection, packing and actor, and connects them. A phase takes the
 step (`step.py`), does one thing and moves `reached` on. Rank 0 selects, prunes and plans on scalars and broadcasts the
 result. Ranks share generating and grading. Updating and syncing are collective.
 
@@ -69,7 +69,7 @@ ShowPhases: TypeAlias = Callable[[int], AbstractContextManager[Callable[[str], N
 
 
 class Loop:
-    """The rooms of the house, wired for one job.
+    """Engine, graders, selection and actor of one job.
 
     Args:
         say: takes log lines, on rank 0.

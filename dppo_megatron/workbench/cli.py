@@ -1,6 +1,7 @@
 """The command line: finds the command, and says mistakes in one line with the right exit code.
 
-Help and mistakes must not wait for torch and Megatron, so each command imports what it needs only when it runs.
+Help and mistakes must not wait for torch and Megatron, so each command is imported when it is asked for, and
+imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -11,56 +12,52 @@ import errno
 import os
 import select
 import sys
+from collections.abc import Collection
+from importlib import import_module
 from typing import NoReturn
 
 from dppo_megatron import __version__
-from dppo_megatron.config.reference import all_settings
 from dppo_megatron.texts import one_line
 from dppo_megatron.types import GuardStop, UserError, Watch
-from dppo_megatron.workbench.commands import (
-    accept,
-    compare,
-    completion,
-    config,
-    convert,
-    data,
-    doctor,
-    evaluate,
-    plan,
-    quickstart,
-    report,
-    serve,
-    simulate,
-    train,
-    watch,
-)
 from dppo_megatron.workbench.commands.terminal import drop, say, show_progress
-from dppo_megatron.workbench.mistakes import explained
 
-_COMMANDS = (  # in the order of --help
-    *(train, compare, quickstart, plan, evaluate, report, serve, watch),
-    *(simulate, doctor, accept, convert, data, config, completion),
-)
+_COMMANDS = {  # in the order of --help; each is a module of `commands`
+    "train": "train a model",
+    "compare": "train under several pruning methods and compare",
+    "quickstart": "make a small task, train on it and report",
+    "plan": "what a job needs and costs, before anything is started",
+    "eval": "score a model, or compare two evaluations",
+    "report": "one HTML file about one run or several",
+    "serve": "rollout servers on this machine for a trainer elsewhere",
+    "watch": "follow a run in the terminal",
+    "simulate": "predict the cost of pruning methods from a recorded run",
+    "doctor": "check the installation, a job's machines, and packing and FP8 on your model",
+    "accept": "measure this machine, with a verdict on each figure",
+    "convert": "Hugging Face checkpoint to Megatron's format and back",
+    "data": "download a known problem set",
+    "config": "print settings with default, range and meaning",
+    "completion": "print a script for your shell's completion",
+}
 
 
 def main(argv: list[str] | None = None, watch: Watch = show_progress) -> int:
-    """Run a subcommand; returns the exit code (docs/run_directory.md lists them).
-
-    Args:
-        watch: shows the progress of what takes long.
-    """
+    """Run a subcommand; returns the exit code (docs/run_directory.md lists them)."""
     _open_what_is_closed()
     argv = sys.argv[1:] if argv is None else argv
     try:
-        parser = program()
         if "_ARGCOMPLETE" in os.environ:  # a shell asks what could stand here
-            completion.complete(parser)
+            from dppo_megatron.workbench.commands.completion import complete
+
+            complete(program())
+        parser = program(argv[:1])
         arguments = parse(parser, argv)
         arguments.watch, arguments.command = watch, argv[0]
         code: int = arguments.run(arguments)
         sys.stdout.flush()  # so that a broken pipe is raised here and not at exit
         return code
     except UserError as error:
+        from dppo_megatron.workbench.mistakes import explained
+
         say(f"error: {explained(error, argv[0])}")
         return 2
     except GuardStop as stop:
@@ -135,6 +132,8 @@ def _meant(unknown: list[str], parser: argparse.ArgumentParser) -> str:
     """What may stand in place of the first: a setting, an option of a similar name, or else any option."""
     options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     name, given, value = unknown[0].lstrip("-").partition("=")
+    from dppo_megatron.config.reference import all_settings
+
     takes_settings = any(action.dest == "overrides" for action in parser._actions)
     if takes_settings and name in {one.key for one in all_settings()}:
         return f"a setting is given without dashes: {name}={value if given else (unknown[1:] or ['...'])[0]}"
@@ -148,8 +147,8 @@ class _Parser(argparse.ArgumentParser):
         super().error(one_line(message, 2000))  # quotes what was typed, or what a shell made of a file's name
 
 
-def program() -> argparse.ArgumentParser:
-    """The parser of `dppo-megatron` with all its commands."""
+def program(wanted: Collection[str] = _COMMANDS) -> argparse.ArgumentParser:
+    """The parser of `dppo-megatron`. Only the commands that are `wanted` know their options, each from its module."""
     parser = _Parser(
         prog="dppo-megatron",
         allow_abbrev=False,
@@ -157,8 +156,12 @@ def program() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add(commands)
+    for name, summary in _COMMANDS.items():
+        if name in wanted:
+            module = "evaluate" if name == "eval" else name
+            import_module(f"dppo_megatron.workbench.commands.{module}").add(commands, summary)
+        else:
+            commands.add_parser(name, help=summary)
     return parser
 
 

@@ -16,7 +16,7 @@ from dppo_megatron.types import UserError
 _ABOUT = {
     "actor.md": "actor doctor platform",
     "checkpoints.md": "checkpoint convert run weights",
-    "choosing.md": "compare simulate trace",
+    "choosing.md": "compare simulate",
     "cluster.md": "distributed launched serve",
     "configuration.md": "job",
     "data.md": "data",

@@ -16,13 +16,14 @@ from dppo_megatron.pruning.budget import floor_share
 from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.pruning.methods import with_method
 from dppo_megatron.randomness import generator
-from dppo_megatron.selection import Decision, Rollouts, Selector
+from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.steps.cost import RolloutCost
-from dppo_megatron.steps.trace import Trace
-from dppo_megatron.types import Advance, FloatArray, IntArray, UserError, Watch, counted, unwatched
+from dppo_megatron.types import Advance, IntArray, UserError, Watch, counted, unwatched
+from dppo_megatron.workbench.runs.trace import Trace
 
 _MOSTLY_ROLLOUT = 0.9
 """Share of a step above which completion pruning is said to be of no help: it gains less than a ninth."""
+_COLUMNS = ("rewards", "lengths", "surprisal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,9 @@ class CostModel:
     """Generation runs beside the rest (async_steps=1)."""
 
     def update_s(self, tokens: float) -> float:
-        """Training on so many tokens."""
         return self.update_s_per_1k_tokens * tokens / 1000
 
     def step_s(self, rollout_s: float, update_s: float) -> float:
-        """The whole step."""
         rest = update_s + self.fixed_s
         return max(rollout_s, rest) if self.overlaps else rollout_s + rest
 
@@ -111,11 +110,7 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
 
 
 def simulate(trace: Trace, method: str, costs: CostModel, watch: Watch = unwatched) -> Prediction:
-    """Replay `method` over the trace.
-
-    Args:
-        watch: shows how many steps have been replayed.
-    """
+    """Replay `method` over the trace."""
     with watch(f"simulating {method}", len(trace.steps), "steps") as advance:
         return _replay(trace, method, costs, advance)
 
@@ -124,7 +119,7 @@ def _replay(trace: Trace, method: str, costs: CostModel, advance: Advance) -> Pr
     config = with_method(trace.config, method)
     selector = Selector(config, trace.num_prompts, set_sizes=trace.set_sizes, features=trace.features)
     outcomes = _Outcomes(trace)
-    totals: dict[str, float] = dict.fromkeys(("prompts", "completions", "trained", "generated_t", "trained_t"), 0.0)
+    counts = np.zeros(5)
     labels, kept_variance, kept_scale, full_variance, seconds, idle, nominal = {"exact"}, *[0.0] * 6
     for traced in counted(trace.steps, advance):
         step = traced.step
@@ -139,15 +134,8 @@ def _replay(trace: Trace, method: str, costs: CostModel, advance: Advance) -> Pr
         generated, trained = float(rollouts.lengths.sum()), float(rollouts.lengths.ravel()[decision.kept].sum())
         update_s = costs.update_s(trained)
         seconds += costs.step_s(rollout_s, update_s)
-        for name, amount in (
-            ("prompts", len(rollouts.rewards)),
-            ("completions", rollouts.rewards.size),
-            ("trained", decision.kept.sum()),
-            ("generated_t", generated),
-            ("trained_t", trained),
-        ):
-            totals[name] += float(amount)
-        scores = _scores(decision, rollouts)
+        counts += len(rollouts.rewards), rollouts.rewards.size, decision.kept.sum(), generated, trained
+        scores = np.abs(decision.advantages) * rollouts.surprisal.ravel() / decision.denominator
         step_variance = float(np.sum(np.square(decision.weight * scores)))
         kept_variance += step_variance
         kept_scale += float(np.sum(decision.weight * np.square(scores)))
@@ -159,20 +147,22 @@ def _replay(trace: Trace, method: str, costs: CostModel, advance: Advance) -> Pr
     count = len(trace.steps)
     scale = kept_scale / full_variance if full_variance else 1.0
     worst = max(labels, key=("exact", "unbiased", "ratio", "biased").index)
+    effect = decision.effect
+    prompts, completions, trained_on, tokens, tokens_trained = (counts / count).tolist()
     return Prediction(
         method=method,
         label=worst,
-        prompts_generated=totals["prompts"] / count,
-        completions_generated=totals["completions"] / count,
-        completions_trained=totals["trained"] / count,
-        tokens_generated=totals["generated_t"] / count,
-        tokens_trained=totals["trained_t"] / count,
+        prompts_generated=prompts,
+        completions_generated=completions,
+        completions_trained=trained_on,
+        tokens_generated=tokens,
+        tokens_trained=tokens_trained,
         step_s=seconds / count,
         scale=scale,
         variance_ratio=kept_variance / full_variance / scale**2 if full_variance and scale else 1.0,
         imputed_share=outcomes.imputed / max(outcomes.asked, 1),
         without_gradient=idle / max(nominal, 1.0),
-        prompt_effect=_prompt_effect(decision),
+        prompt_effect=(effect.realised, effect.error, effect.uniform) if effect else None,
     )
 
 
@@ -217,11 +207,6 @@ def limits(predictions: list[Prediction], costs: CostModel) -> list[str]:
     return lines
 
 
-def _prompt_effect(decision: Decision) -> tuple[float, float, float] | None:
-    effect = decision.effect
-    return None if effect is None else (effect.realised, effect.error, effect.uniform)
-
-
 def table(predictions: list[Prediction], costs: CostModel) -> str:
     """A table to print; speed-up is in seconds a step against the first method. Below it, what limits the gain."""
     header = (
@@ -247,7 +232,6 @@ def table(predictions: list[Prediction], costs: CostModel) -> str:
 
 
 def as_json(predictions: list[Prediction], costs: CostModel) -> dict[str, object]:
-    """As JSON, for other tools."""
     methods = [asdict(p) | {"like_for_like": like_for_like(p, predictions[0])} for p in predictions]
     described = asdict(costs) | {"rollout_s_per_1k_tokens": 1000 * costs.rollout.average}
     return {"costs": described, "methods": methods, "limits": limits(predictions, costs)}
@@ -271,14 +255,12 @@ class _Outcomes:
         places = [self._nearest(prompt, step) for prompt in prompts.tolist()]
         self.asked += len(places)
         self.imputed += sum(at != step for at, _, _ in places)
-        columns = ("rewards", "lengths", "surprisal")
+        steps = [(self._steps[position].rollouts, row) for _, position, row in places]
         empty = self._steps[0].rollouts
         return Rollouts(
             *(
-                np.stack([getattr(self._steps[position].rollouts, name)[row] for _, position, row in places])
-                if places
-                else getattr(empty, name)[:0]
-                for name in columns
+                np.stack([getattr(of, name)[row] for of, row in steps]) if steps else getattr(empty, name)[:0]
+                for name in _COLUMNS
             )
         )
 
@@ -291,13 +273,4 @@ class _Outcomes:
 
 
 def _append(first: Rollouts, second: Rollouts) -> Rollouts:
-    return Rollouts(
-        np.concatenate([first.rewards, second.rewards]),
-        np.concatenate([first.lengths, second.lengths]),
-        np.concatenate([first.surprisal, second.surprisal]),
-    )
-
-
-def _scores(decision: Decision, rollouts: Rollouts) -> FloatArray:
-    scores: FloatArray = np.abs(decision.advantages) * rollouts.surprisal.ravel() / decision.denominator
-    return scores
+    return Rollouts(*(np.concatenate([getattr(first, name), getattr(second, name)]) for name in _COLUMNS))

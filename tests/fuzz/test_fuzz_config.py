@@ -98,7 +98,7 @@ pytestmark = pytest.mark.timeout(0 if "DPPO_FUZZ" in os.environ else 600)
 @pytest.mark.slow
 def test_files(tmp_path: Path, cases: Choose) -> None:
     """Nothing but `UserError` comes of a damaged file, and what is accepted is what stands there."""
-    accepted, chosen = 0, cases("file", 1000)
+    accepted, chosen = 0, cases("file", 400)
     for number in chosen:
         case = f"file {number}"
         content = _damaged_file(random.Random(case))
@@ -120,7 +120,7 @@ def test_files(tmp_path: Path, cases: Choose) -> None:
 @pytest.mark.slow
 def test_command_line(tmp_path: Path, cases: Choose) -> None:
     """The same of settings on the command line, where a text stands for itself."""
-    chosen = cases("line", 1000)
+    chosen = cases("line", 400)
     base = tmp_path / "config.yaml"
     base.write_text("seed: 3\ndata: {eval_paths: {heldout: a}}\n", encoding="utf-8")
     accepted = 0
@@ -146,7 +146,7 @@ def test_layers(tmp_path: Path, cases: Choose) -> None:
     """Parents, a file and the command line, over one another: the last word on each setting arrives."""
     defaults = config_values(Config())
     referred = {"seed": 0, "run_dir": "", "actor": {"optimizer": {"adam_beta1": 0.9}}}
-    for number in cases("layers", 120):
+    for number in cases("layers", 60):
         case = f"layers {number}"
         rng = random.Random(case)
         layers = [_some_settings(rng) for _ in range(rng.randint(1, 4))]

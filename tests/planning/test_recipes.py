@@ -61,7 +61,10 @@ def test_all_are_there() -> None:
     }
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(path, marks=[pytest.mark.long] * path.stem.endswith("grpo"), id=path.stem) for path in RECIPES],
+)
 def test_recipe_passes_plan_and_dry_run(folder: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On its GPUs, with the true shapes: it fits, and the first prompt is rendered by the chat template."""
     assert main(["plan", *_settings(folder, recipe), "--methods", "grpo", "--dry-run"]) == 0

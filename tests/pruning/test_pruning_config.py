@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from support.tables import merged_rows
 
 from dppo_megatron.config.pruning import (
     CompletionPruningConfig,
@@ -145,12 +146,12 @@ def test_what_a_class_says_it_reads_are_settings(level):
 def _settings_table(level):
     """Setting by setting, which methods read it."""
     policies = {"prompt": PROMPT_POLICIES, "completion": COMPLETION_POLICIES}[level]
-    lines = [f"| `pruning.{level}.` | read by |", "|---|---|"]
+    rows = []
     for item in dataclasses.fields(getattr(PruningConfig(), level)):
         readers = [f"`{name}`" for name, policy in policies.items() if item.name in policy.reads]
         if item.name != "method":
-            lines.append(f"| `{item.name}` | {', '.join(readers)} |")
-    return lines
+            rows.append((f"`{item.name}`", ", ".join(readers)))
+    return [f"| `pruning.{level}.` | read by |", "|---|---|", *merged_rows(rows)]
 
 
 @pytest.mark.parametrize("level", ["prompt", "completion"])

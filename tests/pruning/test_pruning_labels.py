@@ -32,6 +32,7 @@ from label_cases import (
 )
 from label_configs import OWN_COMPLETIONS, OWN_PROMPTS, check_sections, make_outcomes
 from support.cases import Choose
+from support.tables import merged_rows
 
 from dppo_megatron.config.objective import KLConfig, ObjectiveConfig, OverlongConfig
 from dppo_megatron.config.schema import Config
@@ -232,7 +233,7 @@ def test_every_setting_is_generated() -> None:
 @pytest.mark.slow
 def test_labels_are_true_in_every_draw(cases: Choose) -> None:
     """And the generator is not idle: every label comes up often."""
-    chosen = cases("case", 500)
+    chosen = cases("case", 300)
     labels = check_all(chosen)
     assert chosen.are_few or all(labels[name] > 5 for name in ORDER), labels
 
@@ -348,27 +349,31 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def _completion_table() -> list[str]:
     kl = {"objective": {"kl": KLConfig(coef=0.01)}}
     header = [*SETTINGS, "`ht`, KL or entropy"]
-    lines = [f"| completions | {' | '.join(header)} |", "|---" * (len(header) + 1) + "|"]
+    rows = []
     for method in COMPLETION_POLICIES:
         labels = [_label(_config("none", method, **changes), "completion/") for changes in [*SETTINGS.values(), kl]]
-        lines.append(f"| `{method}` | {' | '.join(labels)} |")
-    return lines
+        rows.append((f"`{method}`", " | ".join(labels)))
+    return [f"| completions | {' | '.join(header)} |", "|---" * (len(header) + 1) + "|", *merged_rows(rows)]
 
 
 def _prompt_table() -> list[str]:
-    lines = [f"| prompts | {' | '.join(SETTINGS)} | every π is 1 |", "|---" * (len(SETTINGS) + 2) + "|"]
+    rows = []
     for method in PROMPT_POLICIES:
         labels = [_label(_config(method, **changes), "prompt/") for changes in SETTINGS.values()]
         unseen = [row for row in _decide(_config(method), steps=1).ledger if row.name.startswith("prompt/")]
         first = max((row.label for row in unseen), key=ORDER.index)
-        lines.append(f"| `{method}` | {' | '.join(labels)} | {first} |")
-    return lines
+        rows.append((f"`{method}`", " | ".join([*labels, first])))
+    return [
+        f"| prompts | {' | '.join(SETTINGS)} | every π is 1 |",
+        "|---" * (len(SETTINGS) + 2) + "|",
+        *merged_rows(rows),
+    ]
 
 
 def _objective_table() -> list[str]:
     choices: dict[str, dict[str, Any]] = {
         "`loss=clip`": {"loss": "clip"},
-        "`loss=clip`, dual clip": {"loss": "clip", "dual_clip": 3.0},
+        "`loss=clip` with `dual_clip`": {"loss": "clip", "dual_clip": 3.0},
         "`loss=gspo`": {"loss": "gspo"},
         "`loss=cispo`": {"loss": "cispo"},
         "`loss=divergence_tv`": {"loss": "divergence_tv"},
@@ -385,14 +390,14 @@ def _objective_table() -> list[str]:
         "`overlong.buffer_tokens` > 0": {"overlong": OverlongConfig(buffer_tokens=4)},
         "`overlong.filter`": {"overlong": OverlongConfig(filter=True)},
     }
-    lines = ["| setting | no pruning | completions | prompts and completions |", "|---|---|---|---|"]
+    rows = []
     for name, objective in choices.items():
         labels = [
             _label(_config(prompt, completion, objective=objective), "")
             for prompt, completion in (("none", "none"), ("none", "dppo"), ("dppo", "dppo"))
         ]
-        lines.append(f"| {name} | {' | '.join(labels)} |")
-    return lines
+        rows.append((name, " | ".join(labels)))
+    return ["| setting | no pruning | completions | prompts and completions |", "|---|---|---|---|", *merged_rows(rows)]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ EXPECTED = (  # what a machine may lack, or a test be for
     r"its torch store listens|n = G is one request|SGLang multiplies with the weights it shows",
     r"DPPO_FUZZ_SEED=",
     r"no pseudo-terminal can be opened|no device that is always full|anonymous shared files are Linux's",
-    r"only root can give a directory away",
+    r"only root can give a (directory|file) away",
 )
 """Reasons to skip, as regular expressions of their beginnings. What `.[dev]` installs is no reason."""
 _GIVEN = {r"no vllm: ": "DPPO_VLLM_PYTHON", r"no sglang: ": "DPPO_SGLANG_PYTHON"}

@@ -215,6 +215,7 @@ def _join_group(rank: int, world_size: int, listener: socket.socket, timeout_s: 
         os.close(descriptor)
         store = dist.TCPStore("127.0.0.1", port, world_size, False, timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.barrier()  # a rank that makes a group of its own would close connections while another still makes them
 
 
 def _await_reports(ranks: list[_Rank], deadline: float, timeout_s: float, dies: int | None) -> None:

@@ -5,14 +5,16 @@ It is all that a tool ever sees of a run: numbers, the settings as config.yaml h
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
+
+from dppo_megatron.files import write_text
 
 Cell = str | float | int | bool | None
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """The run, once."""
-
     run: str
     """Id of the run directory."""
     directory: str
@@ -41,8 +43,6 @@ class StepLine(msgspec.Struct, frozen=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """The run ends."""
-
     finished: bool
     """As intended, and not by an error."""
 
@@ -51,6 +51,28 @@ class Answer(msgspec.Struct, frozen=True):
     """To each message, when the tool has taken it."""
 
     failure: str = ""
+
+
+class Mark(msgspec.Struct):
+    """How far a tool is, kept in the run directory."""
+
+    begun: int = 0
+    """How often the run has begun at its first step."""
+    last_step: int = -1
+    id: str = ""
+    """The tool's own id of its run, where it gives one."""
+
+    @staticmethod
+    def read(path: Path) -> Mark:
+        """An unreadable one counts as none."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Mark)
+        except (OSError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            return Mark()
+
+    def write(self, path: Path) -> None:
+        """In one piece. Raises OSError."""
+        write_text(path, msgspec.json.encode(self).decode() + "\n")
 
 
 ToTracker = Begin | StepLine | End

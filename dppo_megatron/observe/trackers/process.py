@@ -11,7 +11,6 @@ with the same result (docs/checkpoints.md). `trackers/NAME.json` says how far th
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import select
@@ -20,67 +19,20 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import IO, Protocol
-
-import msgspec
+from typing import IO
 
 from dppo_megatron.children import ignore_signals
-from dppo_megatron.files import make_directory, write_text
+from dppo_megatron.files import make_directory
 from dppo_megatron.frames import framed, read_frame
-from dppo_megatron.observe.trackers.messages import ENCODER, TO_TRACKER, Answer, Begin, End, StepLine
+from dppo_megatron.observe.trackers.messages import ENCODER, TO_TRACKER, Answer, Begin, End, Mark, StepLine
+from dppo_megatron.observe.trackers.tools import TOOLS, Tracker
 from dppo_megatron.texts import one_line
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _LEAST_SECRET = 6
 """Shorter values of such variables are no secrets, and replacing them would garble text."""
-
-
-@dataclass
-class Mark:
-    """How far the tool is, kept in the run directory."""
-
-    begun: int = 0
-    """How often the run has begun at its first step."""
-    last_step: int = -1
-    id: str = ""
-    """The tool's own id of its run, where it gives one."""
-
-    @staticmethod
-    def read(path: Path) -> Mark:
-        """An unreadable one counts as none."""
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=Mark)
-        except (OSError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            return Mark()
-
-    def write(self, path: Path) -> None:
-        """In one piece."""
-        write_text(path, json.dumps(asdict(self)) + "\n")
-
-
-class Tracker(Protocol):
-    """One tool. What it raises is reported to the trainer, which goes on."""
-
-    def begin(self, begin: Begin, mark: Mark, run: str) -> int | None:
-        """Open or continue the tool's run.
-
-        Args:
-            mark: its `id` may be set.
-            run: id of the run, another one each time that it has begun again.
-
-        Returns:
-            The last step that the tool has, if it knows; steps up to it are passed over. None: as `mark` says.
-        """
-
-    def step(self, line: StepLine) -> None:
-        """Take a step. Steps come in order, each once."""
-
-    def end(self, *, finished: bool) -> None:
-        """Deliver everything."""
 
 
 class Sink:
@@ -162,8 +114,11 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):  # tools print, and ask
         os.dup2(nowhere, descriptor)
-    tracker: Tracker = import_module(f"dppo_megatron.observe.trackers.{name}").make()
     threading.Thread(target=_leave_after, args=(limit_s, messages), daemon=True).start()
-    serve(Sink(name, tracker), messages, answers)
+    serve(Sink(name, TOOLS[name]()), messages, answers)
     answers.close()
     os._exit(0)  # everything is delivered: the tools' own exit hooks would wait for their servers
+
+
+if __name__ == "__main__":
+    main()

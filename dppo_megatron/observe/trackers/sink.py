@@ -14,20 +14,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from dppo_megatron.children import start_python
+from dppo_megatron.config.changes import flat
 from dppo_megatron.files import make_directory, write_text
 from dppo_megatron.frames import framed, read_frame
-from dppo_megatron.observe.trackers.messages import ANSWER, ENCODER, Begin, End, StepLine
+from dppo_megatron.observe.samples import RecordedGroup, unicode_text
+from dppo_megatron.observe.trackers.messages import ANSWER, ENCODER, Begin, Cell, End, StepLine
 
 TRACKERS = "trackers"
 """The directory, in that of the run."""
@@ -42,6 +46,8 @@ _NO_STATISTICS = {
     "WANDB_ERROR_REPORTING": "false",
 }
 """The tools' reports of their own use to their makers, also offline; a variable that is set keeps its value."""
+COLUMNS = ["group", "completion", "prompt", "text", "reference", "extracted", "reward", "advantage", "weight", "why"]
+_LONGEST_TEXT = 4000
 
 
 class _Feed:
@@ -167,7 +173,7 @@ class Trackers:
 
 def _start(name: str, limit_s: float) -> subprocess.Popen[bytes]:
     return start_python(
-        "dppo_megatron.observe.trackers",
+        "dppo_megatron.observe.trackers.process",
         name,
         f"{limit_s:g}",
         variables=_NO_STATISTICS | os.environ,
@@ -176,3 +182,58 @@ def _start(name: str, limit_s: float) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # Control-C at the terminal is the trainer's
     )
+
+
+def numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a line of metrics.jsonl; of each ledger row its kept fraction.
+
+    Example:
+        >>> numbers({"a/b": 1, "c/d": None, "prune/ledger": [{"name": "prompt", "kept_fraction": 0.5}]})
+        {'a/b': 1.0, 'ledger/prompt': 0.5}
+    """
+    ledger = {f"ledger/{row['name']}": row["kept_fraction"] for row in line.get("prune/ledger", ())}
+    return {
+        name: float(value)
+        for name, value in [*line.items(), *ledger.items()]
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def settings(values: Mapping[str, Any]) -> dict[str, Cell]:
+    """Dotted key -> value; a list as text.
+
+    Example:
+        >>> settings({"rollout": {"engine": "hf"}, "steps": 4, "modules": ["a", "b"]})
+        {'rollout.engine': 'hf', 'steps': 4, 'modules': "['a', 'b']"}
+    """
+    return {key: value if isinstance(value, Cell) else str(value) for key, value in flat(values).items()}
+
+
+def table(groups: Sequence[RecordedGroup], rows: int) -> list[list[Cell]]:
+    """The first `rows` completions of a step's recorded groups, in the order of `COLUMNS`."""
+    found: list[list[Cell]] = []
+    for one in sorted(groups, key=lambda group: group.position):
+        prompt, grades = one.group.selected.prompt, one.group.grades
+        for index, completion in enumerate(one.group.completions):
+            if len(found) == rows:
+                return found
+            grade = grades[index] if grades else None
+            reward = float(one.group.rewards[index])
+            texts = [prompt.text, completion.text, prompt.answer, grade.extracted if grade else None]
+            found.append(
+                [
+                    one.position,
+                    index,
+                    *(_cut(text) for text in texts),
+                    reward if math.isfinite(reward) else None,
+                    float(one.advantages[index]),
+                    float(one.weights[index]),
+                    one.why[index],
+                ]
+            )
+    return found
+
+
+def _cut(text: str | None) -> str | None:
+    plain = unicode_text(text)
+    return plain if plain is None or len(plain) <= _LONGEST_TEXT else plain[: _LONGEST_TEXT - 3] + "..."

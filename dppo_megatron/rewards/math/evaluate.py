@@ -183,16 +183,7 @@ def _exact(node: Node, values: Mapping[str, Fraction]) -> Fraction:
     if kind == "-":
         return -_exact(node[1], values)
     if kind in ("+", "*", "/", "^"):
-        left, right = _exact(node[1], values), _exact(node[2], values)
-        if kind == "+":
-            return left + right
-        if kind == "*":
-            return _fits(left * right)
-        if kind == "^":
-            return _power(left, right)
-        if not right:
-            raise Undefined("division by zero")
-        return _fits(left / right)
+        return _exact_operation(kind, _exact(node[1], values), _exact(node[2], values))
     if kind == "root":
         degree = _exact(node[1], values)
         if degree.denominator != 1 or not 2 <= degree <= 100:
@@ -208,6 +199,18 @@ def _exact(node: Node, values: Mapping[str, Fraction]) -> Fraction:
             raise TooBig
         return Fraction(math.comb(int(above), int(below)))
     raise _Irrational
+
+
+def _exact_operation(kind: str, left: Fraction, right: Fraction) -> Fraction:
+    if kind == "+":
+        return left + right
+    if kind == "*":
+        return _fits(left * right)
+    if kind == "^":
+        return _power(left, right)
+    if not right:
+        raise Undefined("division by zero")
+    return _fits(left / right)
 
 
 def _exact_function(name: str, value: Fraction) -> Fraction:

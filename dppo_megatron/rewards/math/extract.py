@@ -10,6 +10,7 @@ second.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 MAX_ANSWER_CHARS = 4000
@@ -162,15 +163,7 @@ def _from_boxes(text: str) -> Extraction | None:
                 continue
             token = brace
         if token[0] == "}":
-            at = match.end() - len(token)
-            while stack and at < match.end():
-                step = min(stack[-1][2], match.end() - at)
-                stack[-1][2] -= step
-                at += step
-                if at < match.end():
-                    mark, content, _ = stack.pop()
-                    closed.append((mark, content, at))
-                    at += 1
+            closed += _close(stack, match.end() - len(token), match.end())
         elif token[0] == "{":
             if stack and token[-1] == "{":
                 stack[-1][2] += len(token)
@@ -188,6 +181,18 @@ def _from_boxes(text: str) -> Extraction | None:
     if not any(box[0] == last for box in reversed(closed)):
         return Extraction((), "", "the last box is not closed")
     return _joined(text, _outermost(closed))
+
+
+def _close(stack: list[list[int]], at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Boxes that the closing braces from `at` to `end` close, each taken off the stack."""
+    while stack and at < end:
+        step = min(stack[-1][2], end - at)
+        stack[-1][2] -= step
+        at += step
+        if at < end:
+            mark, content, _ = stack.pop()
+            yield mark, content, at
+            at += 1
 
 
 def _outermost(closed: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -84,37 +84,57 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
         return True, "choices"
     other = as_choice(reference, other, str(row.get("problem", "")))
     rules = _rules(row, reference)
-    value = read_number(reference)
-    if value is not None and rules is None:
-        theirs = read_number(other)
-        if theirs is None and value.denominator != 1:
-            theirs = read_decimal_comma(other)
-        if theirs is not None and (value == theirs or not (_may_be_rounded(reference) or is_decimal(other))):
-            return value == theirs, "number"
-    gold = _read(reference)
-    try:
-        theirs_read = read_answer(with_digits(other))
-    except (Unreadable, RecursionError, ValueError) as error:
-        theirs_read, unread = None, str(error)
-    else:
-        unread = ""
-    if isinstance(gold, Row) and isinstance(theirs_read, Value) and "," in other:
-        theirs_read = read_answer(other.replace(",", ", "))  # 45,135 is one number only where one is asked for
-    if isinstance(gold, Value) and isinstance(theirs_read, Row):
-        theirs_read = _ungrouped(other, theirs_read)
-    elif isinstance(gold, Row) and isinstance(theirs_read, Value):
-        gold = _ungrouped(reference, gold)
+    if rules is None and (same_number := _same_number(reference, other)) is not None:
+        return same_number, "number"
+    gold, theirs, unread = _read_both(reference, other)
     if (letter := _choice(reference, gold)) and (led := _LED.fullmatch(other)):
         return led["letter"] == letter, "words"
     if isinstance(gold, Words) and not gold.letters and (words := as_words(other)):
-        theirs_read = words  # `odd` without \\text reads as a product of letters
-    if gold is not None and theirs_read is not None:
+        theirs = words  # `odd` without \\text reads as a product of letters
+    if gold is not None and theirs is not None:
         if rules is None:
             digits = significant_digits(other) if is_decimal(other) else 0
             rules = Rules(decimals=_may_be_rounded(reference), their_digits=digits)
-        verdict = _judge(_in_currency(gold, answer), _in_currency(theirs_read, text), rules, row)
+        verdict = _judge(_in_currency(gold, answer), _in_currency(theirs, text), rules, row)
         if verdict is not None:
             return verdict, _kind(gold)
+    return _unjudged(reference, other, gold, theirs, unread)
+
+
+def _same_number(reference: str, other: str) -> bool | None:
+    """None where they are not two numbers, or one of them may be rounded."""
+    value = read_number(reference)
+    if value is None:
+        return None
+    theirs = read_number(other)
+    if theirs is None and value.denominator != 1:
+        theirs = read_decimal_comma(other)
+    if theirs is None or (value != theirs and (_may_be_rounded(reference) or is_decimal(other))):
+        return None
+    return value == theirs
+
+
+def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None, str]:
+    """The reference, the answer, and why the answer could not be read. A comma is a separator where the other of the
+    two is a row."""
+    gold, theirs, unread = _read(reference), None, ""
+    try:
+        theirs = read_answer(with_digits(other))
+    except (Unreadable, RecursionError, ValueError) as error:
+        unread = str(error)
+    if isinstance(gold, Row) and isinstance(theirs, Value) and "," in other:
+        theirs = read_answer(other.replace(",", ", "))  # 45,135 is one number only where one is asked for
+    if isinstance(gold, Value) and isinstance(theirs, Row):
+        theirs = _ungrouped(other, theirs)
+    elif isinstance(gold, Row) and isinstance(theirs, Value):
+        gold = _ungrouped(reference, gold)
+    return gold, theirs, unread
+
+
+def _unjudged(
+    reference: str, other: str, gold: Answer | None, theirs: Answer | None, unread: str
+) -> tuple[Verdict, str]:
+    """Of two that we cannot compare: refused, or asked of Math-Verify."""
     says_more = _SAYS_MORE if isinstance(gold, Value) else _GOES_ON
     if isinstance(gold, (Value, Row)) and says_more.match(other) and not says_more.match(reference):
         return False, "an inequality or a continuation for a value"  # Math-Verify overlooks the sign
@@ -122,7 +142,7 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, s
         return None if unread else False, "words"
     if max(len(reference), len(other)) > MAX_ANSWER_CHARS // 4:
         return None, "too long to be parsed"
-    if theirs_read is None and _MAY_NOT_END.search(other):
+    if theirs is None and _MAY_NOT_END.search(other):
         return None, "too large to be computed"
     full = verify(reference, other)
     if full is None:

@@ -34,8 +34,6 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one child process does."""
-
     name: str
     what: str
     by: str

@@ -50,7 +50,6 @@ def measure(sheet: Sheet) -> None:
 
 
 def main(name: str, directory: str, options: str) -> None:
-    """Run one step."""
     die_with_parent()  # a killed command leaves no measurement behind
     (step,) = (step for step in STEPS if step.name == name)
     measure(Sheet(step, Path(directory), **json.loads(options)))

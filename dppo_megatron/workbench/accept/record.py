@@ -49,8 +49,6 @@ class Row:
 
 @dataclass
 class Record:
-    """All of it."""
-
     options: dict[str, str]
     facts: dict[str, Any] = field(default_factory=dict)
     """Of the machine, as the step `environment` found them."""

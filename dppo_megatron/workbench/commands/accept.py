@@ -27,9 +27,7 @@ command goes on where it was stopped. Without a GPU each row says why it was not
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron accept`."""
-    summary = "measure this machine, with a verdict on each figure"
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     command = add_command(commands, "accept", _accept, summary=summary, description=_ACCEPT)
     names = [step.name for step in STEPS]
     command.add_argument("--hours", type=float, default=0.5, metavar="H", help="of this call (default: 0.5)")

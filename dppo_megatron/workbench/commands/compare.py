@@ -28,11 +28,8 @@ from the same start; those that had finished in --out are kept. Writes results.j
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron compare`."""
-    command = add_command(
-        commands, "compare", _compare, summary="train under several pruning methods and compare", description=_COMPARE
-    )
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
+    command = add_command(commands, "compare", _compare, summary=summary, description=_COMPARE)
     add_config(command)
     command.add_argument("--methods", default=_METHODS, metavar="A,B@N,...", help=f"default: {_METHODS}")
     command.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds from the config's on (default: 1)")
@@ -53,10 +50,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     watch: Watch = arguments.watch
     with watch("loading libraries", 0, ""):
         from dppo_megatron.workbench.compare.arms import parse_arms
-        from dppo_megatron.workbench.compare.page import write_page
-        from dppo_megatron.workbench.compare.runs import in_a_process, run_all
-        from dppo_megatron.workbench.compare.table import results, table, write_results
-        from dppo_megatron.workbench.compare.tasks import shared_task
+        from dppo_megatron.workbench.compare.runs import in_a_process, run_all, shared_task
+        from dppo_megatron.workbench.compare.table import results, table, write_page, write_results
         from dppo_megatron.workbench.compare.verdict import judge
 
     arms = parse_arms(arguments.methods, config, arguments.steps_factor)

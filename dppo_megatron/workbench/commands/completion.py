@@ -31,9 +31,7 @@ _METHODS: dict[str, Iterable[str]] = {
 }
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron completion`."""
-    summary = "print a script for your shell's completion"
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     command = add_command(commands, "completion", _print_script, summary=summary, description=_COMPLETION)
     command.add_argument("shell", choices=("bash", "zsh", "fish"))
 

@@ -25,11 +25,8 @@ How files and the command line are read is in docs/configuration.md.
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron config`."""
-    command = add_command(
-        commands, "config", _config, summary="print settings with default, range and meaning", description=_CONFIG
-    )
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
+    command = add_command(commands, "config", _config, summary=summary, description=_CONFIG)
     command.add_argument("key", metavar="KEY", nargs="?", default="", help="a setting, a section, or a part of a name")
 
 

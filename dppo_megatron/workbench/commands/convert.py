@@ -21,9 +21,7 @@ A distributed checkpoint loads at any tensor, pipeline and expert parallel size.
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron convert`."""
-    summary = "Hugging Face checkpoint to Megatron's format and back"
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     command = add_command(commands, "convert", _convert, summary=summary, description=_CONVERT)
     directions = command.add_subparsers(required=True, metavar="to-megatron|to-hf", dest="direction")
     to_megatron = directions.add_parser("to-megatron", help="from a Hugging Face checkpoint", allow_abbrev=False)

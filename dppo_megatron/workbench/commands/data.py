@@ -19,9 +19,8 @@ Sets: {", ".join(KNOWN_SETS)}
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron data`."""
-    command = add_command(commands, "data", _data, summary="download a known problem set", description=_DATA)
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
+    command = add_command(commands, "data", _data, summary=summary, description=_DATA)
     command.add_argument("name", metavar="NAME", help="which set")
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write")
     command.add_argument("--from", dest="origin", metavar="DIR", help="a local copy of the set's repository on the hub")

@@ -48,9 +48,7 @@ a bound is broken:
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron doctor`."""
-    summary = "check the installation, a job's machines, and packing and FP8 on your model"
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     command = add_command(commands, "doctor", _doctor, summary=summary, description=_DOCTOR)
     command.add_argument("--fp8-gate", metavar="CONFIG", help="YAML file of the job to check")
     command.add_argument("--limit-s", type=float, default=50.0, help="the job's check ends after this long (50)")

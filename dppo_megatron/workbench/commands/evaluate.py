@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
+from dppo_megatron.config.schema import Config
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import Commands, add_command, add_settings
@@ -28,11 +31,8 @@ Writes results.json and samples.jsonl. Grade those samples again, or compare two
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron eval`."""
-    command = add_command(
-        commands, "eval", _evaluate, summary="score a model, or compare two evaluations", description=_DESCRIPTION
-    )
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
+    command = add_command(commands, "eval", _evaluate, summary=summary, description=_DESCRIPTION)
     command.add_argument("model", metavar="MODEL", nargs="?", help="model, run, checkpoint, or YAML file")
     add_settings(command, "settings, as rollout.engine=vllm")
     command.add_argument(
@@ -51,10 +51,23 @@ def add(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument("--rescore", type=Path, metavar="SAMPLES", help="grade an evaluation's samples again")
 
 
+def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """`--sets` takes words up to the next option, settings among them; returns (sets, settings).
+
+    `rollout.engine=vllm` and `seed=1` are settings; `mine=problems.jsonl` is a set.
+    """
+    sections = {item.name for item in fields(Config)}
+    plain = {"run_dir", "seed", "steps", "threads_per_rank"}
+    settings = []
+    for word in words:
+        key, separator, _ = word.partition("=")
+        if separator and (key in plain or ("." in key and key.split(".")[0] in sections)):
+            settings.append(word)
+    return [word for word in words if word not in settings], settings
+
+
 def _evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate, compare or rescore; prints the results and returns the exit code."""
-    from dppo_megatron.evaluation.choice import split_settings
-
     sets, among_sets = split_settings(arguments.sets)
     # the first word is a setting, not the model
     models, settings = split_settings([*([arguments.model] if arguments.model else []), *arguments.overrides])
@@ -79,8 +92,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             found = f", not {len(models)}: {', '.join(models)}" if models else " (or --compare, --rescore)"
             raise UserError(f"give a model, a run directory or a config file to evaluate{found}")
         with arguments.watch("loading libraries", 0, ""):
-            from dppo_megatron.evaluation.standalone import Order, evaluate_model
-        order = Order(
+            from dppo_megatron.evaluation.arguments import EvalArguments
+            from dppo_megatron.evaluation.standalone import evaluate_model
+        given = EvalArguments(
             model=models[0],
             settings=settings,
             sets=sets,
@@ -89,6 +103,6 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             out=arguments.out,
             limit=arguments.limit,
         )
-        lines = evaluate_model(order, arguments.watch)
+        lines = evaluate_model(given, arguments.watch)
     show(*lines)
     return 0

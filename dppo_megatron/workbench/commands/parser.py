@@ -1,15 +1,20 @@
-"""What all subcommands share: how they are added, CONFIG with its settings, and numbers with a range."""
+"""What subcommands share: how they are added, CONFIG with its settings, numbers with a range, Megatron's own fields."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from dppo_megatron.config import load_config
+from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.ranges import Range
 from dppo_megatron.config.schema import Config
-from dppo_megatron.types import UserError
+from dppo_megatron.types import UserError, Watch
+
+if TYPE_CHECKING:  # it imports torch
+    from dppo_megatron.platform.capabilities import Machine
 
 Commands = argparse._SubParsersAction  # the type has no public name
 Run = Callable[[argparse.Namespace], int]
@@ -62,3 +67,37 @@ def check_number(option: str, value: float | None, interval: str) -> None:
     allowed = Range.parse(interval)
     if value is not None and value not in allowed:
         raise UserError(f"{option} {value}: {allowed.wanted(value)}")
+
+
+def check_actor_settings(
+    config: Config, world_size: int, watch: Watch, machine: Machine, *, runs_here: bool, writes: bool
+) -> list[str]:
+    """Check `actor.megatron` and `actor.ddp` against the installed Megatron, before servers are started or ranks meet;
+    returns a line that names those which are not tried, if there are any.
+
+    It imports Megatron, which takes seconds, so only a job that sets one of them waits for it.
+
+    Args:
+        machine: what the job will run on; `runs_here` if it is this one, where Megatron's own checks count too.
+        writes: whether Megatron's rewritten code may be kept on disk, for a faster start of the next process.
+
+    Raises:
+        UserError: a field that the installed Megatron does not have, or that is not the user's to set.
+    """
+    actor = config.actor
+    if not (actor.megatron or actor.ddp):
+        return []
+    with watch("loading Megatron", 0, ""):
+        import torch
+
+        from dppo_megatron import platform
+
+        platform.prepare(keep=writes)
+        from dppo_megatron.actor.model import check_settings
+        from dppo_megatron.weights.architecture import read_architecture
+    architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
+    check_world_size(config, world_size)
+    architecture.check_layout(actor)
+    spec, _ = machine.choose_layer_spec(actor.layer_spec, actor.fp8)
+    dtype = getattr(torch, config.model.dtype)
+    return check_settings(actor, architecture, dtype, world_size, spec, runs_here=runs_here)

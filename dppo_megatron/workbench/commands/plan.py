@@ -19,7 +19,13 @@ from dppo_megatron.launched import launched_world_size
 from dppo_megatron.pruning.methods import METHODS, parse_methods
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError, Watch
-from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, check_number
+from dppo_megatron.workbench.commands.parser import (
+    Commands,
+    add_command,
+    add_config,
+    check_actor_settings,
+    check_number,
+)
 from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
 
 if TYPE_CHECKING:  # it imports torch
@@ -54,9 +60,7 @@ _SPEEDS = ("decode", "mfu", "sync_gb_per_s", "save_gb_per_s", "other_s")
 _COUNTS = ("gpus", "gpus_per_node", "engine_gpus")
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron plan`."""
-    summary = "what a job needs and costs, before anything is started"
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     parser = add_command(commands, "plan", _run, summary=summary, description=_DESCRIPTION)
     _add_options(parser)
 
@@ -108,12 +112,11 @@ def _run(arguments: argparse.Namespace) -> int:
     said: list[str] = []
     with watch("loading libraries", 0, ""):
         from dppo_megatron.job import check_settings
-        from dppo_megatron.steps.trace import read_trace
         from dppo_megatron.weights.architecture import read_architecture
-        from dppo_megatron.workbench.commands.actor_settings import check_actor_settings
         from dppo_megatron.workbench.planning.plan import make_plan
         from dppo_megatron.workbench.planning.text import lines
         from dppo_megatron.workbench.planning.timing import speeds_for
+        from dppo_megatron.workbench.runs.trace import read_trace
     architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
     if not loaded:
         machine = _assumed_machine(arguments.gpu)
@@ -130,7 +133,9 @@ def _run(arguments: argparse.Namespace) -> int:
         trace=read_trace(arguments.trace, watch) if arguments.trace else None,
         watch=watch,
     )
-    show(*_assumed(arguments), *said, *lines(plan, arguments.config), *loaded)
+    is_told = arguments.gpus or launched_world_size() > 1
+    assumed = [] if is_told else [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
+    show(*assumed, *said, *lines(plan, arguments.config), *loaded)
     if arguments.json is not None:
         Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
         Path(arguments.json).write_text(json.dumps(plan.as_json(), indent=2) + "\n", encoding="utf-8")
@@ -138,12 +143,6 @@ def _run(arguments: argparse.Namespace) -> int:
         helps = "; ".join(f"{one.change} ({one.total / GIB:.1f} GiB)" for one in plan.advice[:3])
         raise UserError(f"the job does not fit: {plan.problems[0]}" + (f". What helps: {helps}" if helps else ""))
     return 0
-
-
-def _assumed(arguments: argparse.Namespace) -> list[str]:
-    if arguments.gpus or launched_world_size() > 1:
-        return []
-    return [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
 
 
 def _site(arguments: argparse.Namespace) -> Site:
@@ -170,7 +169,6 @@ def _load_job(config: Config, site: Site, gpu: str, watch: Watch) -> list[str]:
     with watch("loading libraries", 0, ""):
         from dppo_megatron.job import prepare_job
         from dppo_megatron.platform.capabilities import this_machine
-        from dppo_megatron.workbench.commands.actor_settings import check_actor_settings
     machine, note = this_machine(), []
     runs_here = machine.cuda_capability is not None
     if not runs_here:

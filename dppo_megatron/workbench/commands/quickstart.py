@@ -27,11 +27,8 @@ Write an arithmetic task and a tiny model into runs/task_seedSEED, train on it f
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron quickstart`."""
-    parser = add_command(
-        commands, "quickstart", _run, summary="make a small task, train on it and report", description=_DESCRIPTION
-    )
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
+    parser = add_command(commands, "quickstart", _run, summary=summary, description=_DESCRIPTION)
     add_settings(parser)
     parser.add_argument("--config", metavar="CONFIG", help="YAML file (default: configs/quickstart.yaml)")
     parser.add_argument(

@@ -22,11 +22,8 @@ A run may be finished, running or crashed. One run's report is written to RUN/re
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron report`."""
-    command = add_command(
-        commands, "report", _report, summary="one HTML file about one run or several", description=_REPORT
-    )
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
+    command = add_command(commands, "report", _report, summary=summary, description=_REPORT)
     command.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory")
     command.add_argument("--out", type=Path, metavar="FILE", help="where to write")
 
@@ -34,7 +31,7 @@ def add(commands: Commands[argparse.ArgumentParser]) -> None:
 def _report(arguments: argparse.Namespace) -> int:
     with arguments.watch("loading libraries", 0, ""):
         from dppo_megatron.workbench.report.page import write_page
-        from dppo_megatron.workbench.report.read import read_run
+        from dppo_megatron.workbench.runs.record import read_run
     runs: list[Path] = arguments.runs
     out: Path = arguments.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     with arguments.watch("reading", len(runs), "runs") as advance:

@@ -19,11 +19,8 @@ trainer runs: a new one gets the newest weights at the next weight sync, and req
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron serve`."""
-    command = add_command(
-        commands, "serve", _serve, summary="rollout servers on this machine for a trainer elsewhere", description=_SERVE
-    )
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
+    command = add_command(commands, "serve", _serve, summary=summary, description=_SERVE)
     add_config(command, "the trainer's YAML file", "settings, the same as the trainer's")
     command.add_argument(
         "--host",

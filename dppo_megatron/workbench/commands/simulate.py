@@ -22,9 +22,7 @@ are used. A trace of an unpruned run (pruning.prompt.method=none) knows the outc
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron simulate`."""
-    summary = "predict the cost of pruning methods from a recorded run"
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
     command = add_command(commands, "simulate", _simulate, summary=summary, description=_SIMULATE)
     command.add_argument("trace", metavar="TRACE", help="trace.jsonl of a run")
     command.add_argument("--methods", default=_METHODS, metavar="A,B,...", help=f"default: {_METHODS}")
@@ -35,7 +33,7 @@ def add(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def _simulate(arguments: argparse.Namespace) -> int:
     with arguments.watch("loading libraries", 0, ""):
-        from dppo_megatron.steps.trace import read_trace
+        from dppo_megatron.workbench.runs.trace import read_trace
         from dppo_megatron.workbench.simulate import as_json, fit_costs, simulate, table
     methods = parse_methods(arguments.methods)
     for name in ("rollout_cost", "update_cost"):

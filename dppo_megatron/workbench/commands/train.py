@@ -6,7 +6,7 @@ import argparse
 
 from dppo_megatron.launched import check_launched, launched_world_size, set_cuda_variables
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, read_config
+from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, check_actor_settings, read_config
 from dppo_megatron.workbench.commands.plan import add_dry_run, dry_run
 from dppo_megatron.workbench.commands.terminal import quiet_libraries, say
 
@@ -24,9 +24,8 @@ On several processes, with the same arguments:
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron train`."""
-    command = add_command(commands, "train", _train, summary="train a model", description=_TRAIN)
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
+    command = add_command(commands, "train", _train, summary=summary, description=_TRAIN)
     add_config(command)
     command.add_argument(
         "--resume",
@@ -49,7 +48,6 @@ def _train(arguments: argparse.Namespace) -> int:
     with arguments.watch("loading libraries", 0, ""):
         from dppo_megatron.job import prepare_job
         from dppo_megatron.platform.capabilities import this_machine
-        from dppo_megatron.workbench.commands.actor_settings import check_actor_settings
     size, watch = launched_world_size(), arguments.watch
     check_actor_settings(config, size, watch, this_machine(), runs_here=True, writes=True)
     job = prepare_job(config, size, watch=watch)

@@ -25,9 +25,8 @@ run does not notice. Of a run that has ended, and where the output is no termina
 """
 
 
-def add(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add `dppo-megatron watch`."""
-    command = add_command(commands, "watch", _watch, summary="follow a run in the terminal", description=_WATCH)
+def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
+    command = add_command(commands, "watch", _watch, summary=summary, description=_WATCH)
     command.add_argument("watched", metavar="RUN", type=Path, help="run directory")
     command.add_argument("--once", action="store_true", help="print one picture and exit")
     command.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between looks (default: 2)")
@@ -38,27 +37,25 @@ def _watch(arguments: argparse.Namespace) -> int:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-    from dppo_megatron.workbench.watch.follow import Follow
     from dppo_megatron.workbench.watch.frame import View, frame
     from dppo_megatron.workbench.watch.latest import Latest
 
-    follow, latest, console = Follow(arguments.watched), Latest(arguments.watched), Console()
+    latest, console = Latest(arguments.watched), Console()
 
     def picture(height: int | None) -> RenderableType:
-        record = follow.look()
         latest.look()
         # the curves, the time and the head take some 25 lines
         members = 4 if height is None else max(1, min(8, height - 27))
         is_utf = console.encoding.lower().startswith("utf")
-        return frame(record, latest, View(console.width, members, is_utf, console.color_system is not None))
+        return frame(latest, View(console.width, members, is_utf, console.color_system is not None))
 
     with arguments.watch(f"reading {arguments.watched}", 0, ""):
         shown = picture(None)
-    if arguments.once or not console.is_terminal or console.is_dumb_terminal or follow.record.status != "running":
+    if arguments.once or not console.is_terminal or console.is_dumb_terminal or latest.record.status != "running":
         console.print(shown)
         return 0
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
-        while follow.record.status == "running":
+        while latest.record.status == "running":
             live.update(picture(console.height), refresh=True)
             if pressed(arguments.every):
                 break

@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
 
-from dppo_megatron.config.paths import json_reason
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.compare.statistics import Curve
+from dppo_megatron.workbench.runs.lines import decoded
 
 Cost: TypeAlias = Literal["step", "train_s", "train_cpu_s", "tokens_generated", "tokens_trained"]
 _LABELS = ("exact", "unbiased", "ratio", "biased")
@@ -36,8 +36,6 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class MethodRun:
-    """One arm on one seed."""
-
     arm: str
     seed: int
     curve: list[Point]
@@ -50,7 +48,6 @@ class MethodRun:
     """Seconds of each phase of the steps."""
 
     def against(self, cost: Cost) -> Curve:
-        """Its accuracies against one kind of cost."""
         costs = np.array([getattr(point, cost) for point in self.curve], dtype=np.float64)
         return Curve(costs, np.array([point.accuracy for point in self.curve]))
 
@@ -62,47 +59,17 @@ def read_method_run(arm: str, seed: int, run_dir: Path) -> MethodRun:
         UserError: a file that is missing or damaged, since a lost line would make the run look cheaper than it was; or
             no score at its start or its end, because every grading of an evaluation set failed.
     """
-    total = Point(0, 0.0, 0.0, 0.0, 0, 0)
-    curve: list[Point] = []
-    steps: list[int] = []
-    labels: dict[str, str] = {}
-    solved: list[dict[str, list[float | None]]] = []
-    for number, line in enumerate(_read(run_dir / "metrics.jsonl").splitlines(), start=1):
-        row = _decode(line, _Row, f"{run_dir / 'metrics.jsonl'}:{number}")
-        if steps and row.step != steps[-1] + 1:
-            raise UserError(f"{run_dir / 'metrics.jsonl'}:{number}: step {row.step} behind step {steps[-1]}; {_ANEW}")
-        steps.append(row.step)
-        if row.step:
-            step = _decode(line, _Step, f"{run_dir / 'metrics.jsonl'}:{number}")
-            total = replace(
-                total,
-                train_s=total.train_s + step.seconds,
-                train_cpu_s=total.train_cpu_s + step.cpu_seconds,
-                tokens_generated=total.tokens_generated + int(step.generated),
-                tokens_trained=total.tokens_trained + int(step.trained),
-            )
-            for entry in step.ledger:
-                labels[entry.name] = max(labels.get(entry.name, "exact"), entry.label, key=_LABELS.index)
-        scores = _scores(line, f"{run_dir / 'metrics.jsonl'}:{number}")
-        if scores and None not in scores:  # null: every grading of a set failed
-            accuracy = statistics.mean(score for score in scores if score is not None)
-            curve.append(replace(total, step=row.step, accuracy=accuracy))
-            solved.append(row.problems)
-    if not curve or (curve[0].step, curve[-1].step) != (steps[0], steps[-1]):
-        raise UserError(
-            f"{run_dir}: every grading of an evaluation set failed at the start or the end of the run, so there is no"
-            " score to compare by; mend the grader and remove this directory"
-        )
-    if any({k: len(v) for k, v in one.items()} != {k: len(v) for k, v in solved[0].items()} for one in solved):
-        raise UserError(f"{run_dir / 'metrics.jsonl'}: its evaluations are not of the same problems; {_ANEW}")
-    summary = _decode(_read(run_dir / "summary.json"), _Summary, str(run_dir / "summary.json"))
+    try:
+        curve, labels, solved = _read_metrics(run_dir / "metrics.jsonl")
+        path = run_dir / "summary.json"
+        summary = decoded(_read(path), _Summary, str(path))
+    except UserError as error:
+        raise UserError(f"{error}; remove this run's directory, and the same command runs it again") from None
     return MethodRun(arm, seed, curve, labels, _mean_of_last(solved), summary.phase_s)
 
 
-_ANEW = "remove this run's directory, and the same command runs it again"
 _Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0)]
 _Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
-_R = TypeVar("_R")
 
 
 class _Row(msgspec.Struct):
@@ -127,27 +94,58 @@ class _Summary(msgspec.Struct):
     phase_s: dict[str, _Amount]
 
 
+def _read_metrics(path: Path) -> tuple[list[Point], dict[str, str], list[dict[str, list[float | None]]]]:
+    """The curve, the labels, and what each evaluation has solved."""
+    total = Point(0, 0.0, 0.0, 0.0, 0, 0)
+    curve, steps, labels = list[Point](), list[int](), dict[str, str]()
+    solved: list[dict[str, list[float | None]]] = []
+    for number, line in enumerate(_read(path).splitlines(), start=1):
+        where = f"{path}:{number}"
+        row = decoded(line, _Row, where)
+        if steps and row.step != steps[-1] + 1:
+            raise UserError(f"{where}: step {row.step} behind step {steps[-1]}")
+        steps.append(row.step)
+        if row.step:
+            step = decoded(line, _Step, where)
+            total = replace(
+                total,
+                train_s=total.train_s + step.seconds,
+                train_cpu_s=total.train_cpu_s + step.cpu_seconds,
+                tokens_generated=total.tokens_generated + int(step.generated),
+                tokens_trained=total.tokens_trained + int(step.trained),
+            )
+            for entry in step.ledger:
+                labels[entry.name] = max(labels.get(entry.name, "exact"), entry.label, key=_LABELS.index)
+        scores = _scores(line, where)
+        if scores and None not in scores:  # null: every grading of a set failed
+            accuracy = statistics.mean(score for score in scores if score is not None)
+            curve.append(replace(total, step=row.step, accuracy=accuracy))
+            solved.append(row.problems)
+    if not curve or (curve[0].step, curve[-1].step) != (steps[0], steps[-1]):
+        raise UserError(
+            f"{path.parent}: every grading of an evaluation set failed at the start or the end of the run, so there is"
+            " no score to compare by; mend the grader"
+        )
+    if any({k: len(v) for k, v in one.items()} != {k: len(v) for k, v in solved[0].items()} for one in solved):
+        raise UserError(f"{path}: its evaluations are not of the same problems")
+    return curve, labels, solved
+
+
 def _scores(line: bytes, where: str) -> list[float | None]:
-    row = _decode(line, dict[str, Any], where)
+    """pass@1 of each set."""
+    row = decoded(line, dict[str, Any], where)
     found = {key: value for key, value in row.items() if key.startswith("eval/") and key.endswith("/pass@1")}
     try:
         return list(msgspec.convert(found, dict[str, _Share | None]).values())
     except msgspec.ValidationError as error:
-        raise UserError(f"{where}: pass@1: {error}; {_ANEW}") from None
+        raise UserError(f"{where}: pass@1: {error}") from None
 
 
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; {_ANEW}") from None
-
-
-def _decode(line: bytes, kind: type[_R], where: str) -> _R:
-    try:
-        return msgspec.json.decode(line, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{where}: damaged: {json_reason(error)}; {_ANEW}") from None
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _mean_of_last(evaluations: list[dict[str, list[float | None]]]) -> dict[str, list[float | None]]:

@@ -33,7 +33,7 @@ from dppo_megatron.launched import launched_world_size
 from dppo_megatron.types import Advance, GuardStop, UserError, Watch, unwatched
 from dppo_megatron.workbench.compare.arms import Arm
 from dppo_megatron.workbench.compare.record import MethodRun, read_method_run
-from dppo_megatron.workbench.compare.tasks import shared_task, task_settings
+from dppo_megatron.workbench.quickstart.make import read_recipe, write_quickstart
 
 _KEPT = "compare.json"
 """In a run's directory: its settings, data and start once it has finished; empty before."""
@@ -60,7 +60,6 @@ class Progress:
     _last: float = 0.0
 
     def begin(self, name: str, *, kept: bool) -> None:
-        """A run starts, or is there already."""
         self.advance(self.done)
         self.done += 1
         self._say(f"{name}{': kept, it had finished with these settings' * kept}")
@@ -95,9 +94,7 @@ def run_all(
     """Run every arm on every seed, in `out/seed<N>/<arm>`.
 
     Args:
-        say: takes lines about the progress.
         launch: how a run is started: `in_a_process`.
-        watch: shows how many runs have ended.
 
     Raises:
         UserError: no evaluation set, torchrun, settings that an arm cannot have, or a run ended with exit code 2.
@@ -216,3 +213,52 @@ def _finished_as(run_dir: Path) -> str | None:
         return (run_dir / _KEPT).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
+
+
+def shared_task(config: Config) -> str | None:
+    """Why all seeds share one task, or None: each gets its own.
+
+    Runs that share a task share its luck: their spread over seeds says how much the draws matter, not how much the task
+    does. A directory with a `task.json` says how it was made, so the same can be made with another seed.
+    """
+    if not config.data.train_path:
+        return "the task is not one file with a task.json beside it"
+    if read_recipe(_home(config)) is None:
+        return f"{_home(config)} has no task.json that says how to make it for another seed"
+    return None
+
+
+def task_settings(config: Config, seed: int, directory: Path) -> list[str]:
+    """Make the task of `seed` in `directory`; returns the settings that use it: every path of the job that lies in the
+    task's directory, in the new one. The job's own seed has its task already, whatever seed that was made with."""
+    home = _home(config)
+    recipe = read_recipe(home)
+    assert recipe is not None, "asked for a task that cannot be made"
+    if seed == config.seed:
+        return []
+    wanted = recipe._replace(seed=recipe.seed + seed - config.seed)
+    if read_recipe(directory) != wanted:  # task.json is written last: it is there when all is
+        write_quickstart(directory, wanted)
+    paths = {
+        "model.hf_path": config.model.hf_path,
+        "data.train_path": config.data.train_path,
+        "warm_start.examples_path": config.warm_start.examples_path,
+        **{f"data.eval_paths.{name}": path for name, path in config.data.eval_paths.items()},
+        **{f"data.eval_sets.{name}.path": one.path for name, one in config.data.eval_sets.items()},
+        **{f"data.train_sets.{name}.path": one.path for name, one in config.data.train_sets.items()},
+    }
+    moved = {
+        key: directory / inside
+        for key, path in paths.items()
+        if path and (inside := _inside(Path(path), home)) is not None
+    }
+    return [f"{key}={path}" for key, path in moved.items()]
+
+
+def _home(config: Config) -> Path:
+    return Path(config.data.train_path).parent
+
+
+def _inside(path: Path, directory: Path) -> Path | None:
+    whole, root = path.resolve(), directory.resolve()
+    return whole.relative_to(root) if whole.is_relative_to(root) else None

@@ -48,16 +48,13 @@ class Interval:
         return f"{self.median:.2f}x ({self.low:.2f}-{self.high:.2f})" if self.median else "not reached"
 
 
-def moving_mean(values: FloatArray, window: int = WINDOW) -> FloatArray:
-    """Centred mean over `window` values; at the ends over those that there are.
+def moving_mean(values: FloatArray) -> FloatArray:
+    """Centred mean over `WINDOW` values; at the ends over those that there are.
 
     Example:
         [0, 3, 6, 9] -> [1.5, 3, 6, 7.5]
-
-    Args:
-        values: [n]; window: odd.
     """
-    half = window // 2
+    half = WINDOW // 2
     return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
 
 
@@ -82,7 +79,7 @@ def accuracy_at(curve: Curve, cost: float) -> float:
     return float(np.interp(cost, curve.cost, curve.accuracy))
 
 
-def median_over_seeds(values: Sequence[float], *, resamples: int = RESAMPLES) -> Interval:
+def median_over_seeds(values: Sequence[float]) -> Interval:
     """Median with its bootstrap interval: as many seeds drawn with replacement, again and again.
 
     With few seeds the interval is hardly narrower than smallest to largest, and that is the truth about few seeds.
@@ -92,6 +89,6 @@ def median_over_seeds(values: Sequence[float], *, resamples: int = RESAMPLES) ->
             that did.
     """
     array = np.asarray(values, dtype=np.float64)
-    draws = generator(0, "bootstrap over seeds", len(array)).integers(len(array), size=(resamples, len(array)))
+    draws = generator(0, "bootstrap over seeds", len(array)).integers(len(array), size=(RESAMPLES, len(array)))
     low, high = np.quantile(np.median(array[draws], axis=1), (0.025, 0.975))
     return Interval(float(np.median(array)), float(low), float(high))

@@ -1,4 +1,4 @@
-"""The comparison as text, and as JSON for other tools."""
+"""The comparison as text, as JSON for other tools, and as one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from dppo_megatron import __version__
 from dppo_megatron.files import write_text
 from dppo_megatron.workbench.compare.record import MethodRun
 from dppo_megatron.workbench.compare.verdict import BUDGETS, SHARES, ArmVerdict, Verdict
+from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
 
+_OWN = files("dppo_megatron.workbench.compare") / "assets"
 _PACKAGES = ("torch", "megatron-core", "transformers", "numpy")
 
 
@@ -37,7 +40,6 @@ def table(verdict: Verdict) -> str:
 
 
 def headline(verdict: Verdict) -> list[str]:
-    """What the others are compared with."""
     among = ", ".join(verdict.candidates)
     chosen = f", the soonest of {among}" if len(verdict.candidates) > 1 else ""
     gain = f"; gain of {verdict.gain_from}" if verdict.gain_from != verdict.baseline else ""
@@ -91,7 +93,6 @@ def _row(one: ArmVerdict, width: int) -> str:
 
 
 def about() -> dict[str, Any]:
-    """Where and when."""
     return {
         "date": time.strftime("%Y-%m-%d %H:%M %Z"),
         "versions": {"dppo-megatron": __version__} | {name: version(name) for name in _PACKAGES},
@@ -100,10 +101,26 @@ def about() -> dict[str, Any]:
 
 
 def results(verdict: Verdict, runs: Sequence[MethodRun], notes: Sequence[str]) -> dict[str, Any]:
-    """Every figure."""
     return about() | {"notes": list(notes), "verdict": asdict(verdict), "runs": [asdict(run) for run in runs]}
 
 
 def write_results(path: Path, values: dict[str, Any]) -> None:
-    """results.json."""
     write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def write_page(path: Path, title: str, text: str, values: dict[str, Any]) -> None:
+    """Write the page.
+
+    Args:
+        text: the table, as printed.
+        values: what results.json holds.
+
+    Raises:
+        UserError: `path` cannot be written.
+    """
+    runs = [{name: value for name, value in run.items() if name != "solved"} for run in values["runs"]]
+    about = {name: values[name] for name in ("date", "versions", "machine")}
+    data = {"runs": runs, "verdict": values["verdict"], "notes": values["notes"], "about": about}
+    data |= {"title": title, "text": text}
+    scripts = [ASSETS / "data.js", ASSETS / "charts.js", _OWN / "compare.js"]
+    write_html(path, _OWN / "compare.html", title, [script_data("report-data", data)], scripts)

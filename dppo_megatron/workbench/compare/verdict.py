@@ -33,8 +33,6 @@ CLOCKS: tuple[Cost, ...] = ("train_s", "train_cpu_s")
 
 @dataclass(frozen=True, slots=True)
 class ArmVerdict:
-    """One arm over all seeds."""
-
     arm: str
     seeds: int
     end: float
@@ -62,8 +60,6 @@ class ArmVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The comparison of all arms."""
-
     baseline: str
     """Arm that the seconds are compared with."""
     gain_from: str

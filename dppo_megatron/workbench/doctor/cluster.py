@@ -80,7 +80,6 @@ def check_cluster(config: Config | None, limit_s: float, report: Callable[[list[
 
 @said_by_each_rank()
 def _reach(timeout_s: float) -> Any:
-    """The store."""
     if launched_world_size() == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -96,7 +95,6 @@ def _reach(timeout_s: float) -> Any:
 
 
 def _look(config: Config | None, mine: _State, store: Any, until: float) -> None:
-    """The thread."""
 
     def post() -> None:
         store.set(f"state/{launched_rank()}", msgspec.json.encode(mine).decode())

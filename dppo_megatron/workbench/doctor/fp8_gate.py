@@ -53,8 +53,6 @@ FORMAT_BOUNDS = Bounds(0.1, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the gate's verdict."""
-
     what: str
     value: float
     bound: float

@@ -31,8 +31,6 @@ _Settings: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One change."""
-
     change: str
     """As it would be written on the command line."""
     total: float

@@ -65,8 +65,6 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """All phases."""
-
     phases: tuple[Phase, ...]
     """On a GPU of the trainer."""
     host: tuple[Phase, ...]

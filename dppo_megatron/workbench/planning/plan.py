@@ -20,7 +20,6 @@ from dppo_megatron.config.selection import planned_prompts
 from dppo_megatron.config.sets import longest_prompt_tokens
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts
-from dppo_megatron.steps.trace import Trace, TracedStep
 from dppo_megatron.types import UserError, Watch, unwatched
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.workbench.planning.advice import Advice, advise, advise_speed
@@ -29,6 +28,7 @@ from dppo_megatron.workbench.planning.roofline import SPREAD, Lengths, capped
 from dppo_megatron.workbench.planning.shares import active_parameters, whole_model
 from dppo_megatron.workbench.planning.site import GIB, Site
 from dppo_megatron.workbench.planning.timing import Speeds, Timing, plan_timing
+from dppo_megatron.workbench.runs.trace import Trace, TracedStep
 from dppo_megatron.workbench.simulate import CostModel, Prediction, simulate
 
 _PROMPT_TOKENS = 150
@@ -40,8 +40,6 @@ SKIPPED = (0.15, 0.3, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a job would need and cost."""
-
     parameters: int
     active: int
     site: Site
@@ -126,7 +124,6 @@ def make_plan(
         prompt_tokens: likewise; None: 150, or the longest allowed if that is less.
         methods: pruning methods to compare, the first one the measure; empty: none.
         trace: a recorded run whose outcomes are replayed.
-        watch: shows how far the replay is.
 
     Raises:
         UserError: the layout does not fit the model or the number of GPUs, or a mean is above the longest allowed.
@@ -146,8 +143,7 @@ def make_plan(
         completion_tokens = min(float(sum(recorded) / len(recorded)), limit)
     if prompt_tokens is None:
         prompt_tokens = min(_PROMPT_TOKENS, longest_prompt)
-    size = config.rollout.completions_per_prompt
-    lengths = Lengths.assumed(prompt_tokens, completion_tokens, limit, size)
+    lengths = Lengths.assumed(prompt_tokens, completion_tokens, limit, config.rollout.completions_per_prompt)
     if trace:
         drawn = capped(np.concatenate([step.rollouts.lengths for step in trace.steps]), completion_tokens, limit)
         lengths = Lengths(prompt_tokens, completion_tokens, drawn)

@@ -23,8 +23,6 @@ PROCESS_HOST_BYTES = 6 * GIB
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """A kind of GPU."""
-
     memory_bytes: float
     """What programs see; less than the name says."""
     peak_flops: float
@@ -45,8 +43,6 @@ CHIPS = {
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a job would run."""
-
     gpus: int
     """Of the trainer."""
     gpus_per_node: int

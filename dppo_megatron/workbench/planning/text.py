@@ -15,7 +15,6 @@ _ADVICE = 4
 
 
 def lines(plan: Plan, name: str) -> list[str]:
-    """The whole plan of the config `name`."""
     site = plan.site
     mixture = "" if plan.active >= 0.8 * plan.parameters else f", {plan.active / 1e9:.2f}e9 of them for each token"
     return [

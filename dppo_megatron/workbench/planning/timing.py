@@ -45,8 +45,6 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """All of them."""
-
     decode: Speed | None
     """Tokens per second that one GPU generates, over a whole rollout, its slow end included. None: the roofline's."""
     mfu: Speed
@@ -86,7 +84,6 @@ class Timing:
 
     @property
     def step_s(self) -> float:
-        """The whole step."""
         rest = sum(self.seconds.values()) - self.seconds["generate"]
         if self.overlaps:
             return max(self.seconds["generate"], rest)

@@ -37,8 +37,6 @@ _DRAWS_WITHOUT_NEWS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One degree of difficulty."""
-
     name: str
     """Value of `source` in the files."""
     operations: int

@@ -1,33 +1,72 @@
-"""Writes what the quickstart trains: the arithmetic problem set and the tiny Qwen3 checkpoint.
+"""The quickstart's directory: arithmetic problems, a tiny Qwen3 model, and `task.json`, which says how both were made.
 
 They are made, not downloaded, so that the quickstart needs no network after installation and every seed is another
-task and another model. A second run with the same arguments changes nothing; a directory that holds anything else is
-left as it is, since a run may be reading it.
+task and another model. `dppo-megatron compare` reads task.json to make the same for its other seeds. A second run with
+the same arguments changes nothing; a directory that holds anything else is left as it is, since a run may be reading
+it.
 """
 
 from __future__ import annotations
 
 import argparse
 import filecmp
+import json
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-
-from transformers.utils.logging import disable_progress_bar
+from typing import NamedTuple
 
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.quickstart.task import Recipe, write_quickstart
+from dppo_megatron.workbench.quickstart.arithmetic import write_task
+
+RECIPE = "task.json"
+_MAKER = "arithmetic"
+
+
+class Recipe(NamedTuple):
+    """What a quickstart's directory is a function of."""
+
+    seed: int = 0
+    num_train: int = 512
+    num_heldout: int = 384
+    num_warm_start: int = 16384
+
+
+def write_quickstart(directory: Path, recipe: Recipe) -> None:
+    """Write `{train,heldout,warm_start}.jsonl`, `model/` and `task.json` into `directory`, made if it is missing.
+
+    Raises:
+        UserError: the task cannot be made with these counts.
+    """
+    from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3  # torch and transformers: seconds
+
+    write_task(directory, recipe.seed, recipe.num_train, recipe.num_heldout, recipe.num_warm_start)
+    write_tiny_qwen3(directory / "model", recipe.seed)
+    (directory / RECIPE).write_text(json.dumps({"maker": _MAKER} | recipe._asdict()) + "\n", encoding="utf-8")
+
+
+def read_recipe(directory: Path) -> Recipe | None:
+    """The recipe of a directory that `write_quickstart` made; None of any other."""
+    try:
+        values = json.loads((directory / RECIPE).read_text(encoding="utf-8"))
+        if values.pop("maker") != _MAKER:
+            return None
+        return Recipe(**{name: int(value) for name, value in values.items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 done, 2 the user's mistake."""
     args = _parse(argv)
+    from transformers.utils.logging import disable_progress_bar
+
     disable_progress_bar()
     try:
-        changed = make_quickstart(args.out, args.seed, args.train, args.heldout, args.warm_start)
+        changed = _make(args.out, Recipe(args.seed, args.train, args.heldout, args.warm_start))
     except UserError as error:
         show(f"error: {error}", file=sys.stderr)
         return 2
@@ -35,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_quickstart(out: Path, seed: int, num_train: int, num_heldout: int, num_warm_start: int) -> bool:
-    """Write `out/{train,heldout,warm_start}.jsonl`, `out/model` and `out/task.json`; False if they were there already.
+def _make(out: Path, recipe: Recipe) -> bool:
+    """`write_quickstart` as a whole or not at all; False if all of it was there already.
 
     Raises:
         UserError: `out` holds something else, or the task cannot be made with these counts.
@@ -48,13 +87,13 @@ def make_quickstart(out: Path, seed: int, num_train: int, num_heldout: int, num_
     parent = _make_parent(out.absolute().parent)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=parent) as scratch:
         made = Path(scratch) / out.name
-        write_quickstart(made, Recipe(seed, num_train, num_heldout, num_warm_start))
+        write_quickstart(made, recipe)
         if out.exists() and any(out.iterdir()):
             difference = _first_difference(made, out)
             if difference is None:
                 return False
             raise UserError(
-                f"--out {out}: holds something else ({difference} differs from what --seed {seed} makes);"
+                f"--out {out}: holds something else ({difference} differs from what --seed {recipe.seed} makes);"
                 " choose another directory or remove that one"
             )
         if out.exists():
@@ -85,7 +124,7 @@ def _first_difference(made: Path, out: Path) -> str | None:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m dppo_megatron.workbench.quickstart.make", description=(__doc__ or "").split("\n\n")[0]
+        prog="python -m dppo_megatron.workbench.quickstart.make", description="Write the quickstart's task and model."
     )
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems and of the model (default: 0)")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 
-from dppo_megatron.workbench.report.read import RunRecord
+from dppo_megatron.workbench.runs.record import RunRecord, finite_number
 
 _MISMATCH_ALARM = 0.05
 """Used if the run's settings are missing: mean |log-probability difference| to the engine."""
@@ -14,8 +14,6 @@ _MISMATCH_ALARM = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One warning about one run."""
-
     level: str
     """bad, warning or note."""
     text: str
@@ -33,17 +31,13 @@ def findings(run: RunRecord) -> list[Finding]:
         if biased:
             notes = f": {'; '.join(row['notes'])}" if row["notes"] else ""
             found.append(Finding("warning", f"{row['name']} changes the expected gradient{notes}", _spans(biased)))
-    alarm = _setting(run, "rollout.limits.mismatch_alarm", _MISMATCH_ALARM)
+    alarm = finite_number(run.setting("rollout.limits.mismatch_alarm", None))
+    alarm = _MISMATCH_ALARM if alarm is None else alarm
     rules: list[tuple[str, str, Callable[[float], bool], str]] = [
         ("bad", "train/skipped_updates", lambda v: v > 0, "an update was skipped: loss or gradient was not finite"),
         ("warning", "observe/tracker_failures", lambda v: v > 0, "a tracker has missed steps or failed"),
         ("warning", "reward/failed", lambda v: v > 0, "gradings failed"),
-        (
-            "warning",
-            "mismatch/logprob_abs_diff_mean",
-            lambda v: v > alarm,
-            f"engine and actor differ by > {alarm:g}",
-        ),
+        ("warning", "mismatch/logprob_abs_diff_mean", lambda v: v > alarm, f"engine and actor differ by > {alarm:g}"),
         ("warning", "rollout/truncated_share", lambda v: v > 0.5, "more than half of the completions were truncated"),
         ("note", "train/entropy", lambda v: v < 0.01, "entropy below 0.01: the policy has almost stopped exploring"),
         ("note", "prune/completions_trained", lambda v: v == 0, "nothing was trained on"),
@@ -56,13 +50,6 @@ def findings(run: RunRecord) -> list[Finding]:
         if steps:
             found.append(Finding(level, f"{text} ({key})", _spans(steps)))
     return sorted(found, key=lambda one: ("bad", "warning", "note").index(one.level))
-
-
-def _setting(run: RunRecord, key: str, default: float) -> float:
-    try:
-        return float(run.settings[key])
-    except (KeyError, ValueError):
-        return default
 
 
 def _spans(steps: list[int]) -> str:

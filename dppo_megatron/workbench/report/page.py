@@ -1,25 +1,37 @@
 """The page about runs: their columns, findings and samples, as data for the code in `assets/`.
 
 What a model wrote is data and never markup: it is embedded as JSON in which every `<` is escaped, and the page's code
-inserts it as text.
+inserts it as text. There are samples of some steps, spread over the run, each with as many groups as fit. Tokens are
+ids, with one table of their texts: the same few thousand tokens occur over and over.
 """
 
 from __future__ import annotations
 
-import json
+import math
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.workbench.report.browser import Samples, read_samples
+from dppo_megatron.observe.samples import SAMPLES, SampleFile, sample_files
 from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
 from dppo_megatron.workbench.report.findings import findings
-from dppo_megatron.workbench.report.read import RunRecord, default_settings
+from dppo_megatron.workbench.runs.record import RunRecord, default_settings
+from dppo_megatron.workbench.runs.samples import read_rows
 
 _SCRIPTS = ("data.js", "charts.js", "sections.js", "samples.js", "page.js")
 SAMPLE_BYTES = 16_000_000
 """Limit for the samples of all runs together: a browser opens a page of this size without delay."""
+_STEPS = 40
+_COLUMNS = (
+    "step", "group", "completion", "prompt_index", "source", "prompt", "reference", "text", "extracted", "reward",
+    "reward_why", "advantage", "kept", "why", "prompt_prob", "prompt_weight", "completion_prob", "completion_weight",
+    "weight", "tokens", "finish_reason", "weights_version_first", "weights_version_last", "token_ids", "logprobs",
+    "actor_logprobs",
+)  # fmt: skip
+_OF_THE_GROUP = ("group", "prompt_index", "source", "prompt", "reference", "prompt_prob", "prompt_weight")
+_HIDDEN = ("step", *_OF_THE_GROUP)
 
 
 def write_page(path: Path, runs: Sequence[RunRecord]) -> None:
@@ -31,8 +43,7 @@ def write_page(path: Path, runs: Sequence[RunRecord]) -> None:
     _name_apart(runs)
     parts: list[str] = []
     for number, run in enumerate(runs):
-        model = json.loads(run.settings.get("model.hf_path", '""')) or ""
-        samples = read_samples(run.path, str(model), SAMPLE_BYTES // len(runs))
+        samples = read_samples(run.path, str(run.setting("model.hf_path", "")), SAMPLE_BYTES // len(runs))
         run.notes += [f"samples/{name} cannot be read and is left out" for name in sorted(samples.unreadable)]
         parts += _sample_data(number, samples)
     about = {"runs": [_data(run) for run in runs], "defaults": default_settings()}
@@ -74,5 +85,115 @@ def _sample_data(number: int, samples: Samples) -> list[str]:
     return parts + [script_data(f"samples-{number}-{step}", groups) for step, groups in samples.steps.items()]
 
 
-def _short(value: float | None) -> float | None:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+@dataclass
+class Samples:
+    """The samples of one run that go into the page."""
+
+    steps: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    """Step -> groups, each with its `members`."""
+    groups_in_step: dict[int, int] = field(default_factory=dict)
+    """Recorded groups of each of these steps; the page may hold fewer."""
+    tokens: dict[int, str] = field(default_factory=dict)
+    """Token id -> its text; empty if the tokenizer was not found."""
+    note: str = ""
+    """Why there are none."""
+    unreadable: set[str] = field(default_factory=set)
+    """Names of files that are left out."""
+
+
+def read_samples(run: Path, model: str, max_bytes: int) -> Samples:
+    """Choose the samples of a run that go into the page.
+
+    Args:
+        model: model.hf_path of the run, for the tokenizer if there is no hf/ yet.
+        max_bytes: approximate limit of their size in the page.
+    """
+    found = Samples()
+    files = sample_files(run / SAMPLES)
+    if not files:
+        found.note = "The run has recorded no samples (observe.samples.share)."
+        return found
+    budget = max_bytes
+    chosen = _spread(sorted({step for one in files for step in range(one.first, one.last + 1)}), _STEPS)
+    for left, step in zip(range(len(chosen), 0, -1), chosen, strict=True):
+        groups, total = _groups(files, step, found.unreadable)
+        kept: list[dict[str, Any]] = []
+        used = 0
+        for group in groups:
+            size = _size(group)
+            if kept and used + size > budget // left:
+                break
+            kept.append(group)
+            used += size
+        if kept:
+            budget -= used
+            found.steps[step], found.groups_in_step[step] = kept, total
+    ids = {i for groups in found.steps.values() for g in groups for m in g["members"] for i in m["token_ids"] or ()}
+    found.tokens = _texts(ids, [run / "hf", Path(model)])
+    return found
+
+
+def _spread(steps: list[int], count: int) -> list[int]:
+    """Example: 10 steps, 4 -> the 1st, 4th, 7th and 10th."""
+    if len(steps) <= count:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+
+
+def _groups(files: list[SampleFile], step: int, unreadable: set[str]) -> tuple[list[dict[str, Any]], int]:
+    """The groups of a step, of all ranks, in order; and how many there are."""
+    groups: dict[int, dict[str, Any]] = defaultdict(dict)
+    for one in files:
+        if not one.first <= step <= one.last:
+            continue
+        try:
+            rows = read_rows(one.path, _COLUMNS, step)
+        except FileNotFoundError:
+            continue  # a run that goes on has merged it
+        except (OSError, ValueError):
+            unreadable.add(one.path.name)
+            continue
+        for row in rows:
+            group = groups[row["group"]]
+            group.update({name: _short(row[name]) for name in _OF_THE_GROUP})
+            group.setdefault("members", []).append(_member(row))
+    return [groups[position] for position in sorted(groups)], len(groups)
+
+
+def _member(row: dict[str, Any]) -> dict[str, Any]:
+    member = {name: _short(value) for name, value in row.items() if name not in _HIDDEN}
+    for name in ("logprobs", "actor_logprobs"):
+        member[name] = None if row[name] is None else [_rounded(value) for value in row[name]]
+    return member
+
+
+def _short(value: Any) -> Any:
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _rounded(value: float) -> float | None:
+    return round(value, 3) if math.isfinite(value) else None
+
+
+def _size(group: dict[str, Any]) -> int:
+    """Approximate size as JSON, in characters."""
+    members = group["members"]
+    return sum([len(group["prompt"]), *(400 + len(one["text"]) + 14 * one["tokens"] for one in members)])
+
+
+def _texts(ids: set[int], places: list[Path]) -> dict[int, str]:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return {}
+    for place in places:
+        path = place / "tokenizer.json"
+        if path.is_file():
+            try:
+                tokenizer = Tokenizer.from_file(str(path))
+            except Exception:  # the library raises plain Exception for a file that it cannot read
+                continue
+            return {i: tokenizer.decode([i], skip_special_tokens=False) or tokenizer.id_to_token(i) or "" for i in ids}
+    return {}

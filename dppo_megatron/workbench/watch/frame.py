@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rich.box import ASCII, ROUNDED
 from rich.console import Group, OverflowMethod, RenderableType
@@ -19,15 +20,17 @@ from rich.text import Text
 from dppo_megatron.rollout.servers.health_file import ServerHealth
 from dppo_megatron.texts import one_line
 from dppo_megatron.workbench.report.findings import findings
-from dppo_megatron.workbench.report.read import RunRecord, finite_number
+from dppo_megatron.workbench.runs.record import RunRecord, finite_number
 from dppo_megatron.workbench.watch.latest import Latest, Sampled
-from dppo_megatron.workbench.watch.sparkline import BLOCKS, PLAIN, sparkline, widths
 
 _STATE = {"finished": "green", "running": "cyan", "stopped": "yellow", "crashed": "bold red"}
 _SERVER = {"live": "green", "stale": "yellow", "out": "bold red"}
 _LEVEL = {"bad": "bold red", "warning": "yellow", "note": "dim"}
 _PHASES = ("rollout", "reward", "select", "prune", "exchange", "update", "sync")
 _COLOURS = ("blue", "magenta", "bright_black", "yellow", "bright_black", "green", "cyan", "white")
+BLOCKS = "▁▂▃▄▅▆▇█"
+PLAIN = "_.-~=+*#"
+"""For a terminal that cannot show blocks."""
 _RECENT = 20
 """Steps that the time left and the split of the time are taken from."""
 _CURVES = (
@@ -51,8 +54,8 @@ class View:
     colour: bool = True
 
 
-def frame(record: RunRecord, latest: Latest, view: View) -> RenderableType:
-    """The whole picture."""
+def frame(latest: Latest, view: View) -> RenderableType:
+    record = latest.record
     parts: list[RenderableType] = [_head(record, latest, view)]
     if len(record.steps) > 1:
         parts += [_curves(record, view), _time_split(record, view), _pruning(record)]
@@ -85,7 +88,7 @@ def duration(seconds: float) -> str:
 
 
 def _head(record: RunRecord, latest: Latest, view: View) -> RenderableType:
-    step, total = (record.steps or [0])[-1], int(finite_number(latest.setting("steps", 0)) or 0)
+    step, total = (record.steps or [0])[-1], int(finite_number(record.setting("steps", 0)) or 0)
     line = Text(f"step {step}" + (f" of {total}" if total else ""))
     if (left := seconds_left(record, total)) is not None and total:
         line.append(f", about {duration(left)} left")
@@ -96,9 +99,9 @@ def _head(record: RunRecord, latest: Latest, view: View) -> RenderableType:
         line.append(f", last step {duration(idle_s)} ago" if record.steps else "", style="dim")
     if not record.steps:
         line = Text("no step yet: loading, warm start, or the evaluation before RL")
-    methods = [str(latest.setting(f"pruning.{level}.method", "?")) for level in ("prompt", "completion")]
-    model = str(latest.setting("model.hf_path", "?")).rstrip("/").rpartition("/")[2]
-    what = f"{model}, {latest.setting('rollout.engine', '?')}, pruning {' / '.join(methods)}"
+    methods = [str(record.setting(f"pruning.{level}.method", "?")) for level in ("prompt", "completion")]
+    model = str(record.setting("model.hf_path", "?")).rstrip("/").rpartition("/")[2]
+    what = f"{model}, {record.setting('rollout.engine', '?')}, pruning {' / '.join(methods)}"
     done, rest = widths([step, max(0, total - step)], max(10, view.width - 6))
     bar = Text.assemble(
         ("━" if view.unicode else "=") * done, (("─" if view.unicode else "-") * rest, "dim"), style="cyan"
@@ -222,5 +225,47 @@ def _line(text: str) -> str:
 
 
 def _recent(record: RunRecord, key: str) -> float | None:
-    values = [one for one in record.columns.get(key, [])[-_RECENT:] if one is not None]
-    return sum(values) / len(values) if values else None
+    return _mean(record.columns.get(key, [])[-_RECENT:])
+
+
+def sparkline(values: Sequence[float | None], width: int, levels: str = BLOCKS) -> str:
+    """A curve of at most `width` characters, each the mean of its part of `values`; a gap where a part has none.
+
+    Example: [0, 1, 2, 3] at width 2 -> means 0.5 and 2.5, lowest and highest: "▁█".
+    """
+    parts = [_mean(part) for part in _split(values, width)]
+    present = [one for one in parts if one is not None]
+    if not present:
+        return ""
+    low, high = min(present), max(present)
+    span = high - low if high > low else 1.0
+    top = len(levels) - 1
+    return "".join(" " if one is None else levels[round((one - low) / span * top)] for one in parts)
+
+
+def widths(shares: Sequence[float], total: int) -> list[int]:
+    """Characters of a bar of `total` for each of the shares, the largest remainders rounded up.
+
+    Example: shares [1, 1, 2] over 10 -> [3, 2, 5].
+    """
+    whole = sum(shares)
+    if whole <= 0:
+        return [0] * len(shares)
+    exact = [total * share / whole for share in shares]
+    rounded = [int(one) for one in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: (rounded[i] - exact[i], i))
+    for i in by_remainder[: total - sum(rounded)]:
+        rounded[i] += 1
+    return rounded
+
+
+def _split(values: Sequence[float | None], count: int) -> list[Sequence[float | None]]:
+    if len(values) <= count:
+        return [values[i : i + 1] for i in range(len(values))]
+    ends = [round(i * len(values) / count) for i in range(count + 1)]
+    return [values[a:b] for a, b in pairwise(ends)]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    present = [one for one in values if one is not None]
+    return sum(present) / len(present) if present else None

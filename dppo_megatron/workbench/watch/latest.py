@@ -1,4 +1,4 @@
-"""The newest of what a run writes beside its record: samples of the last step, health of the servers, settings."""
+"""What the picture needs beside the metrics: samples of the last step, health of the servers, settings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from dppo_megatron.observe.samples import SAMPLES, newest_sample_file, read_rows
+from dppo_megatron.observe.samples import SAMPLES
 from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth, read_health
+from dppo_megatron.workbench.runs.record import Follow, RunRecord, read_settings
+from dppo_megatron.workbench.runs.samples import newest_sample_file, read_rows
 
 _COLUMNS = ("step", "group", "prompt", "text", "reward", "kept", "why", "tokens", "weight", "extracted")
 
@@ -27,24 +27,26 @@ class Sampled:
 
 
 class Latest:
-    """Looks at the files only when they have changed."""
+    """A run as it is now; files are read only when they have changed. Raises UserError as `Follow`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.settings = _settings(path / "config.yaml")
-        """Of the run, as nested values; empty while there are none."""
+        self._follow = Follow(path)
         self.samples = Sampled()
         self._sample_file: Path | None = None
 
-    def look(self) -> None:
-        """Read what is new."""
-        if not self.settings:
-            self.settings = _settings(self._path / "config.yaml")
+    @property
+    def record(self) -> RunRecord:
+        return self._follow.record
+
+    def look(self) -> RunRecord:
+        record = self._follow.look()
+        if not record.settings:
+            record.settings = read_settings(self._path / "config.yaml", [])
         newest = newest_sample_file(self._path / SAMPLES)
-        if newest is not None and newest != self._sample_file:
-            read = _read_samples(newest)
-            if read is not None:
-                self.samples, self._sample_file = read, newest
+        if newest is not None and newest != self._sample_file and (read := _read_samples(newest)) is not None:
+            self.samples, self._sample_file = read, newest
+        return record
 
     def servers(self) -> tuple[list[ServerHealth], float]:
         """The run's servers, and how many seconds ago they were looked at."""
@@ -57,13 +59,6 @@ class Latest:
             return max(0.0, time.time() - (self._path / "metrics.jsonl").stat().st_mtime)
         except OSError:
             return None
-
-    def setting(self, key: str, default: Any) -> Any:
-        """A setting of the run by its dotted key."""
-        value: Any = self.settings
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        return default if value is None else value
 
 
 def _read_samples(path: Path) -> Sampled | None:
@@ -87,12 +82,3 @@ def _read_samples(path: Path) -> Sampled | None:
 def _spread(group: list[dict[str, Any]]) -> float:
     rewards = [row["reward"] for row in group if row["reward"] is not None and math.isfinite(row["reward"])]
     return statistics.pvariance(rewards) if rewards else 0.0
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}

@@ -6,7 +6,8 @@ Here one process imports them; whoever starts the interpreter that `interpreter`
     trainer --starts--> this file as a client --arguments, environment, log--> this file as the parent of servers
                         (what ends it ends the server)                           '--forks--> the server --> its replicas
 
-The server is vLLM's own module with the trainer's own command line, and a small cache. What a CPU has not is made up:
+The server is vLLM's own module with the trainer's own command line, and a small cache. With DPPO_REHEARSED_NODE in the
+trainer's environment, what a CPU has not is made up:
 
     a worker's GPU    the entry of CUDA_VISIBLE_DEVICES that vLLM's placement gives it, on the machine that
                       DPPO_REHEARSED_NODE names; it takes weights from memory on that GPU only, as CUDA IPC does, and
@@ -33,7 +34,7 @@ from typing import Any
 
 _MAX_MESSAGE = 1 << 20
 _PR_SET_PDEATHSIG = 1
-_IN_ENGINE = Path(__file__).parents[2] / "dppo_megatron" / "rollout" / "servers" / "in_engine"
+_IN_ENGINE = Path(__file__).parents[3] / "dppo_megatron" / "rollout" / "servers" / "in_engine"
 
 
 @contextlib.contextmanager
@@ -67,6 +68,11 @@ def interpreter(python: str, directory: Path) -> Iterator[Path]:
         parent.wait()
 
 
+def group_of(process: int, script: Path) -> int:
+    """The process group of the server that the process started from `script` stands for."""
+    return int((script.parent / f"group_of_{process}").read_text())
+
+
 def _client(address: str, arguments: list[str]) -> int:
     """In the trainer's child: have a server forked, stay while it lives, end it when asked to."""
     # A server whose replicas have died ignores SIGTERM: nothing of it may outlive a test that is interrupted.
@@ -76,6 +82,7 @@ def _client(address: str, arguments: list[str]) -> int:
         message = json.dumps({"arguments": arguments, "environment": dict(os.environ)}).encode()
         socket.send_fds(parent, [message], [1, 2])
         server = int(parent.recv(64))
+        (Path(address).parent / f"group_of_{os.getpid()}").write_text(str(server))
 
         def end(kind: int, _: FrameType | None) -> None:
             with contextlib.suppress(ProcessLookupError):
@@ -129,22 +136,28 @@ def _import_once() -> None:
     import gc
     import multiprocessing
 
-    import dppo_vllm_extension
+    import dppo_vllm_extension  # noqa: F401
+    import setproctitle
     import vllm.entrypoints.openai.api_server
     import vllm.model_executor.models.qwen3
     import vllm.model_executor.models.qwen3_moe
     import vllm.v1.engine.core
     import vllm.v1.executor.multiproc_executor
     import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.distributed.device_communicators import shm_broadcast
 
+    # A worker spins for a second after each message that it reads: eight of them would have two cores for themselves.
+    shm_broadcast.SpinCondition.__init__.__defaults__ = (0.0,)  # busy_loop_s
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 50
+    setproctitle.getproctitle()  # it finds the place of the title now, while the environment is still that of the start
     get_context = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)  # type: ignore[method-assign, assignment, arg-type, return-value]
-    _make_up_devices(dppo_vllm_extension)
-    _make_up_collectives()
     gc.freeze()
 
 
-def _make_up_devices(extension: Any) -> None:
+def _make_up_devices() -> None:
+    import dppo_vllm_extension as extension
+
     dppo_model, take, finish = (
         extension.WorkerExtension.dppo_model,
         extension.Receiver._map,
@@ -211,6 +224,9 @@ def _serve(arguments: list[str], environment: dict[str, str]) -> None:
     try:
         os.environ.clear()
         os.environ.update(environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+        if "DPPO_REHEARSED_NODE" in environment:
+            _make_up_devices()
+            _make_up_collectives()
         module = arguments[arguments.index("-m") + 1]
         sys.argv = [module, *arguments[arguments.index("-m") + 2 :], "--num-gpu-blocks-override", "256"]
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,0 +1,277 @@
+"""Resolves the command line of `eval`: which model, which sets, which settings, and where results go.
+
+A set is given as the name of a preset (`six`) or of a set in one (`aime24`), as name=path, or in a YAML file with only
+`data` and `eval`, which apply to its own sets. Settings under `eval.` or `data.` on the command line override those of
+files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dppo_megatron.checkpoint.manifest import read_manifest
+from dppo_megatron.checkpoint.shelf import named
+from dppo_megatron.config.changes import saved_values
+from dppo_megatron.config.data import EvalSetConfig
+from dppo_megatron.config.load import load_config
+from dppo_megatron.config.schema import Config
+from dppo_megatron.config.shipped import shipped
+from dppo_megatron.types import UserError
+
+_SET_KEYS = tuple(item.name for item in fields(EvalSetConfig))
+_SERVER_KEYS = ("endpoints", "launch", "colocate", "allow_remote_endpoints")
+
+
+@dataclass(frozen=True, slots=True)
+class EvalArguments:
+    model: str
+    settings: Sequence[str] = ()
+    """`key=value`"""
+    sets: Sequence[str] = ()
+    step: int | None = None
+    data: Path | None = None
+    out: Path | None = None
+    limit: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A model to evaluate and the settings that come with it."""
+
+    model: Path
+    """Directory of a Hugging Face or a Megatron distributed checkpoint, with its tokenizer."""
+    out: Path
+    """Where results go unless --out says otherwise."""
+    settings: Mapping[str, Any]
+    where: str
+    """The file that the settings came from."""
+    said: tuple[str, ...] = ()
+    """Lines for the log."""
+
+
+def prepare(given: EvalArguments) -> tuple[Config, Path | None, tuple[str, ...]]:
+    """The checked settings, the output directory (None: no files), and lines to print. Raises UserError."""
+    if given.limit < 0:
+        raise UserError(f"--limit {given.limit}: must not be negative")
+    is_config = given.model.endswith((".yaml", ".yml"))
+    if is_config and given.step is not None:
+        raise UserError("--step belongs to a run directory, not to a config file")
+    target = None if is_config else _find_target(given.model, given.step)
+    sets = _chosen_sets(given.sets, given.data, given.settings)
+    layers = [("--sets", {"data": {"eval_sets": sets}})] if sets else []
+    if target is not None:
+        layers.insert(0, (target.where, _settings_of(target, given, replaced=bool(sets))))
+    path = given.model if is_config else ""
+    config = load_config(path, list(given.settings), writes_run=False, purpose="evaluate", layers=layers)
+    data = config.data
+    if sets and is_config:
+        data.eval_sets, data.eval_paths = {name: data.eval_sets[name] for name in sets}, {}
+    data.train_path, data.train_sets = "", {}
+    config.rollout.servers.colocate = False  # there is no actor whose GPUs the servers could share
+    if given.limit:
+        data.eval_sets = {name: EvalSetConfig(path=path) for name, path in data.eval_paths.items()} | data.eval_sets
+        data.eval_paths = {}
+        for of in data.eval_sets.values():
+            of.limit = min(given.limit, of.limit or given.limit)
+    return (config, given.out, ()) if target is None else (config, given.out or target.out, target.said)
+
+
+def _settings_of(target: _Target, given: EvalArguments, *, replaced: bool) -> dict[str, Any]:
+    """Of the run or checkpoint, as far as they are of use here; `replaced`: other sets are evaluated than its own."""
+    settings, data = dict(target.settings), dict(target.settings.get("data") or {})
+    for key in ("checkpoint", "run_dir", "warm_start"):  # they name files of the run, which may be absent here
+        settings.pop(key, None)
+    for key in ("train_path", "train_sets"):
+        data.pop(key, None)
+    if replaced:
+        data |= {"eval_sets": {}, "eval_paths": {}}
+    else:
+        own = data.get("eval_sets") or {}
+        data["eval_sets"] = {name: _without(values, given.settings) for name, values in own.items()}
+    model = {**(settings.get("model") or {}), "hf_path": str(target.model)}
+    return settings | {"data": data, "model": model}
+
+
+def _chosen_sets(words: Sequence[str], data: Path | None, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`data.eval_sets` for the sets that `words` name; `data` is the directory that relative paths of presets and files
+    are in. Raises UserError for a name that is in no preset, or a duplicate one."""
+    found: dict[str, dict[str, Any]] = {}
+    for word in words:
+        name, separator, path = word.partition("=")
+        new: dict[str, dict[str, Any]] = {}
+        if separator and not (name and path):
+            raise UserError(f"--sets {word}: expected name=path")
+        if separator:
+            new = {name: {"path": path}}
+        elif word.endswith((".yaml", ".yml")):
+            new = _located(_read(Path(word)), word, data)
+        else:
+            for part in word.split(","):
+                new |= _located(_preset(part), part, data)
+        if both := found.keys() & new.keys():
+            raise UserError(f"--sets: the set '{min(both)}' is given twice; names must differ")
+        found |= new
+    return {name: _without(values, settings) for name, values in found.items()}
+
+
+def _without(values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """A set's settings without those that the command line sets for all sets, such as eval.samples or data.template."""
+    said = {item.split("=")[0] for item in settings}
+    return {key: value for key, value in values.items() if not {f"eval.{key}", f"data.{key}"} & said}
+
+
+def _preset(name: str) -> dict[str, dict[str, Any]]:
+    """All sets of a preset, or the one set of that name."""
+    folder = shipped("configs", "eval")
+    presets = {path.stem: _read(path) for path in sorted(folder.glob("*.yaml"))}
+    sets = {key: values for preset in presets.values() for key, values in preset.items()}
+    if name not in presets and name not in sets:
+        known = ", ".join([*presets, *sets]) or f"none, for {folder} is not there"
+        raise UserError(
+            f"--sets {name}: no preset and no set of one (known: {known}); give name=path for a set of your own"
+        )
+    return presets[name] if name in presets else {name: sets[name]}
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """The sets of a file, each with the file's common settings."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"--sets {path}: cannot be read: {error}") from None
+    raw = _mapping(raw, str(path), ("data", "eval"))
+    general = _mapping(raw.get("data") or {}, f"{path}: data", (*_SET_KEYS, "eval_sets", "eval_paths"))
+    general |= _mapping(raw.get("eval") or {}, f"{path}: eval", _SET_KEYS)
+    sets = _mapping(general.pop("eval_sets", None) or {}, f"{path}: data.eval_sets")
+    paths = _mapping(general.pop("eval_paths", None) or {}, f"{path}: data.eval_paths")
+    sets |= {name: {"path": where} for name, where in paths.items()}
+    if not sets:
+        raise UserError(f"--sets {path}: has no set under data.eval_sets")
+    found = {}
+    for name, given in sets.items():
+        values = general | _mapping(given, f"{path}: data.eval_sets.{name}", _SET_KEYS)
+        if not isinstance(values.get("path"), str) or not values["path"]:
+            raise UserError(f"{path}: data.eval_sets.{name}.path is not set; give the file of its problems")
+        found[str(name)] = values
+    return found
+
+
+def _located(sets: dict[str, dict[str, Any]], word: str, data: Path | None) -> dict[str, dict[str, Any]]:
+    """The sets with relative paths resolved against `data`. Raises UserError for a missing one."""
+    for name, values in sets.items():
+        if values["path"].startswith("hub:") or Path(values["path"]).is_absolute():
+            continue
+        path = (data or Path()) / values["path"]
+        if not path.exists():
+            hint = "" if data else "; --data DIR says in which directory they are"
+            raise UserError(
+                f"--sets {word}: the set '{name}' needs '{path}', which is not there{hint} (`dppo-megatron data` writes"
+                " the known sets)"
+            )
+        values["path"] = str(path)
+    return sets
+
+
+def _mapping(value: Any, where: str, known: Sequence[str] = ()) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: expected a mapping, got {value!r}")
+    for key in value:
+        if known and key not in known:
+            raise UserError(f"{where}: unknown key '{key}'; known here: {', '.join(known)}")
+    return dict(value)
+
+
+def _find_target(text: str, step: int | None) -> _Target:
+    """A Hugging Face directory, a run directory, or a checkpoint (checkpoints/step_000020, converted ones too).
+
+    Raises:
+        UserError: it is none of these, or the run has no checkpoint of `step`.
+    """
+    path = Path(text)
+    if not path.is_dir():
+        raise UserError(
+            f"'{text}': no such directory; give a Hugging Face model, a run directory, one of its checkpoints, or a"
+            " config file (.yaml)"
+        )
+    is_model, is_run = (path / "config.json").is_file(), (path / "config.yaml").is_file()
+    if step is not None and not is_run:
+        raise UserError(f"--step {step}: '{text}' is no run directory (it has no config.yaml)")
+    if is_run and not is_model:
+        return _of_run(path, step)
+    if is_model and (path / "manifest.json").is_file():
+        return _of_checkpoint(path)
+    if is_model:
+        return _Target(path, Path("eval") / path.resolve().name, _defaults(path), str(path))
+    raise UserError(
+        f"'{text}' holds neither config.json (a Hugging Face model or a checkpoint) nor config.yaml (a run directory)"
+    )
+
+
+def _of_run(run: Path, step: int | None) -> _Target:
+    there_are = named(run / "checkpoints")
+    steps = {number: path for number, path in there_are if not isinstance(read_manifest(path), str)}
+    if step is not None:
+        if step not in steps:
+            there = ", ".join(str(number) for number in sorted(steps)) or "none"
+            raise UserError(f"--step {step}: '{run}' has no such checkpoint; there are: {there}")
+        model = steps[step]
+    elif (run / "hf" / "config.json").is_file():
+        model = run / "hf"
+    elif steps:
+        model = steps[max(steps)]
+    else:
+        raise UserError(f"'{run}' holds neither hf/ nor a complete checkpoint yet: there is no model to evaluate")
+    settings, said = _without_servers(saved_values(run / "config.yaml"))
+    return _Target(model, run / "eval" / model.name, settings, str(run / "config.yaml"), said)
+
+
+def _of_checkpoint(path: Path) -> _Target:
+    manifest = read_manifest(path)
+    if isinstance(manifest, str):
+        raise UserError(f"'{path}' is no complete checkpoint: {manifest}")
+    settings, said = _without_servers(dict(manifest.config))
+    # runs/x/checkpoints/step_000020 -> runs/x/eval/step_000020
+    run = path.resolve().parent.parent
+    out = (run if (run / "config.yaml").is_file() else Path()) / "eval" / path.resolve().name
+    return _Target(path, out, settings, str(path / "manifest.json"), said)
+
+
+def _without_servers(settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Drop the run's server addresses: they may serve another run by now, and an evaluation loads other weights."""
+    rollout = dict(settings.get("rollout") or {})
+    engine, had_servers = rollout.get("engine", "hf"), rollout.get("engine", "hf") != "hf"
+    servers = {key: value for key, value in (rollout.get("servers") or {}).items() if key not in _SERVER_KEYS}
+    kept = {key: value for key, value in rollout.items() if key != "engine"} | {"servers": servers}
+    said = (
+        f"the run's {engine} servers are not used, they may be another run's by now; rollout.engine={engine} with"
+        " rollout.servers.launch=local or rollout.servers.endpoints=[...] names servers for this evaluation",
+    )
+    return settings | {"rollout": kept}, said if had_servers else ()
+
+
+def _defaults(model: Path) -> dict[str, Any]:
+    """Settings for a model alone: its dtype, and a prompt for a boxed answer, as a chat turn if it has a template."""
+    config = _read_json(model / "config.json")
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    chats = (model / "chat_template.jinja").is_file() or _read_json(model / "tokenizer_config.json").get(
+        "chat_template"
+    )
+    return {
+        "model": {"dtype": dtype if dtype in ("float32", "bfloat16") else "bfloat16"},
+        "data": {"template": "chat_boxed" if chats else "plain_boxed"},
+    }
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Empty if it cannot be read: what is wrong with it is reported where the model is read."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return raw if isinstance(raw, dict) else {}

@@ -1,0 +1,306 @@
+"""A run's files as far as they can be read, whether it has finished, is running or has crashed.
+
+Damaged lines are skipped and counted, and a missing file leaves its part empty: a person wants to see whatever there
+is. What the trainer resumes from and what figures are computed from is read strictly elsewhere (`trace.py`,
+`observe/record.py`).
+
+metrics.jsonl is followed: each look reads what was added since the last one. A run of 10,000 steps has some 30 MB; read
+again every two seconds they would keep a core busy beside the trainer, and a look costs one `stat` and the new lines. A
+record that became shorter or was replaced (a resume truncates it) is read again from its start.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import yaml
+
+from dppo_megatron.config.changes import flat
+from dppo_megatron.config.load import config_values
+from dppo_megatron.config.schema import Config
+from dppo_megatron.observe.lock import FILE as LOCK
+from dppo_megatron.observe.record import finite
+from dppo_megatron.observe.trackers.sink import FAILURES, TRACKERS
+from dppo_megatron.types import UserError
+
+_LARGEST = 1e308
+"""Numbers from here on are shown as missing."""
+_HEARTBEAT_S = 60.0
+"""A trainer touches its lock every five seconds."""
+_CHUNK_BYTES = 1 << 20
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_RATIOS = (
+    ("rollout/truncated_share", "rollout/truncated", "prune/completions_generated"),
+    ("reward/failed_share", "reward/failed", "prune/completions_generated"),
+    ("tokens/generated_per_s", "tokens/generated", "time/rollout_s"),
+    ("tokens/trained_per_s", "tokens/trained", "time/update_s"),
+)
+"""Figures that are computed from two others."""
+_OF_THE_TRAINED = (
+    "mismatch/logprob_abs_diff_mean", "pack/fill", "pack/imbalance", "pack/largest_over_mean", "pack/padding",
+    "prune/ess_share", "prune/w_cv2", "prune/w_max",
+    "train/clip_fraction", "train/entropy", "train/loss", "train/ratio",
+)  # fmt: skip
+"""Metrics of trained completions: in a step without any they are 0, which is shown as missing."""
+
+
+@dataclass
+class RunRecord:
+    """One run, as columns over its steps."""
+
+    name: str
+    path: Path
+    status: str = ""
+    """finished, running, crashed (it ended without releasing its lock) or stopped."""
+    steps: list[int] = field(default_factory=list)
+    columns: dict[str, list[float | None]] = field(default_factory=dict)
+    """Metric -> its value in each of `steps`; None where it was not a number."""
+    ledger: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of the bias ledger: name, notes, and in each step its label and kept fraction."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    """Dotted key -> value, as JSON."""
+    notes: list[str] = field(default_factory=list)
+    """What could not be read."""
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take the line of a step, in the order of the steps; of two lines of one step the later counts."""
+        step = row["step"]
+        at = bisect_left(self.steps, step)
+        is_new = at == len(self.steps) or self.steps[at] != step
+        if is_new:
+            self.steps.insert(at, step)
+        for series in [*self.columns.values(), *(one[part] for one in self.ledger for part in ("label", "kept"))]:
+            series[at : at + (not is_new)] = [None]
+        for key, value in _figures(row).items():
+            if key not in self.columns:
+                self.columns[key] = [None] * len(self.steps)
+            self.columns[key][at] = value
+        entries = row.get("prune/ledger")
+        for entry in entries if isinstance(entries, list) else ():
+            if isinstance(entry, dict) and isinstance(entry.get("name"), str):
+                self._add_entry(entry, at)
+
+    def _add_entry(self, entry: Mapping[str, Any], at: int) -> None:
+        one = next((one for one in self.ledger if one["name"] == entry["name"]), None)
+        if one is None:
+            one = {"name": entry["name"], "notes": []} | {part: [None] * len(self.steps) for part in ("label", "kept")}
+            self.ledger.append(one)
+        label, note = entry.get("label"), entry.get("note")
+        one["label"][at] = label if isinstance(label, str) else None
+        one["kept"][at] = finite_number(entry.get("kept_fraction"))
+        if note and isinstance(note, str) and note not in one["notes"] and len(one["notes"]) < 3:
+            one["notes"].append(note)
+
+    def setting(self, key: str, default: Any) -> Any:
+        """The value of a setting; `default` where it is null or not known."""
+        value = json.loads(self.settings.get(key, "null"))
+        return default if value is None else value
+
+
+class Follow:
+    """One run's metrics, as far as it has got. Raises UserError: no such directory, or nothing of a run in it."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_dir():
+            raise UserError(f"'{path}' is no directory; name the run_dir of a run")
+        if not any((path / name).exists() for name in ("metrics.jsonl", "run.json")):
+            raise UserError(f"'{path}' holds neither run.json nor metrics.jsonl; name the run_dir of a run")
+        self._path = path
+        self._decode = msgspec.json.Decoder().decode
+        self._begin()
+
+    def _begin(self) -> None:
+        self.record = RunRecord(self._path.resolve().name, self._path)
+        self._read_to, self._file_id, self._rest = 0, 0, b""
+        self._damaged = 0
+
+    def look(self) -> RunRecord:
+        """Read what is new; returns the same record, longer."""
+        try:
+            with open(self._path / "metrics.jsonl", "rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._file_id or found.st_size < self._read_to:
+                    self._begin()
+                    self._file_id = found.st_ino
+                file.seek(self._read_to)
+                while added := file.read(_CHUNK_BYTES):
+                    self._read_to += len(added)
+                    *lines, self._rest = (self._rest + added).split(b"\n")
+                    self._damaged += sum(not self._take(line) for line in lines)
+        except FileNotFoundError:
+            pass  # the run is starting
+        except PermissionError:
+            raise UserError(f"'{self._path / 'metrics.jsonl'}' may not be read by you") from None
+        except OSError:
+            pass  # a file system that hangs: what is known is shown, with its age
+        self.record.status = run_status(self._path)
+        self.record.notes = [f"metrics.jsonl: {self._damaged} damaged lines are left out"] if self._damaged else []
+        return self.record
+
+    def look_to_the_end(self) -> RunRecord:
+        """As `look`, of a run that nothing is added to: the last line may lack its newline."""
+        self.look()
+        self._take(self._rest)  # else it is being written, or was torn by a kill
+        return self.record
+
+    def _take(self, line: bytes) -> bool:
+        """Whether it is a step's line."""
+        try:
+            row = self._decode(line)
+        except _UNREADABLE:
+            return False
+        step = row.get("step") if isinstance(row, dict) else None
+        if type(step) is not int or not 0 <= step < 2**53:
+            return False
+        self.record.add(row)
+        return True
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read a run directory.
+
+    Raises:
+        UserError: no directory, or one without a metrics.jsonl that has a step.
+    """
+    if path.is_dir() and not (path / "metrics.jsonl").is_file():
+        raise UserError(f"'{path}' holds no metrics.jsonl; name the run_dir of a run")
+    run = Follow(path).look_to_the_end()
+    if not run.steps:
+        raise UserError(f"'{path}/metrics.jsonl' holds no step yet")
+    _add_trace(run, path / "trace.jsonl")
+    run.summary = _json(path / "summary.json", run.notes)
+    run.settings = read_settings(path / "config.yaml", run.notes)
+    for name, missed in _json(path / TRACKERS / FAILURES, run.notes).items():
+        if isinstance(missed, dict):
+            run.notes.append(f"tracker {name} has failed {missed.get('failures')} times, first: {missed.get('first')}")
+    return run
+
+
+def finite_number(value: Any) -> float | None:
+    """`value` if it is a number that a float can hold; JSON's integers may have any number of digits."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST:
+        return None
+    return value
+
+
+def run_status(path: Path) -> str:
+    """finished, running, crashed or stopped, as the files say."""
+    lock = path / LOCK
+    if lock.exists():
+        try:
+            return "running" if time.time() - lock.stat().st_mtime < _HEARTBEAT_S else "crashed"
+        except OSError:
+            pass  # released at this moment
+    return "finished" if (path / "summary.json").exists() else "stopped"
+
+
+def read_settings(path: Path, notes: list[str]) -> dict[str, str]:
+    """Dotted key -> value, as JSON, of a config.yaml; empty if there is none. `notes` gets a line if it is damaged."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return _as_json(_mapping(path, lambda text: yaml.load(text, Loader=loader), notes))
+
+
+def default_settings() -> dict[str, str]:
+    """Dotted key -> default, as JSON."""
+    return _as_json(config_values(Config()))
+
+
+def standard_error(rewards: list[list[float | None]], weight: list[float]) -> float | None:
+    """Standard error of the weighted mean reward, over groups: completions of one prompt are not independent.
+
+    Example: two groups of means 0 and 1 with weight 1 -> mean 0.5, standard error 0.5.
+    """
+    means, weights = [], []
+    for group, one in zip(rewards, weight, strict=False):
+        graded = [value for value in group if value is not None]
+        if graded:
+            means.append(sum(graded) / len(graded))
+            weights.append(one * len(graded))
+    if len(means) < 2:
+        return None
+    mean, w = np.array(means), np.array(weights)
+    centre = float((w * mean).sum() / w.sum())
+    spread = float(np.sqrt((w**2 * (mean - centre) ** 2).sum()) / w.sum())
+    return spread * math.sqrt(len(means) / (len(means) - 1))
+
+
+def _figures(row: Mapping[str, Any]) -> dict[str, float | None]:
+    """A step's numbers, those that are computed from others included."""
+    values = {
+        key: finite_number(value) for key, value in row.items() if key != "step" and not isinstance(value, list | dict)
+    }
+    for name, above, below in _RATIOS:
+        a, b = finite_number(row.get(above)), finite_number(row.get(below))
+        values[name] = finite_number(a / b) if a is not None and b else None
+    if not finite_number(row.get("prune/completions_trained")):
+        values |= dict.fromkeys(_OF_THE_TRAINED)
+    spread = values.get("prune/w_cv2")
+    return values | {"prune/realised_design_effect": None if spread is None else 1.0 + spread}
+
+
+class _TraceRow(msgspec.Struct):
+    """The fields of a trace line that are needed; the decoder skips the rest."""
+
+    step: int
+    rewards: list[list[float | None]] = []
+    lengths: list[list[Annotated[int, msgspec.Meta(ge=0, lt=2**53)]]] = []
+    inclusion_prob: list[float] = []
+
+
+def _add_trace(run: RunRecord, path: Path) -> None:
+    """Add standard errors and percentiles, which need the individual rollouts."""
+    if not path.is_file():
+        return
+    place = {step: index for index, step in enumerate(run.steps)}
+    names = ("reward/se", "length/p10", "length/p50", "length/p90")
+    columns: dict[str, list[float | None]] = {name: [None] * len(place) for name in names}
+    decode = msgspec.json.Decoder(_TraceRow).decode
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                row = decode(line)
+            except _UNREADABLE:
+                continue  # the header, or a damaged line
+            at = place.get(row.step)
+            if at is None or not row.rewards:
+                continue
+            columns["reward/se"][at] = standard_error(row.rewards, [1 / p if p else 0.0 for p in row.inclusion_prob])
+            lengths = np.array([length for group in row.lengths for length in group] or [0])
+            for name, value in zip(names[1:], np.percentile(lengths, (10, 50, 90)).tolist(), strict=True):
+                columns[name][at] = value
+    run.columns |= columns
+
+
+def _json(path: Path, notes: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = finite(_mapping(path, json.loads, notes))
+    return found
+
+
+def _mapping(path: Path, parse: Callable[[str], Any], notes: list[str]) -> dict[str, Any]:
+    """Empty if there is no file, or none that holds a mapping."""
+    if not os.path.lexists(path):
+        return {}
+    try:
+        if not path.is_file():
+            raise OSError(f"{path} is not a file")  # on a pipe, reading would block
+        value = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        notes.append(f"{path.name} cannot be read")
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _as_json(values: dict[str, Any]) -> dict[str, str]:
+    return {key: json.dumps(value, default=str) for key, value in flat(values).items()}

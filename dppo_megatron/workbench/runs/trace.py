@@ -1,0 +1,171 @@
+"""Reads trace.jsonl. A figure made of a garbled outcome looks like any other, so every line must have the kinds, shapes
+and ranges that the trainer writes (`steps/trace.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from dppo_megatron.config.load import config_from_values
+from dppo_megatron.config.paths import check_file
+from dppo_megatron.config.ranges import check_ranges
+from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import too_few_prompts
+from dppo_megatron.pruning.interface import PromptFeatures
+from dppo_megatron.selection import Rollouts
+from dppo_megatron.steps.trace import FORMAT
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError, Watch, counted, unwatched
+from dppo_megatron.workbench.runs.lines import decoded
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    step: int
+    prompt_index: IntArray
+    """[K] prompts that were rolled out."""
+    rollouts: Rollouts
+    """Their outcomes, [K, G]."""
+    kept: BoolArray
+    """[K * G] which completions were trained on."""
+    seconds: dict[str, float]
+    """`rollout` (with grading), `update` and `other`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    config: Config
+    num_prompts: int
+    set_sizes: dict[str, int] | None
+    """Problems of each training set; None in older traces, of one set."""
+    features: PromptFeatures | None
+    """What the prompts' rows say; None in older traces."""
+    steps: list[TracedStep]
+
+
+def read_trace(path: str, watch: Watch = unwatched) -> Trace:
+    """Read a trace file.
+
+    Raises:
+        UserError: no such file, not a trace, a broken line (named), or no steps.
+    """
+    check_file("trace", path)
+    with open(path, "rb") as file, watch(f"reading {path}", 0, "lines") as advance:
+        lines = counted(file, advance)
+        head = _read_head(next(iter(lines), b""), path)
+        config = _read_config(head, path)
+        group_size, steps = config.rollout.completions_per_prompt, list[TracedStep]()
+        for number, line in enumerate(lines, start=2):
+            row = decoded(line, _Row, f"{path}:{number}")
+            if trouble := _trouble(row, head.num_prompts, group_size, steps[-1].step if steps else 0):
+                raise UserError(f"{path}:{number}: {trouble}")
+            steps.append(_step(row, group_size))
+    if not any(len(step.prompt_index) for step in steps):
+        raise UserError(f"trace '{path}': holds no {'outcomes' if steps else 'steps'}")
+    return Trace(config, head.num_prompts, head.set_sizes, _features(head, path), steps)
+
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+_Some: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
+_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0)]
+
+
+class _Features(msgspec.Struct):
+    prompt_tokens: list[_Count]
+    level: list[float | None]
+    source: list[_Count]
+    sources: list[str]
+
+
+class _Head(msgspec.Struct):
+    num_prompts: _Some
+    config: dict[str, Any]
+    set_sizes: dict[str, _Some] | None = None
+    features: _Features | None = None
+
+
+class _Seconds(msgspec.Struct):
+    rollout: _Amount
+    update: _Amount
+    other: _Amount
+
+
+class _Row(msgspec.Struct):
+    """The fields of a step's line that are read."""
+
+    step: _Some
+    prompts: list[_Count]
+    rewards: list[list[float | None]]
+    lengths: list[list[_Count]]
+    surprisal: list[list[_Amount]]
+    kept: list[_Count]
+    seconds: _Seconds
+
+
+def _read_head(line: bytes, path: str) -> _Head:
+    raw = decoded(line or b"{}", object, f"{path}:1")
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise UserError(f"trace '{path}': does not begin with a line of format '{FORMAT}'; name a run's trace.jsonl")
+    return decoded(line, _Head, f"{path}:1")
+
+
+def _read_config(head: _Head, path: str) -> Config:
+    config = config_from_values(head.config, where=path)
+    try:
+        check_ranges(config)
+    except UserError as error:
+        raise UserError(f"trace '{path}': {error}") from None
+    if too_few := too_few_prompts(config, head.num_prompts, f"trace '{path}'"):
+        raise UserError(too_few)
+    if head.set_sizes is not None and sum(head.set_sizes.values()) != head.num_prompts:
+        raise UserError(f"{path}:1: set_sizes do not add up to num_prompts = {head.num_prompts}")
+    return config
+
+
+def _trouble(row: _Row, num_prompts: int, group_size: int, step_before: int) -> str:
+    """What the kinds of its fields cannot show; empty if nothing is wrong."""
+    if row.step <= step_before:
+        return f"step {row.step} stands behind step {step_before}"
+    if any(prompt >= num_prompts for prompt in row.prompts):
+        return f"prompts: there are only {num_prompts}"
+    for name in ("rewards", "lengths", "surprisal"):
+        groups = getattr(row, name)
+        if len(groups) != len(row.prompts) or any(len(group) != group_size for group in groups):
+            return f"{name}: must be {len(row.prompts)} groups of {group_size}"
+    if len(set(row.kept)) < len(row.kept) or any(one >= len(row.prompts) * group_size for one in row.kept):
+        return f"kept: must be different places among {len(row.prompts) * group_size} completions"
+    return ""
+
+
+def _features(head: _Head, path: str) -> PromptFeatures | None:
+    values = head.features
+    if values is None:
+        return None
+    features = PromptFeatures(
+        prompt_tokens=np.array(values.prompt_tokens, dtype=np.int64),
+        level=np.array(values.level, dtype=np.float64),  # null becomes NaN
+        source=np.array(values.source, dtype=np.int64),
+        sources=tuple(values.sources),
+    )
+    if not len(features.prompt_tokens) == len(features.level) == len(features.source) == head.num_prompts:
+        raise UserError(f"{path}:1: features: must be of {head.num_prompts} prompts")
+    if any(source >= len(values.sources) for source in values.source):
+        raise UserError(f"{path}:1: features: there are only {len(values.sources)} sources")
+    return features
+
+
+def _step(row: _Row, group_size: int) -> TracedStep:
+    shape = len(row.prompts), group_size
+    rewards: FloatArray = np.array(row.rewards, dtype=np.float64).reshape(shape)  # null becomes NaN
+    lengths = np.array(row.lengths, dtype=np.int64).reshape(shape)
+    kept = np.zeros(rewards.size, dtype=np.bool_)
+    kept[row.kept] = True
+    return TracedStep(
+        step=row.step,
+        prompt_index=np.array(row.prompts, dtype=np.int64),
+        rollouts=Rollouts(rewards, lengths, np.array(row.surprisal, dtype=np.float64).reshape(shape)),
+        kept=kept,
+        seconds=msgspec.structs.asdict(row.seconds),
+    )
