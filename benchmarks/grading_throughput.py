@@ -25,7 +25,6 @@ from typing import Any
 
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.rewards.grading import Grader, GradeTask, make_grader
-from dppo_megatron.rewards.pool import GraderPool
 from dppo_megatron.types import Grade
 
 _REASONING = "Let x be the number of apples. Then 3x + 5 = 26, so 3x = 21 and x = 7. Checking: 3 * 7 + 5 = 26. " * 8
@@ -70,7 +69,7 @@ def _with_grader(
 ) -> Figures:
     grader = make_grader(RewardConfig(function=function, processes=processes, timeout_s=timeout_s))
     try:
-        assert isinstance(grader, GraderPool)
+        assert isinstance(grader, Grader)
         while sum(not process.is_fresh for process in grader.processes) < processes:  # all started, modules imported
             grader.grade([GradeTask("1", "1")] * processes)
         return measure(grader)
@@ -151,7 +150,7 @@ def _timed_out(grades: Sequence[Grade]) -> int:
 
 def _graders(grader: Grader) -> set[int]:
     """Process ids of its graders."""
-    assert isinstance(grader, GraderPool)
+    assert isinstance(grader, Grader)
     return {process.pid for process in grader.processes}
 
 

@@ -18,12 +18,11 @@ from dppo_megatron.config.plugins import load_function
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import planned_prompts
 from dppo_megatron.config.sets import eval_set_configs, example_set_config, longest_sequence
-from dppo_megatron.data.examples import load_examples
 from dppo_megatron.data.fingerprint import data_fingerprint
 from dppo_megatron.data.report import report_lines
-from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_train_sets, stop_token_ids
+from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_examples, load_train_sets, stop_token_ids
 from dppo_megatron.platform.capabilities import Machine, this_machine
-from dppo_megatron.pruning.outcomes import LARGEST_REWARD
+from dppo_megatron.pruning.interface import LARGEST_REWARD
 from dppo_megatron.pruning.policies import check_methods, prompt_policy_class
 from dppo_megatron.rewards.grading import Grader, make_grader
 from dppo_megatron.rewards.start_checks import Bounds, check_grader, check_references

@@ -34,12 +34,11 @@ from dppo_megatron.actor.model import _settings as model_settings
 from dppo_megatron.actor.overrides import overridden
 from dppo_megatron.actor.rotary import Rotary
 from dppo_megatron.algorithms.objectives import make_objective, supervised
-from dppo_megatron.config.schema import ActorConfig, ObjectiveConfig, OptimizerConfig
+from dppo_megatron.config.schema import UNEVEN_STAGES, ActorConfig, ObjectiveConfig, OptimizerConfig
 from dppo_megatron.steps.build import what_to_offload
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
-from dppo_megatron.weights.pipeline import UNEVEN
 
 LAYOUT_OF_ONE = Layout(0, 1, 1, 1, 1, 0, ContextShare(0, 1), False, True, True, torch.device("cpu"))
 TWO = Parallel(dp=2, distributed_optimizer=True)
@@ -231,7 +230,7 @@ def test_fields_called_tested_are_trained_with() -> None:
     """By a test of this file, or by one of tests/test_pipeline.py, which divides layers."""
     used = {key for _, one in SAME + SAME_MIXTURE for part in ("megatron", "ddp") for key in one.get(part, {})}
     divided = {key for one in [*SEVEN[2], *SEVEN[4]] for key, _ in one.uneven}
-    assert divided == set(UNEVEN) and used | divided == TESTED
+    assert divided == set(UNEVEN_STAGES) and used | divided == TESTED
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

@@ -24,7 +24,7 @@ from dppo_megatron.data.rows import read_file
 from dppo_megatron.data.sets import ProblemSet, load_set, stop_token_ids
 from dppo_megatron.data.templates import check_template
 from dppo_megatron.rewards.functions import NamedFunction
-from dppo_megatron.rewards.pool import GraderPool, GradeTask
+from dppo_megatron.rewards.pool import Grader, GradeTask
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.tokenizer import load_tokenizer
@@ -144,7 +144,7 @@ def test_what_graders_print_and_return(capfd: pytest.CaptureFixture[str], monkey
     ):
         function = NamedFunction("", f"hostile_graders:{name}", key="reward.function")
         with within_limit():
-            pool = GraderPool([function], processes=1, timeout_s=30.0, memory_mb=2048)
+            pool = Grader([function], processes=1, timeout_s=30.0, memory_mb=2048)
             try:
                 grades = pool.grade([GradeTask(text, "1", {}, text) for text in completions])
             finally:

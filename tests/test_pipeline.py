@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from dppo_megatron.algorithms.objectives import clipped_surrogate, supervised
 from dppo_megatron.config import changes
-from dppo_megatron.config.schema import ActorConfig, LayoutConfig
+from dppo_megatron.config.schema import UNEVEN_STAGES, ActorConfig, LayoutConfig
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.pipeline import (
     EMBEDDING,
@@ -37,7 +37,6 @@ from dppo_megatron.weights.pipeline import (
     LAST,
     LAYOUT,
     LOSS,
-    UNEVEN,
     Stages,
     split_layers,
     uneven_hint,
@@ -228,7 +227,7 @@ def test_what_cannot_be_is_a_sentence(actor: ActorConfig, said: str) -> None:
 
 def test_a_run_resumes_at_another_division() -> None:
     """It is part of the layout, so it may change like actor.layout."""
-    assert {f"actor.megatron.{key}" for key in UNEVEN} <= set(changes.FREE)
+    assert {f"actor.megatron.{key}" for key in UNEVEN_STAGES} <= set(changes.FREE)
 
 
 @pytest.mark.parametrize(

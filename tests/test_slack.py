@@ -15,8 +15,7 @@ from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import plan_microbatches
 from dppo_megatron.packing.slack import TokenCapacity
 from dppo_megatron.pruning import CompletionBatch, make_completion_policy
-from dppo_megatron.pruning.completion_dppo import DppoCompletionPolicy
-from dppo_megatron.pruning.completion_slack import fill_slack
+from dppo_megatron.pruning.completion_dppo import DppoCompletionPolicy, fill_slack
 from dppo_megatron.pruning.designs import Draw, WaterFiller, design_effect, systematic
 from dppo_megatron.types import FloatArray, TrainSample
 

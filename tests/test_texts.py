@@ -30,7 +30,7 @@ from support.record import write_record
 import dppo_megatron
 from dppo_megatron.evaluation.samples import EvalSample, write_samples
 from dppo_megatron.observe.progress import Progress, RunProgress, print_line
-from dppo_megatron.rewards.failures import log_failures
+from dppo_megatron.rewards.measures import log_failures
 from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth
 from dppo_megatron.rollout.servers.http import brief, excerpt
 from dppo_megatron.texts import entry, guard_errors, one_line, plain, reason, show

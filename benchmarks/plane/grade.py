@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.rewards.grading import GradeInClient
-from dppo_megatron.rewards.pool import GraderPool
+from dppo_megatron.rewards.pool import Grader
 from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.types import GradeTask, Prompt
 from plane.canned import COUNT, Canned
@@ -52,7 +52,7 @@ def _lanes_take(function: str, texts: list[str], timeout_s: float) -> float:
     """Seconds that grading `texts` takes, in groups of 16; processes have started before."""
     reward = RewardConfig(function=f"plane_grader:{function}", processes=_LANES, timeout_s=timeout_s)
     hook = GradeInClient(reward)()
-    assert isinstance(hook, GraderPool)
+    assert isinstance(hook, Grader)
     groups = [texts[start : start + COUNT] for start in range(0, len(texts), COUNT)]
     while sum(not process.is_fresh for process in hook.processes) < _LANES:
         hook.grade([GradeTask("", "")] * 8 * _LANES)

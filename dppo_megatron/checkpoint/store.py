@@ -36,7 +36,7 @@ from dppo_megatron.safe_pickle import tensors_only
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.hf_files import check_space, copy_assets, publish
-from dppo_megatron.weights.torch_dist_metadata import read_metadata
+from dppo_megatron.weights.torch_dist import read_metadata
 
 COMMON = "common.pt"
 _COMMON_INSIDE_SINCE = Version("0.17")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -19,52 +20,22 @@ from dppo_megatron.config.load import config_values as config_values
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 
-FREE = (
-    "actor.layer_spec",
-    "actor.layout",
-    "actor.logprob_chunk_tokens",
-    "actor.logprob_kernel",
-    "actor.megatron.account_for_embedding_in_pipeline_split",
-    "actor.megatron.account_for_loss_in_pipeline_split",
-    "actor.megatron.num_layers_in_first_pipeline_stage",
-    "actor.megatron.num_layers_in_last_pipeline_stage",
-    "actor.megatron.pipeline_model_parallel_layout",
-    "actor.offload",
-    "actor.overlap_grad_reduce",
-    "actor.overlap_param_gather",
-    "actor.recompute",
-    "checkpoint",
-    "data.eval_paths",
-    "data.eval_sets",
-    "eval",
-    "guard",
-    "observe",
-    "packing",
-    "reward.max_failed_share",
-    "reward.memory_mb",
-    "reward.min_self_consistency",
-    "reward.processes",
-    "reward.timeout_s",
-    "rollout.limits.engine_wait_s",
-    "rollout.limits.max_concurrent_sequences",
-    "rollout.limits.mismatch_alarm",
-    "rollout.limits.probe_every_s",
-    "rollout.limits.probe_timeout_s",
-    "rollout.limits.request_timeout_s",
-    "rollout.limits.start_timeout_s",
-    "rollout.limits.sync_timeout_s",
-    "rollout.servers",
-    "rollout.sync.bucket_mb",
-    "rollout.sync.channel",
-    "rollout.sync.dir",
-    "rollout.sync.max_canary_logprob_diff",
-    "rollout.sync.verify_every",
-    "run_dir",
-    "steps",
-    "threads_per_rank",
-)
-"""Settings and sections that may differ. With another layout or packing results agree up to rounding; other `steps`
-move what is scheduled over the whole run (decaying learning rates, annealed pruning)."""
+
+def _free(schema: type, prefix: str = "") -> Iterator[str]:
+    for item in fields(schema):
+        inside, key = item.default_factory, prefix + item.name
+        marked = getattr(inside, "free_at_resume", item.metadata.get("free_at_resume"))
+        if marked is True:
+            yield key
+        elif marked:
+            yield from (f"{key}.{name}" for name in marked)
+        elif is_dataclass(inside):
+            yield from _free(cast(type, inside), f"{key}.")
+
+
+FREE = tuple(_free(Config))
+"""Settings and sections that may differ, as the schema marks them. With another layout or packing results agree up to
+rounding; other `steps` move what is scheduled over the whole run (decaying learning rates, annealed pruning)."""
 
 
 def fingerprint(config: Config) -> str:

@@ -29,7 +29,7 @@ _NEVER_EMPTY = ("data.problem_field", "data.answer_field", "warm_start.completio
 def check_values(config: Config, purpose: Purpose = "train") -> None:
     """Raise `UserError` for the first value that is out of range or contradicts another one."""
     check_ranges(config)
-    _check_text(config)
+    _check_names(config)
     _check_optimizer(config.actor.optimizer)
     _check_fewer_bits(config)
     _check_actor(config)
@@ -42,7 +42,11 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
     check_rollout(config.rollout)
     check_pruning(config.pruning)
     check_reward(config.reward)
-    _check_objective(config)
+    check_objective(
+        config.objective,
+        prompts_per_step=config.rollout.prompts_per_step,
+        max_completion_tokens=config.rollout.sampling.max_completion_tokens,
+    )
     check_selection(config)
     if purpose == "train":
         check_observe(config.observe)
@@ -161,14 +165,6 @@ def _check_actor(config: Config) -> None:
         )
 
 
-def _check_objective(config: Config) -> None:
-    check_objective(
-        config.objective,
-        prompts_per_step=config.rollout.prompts_per_step,
-        max_completion_tokens=config.rollout.sampling.max_completion_tokens,
-    )
-
-
 def _check_required(config: Config, *, trains: bool) -> None:
     required: dict[str, object] = {"model.hf_path": config.model.hf_path}
     if trains:
@@ -211,8 +207,7 @@ def _check_files(config: Config, *, trains: bool) -> None:
     check_data(config, trains=trains)
 
 
-def _check_text(config: Config) -> None:
-    """Refuse empty names."""
+def _check_names(config: Config) -> None:
     for key, text in texts(config):
         if key in _NEVER_EMPTY and not text.strip():
             raise UserError(f"{key} = '{text}': must not be empty")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dppo_megatron.config.ranges import COUNT, ranged
+from dppo_megatron.config.ranges import COUNT, FREE_AT_RESUME, ranged
 
 
 @dataclass
@@ -80,11 +80,11 @@ class DataConfig:
     page = "data.md"
     train_path: str = ""
     """The training problems, where they are one set: short for train_sets with one entry."""
-    eval_paths: dict[str, str] = field(default_factory=dict)
+    eval_paths: dict[str, str] = field(default_factory=dict, metadata=FREE_AT_RESUME)
     """Evaluation sets, name to path: short for eval_sets."""
     train_sets: dict[str, TrainSetConfig] = field(default_factory=dict)
     """Training sets by name, where there are several or they differ in more than the path."""
-    eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
+    eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict, metadata=FREE_AT_RESUME)
     """Evaluation sets by name. Scores are reported as eval/<name>/..."""
     mixing: Literal["concatenate", "weighted"] = "concatenate"
     """`concatenate`: an epoch is every problem of every set once. `weighted`: every step takes from each set in

@@ -8,6 +8,7 @@ every key is remembered with its place. An error of OmegaConf's names a key, and
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass
@@ -23,7 +24,7 @@ from dppo_megatron.config.hints import unknown_key
 from dppo_megatron.config.ranges import texts
 from dppo_megatron.config.references import for_omegaconf, from_environment, references
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.yaml12 import DOUBTFUL, Source, entries, scalar, shown
+from dppo_megatron.config.yaml12 import DOUBTFUL, Source, entries, parse, scalar, shown, text_node
 from dppo_megatron.types import UserError
 
 _WANTED = {
@@ -34,6 +35,8 @@ _WANTED = {
     list: "must be a list",
     dict: "must be a mapping of names to values, such as {name: value}",
 }
+
+_PART = re.compile(r'"([^"]+)"|\'([^\']+)\'|([^."\'=]+)')
 
 
 class Layer:
@@ -64,7 +67,6 @@ class Layer:
         return self._source.where(self._at[key][0]) if key in self._at else self._source.name
 
     def gives(self, key: str) -> bool:
-        """Whether it has this key."""
         return key in self._at
 
     def unknown(self, key: str, section: type) -> UserError:
@@ -253,3 +255,57 @@ def _wanted(hint: Any, node: Node) -> str:
     if form is int and node.tag == DOUBTFUL:
         return f"{wanted} in plain decimal digits"
     return {list: f"{wanted}: [{shown(node)}]", str: f"{wanted}; write it in quotes: '{node.value}'"}.get(form, wanted)
+
+
+def read_setting(item: str) -> Layer:
+    """What one `key=value` gives: a dotted key, and a value by the type that the key has. Raises UserError.
+
+    A text setting takes everything after the `=` literally, so that nothing in a path is read as YAML (OmegaConf's
+    dotlists would read all of it); quotes around it are removed. Other settings are read as YAML: `steps=20`,
+    `rollout.servers.gpus='["0,1", "2,3"]'`. A name with a dot or an equals sign is quoted:
+    `data.eval_paths."math/500.v2"=rows.jsonl`. `key={}` and `key={a: b}` replace a whole mapping; `key.name=...` adds
+    one entry.
+    """
+    source = Source(f"override '{item if len(item) <= 200 else item[:200] + '...'}'", has_lines=False)
+    names, text = _split(item)
+    text_node(item, source)
+    is_text = _is_text(_hint(names, source))
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
+    literal = is_text and not quoted and text not in ("null", "~")
+    node = text_node(text, source) if literal else parse(text, source)
+    if node is None:
+        raise UserError(f"{source.name}: {'.'.join(names)} is given no value")
+    return Layer(source, node, names, replaces=True)
+
+
+def _split(item: str) -> tuple[list[str], str]:
+    """The names in the dotted key, without quotes, and what stands after the equals sign."""
+    names, position = [], 0
+    while match := _PART.match(item, position):
+        names.append(match[match.lastindex or 0])
+        position = match.end() + 1
+        if item[match.end() : position] == "=":
+            return names, item[position:]
+        if item[match.end() : position] != ".":
+            break
+    raise UserError(f"override '{item[:200]}': expected key=value, for example steps=100")
+
+
+def _hint(names: list[str], source: Source) -> Any:
+    """The type of the setting that `names` name; None if there is none."""
+    hint: Any = Config
+    for number, name in enumerate(names):
+        within = inside(hint, name)
+        if within is None and not is_dataclass(hint):
+            quoted = f'{names[0]}.{names[1]}."{".".join(names[2:])}"' if number > 2 else ""
+            meant = f"; a name with a dot is quoted: {quoted}=..." if quoted else ""
+            raise UserError(f"{source.name}: '{'.'.join(names[:number])}' is a value, it has no '{name}'{meant}")
+        if within is None:
+            return None
+        hint = within
+    return hint
+
+
+def _is_text(hint: Any) -> bool:
+    arms = (hint, *get_args(hint)) if type(None) in get_args(hint) else (hint,)
+    return any(arm is str or get_origin(arm) is Literal for arm in arms)

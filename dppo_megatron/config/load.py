@@ -58,8 +58,7 @@ def load_config(
 
 def read_config(path: str, overrides: list[str], layers: Sequence[tuple[str, Mapping[Any, Any]]] = ()) -> Config:
     """As `load_config`, without the checks of ranges and files."""
-    from dppo_megatron.config.command_line import read_setting
-    from dppo_megatron.config.layers import merged
+    from dppo_megatron.config.layers import merged, read_setting
 
     own = _layers(Path(path), ()) if path else []
     between = [layer for where, values in layers for layer in _given(values, where)]

@@ -61,6 +61,7 @@ class TrackingConfig:
 @dataclass
 class ObserveConfig:
     page = "observe.md"
+    free_at_resume = True
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     """Prompts, completions and what became of them."""
     noise_scale_every_steps: int = ranged(32, COUNT)

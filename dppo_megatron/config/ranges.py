@@ -24,6 +24,8 @@ SECONDS = "(0, 1e8]"
 """For time limits: up to three years. Longer ones overflow the timers of sockets and locks."""
 COUNT = "[0, 1e9]"
 """For steps and other counts where 0 means none, all or off."""
+FREE_AT_RESUME = {"free_at_resume": True}
+"""Metadata of a field that may differ when a run resumes, as `ranged` has it; a section has such an attribute."""
 _FORM = re.compile(r"(?:0 or )?([\[(])(\S+), (\S+)([\])])")
 
 
@@ -74,9 +76,9 @@ class Range:
         return f"{'[' if self.holds_low else '('}{ends}{']' if self.holds_high else ')'}"
 
 
-def ranged(default: T, interval: str, *, why: str = "") -> T:
+def ranged(default: T, interval: str, *, why: str = "", free_at_resume: bool = False) -> T:
     """A field of a settings class with a default and the range that its values (or a list's elements) must be in."""
-    of = {"range": Range.parse(interval, why)}
+    of = {"range": Range.parse(interval, why), "free_at_resume": free_at_resume}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=of)  # type: ignore[return-value]
     return field(default=default, metadata=of)

@@ -58,7 +58,6 @@ class Setting:
 
     @property
     def is_section(self) -> bool:
-        """Whether it holds other settings."""
         return self.kind == "section"
 
 

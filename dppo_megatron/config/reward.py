@@ -33,17 +33,17 @@ class RewardConfig:
     what counts as correct in evaluations and in the check of the references."""
     correct_from: float = ranged(1.0, "[-1e9, 1e9]")
     """A completion counts as correct from this reward on; of several named rewards, the first one before its weight."""
-    timeout_s: float = ranged(30.0, SECONDS)
+    timeout_s: float = ranged(30.0, SECONDS, free_at_resume=True)
     """A grading that takes longer is given up and its process replaced; it counts in reward/failed, not as a 0."""
-    processes: int = ranged(1, "[1, 1024]")
+    processes: int = ranged(1, "[1, 1024]", free_at_resume=True)
     """Grader processes of each rank; up to twice as many once samples have come near `timeout_s`."""
-    memory_mb: int = ranged(2048, "[0, 100000000]")
+    memory_mb: int = ranged(2048, "[0, 100000000]", free_at_resume=True)
     """Writable memory that a grader process may take beyond what it has when the grader is imported (RLIMIT_DATA);
     0: no limit. A grading that needs more is a failure."""
-    min_self_consistency: float = ranged(0.99, "[0, 1]")
+    min_self_consistency: float = ranged(0.99, "[0, 1]", free_at_resume=True)
     """At start up to 2,000 references of each set are graded as if they were answers; if fewer than this share are
     right the run does not begin and rows are listed. 0: no check, for a grader that is not about references."""
-    max_failed_share: float = ranged(0.1, "[0, 1]")
+    max_failed_share: float = ranged(0.1, "[0, 1]", free_at_resume=True)
     """A step in which more than this share of the gradings failed, and more than one, stops the run with exit code 3.
     0: a single one does. 1: never."""
 

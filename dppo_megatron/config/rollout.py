@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
-from dppo_megatron.config.ranges import COUNT, SECONDS, check_ranges, ranged
+from dppo_megatron.config.ranges import COUNT, FREE_AT_RESUME, SECONDS, check_ranges, ranged
 from dppo_megatron.types import UserError
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -55,6 +55,7 @@ class SamplingConfig:
 
 @dataclass
 class ServersConfig:
+    free_at_resume = True
     endpoints: list[str] = field(default_factory=list)
     """Servers that are already running, or routers in front of some, as http://host:port. Hosts other than this
     machine's loopback need `allow_remote_endpoints`."""
@@ -85,19 +86,19 @@ class ServersConfig:
 
 @dataclass
 class SyncConfig:
-    channel: Literal["auto", "disk", "gloo", "nccl", "ipc"] = "auto"
+    channel: Literal["auto", "disk", "gloo", "nccl", "ipc"] = field(default="auto", metadata=FREE_AT_RESUME)
     """How weights reach a server: `disk` is safetensors on a path that both can read, gloo and nccl a broadcast group
     with the engine's workers, ipc memory of the trainer that servers it has launched map (CUDA IPC on GPUs). `auto`
     takes ipc where servers are colocated or launched on a CPU, then nccl on GPUs or gloo, else disk; it is printed."""
-    dir: str = ""
+    dir: str = field(default="", metadata=FREE_AT_RESUME)
     """Directory for channel=disk, in which each run has one of its own; it must be the same path for the servers.
     Empty: run_dir/sync."""
-    bucket_mb: int = ranged(256, "[1, 1000000]")
+    bucket_mb: int = ranged(256, "[1, 1000000]", free_at_resume=True)
     """Weights are gathered and sent in pieces of about this size, in MiB; no rank holds the whole model for it."""
-    verify_every: int = ranged(10, COUNT)
+    verify_every: int = ranged(10, COUNT, free_at_resume=True)
     """After the first and every so many syncs, tensors' checksums (where the engine shows its tensors) and a canary
     completion's log-probabilities are compared with the actor's; 0: never."""
-    max_canary_logprob_diff: float = ranged(0.05, "(0, 1e6]")
+    max_canary_logprob_diff: float = ranged(0.05, "(0, 1e6]", free_at_resume=True)
     """Largest mean |log-probability difference| of the canary; above it the run stops."""
     in_flight: Literal["finish", "abort", "continue"] = "finish"
     """Requests in flight at a sync (async_steps=1): wait for them, abort and generate them again, or let them continue
@@ -106,25 +107,25 @@ class SyncConfig:
 
 @dataclass
 class LimitsConfig:
-    max_concurrent_sequences: int = ranged(512, "[1, 1000000]")
+    max_concurrent_sequences: int = ranged(512, "[1, 1000000]", free_at_resume=True)
     """Sequences generated at a time: in one batch on one rank (hf), or by one engine of a server (--max-num-seqs). A
     server of N data-parallel replicas has N times as many outstanding."""
-    start_timeout_s: float = ranged(600.0, SECONDS)
+    start_timeout_s: float = ranged(600.0, SECONDS, free_at_resume=True)
     """A launched server must be ready after this long."""
-    sync_timeout_s: float = ranged(600.0, SECONDS)
+    sync_timeout_s: float = ranged(600.0, SECONDS, free_at_resume=True)
     """A weight sync of one server must be done after this long; else the server is marked out."""
-    request_timeout_s: float = ranged(3600.0, SECONDS)
+    request_timeout_s: float = ranged(3600.0, SECONDS, free_at_resume=True)
     """A request older than this, counted from its first try, stops the run with its prompt and request id."""
-    engine_wait_s: float = ranged(300.0, SECONDS)
+    engine_wait_s: float = ranged(300.0, SECONDS, free_at_resume=True)
     """With every server gone the run waits this long for one to come back, then stops."""
-    probe_every_s: float = ranged(5.0, SECONDS)
+    probe_every_s: float = ranged(5.0, SECONDS, free_at_resume=True)
     """Interval between health probes of each server."""
-    probe_timeout_s: float = ranged(20.0, SECONDS)
+    probe_timeout_s: float = ranged(20.0, SECONDS, free_at_resume=True)
     """A server that does not answer a health probe in this time is marked out and its requests go elsewhere."""
     straggler_share: float = ranged(1.0, "(0, 1]")
     """Below 1: once this share of a step's completions has finished, the rest is cut off where it is and counted as
     `length`. A selection, so the step's bias ledger shows it. 1: wait for all."""
-    mismatch_alarm: float = ranged(0.5, "(0, 1e6]")
+    mismatch_alarm: float = ranged(0.5, "(0, 1e6]", free_at_resume=True)
     """A warning is printed when a step's mean |log-probability difference| between engine and actor is above this."""
 
 

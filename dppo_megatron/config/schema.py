@@ -3,7 +3,7 @@
 One tree of plain dataclasses rather than an argument namespace: each part of the code is handed its own section and
 nothing else, so a signature shows what a function depends on. Units are in the names. `layers.py` checks types, the
 range at each field checks values, `checks.py` checks how settings fit together. `page` is the page in docs/ that
-explains a section.
+explains a section; `free_at_resume` marks what may differ when a run resumes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,18 @@ from dppo_megatron.config.data import DataConfig
 from dppo_megatron.config.objective import ObjectiveConfig
 from dppo_megatron.config.observe import ObserveConfig
 from dppo_megatron.config.pruning import PruningConfig
-from dppo_megatron.config.ranges import COUNT, SECONDS, ranged
+from dppo_megatron.config.ranges import COUNT, FREE_AT_RESUME, SECONDS, ranged
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.rollout import RolloutConfig
+
+UNEVEN_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+"""Fields of `actor.megatron` that divide layers, and may change as `actor.layout` may."""
 
 
 @dataclass
@@ -55,6 +64,7 @@ class WarmStartConfig:
 @dataclass
 class PackingConfig:
     page = "packing.md"
+    free_at_resume = True
     max_tokens_per_microbatch: int = ranged(16384, "[1, 100000000]")
     """Hard cap of one packed micro-batch. A longer sequence is an error before the run starts."""
     mode: Literal["balanced", "window", "first_fit_decreasing", "none"] = "balanced"
@@ -67,6 +77,7 @@ class PackingConfig:
 
 @dataclass
 class LayoutConfig:
+    free_at_resume = True
     tensor_parallel: int = ranged(1, "[1, 65536]")
     """Tensor-parallel size."""
     pipeline_parallel: int = ranged(1, "[1, 65536]")
@@ -122,29 +133,29 @@ class ActorConfig:
     """How the model is split over ranks; data parallelism takes the remaining factor of the world size."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimizer of the RL phase; the warm start overrides the learning rate."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = field(default="none", metadata=FREE_AT_RESUME)
     """Activation recomputation: `full` recomputes every layer in the backward pass, `selective` only the parts of
     each layer that recompute_modules names."""
     recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
     """What recompute = selective recomputes, by Megatron's names: core_attn, mlp, moe; with Transformer Engine also
     moe_act (grouped experts) and layernorm."""
-    offload: Literal["auto", "none", "optimizer", "all"] = "auto"
+    offload: Literal["auto", "none", "optimizer", "all"] = field(default="auto", metadata=FREE_AT_RESUME)
     """What leaves the device while colocated servers generate: `optimizer` frees gradients and takes main parameters
     and moments to pinned host memory, `all` the weights too. `auto`: all on GPUs with rollout.servers.colocate, else
     none."""
-    overlap_grad_reduce: bool = False
+    overlap_grad_reduce: bool = field(default=False, metadata=FREE_AT_RESUME)
     """Send gradients between data-parallel ranks while the last micro-batch's backward pass still runs, in buckets of
     actor.ddp.bucket_size elements."""
-    overlap_param_gather: bool = False
+    overlap_param_gather: bool = field(default=False, metadata=FREE_AT_RESUME)
     """Gather updated parameters from data-parallel ranks, layer by layer, while the next update's forward pass runs;
     the last update of a step is gathered before anyone reads its weights. Worth something with
     objective.updates_per_step above 1. Needs overlap_grad_reduce and the distributed optimizer."""
-    layer_spec: Literal["auto", "te", "local"] = "auto"
+    layer_spec: Literal["auto", "te", "local"] = field(default="auto", metadata=FREE_AT_RESUME)
     """Layers of the model: `te` is Transformer Engine's (CUDA), `local` Megatron's own with this project's packed
     attention. `auto` takes te where it is installed and a CUDA device is there."""
-    logprob_chunk_tokens: int = ranged(2048, "[1, 100000000]")
+    logprob_chunk_tokens: int = ranged(2048, "[1, 100000000]", free_at_resume=True)
     """Tokens whose full-vocabulary float32 logits exist at a time when log-probabilities are taken."""
-    logprob_kernel: Literal["auto", "triton", "torch"] = "auto"
+    logprob_kernel: Literal["auto", "triton", "torch"] = field(default="auto", metadata=FREE_AT_RESUME)
     """What computes log-probabilities and entropy of a chunk: fused `triton` kernels (CUDA), or `torch`'s operations,
     which read the logits some ten times instead of once. `auto` takes triton where it can run."""
     fp8: Literal["off", "tensorwise", "delayed", "blockwise", "mxfp8"] = "off"
@@ -152,7 +163,7 @@ class ActorConfig:
     Blackwell chip. Run `dppo-megatron doctor --fp8-gate CONFIG` before a long job."""
     fp8_bf16_layers: int = ranged(0, "[0, 10000]")
     """This many first and as many last layers stay in bfloat16 (not with fp8=delayed)."""
-    megatron: dict[str, Any] = field(default_factory=dict)
+    megatron: dict[str, Any] = field(default_factory=dict, metadata={"free_at_resume": UNEVEN_STAGES})
     """Fields of Megatron's TransformerConfig by their own names, such as {moe_router_fusion: true, moe_permute_fusion:
     true}, checked against the installed version. What other settings decide is refused."""
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -167,6 +178,7 @@ class EvalConfig:
     """When to evaluate, and how sets are sampled unless a set says otherwise."""
 
     page = "evaluation.md"
+    free_at_resume = True
     every_steps: int = ranged(0, COUNT)
     """Evaluate every so many steps, beside the one before and the one after training; 0: only those two."""
     samples: int = ranged(1, "[1, 65536]")
@@ -184,6 +196,7 @@ class EvalConfig:
 @dataclass
 class CheckpointConfig:
     page = "checkpoints.md"
+    free_at_resume = True
     every_steps: int = ranged(0, COUNT)
     """Save a resumable checkpoint every so many steps, beside the one at the end; 0: only at the end."""
     keep: int = ranged(2, COUNT)
@@ -205,6 +218,7 @@ class GuardConfig:
     """What stops a run that has gone wrong, with exit code 3 and a checkpoint."""
 
     page = "checkpoints.md"
+    free_at_resume = True
     max_skipped_updates: int = ranged(5, COUNT)
     """An update whose loss or gradient is not finite is skipped; this many in a row stop the run. 0: the first."""
     watchdog_s: float = ranged(300.0, "[0, 1e8]")
@@ -218,14 +232,14 @@ class Config:
     """A whole training job."""
 
     page = "configuration.md"
-    run_dir: str = field(default="", metadata={"page": "run_directory.md"})
+    run_dir: str = field(default="", metadata=FREE_AT_RESUME | {"page": "run_directory.md"})
     """Where the run writes; see docs/run_directory.md. If it already holds this run, the run resumes."""
     seed: int = ranged(0, "[0, 9223372036854775807]", why="it seeds 64-bit generators")
     """Seeds data order, sampling and every selection draw, each through its own counter-based stream."""
-    steps: int = ranged(100, COUNT)
+    steps: int = ranged(100, COUNT, free_at_resume=True)
     """RL steps: one rollout and `objective.updates_per_step` optimizer updates each. 0: only the warm start, evaluated
     and saved under hf/."""
-    threads_per_rank: int = ranged(0, "[0, 1024]")
+    threads_per_rank: int = ranged(0, "[0, 1024]", free_at_resume=True)
     """CPU threads of torch in each rank; 0: cores of the machine divided by the ranks on it."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model that is trained."""

@@ -53,8 +53,6 @@ class ResolvedSet:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedTrainSet(ResolvedSet):
-    """A set to train on."""
-
     weight: float
     """Relative share of a step, above 0; read where `data.mixing` is weighted."""
 
@@ -72,7 +70,7 @@ class ResolvedEvalSet(ResolvedSet):
     top_k: int
     """The k most likely tokens; 0: all."""
     max_completion_tokens: int
-    """Above 0: `rollout.sampling.max_completion_tokens` where nobody says another."""
+    """Above 0: `rollout.sampling.max_completion_tokens` where no setting says another."""
     grader: str
     """Empty: as in training."""
 

@@ -6,44 +6,14 @@ It includes the token ids, because another tokenizer or template makes other pro
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
-from dppo_megatron.types import Prompt, UserError
-
-
-class _Loaded(Protocol):
-    """The parts of a loaded set that go into its fingerprint."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def prompts(self) -> list[Prompt]: ...
+from dppo_megatron.data.sets import ProblemSet
+from dppo_megatron.types import UserError
 
 
-class SetHash:
-    """SHA-256 over a set's prompts in their order."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-
-    def add(self, prompt: Prompt) -> None:
-        """Add the next prompt."""
-        texts = (part.encode("utf-8") for part in (prompt.text, prompt.answer, prompt.source))
-        for raw in (*texts, np.array(prompt.token_ids, dtype="<i8").tobytes()):
-            self._hash.update(len(raw).to_bytes(8, "little") + raw)  # length-prefixed: unambiguous
-
-    def hexdigest(self) -> str:
-        """The hash of all prompts so far."""
-        return self._hash.hexdigest()
-
-
-def data_fingerprint(train: Mapping[str, _Loaded], evaluated: Mapping[str, _Loaded]) -> dict[str, Any]:
+def data_fingerprint(train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> dict[str, Any]:
     """Stored in checkpoints: for `train` and `eval` each set's key, number of problems and hash, in order."""
     return {
         part: {name: {"key": s.key, "problems": len(s.prompts), "sha256": s.fingerprint} for name, s in sets.items()}

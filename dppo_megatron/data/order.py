@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,19 +21,6 @@ from dppo_megatron.types import IntArray, UserError
 
 _MOST_SLOTS = 1_000_000
 """Length of the longest pattern of sets. Weights whose ratio needs more are rounded to parts in a million."""
-
-
-class Order(Protocol):
-    """An endless stream of prompt indices, addressed by position."""
-
-    @property
-    def num_prompts(self) -> int:
-        """Of all sets."""
-        ...
-
-    def take(self, position: int, count: int) -> tuple[IntArray, int]:
-        """The next indices, no duplicates among them, and the position after them."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +139,9 @@ class WeightedOrder:
         before = self._before[s]
         twice = np.concatenate([before, before[-1] + before[1:]])
         return int(rounds * before[-1] + np.max(twice[rest : rest + len(before)] - before))
+
+
+Order: TypeAlias = PromptOrder | WeightedOrder
 
 
 def make_order(sizes: Mapping[str, int], weights: Mapping[str, float] | None, seed: int, per_take: int) -> Order:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -44,14 +44,9 @@ def write_first_prompts(directory: Path, train: Mapping[str, ProblemSet], evalua
     """Write the first prompt of every set verbatim to `prompts/train-<set>.txt` and `prompts/eval-<set>.txt`."""
     folder = directory / "prompts"
     make_directory(folder)
-    for name, text in _named(train, evaluated):
-        write_text(folder / name, text)
-
-
-def _named(train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> Iterator[tuple[str, str]]:
     for part, sets in (("train", train), ("eval", evaluated)):
         for name, one in sets.items():
-            yield f"{part}-{safe_name(name)}.txt", one.first_prompt
+            write_text(folder / f"{part}-{safe_name(name)}.txt", one.first_prompt)
 
 
 def safe_name(name: str) -> str:

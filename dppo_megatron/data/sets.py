@@ -1,4 +1,5 @@
-"""Loads problem sets: rows to prompts, with counts of what was left out, warnings, and a fingerprint.
+"""Loads problem sets: rows to prompts, with counts of what was left out, warnings, and a fingerprint; and the worked
+solutions of the warm start.
 
 A set is read once, before a process group or a model is made. Every rank reads it because every rank needs the prompts;
 only one of them reports on it.
@@ -8,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from itertools import combinations, islice
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import planned_prompts, too_few_prompts
 from dppo_megatron.config.sets import ResolvedSet, eval_set_configs, train_set_configs, train_set_weights
-from dppo_megatron.data.fields import Messages, answer_of, level_of, problem_of, source_of
-from dppo_megatron.data.fingerprint import SetHash
+from dppo_megatron.data.fields import Messages, answer_of, check_text, get_field, kind, level_of, problem_of, source_of
 from dppo_megatron.data.hub import read_directory, read_hub
 from dppo_megatron.data.order import make_order
-from dppo_megatron.data.rows import Row, read_file
+from dppo_megatron.data.rows import Row, listed, read_file
 from dppo_megatron.data.templates import (
     check_template,
     generation_config_stops,
@@ -31,7 +32,7 @@ from dppo_megatron.data.templates import (
     tokenize,
     turn_end_tokens,
 )
-from dppo_megatron.types import Advance, Prompt, UserError, Watch, unwatched
+from dppo_megatron.types import Advance, Prompt, TrainSample, UserError, Watch, unwatched
 
 _BATCH = 1000
 """Rows tokenized in one call: a call for each took 3 times as long."""
@@ -39,8 +40,6 @@ _BATCH = 1000
 
 @dataclass(frozen=True, slots=True)
 class ProblemSet:
-    """A loaded set of problems."""
-
     name: str
     key: str
     """The settings that name it (`data.train_path`)."""
@@ -101,11 +100,10 @@ class _Reading:
         self._settings, self._tokenizer, self._first_index = settings, tokenizer, first_index
         self._shared = shared_ids(tokenizer)
         self.prompts: list[Prompt] = []
-        self.repeats, self.hashed = _Repeats(self.prompts), SetHash()
+        self.repeats, self.hashed = _Repeats(self.prompts), _SetHash()
         self.filtered = self.unknown_levels = 0
 
     def add(self, rows: list[Row]) -> None:
-        """The next rows."""
         settings = self._settings
         problems = [problem_of(row, settings) for row in rows]
         texts = render(problems, [row.origin for row in rows], settings, self._tokenizer)
@@ -203,6 +201,21 @@ def stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[
     return tuple(dict.fromkeys(found))
 
 
+class _SetHash:
+    """SHA-256 over a set's prompts in their order."""
+
+    def __init__(self) -> None:
+        self._hash = sha256()
+
+    def add(self, prompt: Prompt) -> None:
+        texts = (part.encode("utf-8") for part in (prompt.text, prompt.answer, prompt.source))
+        for raw in (*texts, np.array(prompt.token_ids, dtype="<i8").tobytes()):
+            self._hash.update(len(raw).to_bytes(8, "little") + raw)  # length-prefixed: unambiguous
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+
 class _Repeats:
     """Finds problems that occur in a set more than once.
 
@@ -281,3 +294,62 @@ def _identity(problem: str | Messages) -> str:
     if len(problem) == 1:
         return " ".join(problem[0]["content"].split())
     return "\n".join(f"{turn['role']}: {' '.join(turn['content'].split())}" for turn in problem)
+
+
+def load_examples(
+    settings: ResolvedSet,
+    completion_field: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int,
+    watch: Watch = unwatched,
+) -> list[TrainSample]:
+    """Read worked solutions, as samples of weight and denominator 1. Each ends with the end-of-sequence token.
+
+    Raises:
+        UserError: a row without problem or completion, or an example of more than `max_tokens` tokens.
+    """
+    check_template(settings, tokenizer)
+    samples: list[TrainSample] = []
+    shared = shared_ids(tokenizer)
+    with watch(f"reading {settings.path}", 0, "rows") as advance:
+        for rows in read_set(settings, advance):
+            origins = [row.origin for row in rows]
+            asked = render([problem_of(row, settings) for row in rows], origins, settings, tokenizer)
+            told = [_completion(row.values, completion_field, row.origin) for row in rows]
+            for origin, text in zip(origins * 2, asked + told, strict=True):
+                if is_beyond(text, max_tokens):
+                    raise UserError(
+                        f"{origin}: the example has {len(text):,} characters; at most {max_tokens} tokens fit"
+                    )
+            prompts, completions = tokenize(asked, tokenizer, shared), tokenize(told, tokenizer, shared)
+            for origin, prompt, completion in zip(origins, prompts, completions, strict=True):
+                samples.append(_sample(origin, prompt, completion, tokenizer.eos_token_id))
+                count = len(samples[-1].token_ids)
+                if count > max_tokens:
+                    raise UserError(f"{origin}: the example has {count} tokens, more than the {max_tokens} that fit")
+    if not samples:
+        raise UserError(f"{settings.path}: holds no examples")
+    return samples
+
+
+def _completion(values: dict[str, object], name: str, origin: str) -> str:
+    value = get_field(values, name)
+    if value is None:
+        raise UserError(f"{origin}: the row lacks the field '{name}'; it has: {listed(values) or 'nothing'}")
+    if not isinstance(value, str):
+        raise UserError(f"{origin}: '{name}' is {kind(value)}; a completion is text")
+    return check_text(value, origin, name)
+
+
+def _sample(origin: str, prompt: tuple[int, ...], completion: tuple[int, ...], eos: int) -> TrainSample:
+    token_ids = np.array([*prompt, *completion, eos], dtype=np.int64)
+    return TrainSample(
+        id=origin,
+        token_ids=token_ids,
+        num_prompt_tokens=len(prompt),
+        behaviour_logprobs=np.zeros(len(token_ids) - len(prompt), dtype=np.float32),
+        advantage=1.0,
+        weight=1.0,
+        denominator=1.0,
+    )

@@ -108,7 +108,7 @@ def turn_end_tokens(template: Template, tokenizer: PreTrainedTokenizerBase) -> l
     except Exception:  # a template without assistant turns has no end-of-turn token
         return []
     _, found, behind = text.rpartition(_MARK)
-    ids = _encode(tokenizer, behind) if found and behind else []
+    ids = tokenizer(behind, add_special_tokens=False)["input_ids"] if found and behind else []
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return [ids[0]] if ids and ids[0] in special and ids[0] != tokenizer.eos_token_id else []
 
@@ -138,7 +138,7 @@ def generation_config_stops(hf_path: str, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _check_generation_config(raw: Any, path: Path) -> None:
-    """Refuse what transformers refuses: an engine would fail on it, or whoever loads the trained model."""
+    """Refuse what transformers refuses: an engine, or a later load of the trained model, would fail on it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -195,10 +195,6 @@ def _filled_in(chat: Messages, template: Template, tokenizer: PreTrainedTokenize
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
         signal.signal(signal.SIGVTALRM, before)
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, shared: Sequence[int]) -> list[tuple[int, ...]]:

@@ -1,4 +1,5 @@
-"""How far a pruning rate may go: the back-off on gradient noise, and the cost ratio of the self-tuned rule.
+"""How far a pruning rate may go: the back-off on gradient noise, the cost ratio of the self-tuned rule, and whether
+the measured effect of skipping bears the score out.
 
 The bound on the design effect needs no state, as it is known before a draw. The gradient noise is known only after the
 step, so that loop is closed through a scale on the rate: quick to fall, slow to rise, like congestion control.
@@ -11,13 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dppo_megatron.pruning.interface import StepCost, check_state
+import numpy as np
+
+from dppo_megatron.pruning.interface import Effect, StepCost, check_state
+from dppo_megatron.types import FloatArray
 
 NOISE_REFERENCE_STEPS = 4
 """So many unpruned steps with a gradient must a `max_noise_ratio` have to compare with before anything is pruned."""
 _FALL, _RISE, _SMALLEST = 0.7, 0.02, 0.01
 _COST_DECAY = _NOISE_DECAY = 0.9
 _FLOOR_FADE, _FLOOR_STEPS, _FLOOR_ERRORS, _LARGEST_FLOOR = 0.98, 8.0, 2.0, 0.75
+_EFFECT_FADE = 0.95
+"""A horizon of 20 steps."""
+_SUMS = ("effect", "moment", "predicted", "score", "kept", "tokens", "effect2", "cross", "moment2", "groups")
 
 
 @dataclass(slots=True)
@@ -54,7 +61,6 @@ class NoiseReference:
         return sum(step < before for step in self.steps) < NOISE_REFERENCE_STEPS
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
         return {"mean": self.mean, "steps": list(self.steps)}
 
     def load_state_dict(self, state: Mapping[str, Any] | float) -> None:
@@ -92,8 +98,6 @@ def floor_share(sums: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class RateControl:
-    """State of both loops."""
-
     rate_scale: float = 1.0
     """Factor on the configured rate, in [0, 1]."""
     cost_ratio: float = 0.0
@@ -141,7 +145,6 @@ class RateControl:
         self.cost_ratio = ratio if self.cost_ratio == 0 else _COST_DECAY * self.cost_ratio + (1 - _COST_DECAY) * ratio
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain scalars."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -151,3 +154,92 @@ class RateControl:
         self.rate_scale = float(state["rate_scale"])
         self.cost_ratio = float(state["cost_ratio"])
         self.seconds = [float(each) for each in state["seconds"]]
+
+
+class EffectMonitor:
+    """What skipping did to the variance, measured: fading sums over steps, and whether the score is believed.
+
+    A prompt of second moment m, drawn with probability pi, adds m / pi to the variance where the full batch has m.
+    Only kept prompts show their m, each with the weight 1 / pi, so over the kept
+
+        effect = sum(m / pi / planned) / sum(m / pi)
+
+    where `planned` is the probability that the score asks for. It is pi itself, except where nothing is skipped
+    (warm-up, or after the score was found wanting): what skipping would do is then measured all the same, and pruning
+    can begin, or begin again, on evidence. Beside it stands what skipping at random would do at the same cost, the
+    inverse of the share of tokens that is planned to be kept. A score that does worse than that is worse than none.
+    """
+
+    def __init__(self) -> None:
+        self._sums = dict.fromkeys(_SUMS, 0.0)
+        self.believed = True
+        """False from the step whose measured effect was worse than skipping at random, until it no longer is."""
+
+    def effect(self) -> Effect | None:
+        """None before the first step in which skipping was planned and something had gradient."""
+        s = self._sums
+        if not (s["moment"] > 0 and s["score"] > 0 and s["kept"] > 0):
+            return None
+        realised = s["effect"] / s["moment"]
+        squares = s["effect2"] - 2.0 * realised * s["cross"] + realised**2 * s["moment2"]
+        return Effect(
+            predicted=s["predicted"] / s["score"],
+            realised=realised,
+            error=float(np.sqrt(max(squares, 0.0))) / s["moment"],
+            uniform=s["tokens"] / s["kept"],
+            groups=s["groups"],
+        )
+
+    def observe(
+        self, moment: FloatArray, score: FloatArray, tokens: FloatArray, inclusion: FloatArray, planned: FloatArray
+    ) -> None:
+        """Visited prompts [K]: outcomes, squared scores, tokens, and the probabilities of the draw and of the plan."""
+        share = float(moment.sum())
+        tiny = np.finfo(np.float64).tiny
+        if not (len(moment) and float(planned.min()) < 1.0 and share > tiny and float(score.sum()) > tiny):
+            return
+        # each step counts alike, whatever the size of its gradients
+        m, s, w = moment / (share / len(moment)), score / score.mean(), 1.0 / inclusion
+        seen = {
+            "effect": m * w / planned,
+            "moment": m * w,
+            "predicted": s * w / planned,
+            "score": s * w,
+            "kept": tokens * w * planned,
+            "tokens": tokens * w,
+            "effect2": np.square(m * w / planned),
+            "cross": np.square(m * w) / planned,
+            "moment2": np.square(m * w),
+            "groups": m > 0,
+        }
+        for name, values in seen.items():
+            fade = _EFFECT_FADE**2 if name in ("effect2", "cross", "moment2") else _EFFECT_FADE
+            self._sums[name] = fade * self._sums[name] + float(np.sum(values))
+
+    def judge(self) -> str:
+        """Believe the score, or stop believing it; a line for the log where that changes, else empty."""
+        effect = self.effect()
+        if effect is None:
+            return ""
+        said = f"{effect.realised:.2f} +- {effect.error:.2f} times the variance, random skipping {effect.uniform:.2f}"
+        if self.believed and effect.is_worse:
+            self.believed = False
+            return (
+                f"pruning.prompt: skipping has {said} at the same cost: no prompt is skipped until the score is better"
+            )
+        if not self.believed and effect.realised < effect.uniform:
+            self.believed = True
+            return (
+                f"pruning.prompt: skipping by score would now have {said} at the same cost: prompts are skipped again"
+            )
+        return ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": dict(self._sums), "believed": self.believed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore; raises ValueError on other keys."""
+        check_state(dict(state), {"sums", "believed"}, "the measured effect")
+        check_state(dict(state["sums"]), set(_SUMS), "the measured effect's sums")
+        self._sums = {name: float(state["sums"][name]) for name in _SUMS}
+        self.believed = bool(state["believed"])

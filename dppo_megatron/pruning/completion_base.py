@@ -7,8 +7,6 @@ the number of ranks that made them, cannot change a decision.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,34 +15,31 @@ from dppo_megatron.config.pruning import CompletionPruningConfig, exact_rate
 from dppo_megatron.pruning.designs import Draw, draw
 from dppo_megatron.pruning.interface import (
     CompletionBatch,
+    Policy,
     Selection,
     StepCapacity,
-    StepCost,
-    check_method,
-    check_state,
     keep_all,
     scatter,
 )
 from dppo_megatron.randomness import generator, uniforms
-from dppo_megatron.types import FloatArray, IntArray, Label
+from dppo_megatron.types import FloatArray, Label
 
 
-class CompletionPolicyBase:
-    """Method `none`: keeps everything. Subclasses override `_prune_sorted`.
+class CompletionPolicy(Policy):
+    """Decides after the rewards which completions are trained on.
+
+    This class is method `none`, which keeps everything. Subclasses override `_prune_sorted`.
 
     Args:
         config: the completion section, already checked.
         seed: the run's seed.
         total_steps: length of the run, for annealing.
-        zero_advantage_slope: coefficient of a KL (or entropy) term in the loss; above 0, completions without advantage
-            still carry gradient and keep a positive probability.
-        group_size: completions of a whole group, G; 0: not known.
+        zero_advantage_slope: coefficient of a KL (or entropy) term in the loss, the loss's own; above 0, completions
+            without advantage still carry gradient and keep a positive probability.
+        group_size: completions of a whole group, G; 0: not known, and a rate that keeps none of one is found out late.
     """
 
-    methods: ClassVar[tuple[str, ...]] = ("none",)
-    """Its names in `pruning.completion.method`."""
-    reads: ClassVar[tuple[str, ...]] = ()
-    """The settings of `pruning.completion` that mean something to it."""
+    _level = "completion"
     usual_rate: ClassVar[float] = 0.5
     """What `rate=null` stands for."""
 
@@ -57,7 +52,7 @@ class CompletionPolicyBase:
         zero_advantage_slope: float = 0.0,
         group_size: int = 0,
     ) -> None:
-        self.config = config
+        self.config: CompletionPruningConfig = config
         self.rate = self.rate_of(config)
         self.seed = seed
         self.zero_advantage_slope = zero_advantage_slope
@@ -71,11 +66,6 @@ class CompletionPolicyBase:
         return cls.usual_rate if config.rate is None else config.rate
 
     @classmethod
-    def unread(cls, config: CompletionPruningConfig) -> tuple[str, ...]:
-        """Those of `reads` that these settings leave without effect."""
-        return ()
-
-    @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
         """Raise `UserError` for settings, each in its range, that contradict each other under this method.
 
@@ -85,13 +75,8 @@ class CompletionPolicyBase:
         """
 
     @property
-    def name(self) -> str:
-        """Name of this selection in the ledger."""
-        return f"completion/{self.config.method}"
-
-    @property
     def label(self) -> Label:
-        """See `CompletionPolicy.label`."""
+        """What its active steps do to the expected gradient, whatever they are offered: a function of the settings."""
         return "exact"
 
     def prune(
@@ -103,7 +88,10 @@ class CompletionPolicyBase:
         capacity: StepCapacity | None = None,
         rest: str = "",
     ) -> Selection:
-        """See `CompletionPolicy.prune`.
+        """Decide about one mini-batch, once: a draw reused after an update is biased. Changes no state.
+
+        Steps count from 0. With a capacity, the methods that read `fill_slack` keep more where micro-batches have room.
+        `rest` is that of `PromptPolicy.select`.
 
         Raises:
             ValueError: arrays of different lengths, NaN advantages, denominators that are not positive.
@@ -116,28 +104,11 @@ class CompletionPolicyBase:
         if len(batch) == 0:  # which prompts were drawn decides that, so the label must be that of any other batch
             return keep_all(0, self.name, "empty batch", self._label_of_nothing(batch, (step, minibatch)))
         order = np.lexsort((batch.completion_index, batch.group, batch.prompt_index))
-        return scatter(self._prune_sorted(take_rows(batch, order), (step, minibatch), capacity), order)
-
-    def feedback(self, cost: StepCost) -> list[str]:
-        """Ignored: this method has no rate to adapt."""
-        return []
-
-    def own_state(self) -> dict[str, Any]:
-        """What this method keeps, copied: numbers, texts, numpy arrays, lists and dicts of them."""
-        return {}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved `own_state`."""
+        return scatter(self._prune_sorted(batch.take(order), (step, minibatch), capacity), order)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `CompletionPolicy.state_dict`."""
+        """Everything `prune` depends on, copied."""
         return {"method": self.config.method, **self.own_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `CompletionPolicy.load_state_dict`."""
-        check_state(state, {"method", *self.own_state()}, self.name)
-        check_method(state, self.config.method)
-        self.load_own_state({key: state[key] for key in self.own_state()})
 
     def _prune_sorted(
         self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
@@ -164,18 +135,6 @@ class CompletionPolicyBase:
         )
 
 
-def take_rows(batch: CompletionBatch, rows: IntArray) -> CompletionBatch:
-    """The batch with its rows reordered."""
-    return CompletionBatch(
-        **{name: array[rows] for name, array in _arrays(batch).items()}, num_nominal=batch.num_nominal
-    )
-
-
-def _arrays(batch: CompletionBatch) -> dict[str, Any]:
-    arrays = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "num_nominal"}
-    return {name: array for name, array in arrays.items() if array is not None}
-
-
 def check_batch(batch: CompletionBatch) -> None:
     """Check shapes and values; a NaN reward is a failed grading and allowed, a NaN advantage is not.
 
@@ -183,7 +142,7 @@ def check_batch(batch: CompletionBatch) -> None:
         ValueError: names the array, the prompt and the completion.
     """
     n = len(batch)
-    for name, array in _arrays(batch).items():
+    for name, array in batch.arrays().items():
         if np.shape(array) != (n,):
             raise ValueError(f"CompletionBatch.{name} has shape {np.shape(array)}, expected ({n},)")
     if n and (batch.group.min() < 0 or batch.group.max() >= n):

@@ -8,23 +8,20 @@ with the share of the score mass that it never trains on.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig
-from dppo_megatron.pruning.completion_base import CompletionPolicyBase
-from dppo_megatron.pruning.designs import Draw, count_kept, design_effect, deterministic, floor_kept
+from dppo_megatron.pruning.completion_base import CompletionPolicy
+from dppo_megatron.pruning.designs import Draw, count_kept, deterministic, floor_kept
 from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, keep_all
-from dppo_megatron.pruning.labels import label_of_settings
-from dppo_megatron.pruning.prompt_infobatch import keep_share, two_class
-from dppo_megatron.pruning.subsets import max_variance_draw
-from dppo_megatron.pruning.weights import weigh, weigh_biased
+from dppo_megatron.pruning.prompt_baselines import keep_share, two_class
+from dppo_megatron.pruning.weights import label_of_settings, weigh, weigh_biased
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
 
 
-class CppoPolicy(CompletionPolicyBase):
+class CppoPolicy(CompletionPolicy):
     """Method `cppo`: the largest |advantage| of each group, as a mean over the kept (arXiv 2503.22342).
 
     The top floor(G (1 - rate)) of each group, the paper's formula; its two implementations differ, see the subclasses.
@@ -40,7 +37,6 @@ class CppoPolicy(CompletionPolicyBase):
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
-        """See `CompletionPolicyBase.check`."""
         offered = cls._offered(group_size, minibatch_size)
         rate = cls.rate_of(config)
         if offered and cls._count(offered, rate) == 0:
@@ -66,8 +62,7 @@ class CppoPolicy(CompletionPolicyBase):
         drawn = deterministic(score, kept, uniform=self._ties(batch, counters), group=group)
         scale = self._scale(sizes[group] / kept[group])
         note = f"the lowest |advantages| are never trained on: {_lost(score, drawn):.1%} of their sum"
-        selection = weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label)
-        return _with_figures(selection, drawn, score)
+        return weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label, score=score)
 
     @staticmethod
     def _offered(group_size: int, minibatch_size: int) -> int:
@@ -117,7 +112,7 @@ class PaperCompletionPolicy(CppoTrlPolicy):
         return 1.0 / (1.0 - self.rate)
 
 
-class ZeroVariancePolicy(CompletionPolicyBase):
+class ZeroVariancePolicy(CompletionPolicy):
     """Method `greso`: groups without reward variance are dropped, and the others averaged over: dynamic sampling's
     target."""
 
@@ -137,11 +132,10 @@ class ZeroVariancePolicy(CompletionPolicyBase):
         drawn = Draw(kept, kept.astype(np.float64), fixed_size=True)
         scale = len(batch) / int(kept.sum()) if kept.any() else 0.0
         note = "target is the mean over groups with reward variance"
-        selection = weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label)
-        return _with_figures(selection, drawn, score)
+        return weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label, score=score)
 
 
-class ZeroAdvantagePolicy(CompletionPolicyBase):
+class ZeroAdvantagePolicy(CompletionPolicy):
     """Method `greso_ht`: groups whose advantages are all 0 are dropped, with nominal denominators.
 
     Unbiased without a KL or entropy term, biased with one.
@@ -163,13 +157,12 @@ class ZeroAdvantagePolicy(CompletionPolicyBase):
         drawn = Draw(kept, kept.astype(np.float64), fixed_size=True)
         if self.zero_advantage_slope > 0:
             note = f"the KL gradient (or entropy's) of {1 - float(kept.mean()):.1%} of the completions is lost"
-            selection = weigh_biased(drawn, name=self.name, scale=1.0, note=note, label=self.label)
-        else:
-            selection = weigh(drawn, name=self.name, note="dropped groups have no gradient", label=self.label)
-        return _with_figures(selection, drawn, score)
+            return weigh_biased(drawn, name=self.name, scale=1.0, note=note, label=self.label, score=score)
+        note = "dropped groups have no gradient"
+        return weigh(drawn, name=self.name, note=note, label=self.label, score=score)
 
 
-class InfoBatchCompletionPolicy(CompletionPolicyBase):
+class InfoBatchCompletionPolicy(CompletionPolicy):
     """Method `infobatch`: completions below the mean |advantage| are dropped with probability `rate`, weighted 1/pi."""
 
     methods: ClassVar[tuple[str, ...]] = ("infobatch",)
@@ -196,13 +189,17 @@ class InfoBatchCompletionPolicy(CompletionPolicyBase):
     ) -> Selection:
         config, score = self.config, np.abs(batch.advantages)
         drawn = self._draw(batch, two_class(score < score.mean(), self.rate), counters)
-        selection = weigh(
-            drawn, name=self.name, estimator=config.estimator, max_weight=config.max_weight, label=self.label
+        return weigh(
+            drawn,
+            name=self.name,
+            estimator=config.estimator,
+            max_weight=config.max_weight,
+            label=self.label,
+            score=score,
         )
-        return _with_figures(selection, drawn, score)
 
 
-class MaxVariancePolicy(CompletionPolicyBase):
+class MaxVariancePolicy(CompletionPolicy):
     """Method `max_variance`: of each group the subset with the largest reward variance (PODS, arXiv 2504.13818).
 
     As a mean over the kept. Advantages stay those of the full group. Failed gradings are never kept, but at rate 0.
@@ -227,8 +224,7 @@ class MaxVariancePolicy(CompletionPolicyBase):
         score = np.abs(batch.advantages)
         note = f"rewards in the middle are never trained on: {_lost(score, drawn):.1%} of the sum of |advantages|"
         scale = (sizes / kept)[batch.group]
-        selection = weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label)
-        return _with_figures(selection, drawn, score)
+        return weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label, score=score)
 
 
 def _groups_with_variance(rewards: FloatArray, group: IntArray) -> BoolArray:
@@ -245,14 +241,64 @@ def _lost(score: FloatArray, drawn: Draw) -> float:
     return float(np.sum(score * (1.0 - drawn.inclusion_prob))) / total if total > 0 else 0.0
 
 
-def _with_figures(selection: Selection, drawn: Draw, score: FloatArray) -> Selection:
-    pi = drawn.inclusion_prob
-    return replace(
-        selection,
-        metrics={
-            "rate_effective": 1.0 - float(pi.mean()),
-            "design_effect": design_effect(score, pi),
-            "share_at_floor": float(np.mean(pi == pi.min())) if pi.min() < 1 else 0.0,
-            "share_at_one": float(np.mean(pi >= 1)),
-        },
-    )
+def max_variance_draw(rewards: FloatArray, group: IntArray, rate: float, uniform: FloatArray) -> Draw:
+    """Keeps, of each group, the count_kept(G, rate) rewards with the largest variance; ties at random.
+
+    The best m of G always are the i lowest and the m - i highest for some i, so G log G work replaces a search over
+    subsets. Groups of equal size are handled together; failed gradings can make sizes differ.
+
+    Args:
+        rewards: [n], NaN where grading failed: such rows are never kept.
+        group: [n] labels 0..groups-1.
+        rate: share to drop, of the group's size with failed gradings included.
+        uniform: [n] for the ties.
+
+    Returns:
+        A draw with exact inclusion probabilities under the random ties.
+    """
+    n = len(rewards)
+    kept, pi = np.zeros(n, dtype=np.bool_), np.zeros(n)
+    graded = ~np.isnan(rewards)
+    num_groups = int(group.max(initial=-1)) + 1
+    sizes = np.bincount(group, minlength=num_groups)
+    valid = np.bincount(group[graded], minlength=num_groups)
+    order = np.lexsort((uniform, rewards, group))
+    # NaN sorts last within its group, so the graded rows of a group are a run at its start.
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+    for size, num_valid in np.unique(np.stack([sizes, valid], axis=1), axis=0):
+        if num_valid == 0:
+            continue
+        members = np.flatnonzero((sizes == size) & (valid == num_valid))
+        rows = order[starts[members][:, None] + np.arange(num_valid)]
+        wanted = min(count_kept(int(size), rate), int(num_valid))
+        chosen, probability = _widest(rewards[rows], wanted)
+        kept[rows], pi[rows] = chosen, probability
+    return Draw(kept, pi, fixed_size=True)
+
+
+def _widest(ascending: FloatArray, wanted: int) -> tuple[BoolArray, FloatArray]:
+    """Kept mask and inclusion probabilities, both [groups, G], of rows sorted by reward."""
+    num_groups, size = ascending.shape
+    zero = np.zeros((num_groups, 1))
+    # Centred first: variances as differences of large sums would lose their digits.
+    centred = ascending - ascending.mean(axis=1, keepdims=True)
+    # In units of the largest, so that what counts as equal below does not depend on the scale of the rewards.
+    largest = np.abs(centred).max(axis=1, keepdims=True, initial=0.0)
+    centred = centred / np.where(largest > 0, largest, 1.0)
+    sums = np.concatenate([zero, np.cumsum(centred, axis=1)], axis=1)
+    squares = np.concatenate([zero, np.cumsum(np.square(centred), axis=1)], axis=1)
+    low = np.arange(wanted + 1)
+    first_high = size - wanted + low
+    total = sums[:, low] + sums[:, [size]] - sums[:, first_high]
+    total_squares = squares[:, low] + squares[:, [size]] - squares[:, first_high]
+    variance = total_squares / max(wanted, 1) - np.square(total / max(wanted, 1))
+    num_low = np.argmax(np.round(variance, 12), axis=1)[:, None]
+
+    position = np.arange(size)[None, :]
+    chosen = (position < num_low) | (position >= size - wanted + num_low)
+    # Rows of equal reward are in random order, so each has the mean of its run.
+    run = np.cumsum(np.concatenate([zero, np.diff(ascending, axis=1) > 0], axis=1), axis=1).astype(np.int64)
+    flat = (np.arange(num_groups)[:, None] * size + run).ravel()
+    counts = np.bincount(flat, minlength=num_groups * size)
+    hits = np.bincount(flat, weights=chosen.ravel().astype(np.float64), minlength=num_groups * size)
+    return chosen, (hits / np.maximum(counts, 1))[flat].reshape(chosen.shape)

@@ -3,12 +3,16 @@
 Rollouts are paid for at this point, so the only cost of pruning is variance, and a good score makes that cost small:
 in the reference experiment 1-2 % at 50 % pruned and 9-20 % at 70 %. Without a KL term a completion with advantage 0
 has no gradient and is dropped for free; with one it keeps a floor, because its KL gradient would otherwise be lost.
+
+A rate names how much may be dropped; a step trains in whole rounds of micro-batches. Where the kept completions do not
+fill the last round, keeping more of them lowers the variance and starts no further micro-batch (`fill_slack`). The new
+probabilities are a function of the full batch alone, so weights of 1/pi stay exactly unbiased.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -16,13 +20,11 @@ import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig, check_auto_rule, check_floor
 from dppo_megatron.pruning.budget import RateControl
-from dppo_megatron.pruning.completion_base import CompletionPolicyBase
-from dppo_megatron.pruning.completion_slack import fill_slack
+from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.designs import WaterFiller, count_kept, design_effect
-from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, StepCost, keep_all
-from dppo_megatron.pruning.labels import label_of_settings
+from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, StepCost, figures, keep_all
 from dppo_megatron.pruning.scores import budgeted_probabilities, completion_score, efficient_probabilities
-from dppo_megatron.pruning.weights import weigh
+from dppo_megatron.pruning.weights import label_of_settings, weigh
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
 
 _READS = (
@@ -41,7 +43,7 @@ _READS = (
 )
 
 
-class DppoCompletionPolicy(CompletionPolicyBase):
+class DppoCompletionPolicy(CompletionPolicy):
     """Method `dppo`: a rate of completions, or of tokens, is dropped."""
 
     methods: ClassVar[tuple[str, ...]] = ("dppo",)
@@ -55,12 +57,11 @@ class DppoCompletionPolicy(CompletionPolicyBase):
 
     @classmethod
     def unread(cls, config: CompletionPruningConfig) -> tuple[str, ...]:
-        """See `CompletionPolicyBase.unread`; the length of a completion counts where tokens are spent."""
+        """The length of a completion counts where tokens are spent."""
         return () if config.cost_aware else ("quadratic_cost_per_token",)
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
-        """See `CompletionPolicyBase.check`."""
         _check_support(key, config.p_min)
         check_floor(key, config.p_min, cls.rate_of(config))
         if config.cost_aware and config.estimator == "c_form":
@@ -135,12 +136,9 @@ class DppoCompletionPolicy(CompletionPolicyBase):
             selection,
             kept_cost=float(np.sum(pi * cost) / np.sum(cost)),
             metrics={
-                "rate_effective": 1.0 - float(pi.mean()),
+                **figures(pi, design_effect(score, pi), live & (pi <= lower + 1e-12)),
                 "rate_before_slack": 1.0 - float(before.mean()),
                 "slack_filled_tokens": float(np.sum(tokens * (pi - before))),
-                "design_effect": design_effect(score, pi),
-                "share_at_floor": float(np.mean(live & (pi <= lower + 1e-12))),
-                "share_at_one": float(np.mean(pi >= 1)),
                 "share_without_gradient": float(np.mean(~live)),
             },
         )
@@ -205,12 +203,11 @@ class AutoCompletionPolicy(DppoCompletionPolicy):
 
     @classmethod
     def unread(cls, config: CompletionPruningConfig) -> tuple[str, ...]:
-        """See `CompletionPolicyBase.unread`: by cost there is no rate, by a bound on the variance no cost."""
+        """By cost there is no rate, by a bound on the variance no cost."""
         return ("rate",) if config.auto_rule == "cost" else ("rollout_cost_ratio",)
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
-        """See `CompletionPolicyBase.check`."""
         _check_support(key, config.p_min)
         check_auto_rule(key, config)
 
@@ -248,3 +245,36 @@ def _check_support(key: str, p_min: float) -> None:
             f"{key}.p_min = 0: must be in (0, 1]; a completion with an advantage but a score of zero would never"
             " be drawn, which is biased. 0.05 bounds the weights by 20"
         )
+
+
+def fill_slack(filler: WaterFiller, pi: FloatArray, holds: Callable[[FloatArray], bool], *, whole: bool) -> FloatArray:
+    """Probabilities [n] >= pi of the largest budget that `holds`; pi itself if nothing above it does.
+
+    Args:
+        filler: the one that gave pi; every probability grows with its budget.
+        pi: [n].
+        holds: whether the step has room for a draw with given probabilities [n]; must not depend on any draw.
+        whole: add a whole number to the budget, so that systematic draws keep a fixed size.
+
+    Example: sizes (4, 2, 1, 1) at a budget of 2 have pi = (1, 0.5, 0.25, 0.25). Each has 10 tokens and the micro-batch
+    that runs anyway has room for 30, so 3 can be kept: (1, 1, 0.5, 0.5), with weights of 2 where they were 4.
+    """
+    spent, full = float(np.sum(filler.cost * pi)), float(np.sum(filler.cost[filler.support]))
+    if whole and abs(spent - round(spent)) < 1e-6:
+        spent = float(round(spent))
+    least_step = 1.0 if whole else 1e-3 * full
+    if full - spent < least_step or not holds(pi):
+        return pi
+    everything = filler.solve(full)
+    if holds(everything):
+        return everything
+    low, high = 0.0, full - spent
+    filled = pi
+    while high - low > least_step:
+        middle = low + (max(round((high - low) / 2), 1) if whole else (high - low) / 2)
+        raised = filler.solve(spent + middle)
+        if holds(raised):
+            low, filled = middle, raised
+        else:
+            high = middle
+    return filled

@@ -6,7 +6,7 @@ weighs and labels, so the ledger stays true whatever a policy does:
     probabilities   float array [n]: the trainer raises them to `p_min`, draws by them and weights with 1/pi: unbiased
     a design        `Draw`: drawn by the policy itself; its probabilities are taken at their word, and checked for what
                     cannot be (a row kept at probability 0): unbiased
-    a pick          boolean array [n]: nobody knows how else it could have come out: biased, with weights of 1
+    a pick          boolean array [n]: how else it could have come out is not known: biased, with weights of 1
 
 Example: prompts whose last group had variance are always kept, the others in a third of the cases.
 
@@ -23,18 +23,16 @@ weights other than the estimators' cannot be plugged in.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from dppo_megatron.config.pruning import CompletionPruningConfig
-from dppo_megatron.pruning.completion_base import CompletionPolicyBase
-from dppo_megatron.pruning.designs import Draw, design_effect
+from dppo_megatron.pruning.completion_base import CompletionPolicy
+from dppo_megatron.pruning.designs import Draw
 from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity
-from dppo_megatron.pruning.labels import label_of_settings
-from dppo_megatron.pruning.prompt_base import PromptPolicyBase, Visits
-from dppo_megatron.pruning.weights import weigh, weigh_biased
+from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
+from dppo_megatron.pruning.weights import label_of_settings, weigh, weigh_biased
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
 
 Choice = FloatArray | BoolArray | Draw
@@ -44,7 +42,7 @@ _SMALLEST = float(np.finfo(np.float64).tiny)
 _PICKED = "a pick by {}: no probabilities are known, so no weight can stand in for what it leaves out"
 
 
-class CustomPromptPolicy(PromptPolicyBase):
+class CustomPromptPolicy(PromptPolicy):
     """Base of a user's prompt policy; beside `choose`, `learn` and `own_state` may be given.
 
     `self.history` is there to be read: `arrays` by prompt index (variance, mean_abs, tokens, visits, last_step),
@@ -66,20 +64,19 @@ class CustomPromptPolicy(PromptPolicyBase):
         if isinstance(choice, Draw):
             _check_support(choice, np.ones(len(ids), dtype=np.bool_), self.config.method)
             config = self.config
-            selection = weigh(choice, name=self.name, estimator=config.estimator, max_weight=config.max_weight)
-            return _with_figures(selection)
+            return weigh(choice, name=self.name, estimator=config.estimator, max_weight=config.max_weight)
         if choice.dtype == np.bool_:
             return _picked(choice.astype(np.bool_), self.name)
         pi = np.maximum(choice, self.config.p_min)
         order = np.lexsort((self._ties(ids, step, minibatch), pi))
-        return _with_figures(self._draw_and_weigh(ids, pi, order, step, minibatch))
+        return self._draw_and_weigh(ids, pi, order, step, minibatch)
 
     def _learn(self, visits: Visits, step: int) -> None:
         super()._learn(visits, step)
         self.learn(visits.ids, visits.rewards, visits.lengths, step=step)
 
 
-class CustomCompletionPolicy(CompletionPolicyBase):
+class CustomCompletionPolicy(CompletionPolicy):
     """Base of a user's completion policy; beside `choose`, `own_state` may be given."""
 
     methods: ClassVar[tuple[str, ...]] = ()
@@ -96,7 +93,6 @@ class CustomCompletionPolicy(CompletionPolicyBase):
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
-        """See `CompletionPolicyBase.check`."""
         if config.p_min == 0:
             raise UserError(f"{key}.p_min = 0: must be in (0, 1]; it is the floor of {config.method}'s probabilities")
 
@@ -116,9 +112,14 @@ class CustomCompletionPolicy(CompletionPolicyBase):
             return _picked(choice.astype(np.bool_), self.name, score)
         else:
             drawn = self._draw(batch, np.where(live, np.maximum(choice, config.p_min), 0.0), counters)
-        label = self._label_of(choice)
-        selection = weigh(drawn, name=self.name, estimator=config.estimator, max_weight=config.max_weight, label=label)
-        return _with_figures(selection, score)
+        return weigh(
+            drawn,
+            name=self.name,
+            estimator=config.estimator,
+            max_weight=config.max_weight,
+            label=self._label_of(choice),
+            score=score,
+        )
 
     def _label_of_nothing(self, batch: CompletionBatch, counters: tuple[int, int]) -> Label:
         return self._label_of(self._chosen(batch, *counters))
@@ -185,33 +186,20 @@ def _check_support(draw: Draw, live: BoolArray, method: str) -> None:
 def _picked(kept: BoolArray, name: str, score: FloatArray | None = None) -> Selection:
     drawn = Draw(kept, kept.astype(np.float64), fixed_size=True)
     note = _PICKED.format(name.partition("/")[2])
-    return _with_figures(weigh_biased(drawn, name=name, scale=1.0, note=note, label="biased"), score)
-
-
-def _with_figures(selection: Selection, score: FloatArray | None = None) -> Selection:
-    pi = selection.inclusion_prob
-    return replace(
-        selection,
-        metrics={
-            "rate_effective": 1.0 - float(pi.mean()),
-            "design_effect": design_effect(np.ones(len(pi)) if score is None else score, pi),
-            "share_at_floor": float(np.mean(pi == pi.min())) if pi.min() < 1 else 0.0,
-            "share_at_one": float(np.mean(pi >= 1)),
-        },
-    )
+    return weigh_biased(drawn, name=name, scale=1.0, note=note, label="biased", score=score)
 
 
 def check_custom(cls: object, base: type, key: str, path: str) -> None:
-    """Raise `UserError` unless `cls` is a policy whose labels the house decides.
+    """Raise `UserError` unless `cls` is a policy whose labels this package decides.
 
     Args:
-        base: `PromptPolicyBase` or `CompletionPolicyBase`.
+        base: `PromptPolicy` or `CompletionPolicy`.
     """
-    level = "prompt" if base is PromptPolicyBase else "completion"
-    own = CustomPromptPolicy if base is PromptPolicyBase else CustomCompletionPolicy
+    level = "prompt" if base is PromptPolicy else "completion"
+    own = CustomPromptPolicy if base is PromptPolicy else CustomCompletionPolicy
     if not isinstance(cls, type) or not issubclass(cls, base):
-        other = CompletionPolicyBase if base is PromptPolicyBase else PromptPolicyBase
-        of = "completions" if base is PromptPolicyBase else "prompts"
+        other = CompletionPolicy if base is PromptPolicy else PromptPolicy
+        of = "completions" if base is PromptPolicy else "prompts"
         hint = f"; it is one of {of}" if isinstance(cls, type) and issubclass(cls, other) else ""
         raise UserError(
             f"{key} = '{path}' is no {level} policy: expected a class derived from"

@@ -1,7 +1,7 @@
 """Sampling designs: from a size measure to inclusion probabilities, and from those to a draw.
 
 A design here is a pure function of probabilities and uniform numbers. Each returns the kept mask together with the
-exact first-order inclusion probabilities, because a weight built from an approximate probability is a bias nobody sees.
+exact first-order inclusion probabilities, because a weight built from an approximate probability is a hidden bias.
 Systematic sampling is the default: its size is fixed, so C/(1-P) scaling and Horvitz-Thompson agree, and a sorted list
 makes it stratify for free. The price is that some pairs are never drawn together, so its own variance cannot be
 estimated without bias; the Poisson formula is reported instead.
@@ -26,8 +26,6 @@ _CERTAIN = 1.0 - 1e-11
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One drawn sample."""
-
     kept: BoolArray
     """[n]."""
     inclusion_prob: FloatArray

@@ -1,4 +1,4 @@
-"""What the training loop and a pruning policy say to each other.
+"""What goes into a pruning policy and comes out of it.
 
 Flat arrays rather than objects per prompt: a step's selection over a thousand prompts is a handful of numpy calls.
 A policy never sees the model or the loss. It returns weights as data, and the loss multiplies; which policy made them
@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, Prompt
+from dppo_megatron.types import BoolArray, FloatArray, GuardStop, IntArray, Label, Prompt, UserError
 
 _LEAST_GROUPS = 48.0
 """Groups with gradient that a verdict needs, after fading: the error of fewer is itself not known."""
 _ERRORS = 2.0
 """So many standard errors above uniform skipping is worse beyond doubt."""
+
+LARGEST_REWARD = 1e15
+"""Sums of squared rewards times lengths are kept as float32, which ends at 3e38."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,15 @@ class CompletionBatch:
     def __len__(self) -> int:
         return len(self.prompt_index)
 
+    def arrays(self) -> dict[str, Any]:
+        """Every column that there is, by name."""
+        named = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "num_nominal"}
+        return {name: array for name, array in named.items() if array is not None}
+
+    def take(self, rows: IntArray) -> CompletionBatch:
+        """The given rows, in their order."""
+        return replace(self, **{name: array[rows] for name, array in self.arrays().items()})
+
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
@@ -176,6 +188,54 @@ class PromptFeatures:
         )
 
 
+class Policy:
+    """What the policies of both levels have in common."""
+
+    _level: ClassVar[str]
+    """`prompt` or `completion`."""
+    methods: ClassVar[tuple[str, ...]] = ("none",)
+    """Its names in `pruning.<level>.method`."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """The settings of `pruning.<level>` that mean something to it."""
+    config: Any
+    _parts: ClassVar[tuple[str, ...]] = ("method",)
+    """Of the state, beside `own_state`."""
+
+    @classmethod
+    def unread(cls, config: Any) -> tuple[str, ...]:
+        """Those of `reads` that these settings leave without effect."""
+        return ()
+
+    @property
+    def name(self) -> str:
+        """Name of this selection in the ledger."""
+        return f"{self._level}/{self.config.method}"
+
+    def feedback(self, cost: StepCost) -> list[str]:
+        """What a finished step cost; returns lines for the log where something changed because of it."""
+        return []
+
+    def own_state(self) -> dict[str, Any]:
+        """What this method keeps, of prompts beside the history, copied: numbers, texts, numpy arrays, lists, dicts."""
+        return {}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved `own_state`."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore; raises ValueError when keys, method or array shapes differ."""
+        check_state(state, {*self._parts, *self.own_state()}, self.name)
+        if state["method"] != self.config.method:
+            raise ValueError(
+                f"the saved pruning state is of method '{state['method']}', this run uses '{self.config.method}'"
+            )
+        self._load_parts(state)
+        self.load_own_state({key: state[key] for key in self.own_state()})
+
+    def _load_parts(self, state: dict[str, Any]) -> None:
+        """Take over what the level keeps beside `own_state`."""
+
+
 class StepCapacity(Protocol):
     """What packing tells pruning: how much fits into a step's micro-batches. Depends on no draw."""
 
@@ -188,113 +248,6 @@ class StepCapacity(Protocol):
         ...
 
 
-class PromptPolicy(Protocol):
-    """Decides before rollout which prompts are generated. Depends on history only, never on this step's rollouts."""
-
-    @property
-    def resamples(self) -> bool:
-        """The rewards decide how many prompts are rolled out and which groups go on: `keep_groups` is a selection."""
-        ...
-
-    def select(self, prompt_index: IntArray, *, step: int, minibatch: int = 0, rest: str = "") -> Selection:
-        """Decide about the nominal prompts [n] of one optimizer mini-batch. Same arguments and history, same answer.
-
-        Steps count from 0. Changes no state: a step that is given up after it leaves nothing behind. `rest` says why
-        nothing is to be skipped; empty where nothing speaks against it.
-        """
-        ...
-
-    def observe(
-        self,
-        prompt_index: IntArray,
-        rewards: FloatArray,
-        lengths: IntArray,
-        *,
-        step: int,
-        second_moment: FloatArray | None = None,
-        inclusion_prob: FloatArray | None = None,
-        planned_prob: FloatArray | None = None,
-    ) -> None:
-        """Learn from visited prompts: prompt_index [K], rewards and lengths [K, G]; NaN rewards are left out.
-
-        second_moment [K]: sum of squared completion scores of each group (`scores.group_second_moment`); None: whether
-        its rewards differ. inclusion_prob and planned_prob [K]: of the selection that drew them; None: 1.
-        """
-        ...
-
-    def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
-        """How many more nominal prompts the loop should offer to `select` and roll out in this step; 0 when done.
-
-        rewards [groups, G]: all groups of the step so far, after `rounds` >= 1 rounds of rollout. Methods that do not
-        refill answer 0. Bounded by `pruning.prompt.refill.max_rounds`.
-        """
-        ...
-
-    def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
-        """Which of the step's groups [groups, G] go on, after the last round. All, for methods that do not refill."""
-        ...
-
-    def history_metrics(self, *, step: int) -> dict[str, float]:
-        """`prune/history_*`: coverage of the prompt set and staleness of what is known, in epochs."""
-        ...
-
-    def feedback(self, cost: StepCost) -> list[str]:
-        """What a finished step cost; returns lines for the log where something changed because of it."""
-        ...
-
-    def about_to_visit(self, prompt_index: IntArray) -> dict[str, Any]:
-        """What `observe` of these prompts will overwrite, copied, for `state_dict`."""
-        ...
-
-    def state_dict(self, undo: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Everything `select` depends on, copied: plain scalars and numpy arrays.
-
-        undo: of `about_to_visit`, before the last `observe`: the state is then the one before it.
-        """
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore; raises ValueError when keys, method or array shapes differ."""
-        ...
-
-
-class CompletionPolicy(Protocol):
-    """Decides after the rewards which completions are trained on."""
-
-    @property
-    def label(self) -> Label:
-        """What its active steps do to the expected gradient, whatever they are offered: a function of the settings."""
-        ...
-
-    def prune(
-        self,
-        batch: CompletionBatch,
-        *,
-        step: int,
-        minibatch: int = 0,
-        capacity: StepCapacity | None = None,
-        rest: str = "",
-    ) -> Selection:
-        """Decide about one mini-batch, once: a draw reused after an update is biased. Changes no state.
-
-        Steps count from 0. With a capacity, the methods that read `fill_slack` keep more where micro-batches have room.
-        `rest` is that of `PromptPolicy.select`.
-        """
-        ...
-
-    def feedback(self, cost: StepCost) -> list[str]:
-        """As for prompts."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything `prune` depends on, copied."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore; raises ValueError when keys, method or array shapes differ."""
-        ...
-
-
 def keep_all(count: int, name: str, note: str = "", label: Label = "exact") -> Selection:
     """The selection that keeps everything: probabilities and weights are exactly 1.0."""
     ones = np.ones(count, dtype=np.float64)
@@ -303,8 +256,22 @@ def keep_all(count: int, name: str, note: str = "", label: Label = "exact") -> S
         inclusion_prob=ones,
         weight=ones.copy(),
         ledger=(LedgerRow(name, 1.0, label, note),),
-        metrics={"rate_effective": 0.0, "design_effect": 1.0, "share_at_floor": 0.0, "share_at_one": 1.0},
+        metrics=figures(ones, 1.0),
     )
+
+
+def figures(pi: FloatArray, effect: float, at_floor: BoolArray | None = None) -> dict[str, float]:
+    """`Selection.metrics` of probabilities pi [n]; None: those of the smallest pi below 1 are at the floor."""
+    if not len(pi):
+        return {"rate_effective": 0.0, "design_effect": 1.0, "share_at_floor": 0.0, "share_at_one": 1.0}
+    if at_floor is None:
+        at_floor = (pi == pi.min()) & (pi < 1)
+    return {
+        "rate_effective": 1.0 - float(pi.mean()),
+        "design_effect": effect,
+        "share_at_floor": float(np.mean(at_floor)),
+        "share_at_one": float(np.mean(pi >= 1)),
+    }
 
 
 def scatter(selection: Selection, order: IntArray) -> Selection:
@@ -320,12 +287,6 @@ def scatter(selection: Selection, order: IntArray) -> Selection:
     )
 
 
-def check_method(state: Mapping[str, Any], method: str) -> None:
-    """Raise ValueError if a state was saved by another method."""
-    if state["method"] != method:
-        raise ValueError(f"the saved pruning state is of method '{state['method']}', this run uses '{method}'")
-
-
 def check_state(state: dict[str, Any], expected: set[str], owner: str) -> None:
     """Exact key-set check of a saved state.
 
@@ -335,3 +296,40 @@ def check_state(state: dict[str, Any], expected: set[str], owner: str) -> None:
     missing, unknown = sorted(expected - set(state)), sorted(set(state) - expected)
     if missing or unknown:
         raise ValueError(f"state of {owner}: missing keys {missing}, unknown keys {unknown}")
+
+
+def check_outcomes(prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, surprisal: FloatArray) -> None:
+    """Check groups [K, G] of the prompts [K] before anything is chosen by them; a NaN reward is a failed grading.
+
+    One absurd number makes every probability of a step NaN, and the message would then name an array. So the prompt is
+    named here, by whom it concerns: the engine (the run stops with a checkpoint) or the user's grader.
+
+    Raises:
+        GuardStop: a completion without tokens, or with log-probabilities that are no numbers: a bad answer of the
+            engine, which a graded zero must not hide.
+        UserError: a reward that is infinite or too large to be squared: a mistake of the grader.
+    """
+    if rewards.shape != lengths.shape or rewards.shape != surprisal.shape or len(prompt_index) != len(rewards):
+        raise ValueError(
+            f"rewards {rewards.shape}, lengths {lengths.shape} and surprisal {surprisal.shape} of"
+            f" {len(prompt_index)} prompts: shapes differ"
+        )
+    no_surprisal = ~(np.isfinite(surprisal) & (surprisal >= 0))
+    bad = (lengths < 1) | no_surprisal
+    if bad.any():
+        row, column = (int(i) for i in np.argwhere(bad)[0])
+        why = f"has {lengths[row, column]} tokens; every completion has at least one, its stop token"
+        if no_surprisal[row, column]:
+            why = f"has log-probabilities that are none (their surprisal is {surprisal[row, column]})"
+        raise GuardStop(
+            f"rollout: completion {column} of prompt {prompt_index[row]} {why}. The engine's answer is bad, and nothing"
+            " of this step was trained on"
+        )
+    large = ~np.isnan(rewards) & ~(np.abs(rewards) <= LARGEST_REWARD)
+    if large.any():
+        row, column = (int(i) for i in np.argwhere(large)[0])
+        raise UserError(
+            f"reward of prompt {prompt_index[row]}, completion {column} is {rewards[row, column]:g}: must be within"
+            f" -{LARGEST_REWARD:g} and {LARGEST_REWARD:g} (it is squared), or NaN for a failed grading; mend the grader"
+            " of reward.function"
+        )

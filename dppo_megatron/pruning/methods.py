@@ -13,12 +13,12 @@ from dppo_megatron.pruning.policies import (
     completion_policy_class,
     prompt_policy_class,
 )
-from dppo_megatron.pruning.prompt_base import PromptPolicyBase
+from dppo_megatron.pruning.prompt_base import PromptPolicy
 from dppo_megatron.types import UserError
 
 
 class HasPruning(Protocol):
-    """A whole configuration, as far as this room sees it."""
+    """A whole configuration, as far as it is read here."""
 
     pruning: PruningConfig
 
@@ -55,7 +55,7 @@ def levels(name: str) -> tuple[str, str]:
             f"--methods: no method '{name}'; known: {', '.join(METHODS)}, or module:Class for a policy of your own"
         )
     loaded = load_function("--methods", name)
-    if isinstance(loaded, type) and issubclass(loaded, PromptPolicyBase):
+    if isinstance(loaded, type) and issubclass(loaded, PromptPolicy):
         return name, "none"
     completion_policy_class(name, "--methods")
     return "none", name
@@ -63,29 +63,25 @@ def levels(name: str) -> tuple[str, str]:
 
 def method_overrides(name: str) -> list[str]:
     """The settings that make a job use this method."""
-    prompt, completion = levels(name)
     return [
-        f"pruning.prompt.method={prompt}",
-        f"pruning.completion.method={completion}",
-        *(f"pruning.{level}.{key}={str(off).lower()}" for level, key, off in _not_for(prompt, completion)),
+        f"pruning.{level}.{key}={value if isinstance(value, str) else str(value).lower()}"
+        for level, key, value in _settings(name)
     ]
 
 
 def with_method(config: C, name: str) -> C:
     """A copy of `config` that uses this method."""
     changed = copy.deepcopy(config)
-    prompt, completion = levels(name)
-    changed.pruning.prompt.method, changed.pruning.completion.method = prompt, completion
-    for level, key, off in _not_for(prompt, completion):
-        setattr(getattr(changed.pruning, level), key, off)
+    for level, key, value in _settings(name):
+        setattr(getattr(changed.pruning, level), key, value)
     return changed
 
 
-def _not_for(prompt: str, completion: str) -> list[tuple[str, str, float]]:
-    """(level, setting, value that turns it off) of what is meant for other methods and refused with these."""
-    levels_read = (
-        ("prompt", prompt_policy_class(prompt).reads),
-        ("completion", completion_policy_class(completion).reads),
-    )
-    off = [("completion", "allocation", False)] if "allocation" not in levels_read[1][1] else []
-    return [*off, *((level, "max_noise_ratio", 0) for level, reads in levels_read if "max_noise_ratio" not in reads)]
+def _settings(name: str) -> list[tuple[str, str, str | float]]:
+    """(level, setting, value) of both methods; what is refused with one of them is off."""
+    prompt, completion = levels(name)
+    settings: list[tuple[str, str, str | float]] = [("prompt", "method", prompt), ("completion", "method", completion)]
+    reads = {"prompt": prompt_policy_class(prompt).reads, "completion": completion_policy_class(completion).reads}
+    if "allocation" not in reads["completion"]:
+        settings.append(("completion", "allocation", False))
+    return [*settings, *((level, "max_noise_ratio", 0) for level in reads if "max_noise_ratio" not in reads[level])]

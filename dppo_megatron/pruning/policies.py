@@ -16,26 +16,30 @@ from dppo_megatron.config.pruning import (
     check_prompt,
 )
 from dppo_megatron.pruning import completion_baselines as baselines
-from dppo_megatron.pruning.completion_base import CompletionPolicyBase
+from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.completion_dppo import AutoCompletionPolicy, DppoCompletionPolicy
 from dppo_megatron.pruning.custom import check_custom
-from dppo_megatron.pruning.interface import CompletionPolicy, PromptFeatures, PromptPolicy
-from dppo_megatron.pruning.prompt_base import PromptPolicyBase
+from dppo_megatron.pruning.interface import PromptFeatures
+from dppo_megatron.pruning.prompt_base import PromptPolicy
+from dppo_megatron.pruning.prompt_baselines import (
+    DynamicSamplingPolicy,
+    GresoPolicy,
+    InfoBatchPolicy,
+    WeightedGresoPolicy,
+)
 from dppo_megatron.pruning.prompt_dppo import AutoPromptPolicy, DppoPromptPolicy, PaperPromptPolicy
-from dppo_megatron.pruning.prompt_infobatch import InfoBatchPolicy
-from dppo_megatron.pruning.prompt_resampling import DynamicSamplingPolicy, GresoPolicy, WeightedGresoPolicy
 from dppo_megatron.types import UserError
 
-P = TypeVar("P", PromptPolicyBase, CompletionPolicyBase)
+P = TypeVar("P", PromptPolicy, CompletionPolicy)
 
 
 def _by_name(classes: Sequence[type[P]]) -> dict[str, type[P]]:
     return {name: cls for cls in classes for name in cls.methods}
 
 
-PROMPT_POLICIES: dict[str, type[PromptPolicyBase]] = _by_name(
+PROMPT_POLICIES: dict[str, type[PromptPolicy]] = _by_name(
     [
-        PromptPolicyBase,
+        PromptPolicy,
         DppoPromptPolicy,
         AutoPromptPolicy,
         PaperPromptPolicy,
@@ -46,9 +50,9 @@ PROMPT_POLICIES: dict[str, type[PromptPolicyBase]] = _by_name(
     ]
 )
 """Method name to class, in the order in which messages list them."""
-COMPLETION_POLICIES: dict[str, type[CompletionPolicyBase]] = _by_name(
+COMPLETION_POLICIES: dict[str, type[CompletionPolicy]] = _by_name(
     [
-        CompletionPolicyBase,
+        CompletionPolicy,
         DppoCompletionPolicy,
         AutoCompletionPolicy,
         baselines.PaperCompletionPolicy,
@@ -64,14 +68,14 @@ COMPLETION_POLICIES: dict[str, type[CompletionPolicyBase]] = _by_name(
 """As `PROMPT_POLICIES`."""
 
 
-def prompt_policy_class(method: str, key: str = "pruning.prompt.method") -> type[PromptPolicyBase]:
+def prompt_policy_class(method: str, key: str = "pruning.prompt.method") -> type[PromptPolicy]:
     """The class of a name, or of `module:Class`. Raises UserError."""
-    return _resolve(method, key, PROMPT_POLICIES, PromptPolicyBase)
+    return _resolve(method, key, PROMPT_POLICIES, PromptPolicy)
 
 
-def completion_policy_class(method: str, key: str = "pruning.completion.method") -> type[CompletionPolicyBase]:
+def completion_policy_class(method: str, key: str = "pruning.completion.method") -> type[CompletionPolicy]:
     """The class of a name, or of `module:Class`. Raises UserError."""
-    return _resolve(method, key, COMPLETION_POLICIES, CompletionPolicyBase)
+    return _resolve(method, key, COMPLETION_POLICIES, CompletionPolicy)
 
 
 def check_methods(config: PruningConfig, *, group_size: int = 0, minibatch_size: int = 0) -> list[str]:
@@ -132,16 +136,7 @@ def make_prompt_policy(
     seed: int,
     features: PromptFeatures | None = None,
 ) -> PromptPolicy:
-    """The policy of `pruning.prompt.method`.
-
-    Args:
-        config: checked here.
-        num_prompts: rows of the prompt set; history is kept for each.
-        completions_per_prompt: group size G.
-        prompts_per_step: nominal prompts of a step; with num_prompts it says how many steps an epoch has.
-        total_steps: length of the run, for annealing.
-        seed: the run's seed.
-        features: what is known of each prompt before it is tried; None: nothing.
+    """The policy of `pruning.prompt.method`, whose section is checked here; the others are those of `PromptPolicy`.
 
     Raises:
         UserError: a setting is out of range; the message names its key.
@@ -175,16 +170,8 @@ def make_completion_policy(
     zero_advantage_slope: float = 0.0,
     group_size: int = 0,
 ) -> CompletionPolicy:
-    """The policy of `pruning.completion.method`.
-
-    Args:
-        config: checked here.
-        seed: the run's seed.
-        total_steps: length of the run, for annealing.
-        zero_advantage_slope: coefficient of the KL (or entropy) term in the loss; must be the loss's, or the floor is
-            wrong.
-        group_size: completions of a whole group, for the methods that keep a count of each; 0: not known, and a rate
-            that keeps none of a group is found out when it comes.
+    """The policy of `pruning.completion.method`, whose section is checked here; the others are those of
+    `CompletionPolicy`.
 
     Raises:
         UserError: a setting is out of range; the message names its key.

@@ -7,10 +7,9 @@ order in which prompts arrive.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -18,11 +17,9 @@ from dppo_megatron.config.pruning import PromptPruningConfig, exact_rate
 from dppo_megatron.pruning.designs import draw
 from dppo_megatron.pruning.history import PromptHistory, check_ids, check_visits
 from dppo_megatron.pruning.interface import (
+    Policy,
     PromptFeatures,
     Selection,
-    StepCost,
-    check_method,
-    check_state,
     keep_all,
     scatter,
 )
@@ -45,8 +42,10 @@ class Visits:
     """With which it would have been, had nothing kept the method from skipping."""
 
 
-class PromptPolicyBase:
-    """Method `none`: keeps everything. Subclasses override `_select_sorted` and what they learn.
+class PromptPolicy(Policy):
+    """Decides before rollout which prompts are generated. Depends on history only, never on this step's rollouts.
+
+    This class is method `none`, which keeps everything. Subclasses override `_select_sorted` and what they learn.
 
     Args:
         config: the prompt section, already checked.
@@ -58,10 +57,8 @@ class PromptPolicyBase:
         features: what is known of each prompt before it is tried; None: nothing.
     """
 
-    methods: ClassVar[tuple[str, ...]] = ("none",)
-    """Its names in `pruning.prompt.method`."""
-    reads: ClassVar[tuple[str, ...]] = ()
-    """The settings of `pruning.prompt` that mean something to it."""
+    _level = "prompt"
+    _parts = ("method", "history")
 
     def __init__(
         self,
@@ -74,7 +71,7 @@ class PromptPolicyBase:
         seed: int,
         features: PromptFeatures | None = None,
     ) -> None:
-        self.config = config
+        self.config: PromptPruningConfig = config
         self.features = features
         self.completions_per_prompt = completions_per_prompt
         self.prompts_per_step = prompts_per_step
@@ -87,11 +84,6 @@ class PromptPolicyBase:
         )
 
     @classmethod
-    def unread(cls, config: PromptPruningConfig) -> tuple[str, ...]:
-        """Those of `reads` that these settings leave without effect."""
-        return ()
-
-    @classmethod
     def check(cls, config: PromptPruningConfig, key: str) -> None:
         """Raise `UserError` for settings, each in its range, that contradict each other under this method."""
 
@@ -101,17 +93,16 @@ class PromptPolicyBase:
         return False
 
     @property
-    def name(self) -> str:
-        """Name of this selection in the ledger."""
-        return f"prompt/{self.config.method}"
-
-    @property
     def resamples(self) -> bool:
-        """False: every nominal prompt is offered once, and every group goes on."""
+        """The rewards decide how many prompts are rolled out and which groups go on: `keep_groups` is a selection."""
         return False
 
     def select(self, prompt_index: IntArray, *, step: int, minibatch: int = 0, rest: str = "") -> Selection:
-        """See `PromptPolicy.select`; pi = 1 for all during warm-up and after annealing."""
+        """Decide about the nominal prompts [n] of one optimizer mini-batch. Same arguments and history, same answer.
+
+        Steps count from 0. Changes no state: a step that is given up after it leaves nothing behind. `rest` says why
+        nothing is to be skipped; empty: the policy itself knows of no reason but warm-up and annealing.
+        """
         ids = check_ids(prompt_index, len(self.history))
         resting = rest or self._resting(step)
         order = np.argsort(ids, kind="stable")
@@ -131,7 +122,11 @@ class PromptPolicyBase:
         inclusion_prob: FloatArray | None = None,
         planned_prob: FloatArray | None = None,
     ) -> None:
-        """See `PromptPolicy.observe`."""
+        """Learn from visited prompts: prompt_index [K], rewards and lengths [K, G]; NaN rewards are left out.
+
+        second_moment [K]: sum of squared completion scores of each group (`scores.group_second_moment`); None: whether
+        its rewards differ. inclusion_prob and planned_prob [K]: of the selection that drew them; None: 1.
+        """
         ids = check_ids(prompt_index, len(self.history))
         rewards = check_visits(ids, rewards, lengths, binary_score=self.needs_unit_rewards(self.config))
         order = np.argsort(ids, kind="stable")
@@ -145,53 +140,36 @@ class PromptPolicyBase:
         self._learn(visits, step)
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
-        """0: this method does not refill."""
+        """How many more nominal prompts the loop should offer to `select` and roll out in this step; 0 when done.
+
+        rewards [groups, G]: all groups of the step so far, after `rounds` >= 1 rounds of rollout. Bounded by
+        `pruning.prompt.refill.max_rounds`.
+        """
         return 0
 
     def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
-        """All groups: this method drops none after rollout."""
+        """Which of the step's groups [groups, G] go on, after the last round."""
         return keep_all(len(rewards), f"{self.name}/groups")
 
     def history_metrics(self, *, step: int) -> dict[str, float]:
-        """See `PromptPolicy.history_metrics`."""
+        """`prune/history_*`: coverage of the prompt set and staleness of what is known, in epochs."""
         return self.history.metrics(step)
 
-    def feedback(self, cost: StepCost) -> list[str]:
-        """Ignored: this method has no rate to adapt."""
-        return []
+    def state_dict(self, memory: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Everything `select` depends on, copied: plain scalars and numpy arrays.
 
-    def own_state(self) -> dict[str, Any]:
-        """What this method keeps beside the history, copied: numbers, texts, numpy arrays, lists and dicts of them."""
-        return {}
+        memory: an older state that is not needed any more; its arrays are overwritten with the new one's.
+        """
+        history = self.history.state_dict(memory and memory["history"])
+        return {"method": self.config.method, "history": history, **self.own_state()}
 
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved `own_state`."""
-
-    def about_to_visit(self, prompt_index: IntArray) -> dict[str, Any]:
-        """See `PromptPolicy.about_to_visit`."""
-        rows = {name: array[prompt_index] for name, array in self.history.arrays.items()}
-        return {"prompt_index": prompt_index, "rows": rows, "own": self.own_state()}
-
-    def state_dict(self, undo: dict[str, Any] | None = None) -> dict[str, Any]:
-        """See `PromptPolicy.state_dict`."""
-        history, own = self.history.state_dict(), undo["own"] if undo else self.own_state()
-        if undo:
-            for name, rows in undo["rows"].items():
-                history[name][undo["prompt_index"]] = rows
-        return {"method": self.config.method, "history": history, **own}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `PromptPolicy.load_state_dict`."""
-        check_state(state, {"method", "history", *self.own_state()}, self.name)
-        check_method(state, self.config.method)
+    def _load_parts(self, state: dict[str, Any]) -> None:
         self.history.load_state_dict(state["history"])
-        self.load_own_state({key: state[key] for key in self.own_state()})
 
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
         return keep_all(len(ids), self.name)
 
     def _rest(self, ids: IntArray, step: int, why: str) -> Selection:
-        """Nothing is skipped."""
         return keep_all(len(ids), self.name, why)
 
     def _learn(self, visits: Visits, step: int) -> None:

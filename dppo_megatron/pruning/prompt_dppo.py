@@ -16,12 +16,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dppo_megatron.config.pruning import PromptPruningConfig, check_auto_rule, check_floor
-from dppo_megatron.pruning.budget import RateControl
+from dppo_megatron.pruning.budget import EffectMonitor, RateControl
 from dppo_megatron.pruning.designs import WaterFiller, count_kept, design_effect, deterministic
-from dppo_megatron.pruning.interface import Selection, StepCost, keep_all
-from dppo_megatron.pruning.prompt_base import PromptPolicyBase, Visits
+from dppo_megatron.pruning.interface import Selection, StepCost, figures, keep_all
+from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.prompt_score import FittedScore
-from dppo_megatron.pruning.realised import EffectMonitor
 from dppo_megatron.pruning.scores import (
     budgeted_probabilities,
     efficient_probabilities,
@@ -58,7 +57,7 @@ class _Plan:
     note: str
 
 
-class DppoPromptPolicy(PromptPolicyBase):
+class DppoPromptPolicy(PromptPolicy):
     """Method `dppo`: a systematic draw with probabilities in proportion to a score of what is known before."""
 
     methods: ClassVar[tuple[str, ...]] = ("dppo",)
@@ -73,12 +72,11 @@ class DppoPromptPolicy(PromptPolicyBase):
 
     @classmethod
     def unread(cls, config: PromptPruningConfig) -> tuple[str, ...]:
-        """See `PromptPolicyBase.unread`; the posterior is that of `score=beta`."""
+        """The posterior is that of `score=beta`."""
         return () if config.score == "beta" else ("prior",)
 
     @classmethod
     def check(cls, config: PromptPruningConfig, key: str) -> None:
-        """See `PromptPolicyBase.check`."""
         check_floor(key, config.p_min, config.rate)
 
     @classmethod
@@ -94,12 +92,10 @@ class DppoPromptPolicy(PromptPolicyBase):
         return [line for line in (said, noisy) if line]
 
     def own_state(self) -> dict[str, Any]:
-        """See `PromptPolicyBase.own_state`."""
         fitted = {"fitted": self.fitted.state_dict()} if self.fitted else {}
         return {"control": self.control.state_dict(), "monitor": self.monitor.state_dict(), "said": self._said} | fitted
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """See `PromptPolicyBase.load_own_state`."""
         self.control.load_state_dict(state["control"])
         self.monitor.load_state_dict(state["monitor"])
         self._said = str(state["said"])
@@ -126,15 +122,10 @@ class DppoPromptPolicy(PromptPolicyBase):
         return self._with_figures(replace(selection, planned_prob=plan.pi), plan, selection.inclusion_prob)
 
     def _with_figures(self, selection: Selection, plan: _Plan, pi: FloatArray) -> Selection:
-        figures = {
-            "rate_effective": 1.0 - float(pi.mean()),
-            "design_effect": design_effect(plan.score, pi),
-            "planned_effect": design_effect(plan.score, plan.pi),
-            "share_at_floor": float(np.mean((pi <= plan.lower + 1e-12) & (plan.lower < 1))),
-            "share_at_one": float(np.mean(pi >= 1)),
-        }
+        metrics = figures(pi, design_effect(plan.score, pi), (pi <= plan.lower + 1e-12) & (plan.lower < 1))
+        metrics["planned_effect"] = design_effect(plan.score, plan.pi)
         kept_cost = float(np.sum(pi * plan.cost) / np.sum(plan.cost))
-        return replace(selection, metrics=figures, kept_cost=kept_cost, effect=self.monitor.effect())
+        return replace(selection, metrics=metrics, kept_cost=kept_cost, effect=self.monitor.effect())
 
     def _plan(self, ids: IntArray, step: int) -> _Plan | None:
         """The probabilities of a step in which prompts are skipped; None while nothing says how many."""
@@ -231,13 +222,12 @@ class AutoPromptPolicy(DppoPromptPolicy):
 
     @classmethod
     def unread(cls, config: PromptPruningConfig) -> tuple[str, ...]:
-        """See `PromptPolicyBase.unread`: by cost there is no rate, by a bound on the variance no cost."""
+        """By cost there is no rate, by a bound on the variance no cost."""
         by_rule = ("rate",) if config.auto_rule == "cost" else ("fixed_cost_ratio",)
         return (*super().unread(config), *by_rule)
 
     @classmethod
     def check(cls, config: PromptPruningConfig, key: str) -> None:
-        """See `PromptPolicyBase.check`."""
         check_auto_rule(key, config)
 
     @property
@@ -257,7 +247,7 @@ class AutoPromptPolicy(DppoPromptPolicy):
         return float(max(_least(lower), math.ceil(wanted - 1e-9)))
 
 
-class PaperPromptPolicy(PromptPolicyBase):
+class PaperPromptPolicy(PromptPolicy):
     """Method `dppo_paper`: Algorithm 1 as reconstructed from public reviews; the paper's code is not public.
 
     Drops floor(rate N) prompts with the lowest mean |advantage| of their last visit and multiplies the rest by
@@ -280,16 +270,10 @@ class PaperPromptPolicy(PromptPolicyBase):
             name=self.name,
             scale=1.0 / (1.0 - config.rate),
             note="prompts below the cut are never drawn, so no weight can stand in for them",
+            score=np.zeros(len(ids)),  # a design effect of 1: no weights, no growth by them
         )
-        return replace(
-            selection,
-            metrics={
-                "rate_effective": 1.0 - float(drawn.kept.mean()),
-                "design_effect": 1.0,
-                "share_at_floor": float(np.mean(drawn.inclusion_prob == 0)),
-                "share_at_one": float(np.mean(drawn.inclusion_prob == 1)),
-            },
-        )
+        at_floor, rate = float(np.mean(drawn.inclusion_prob == 0)), 1.0 - float(drawn.kept.mean())
+        return replace(selection, metrics=selection.metrics | {"rate_effective": rate, "share_at_floor": at_floor})
 
 
 def _least(lower: FloatArray) -> int:

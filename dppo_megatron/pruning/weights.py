@@ -1,17 +1,24 @@
-"""From a draw to weights; what they estimate is told by `labels`.
+"""From a draw to weights, and the label that says what they estimate.
 
 Horvitz-Thompson is the default because it is exactly unbiased for any design. The two ratio forms are here since papers
 use them: C/(1-P) equals Horvitz-Thompson when the size is fixed and is a ratio estimator otherwise; Hajek pays
 O(1/n) bias for a lower variance that zero-sum advantages do not give it. The cap trades bias for variance.
+
+A label that looked at the draw would say `exact` whenever a random skip happened to skip nothing, which is no property
+of the method. So a label is a function of what is known before the draw: at the prompt level the nominal prompts'
+inclusion probabilities, which follow from history alone; at the completion level the settings alone, because there the
+probabilities depend on which prompts were drawn. The price: a step whose probabilities all happen to be harmless has
+the label of the worst batch that its settings admit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
-from dppo_megatron.pruning.designs import Draw
-from dppo_megatron.pruning.interface import LedgerRow, Selection
-from dppo_megatron.pruning.labels import can_bind, label_of_draw, largest_weight
+from dppo_megatron.pruning.designs import Draw, design_effect
+from dppo_megatron.pruning.interface import LedgerRow, Selection, figures
 from dppo_megatron.types import FloatArray, Label
 
 
@@ -50,6 +57,7 @@ def weigh(
     max_weight: float = 0.0,
     note: str = "",
     label: Label | None = None,
+    score: FloatArray | None = None,
 ) -> Selection:
     """Weights of a random draw by the estimator's name, capped at `max_weight` if that is not 0, with its ledger row.
 
@@ -58,6 +66,7 @@ def weigh(
     Args:
         label: of the settings, where the probabilities are themselves the outcome of an earlier draw; None: from the
             probabilities and the design. Never from what was kept.
+        score: [n], for the design effect among the figures; None: all alike.
     """
     weight = ESTIMATOR_WEIGHTS[estimator](draw)
     notes = [note] if note else []
@@ -71,17 +80,23 @@ def weigh(
         ledger=(
             LedgerRow(name, kept_fraction(draw), label or label_of_draw(draw, estimator, max_weight), "; ".join(notes)),
         ),
-        metrics={},
+        metrics=_figures(draw, score),
     )
 
 
 def weigh_biased(
-    draw: Draw, *, name: str, scale: FloatArray | float, note: str, label: Label | None = None
+    draw: Draw,
+    *,
+    name: str,
+    scale: FloatArray | float,
+    note: str,
+    label: Label | None = None,
+    score: FloatArray | None = None,
 ) -> Selection:
     """A factor (scalar or [n]) on the kept elements of a draw that no weight can make unbiased.
 
     Args:
-        label: of the settings, as for `weigh`; None: exact where the design keeps everything with factor 1.
+        label, score: as for `weigh`; without a label, exact where the design keeps everything with factor 1.
     """
     everything = bool(np.all(draw.inclusion_prob == 1.0) and np.all(np.asarray(scale) == 1.0))
     given: Label = label or ("exact" if everything else "biased")
@@ -90,8 +105,13 @@ def weigh_biased(
         inclusion_prob=draw.inclusion_prob,
         weight=np.where(draw.kept, scale, 0.0),
         ledger=(LedgerRow(name, kept_fraction(draw), given, "" if given == "exact" else note),),
-        metrics={},
+        metrics=_figures(draw, score),
     )
+
+
+def _figures(draw: Draw, score: FloatArray | None) -> dict[str, float]:
+    pi = draw.inclusion_prob
+    return figures(pi, design_effect(np.ones(len(pi)) if score is None else score, pi))
 
 
 def kept_fraction(draw: Draw) -> float:
@@ -110,3 +130,70 @@ def _cap_notes(draw: Draw, estimator: str, max_weight: float) -> list[str]:
     bound = int((expected < 1.0 - 1e-12).sum())
     lost = 1.0 - float(expected.mean())
     return [f"max_weight {max_weight:g} binds for {bound} of {len(expected)}, losing {lost:.1%} of the weight"]
+
+
+LABELS: tuple[Label, ...] = ("exact", "unbiased", "ratio", "biased")
+"""From the best to the worst."""
+
+
+def worst(labels: Iterable[Label]) -> Label:
+    """The last of `labels` in the order of `LABELS`; `exact` without any."""
+    return max(labels, key=LABELS.index, default="exact")
+
+
+def label_of_settings(estimator: str, *, fixed_size: bool, least_prob: float, max_weight: float) -> Label:
+    """The label of a random draw whose probabilities are not known yet.
+
+    Args:
+        estimator: ht, c_form or hajek.
+        fixed_size: every draw keeps the same number, whatever is offered.
+        least_prob: no probability is below this where there is gradient, in (0, 1].
+        max_weight: the cap; 0 for none.
+
+    Example: ht with p_min = 0.05 makes weights up to 20. A cap of 20 never acts: unbiased. A cap of 10 can: biased.
+    """
+    inverse = estimator == "ht" or (estimator == "c_form" and fixed_size)
+    # The ratio forms divide by what the draw kept; with one element kept its weight is about n, so any cap can act.
+    largest = 1.0 / least_prob if inverse else np.inf
+    if can_bind(max_weight, largest):
+        return "biased"
+    return "unbiased" if inverse else "ratio"
+
+
+def label_of_draw(draw: Draw, estimator: str, max_weight: float) -> Label:
+    """The label of a design whose probabilities are known: the same for every draw from it."""
+    if bool(np.all(draw.inclusion_prob == 1.0)):
+        return "exact"
+    if can_bind(max_weight, largest_weight(draw, estimator)):
+        return "biased"
+    return "unbiased" if estimator == "ht" or (estimator == "c_form" and draw.fixed_size) else "ratio"
+
+
+def can_bind(max_weight: float, largest: float) -> bool:
+    """Whether a cap (0 for none) is below a weight that can occur."""
+    return 0 < max_weight < largest * (1.0 - 1e-12)
+
+
+def largest_weight(draw: Draw, estimator: str) -> float:
+    """An upper bound of the weights that any draw from this design can give, attained by independent draws.
+
+    Reads the probabilities, `fixed_size` and `least_kept` of `draw`, not what was kept.
+
+    Example: pi = (0.5, 0.5, 0.5, 0.5) by independent coins. ht: 2. Hajek: 4, where one alone is kept and stands for
+    all. c_form: 2 x 2 / 1 = 4 likewise.
+    """
+    supported: FloatArray = draw.inclusion_prob[draw.inclusion_prob > 0]
+    if not len(supported):
+        return 0.0
+    inverse = 1.0 / supported
+    if estimator == "ht" or (estimator == "c_form" and draw.fixed_size):
+        return float(inverse.max())
+    chance = supported < 1.0
+    certain = int((~chance).sum())
+    # given that a row is kept, so many are: the certain ones, itself, and what the design always keeps beside them
+    count = np.maximum(certain + chance, max(draw.least_kept, 1))
+    if estimator == "c_form":
+        return float(np.max(float(supported.sum()) / count * inverse))
+    lightest = np.concatenate([[0.0], np.cumsum(np.sort(inverse[chance]))])
+    others = lightest[count - certain - chance] + certain - ~chance
+    return float(np.max(len(supported) * inverse / (inverse + others)))

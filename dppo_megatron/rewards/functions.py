@@ -148,7 +148,7 @@ def _fields(result: Any) -> Any:
     Raises:
         Failed: it is neither, or holds something that is not what it should be.
     """
-    types = sys.modules.get("dppo_megatron.types")  # nobody who has not imported it can have made a Grade
+    types = sys.modules.get("dppo_megatron.types")  # where it is not imported there is no Grade
     if types is None or not isinstance(result, types.Grade):
         return _number(result, "")
     if result.failure:

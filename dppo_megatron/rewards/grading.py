@@ -5,36 +5,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.rewards.functions import NamedFunction
 from dppo_megatron.rewards.graders import BUILT_IN
-from dppo_megatron.rewards.pool import GraderPool
+from dppo_megatron.rewards.pool import Grader
 from dppo_megatron.types import Completion, Grade, GradeTask, Group, SelectedPrompt, UserError
 
 __all__ = ["GradeInClient", "GradeTask", "Grader", "deciding_reward", "grade_groups", "make_grader"]
-
-
-class Grader(Protocol):
-    """Grades completions (`pool.GraderPool`)."""
-
-    @property
-    def key(self) -> str:
-        """What it is called in messages: `reward.function = 'math'`."""
-
-    def submit(self, tasks: Sequence[GradeTask]) -> Future[list[Grade]]:
-        """One grade a task, in their order; NaN with a `failure` where grading failed."""
-
-    def grade(self, tasks: Sequence[GradeTask]) -> list[Grade]:
-        """As `submit`, and waits."""
-
-    def close(self) -> None:
-        """End its processes."""
 
 
 def make_grader(reward: RewardConfig, function: str = "", key: str = "") -> Grader:
@@ -56,7 +37,7 @@ def make_grader(reward: RewardConfig, function: str = "", key: str = "") -> Grad
         ]
     else:
         functions = [_named("reward.function", reward.function)]
-    return GraderPool(
+    return Grader(
         functions,
         processes=reward.processes,
         timeout_s=reward.timeout_s,
@@ -93,10 +74,7 @@ def grade_groups(
     graded = dict(known or {})
     open_ones = [i for i in range(len(completions)) if i not in graded]
     if open_ones:
-        tasks = []
-        for i in open_ones:
-            prompt = selected[i // size].prompt
-            tasks.append(GradeTask.of(prompt, completions[i].text, i % size))
+        tasks = [GradeTask.of(selected[i // size].prompt, completions[i].text, i % size) for i in open_ones]
         graded |= zip(open_ones, grader.grade(tasks), strict=True)
     grades = [graded[i] for i in range(len(completions))]
     groups = []

@@ -1,8 +1,10 @@
-"""Metrics of a step's gradings, and the guard that stops the run when too many of them fail."""
+"""Metrics of a step's gradings; those that failed, as grades and in the log; the guard that stops the run when too many
+of them fail."""
 
 from __future__ import annotations
 
 import collections
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from dppo_megatron.config.reward import RewardConfig
-from dppo_megatron.types import FloatArray, Group, GuardStop
+from dppo_megatron.texts import entry
+from dppo_megatron.types import FloatArray, Grade, Group, GuardStop
 
 FACTS = ("parsed_share", "boxed_share", "disagreement")
 """Facts of the `math` grader: null in a step in which no grading has them, so that the columns are always there."""
+_SHOWN = 5
+"""Failures of one call that are logged one by one, if they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +124,27 @@ def _mean(weight: FloatArray, values: FloatArray | None) -> float:
     if values is None or not weight[there].sum():
         return math.nan
     return float((weight[there] * values[there]).sum() / weight[there].sum())
+
+
+def failed(why: str) -> Grade:
+    """What a grading comes to that has failed."""
+    return Grade(math.nan, failure=why)
+
+
+def log_failures(log: logging.Logger, labels: Sequence[str], grades: Sequence[Grade]) -> None:
+    """The first few that differ, each with a label and its traceback; the others as a count of each kind: one bad
+    grader can fail thousands."""
+    shown: set[str] = set()
+    others: collections.Counter[str] = collections.Counter()
+    for label, grade in zip(labels, grades, strict=True):
+        if not grade.failure:
+            continue
+        if grade.failure in shown or len(shown) == _SHOWN:
+            others[grade.failure.split(":")[0]] += 1
+            continue
+        shown.add(grade.failure)
+        why = f"\n{grade.why}" if grade.why else ""
+        log.error("%s", entry(f"grading {label or 'a sample'} {grade.failure}{why}"))
+    if others:
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in others.most_common(5))
+        log.error("and %d gradings more: %s", sum(others.values()), kinds)

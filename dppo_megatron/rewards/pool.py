@@ -37,8 +37,8 @@ from typing import Any
 
 import msgspec
 
-from dppo_megatron.rewards.failures import failed, log_failures
 from dppo_megatron.rewards.functions import NamedFunction
+from dppo_megatron.rewards.measures import failed, log_failures
 from dppo_megatron.rewards.process import GraderProcess, NoAnswers
 from dppo_megatron.rewards.wire import NONE, Answers, Message, NoStart, Ready
 from dppo_megatron.types import Grade, GradeTask, UserError
@@ -79,7 +79,6 @@ class _Batch:
         return self._rows[id(row)] if row else b""
 
     def finish(self) -> None:
-        """All grades are there."""
         if not self.future.done():
             grades = [grade for grade in self.grades if grade is not None]
             log_failures(_log, [task.label for task in self.tasks], grades)
@@ -96,7 +95,7 @@ class _Sample:
     """It may have ended a process: it is graded alone, and the next process that ends with it was ended by it."""
 
 
-class GraderPool:
+class Grader:
     """Processes that grade. They start when they are first needed. Any thread may call it.
 
     After a fork the child has processes of its own.
@@ -257,13 +256,13 @@ class GraderPool:
 class _Lane:
     """A thread and its process, one after another: the kernel ends a process with the thread that has started it."""
 
-    def __init__(self, pool: GraderPool) -> None:
+    def __init__(self, pool: Grader) -> None:
         self._pool = pool
         self.process: GraderProcess | None = None
         self._spare: GraderProcess | None = None
         """Started when a sample had used half of its time: it replaces a process that is killed without a wait."""
         self.chunk: list[_Sample] = []
-        """What it has taken and neither settled nor put back; `GraderPool.take` fills it."""
+        """What it has taken and neither settled nor put back; `Grader.take` fills it."""
         self._thread = threading.Thread(target=self._run, name="grades", daemon=True)
         self._thread.start()
 
@@ -273,7 +272,6 @@ class _Lane:
             process.kill()
 
     def join(self) -> None:
-        """Wait for its thread."""
         self._thread.join()
 
     def _run(self) -> None:

@@ -136,7 +136,6 @@ class GraderProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self._process.pid
 
     @property

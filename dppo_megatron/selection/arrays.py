@@ -1,16 +1,19 @@
 """What goes into a step's selection and what comes out of it: arrays, and nothing else.
 
-Rank 0 selects on [K, G] arrays of rewards and lengths; tokens and texts stay where they were made.
+Rank 0 selects on [K, G] arrays of rewards and lengths; tokens and texts stay where they were made. Optimizer
+mini-batches are drawn independently of each other; `merge` makes one selection of theirs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from dppo_megatron.pruning import CompletionBatch, LedgerRow, Selection
 from dppo_megatron.pruning.interface import Effect
+from dppo_megatron.pruning.weights import worst
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, StepCounts
 
 
@@ -88,41 +91,77 @@ def completion_batch(
 ) -> CompletionBatch:
     """The trainable completions [n] of the whole step."""
     count, size = rollouts.rewards.shape
-    return CompletionBatch(
-        prompt_index=np.repeat(prompts.prompt_index, size)[trainable],
-        completion_index=np.tile(np.arange(size), count)[trainable],
-        group=_labels(np.repeat(np.arange(count), size)[trainable]),
-        rewards=rollouts.rewards.ravel()[trainable],
-        advantages=advantages.ravel()[trainable],
-        lengths=rollouts.lengths.ravel()[trainable],
-        surprisal=rollouts.surprisal.ravel()[trainable],
-        denominator=denominator.ravel()[trainable],
-        prompt_weight=np.repeat(prompts.weight * groups.weight, size)[trainable],
-        tokens=None
-        if rollouts.prompt_tokens is None
-        else (rollouts.lengths + rollouts.prompt_tokens[:, None] - 1).ravel()[trainable],
+    tokens = None if rollouts.prompt_tokens is None else rollouts.lengths + rollouts.prompt_tokens[:, None] - 1
+    everything = CompletionBatch(
+        prompt_index=np.repeat(prompts.prompt_index, size),
+        completion_index=np.tile(np.arange(size), count),
+        group=np.repeat(np.arange(count), size),
+        rewards=rollouts.rewards.ravel(),
+        advantages=advantages.ravel(),
+        lengths=rollouts.lengths.ravel(),
+        surprisal=rollouts.surprisal.ravel(),
+        denominator=denominator.ravel(),
+        prompt_weight=np.repeat(prompts.weight * groups.weight, size),
+        tokens=None if tokens is None else tokens.ravel(),
         num_nominal=num_nominal,
     )
+    return part(everything, np.flatnonzero(trainable), 1)
 
 
 def part(batch: CompletionBatch, rows: IntArray, parts: int) -> CompletionBatch:
-    """The rows of one of `parts` equal mini-batches."""
-    return CompletionBatch(
-        prompt_index=batch.prompt_index[rows],
-        completion_index=batch.completion_index[rows],
-        group=_labels(batch.group[rows]),
-        rewards=batch.rewards[rows],
-        advantages=batch.advantages[rows],
-        lengths=batch.lengths[rows],
-        surprisal=batch.surprisal[rows],
-        denominator=batch.denominator[rows],
-        prompt_weight=batch.prompt_weight[rows],
-        tokens=None if batch.tokens is None else batch.tokens[rows],
-        num_nominal=batch.num_nominal // parts,
+    """The rows of one of `parts` equal mini-batches, its groups numbered from 0 without gaps."""
+    taken = batch.take(rows)
+    labels: IntArray = np.unique(taken.group, return_inverse=True)[1].astype(np.int64)
+    return replace(taken, group=labels, num_nominal=batch.num_nominal // parts)
+
+
+def merge(parts: list[Selection], order: IntArray) -> Selection:
+    """One selection; `order` puts the concatenated rows of `parts` into place.
+
+    Figures are means over the mini-batches. Ledger rows of one name become one, with the worst label.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    costs = [part.kept_cost for part in parts if part.kept_cost is not None]
+    return Selection(
+        **{name: column[order] for name, column in _columns(parts).items()},
+        ledger=_merge_rows([(row, len(part.kept)) for part in parts for row in part.ledger]),
+        metrics={
+            name: float(np.mean([part.metrics[name] for part in parts if name in part.metrics]))
+            for name in dict.fromkeys(name for part in parts for name in part.metrics)
+        },
+        kept_cost=float(np.mean(costs)) if costs else None,
+        effect=next((part.effect for part in parts if part.effect is not None), None),
     )
 
 
-def _labels(group: IntArray) -> IntArray:
-    """The same groups, numbered from 0 without gaps."""
-    labels: IntArray = np.unique(group, return_inverse=True)[1].astype(np.int64)
-    return labels
+def with_refills(planned: Selection, refills: list[Selection]) -> Selection:
+    """All rows of a step; ledger and figures stay those of `planned`, the first round."""
+    return replace(planned, **_columns([planned, *refills])) if refills else planned
+
+
+def _columns(parts: list[Selection]) -> dict[str, Any]:
+    return {
+        "kept": np.concatenate([part.kept for part in parts]),
+        "inclusion_prob": np.concatenate([part.inclusion_prob for part in parts]),
+        "weight": np.concatenate([part.weight for part in parts]),
+        "planned_prob": np.concatenate([part.planned for part in parts]),
+    }
+
+
+def is_reweighted(selection: Selection) -> bool:
+    """Whether chance or a factor had a part in it: not where each row is certain, or certainly out, with weight 1."""
+    by_chance = (selection.inclusion_prob > 0) & (selection.inclusion_prob < 1)
+    return bool(by_chance.any() or (selection.weight[selection.kept] != 1.0).any())
+
+
+def _merge_rows(rows: list[tuple[LedgerRow, int]]) -> tuple[LedgerRow, ...]:
+    """One row a name, from rows and how many elements each was about."""
+    merged = []
+    for name in dict.fromkeys(row.name for row, _ in rows):
+        mine = [(row, count) for row, count in rows if row.name == name]
+        offered = sum(count for _, count in mine)
+        kept = sum(row.kept_fraction * count for row, count in mine) / offered if offered else 1.0
+        notes = "; ".join(dict.fromkeys(row.note for row, _ in mine if row.note))
+        merged.append(LedgerRow(name, kept, worst(row.label for row, _ in mine), notes))
+    return tuple(merged)

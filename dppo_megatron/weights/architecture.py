@@ -1,11 +1,13 @@
 """Reads the architecture of a Hugging Face checkpoint from its config.json.
 
 The JSON is read key by key, so that a key this code does not implement is refused by name (`config_keys.py`), and the
-result is compared with what transformers' config class makes of the same file (`transformers_view.py`).
+result is compared with what transformers' config class makes of the same file.
 """
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig
+from dppo_megatron.texts import one_line
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.config_keys import (
     MODEL_TYPES,
@@ -27,7 +30,6 @@ from dppo_megatron.weights.config_keys import (
 from dppo_megatron.weights.json_files import plain, read_object, shown
 from dppo_megatron.weights.pipeline import split_layers
 from dppo_megatron.weights.rope import read_rope
-from dppo_megatron.weights.transformers_view import check_agreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +154,9 @@ def read_architecture(
     values = read_keys(raw, family, path)
     check_keys(raw, family, path, CONFIG_MAPPING[model_type](), ignored)
     rope = read_rope(raw, path)
-    _check_sizes(values, path)
-    _check_pad_token(raw, values, path)
+    _check_sizes(raw, values, path)
     ours = values | {"rope_theta": rope.theta, "rope_factor": rope.llama3_factor}
-    check_agreement(raw, model_type, ours, path)
+    _check_agreement(raw, model_type, ours, path)
     return Architecture(
         name=family,
         num_layers=values["num_hidden_layers"],
@@ -203,14 +204,11 @@ def _family(raw: Mapping[str, Any], path: Path) -> str:
     return names[0]
 
 
-def _check_sizes(values: Mapping[str, Any], path: Path) -> None:
+def _check_sizes(raw: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
     heads, groups = values["num_attention_heads"], values["num_key_value_heads"]
     if heads % groups:
         raise UserError(f"{path}: num_key_value_heads = {groups} does not divide num_attention_heads = {heads}")
-
-
-def _check_pad_token(raw: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
-    """transformers passes pad_token_id to the embedding, which refuses an index out of range."""
+    # transformers passes pad_token_id to the embedding, which refuses an index out of range
     pad, vocab_size = raw.get("pad_token_id"), values["vocab_size"]
     if pad is not None and not (type(pad) is int and -vocab_size <= pad < vocab_size):
         raise UserError(f"{path}: pad_token_id = {shown(pad)}: must be a row of the {vocab_size} of the vocabulary")
@@ -234,3 +232,32 @@ def _experts(values: Mapping[str, Any], path: Path) -> Experts:
         ffn_size=values["moe_intermediate_size"],
         normalize_weights=values["norm_topk_prob"],
     )
+
+
+def _check_agreement(raw: Mapping[str, Any], model_type: str, ours: Mapping[str, Any], path: Path) -> None:
+    """Raise `UserError` unless transformers accepts `raw` and reads each key of `ours` as we did.
+
+    The embedded engine, and later loads of the checkpoint, take the sizes from transformers' config class. Where a new
+    version of it reads a key differently, this is an error and not a run on two different models.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(raw)))
+    except Exception as error:  # its validators raise their own classes, and TypeErrors from deep inside
+        raise UserError(f"{path}: transformers refuses it: {one_line(str(error) or type(error).__name__)}") from None
+    theirs = {
+        name: getattr(config, name, None) for name in ours if name not in ("head_dim", "rope_theta", "rope_factor")
+    }
+    theirs["head_dim"] = getattr(config, "head_dim", None)
+    if theirs["head_dim"] is None and "head_dim" not in raw:
+        theirs["head_dim"] = config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters or {}
+    theirs["rope_theta"] = rope.get("rope_theta")
+    theirs["rope_factor"] = rope.get("factor", 0.0) if rope.get("rope_type") != "default" else 0.0
+    for name, value in ours.items():
+        if value != theirs[name]:
+            raise UserError(
+                f"{path}: {name} is read as {shown(value)} here and as {shown(theirs[name])} by transformers; state the"
+                " key plainly"
+            )

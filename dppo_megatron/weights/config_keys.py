@@ -1,9 +1,9 @@
 """What config.json may hold: keys that are read, keys that must have the one value computed here, harmless keys.
 
 A key that changes the computation and is not read silently makes it another model. So a key of none of these lists is
-refused by name if its value is on (not null, false, 0 or empty), whoever invented it; `model.ignore_config_keys` is the
-way out. The price: a harmless key that we have not met is refused too, at the start of a run and with that way out in
-the message. Tests compare the lists with what transformers' own code reads while it builds and runs a model.
+refused by name if its value is on (not null, false, 0 or empty); `model.ignore_config_keys` is the way out. The price:
+a harmless key that we have not met is refused too, at the start of a run and with that way out in the message. Tests
+compare the lists with what transformers' own code reads while it builds and runs a model.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ class OneOf:
         return " or ".join(shown(value) for value in self.values)
 
     def fits(self, value: Any) -> bool:
-        """Whether it is one of them."""
         return any(isinstance(value, bool) == isinstance(known, bool) and value == known for known in self.values)
 
 

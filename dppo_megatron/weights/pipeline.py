@@ -11,17 +11,13 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from dppo_megatron.config.schema import ActorConfig
+from dppo_megatron.config.schema import UNEVEN_STAGES, ActorConfig
 from dppo_megatron.types import UserError
 
 Stages: TypeAlias = tuple[tuple[int, ...], ...]
 """Layers by pipeline stage, and in it by model chunk: chunk c of stage s is number c x stages + s in the model."""
 
-FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
-EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
-LAYOUT = "pipeline_model_parallel_layout"
-UNEVEN = (FIRST, LAST, EMBEDDING, LOSS, LAYOUT)
-"""Fields of `actor.megatron` that divide layers."""
+FIRST, LAST, EMBEDDING, LOSS, LAYOUT = UNEVEN_STAGES
 
 _LETTERS = {"embedding": "E", "decoder": "t", "loss": "L", "mtp": "m"}
 _MOST = 8192
@@ -39,7 +35,7 @@ def split_layers(num_layers: int, actor: ActorConfig) -> Stages:
     """
     stages, chunks = actor.layout.pipeline_parallel, actor.layout.virtual_pipeline
     ends_as_layers = {EMBEDDING, LOSS}
-    given = {key: actor.megatron[key] for key in UNEVEN if actor.megatron.get(key) is not None}
+    given = {key: actor.megatron[key] for key in UNEVEN_STAGES if actor.megatron.get(key) is not None}
     given = {key: value for key, value in given.items() if key not in ends_as_layers or value is not False}
     if not given:
         if num_layers % (stages * chunks):

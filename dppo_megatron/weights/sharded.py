@@ -13,7 +13,7 @@ the batches of all buckets in one order (first 0, second 0, first 1, second 1, .
 has no part, and wait only for batches that they have begun. Whatever is sent in a batch is received in the same batch,
 so the earliest unfinished one never waits for a later one, be it in gloo's threads or on NCCL's stream; and between
 two ranks the messages of a batch follow the one order of blocks that all know. A rank begins the first batch of k + 1
-before it gives its reader k, so that readers who wait for each other at k wait for nobody's exchange.
+before it gives its reader k, so that readers which wait for each other at k wait for no exchange.
 """
 
 from __future__ import annotations

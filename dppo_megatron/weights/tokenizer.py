@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from dppo_megatron.texts import one_line
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.json_files import read_object, shown
@@ -32,7 +33,8 @@ def load_tokenizer(
         UserError: missing, damaged, needs its own code, has tokens without a row in the model, or no end of sequence.
     """
     where = f"{given_as} '{directory}'"
-    settings = _settings(Path(directory))
+    path = Path(directory) / "tokenizer_config.json"
+    settings = read_object(path) if path.exists() else {}
     if not any((Path(directory) / name).is_file() for name in _FILES):
         raise UserError(f"{where}: holds no tokenizer (none of {', '.join(_FILES)})")
     if settings.get("auto_map"):
@@ -48,7 +50,8 @@ def load_tokenizer(
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a damaged file can raise anything; the Rust library's panics are not Exceptions
-        raise UserError(f"{where}: its tokenizer cannot be loaded: {_one_line(error)}") from None
+        what = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"{where}: its tokenizer cannot be loaded: {what}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise UserError(f"{where}: its tokenizer is a {type(tokenizer).__name__}, which is for another kind of model")
     _check_ids(tokenizer, vocabulary, probe, architecture, where)
@@ -56,11 +59,6 @@ def load_tokenizer(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _settings(directory: Path) -> dict[str, Any]:
-    path = directory / "tokenizer_config.json"
-    return read_object(path) if path.exists() else {}
 
 
 def _check_ids(
@@ -107,8 +105,3 @@ def _has_id(token: str, directory: Path, settings: Mapping[str, Any]) -> bool:
     if isinstance(known, dict):
         return token in known
     return isinstance(known, list) and any(isinstance(entry, list) and entry[:1] == [token] for entry in known)
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return f"{type(error).__name__}: {text.encode('ascii', 'backslashreplace').decode()[:300]}"

@@ -26,7 +26,7 @@ from dppo_megatron import randomness
 from dppo_megatron.config.schema import Config
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.slack import TokenCapacity
-from dppo_megatron.pruning import StepCost, completion_base, prompt_base, prompt_resampling
+from dppo_megatron.pruning import StepCost, completion_base, prompt_base, prompt_baselines
 from dppo_megatron.selection import Decision, Rollouts, Selector
 from dppo_megatron.types import UserError
 
@@ -211,7 +211,7 @@ class Dice:
             patch.object(completion_base, "generator", self.generator),
             patch.object(prompt_base, "uniforms", self.uniforms),
             patch.object(completion_base, "uniforms", self.uniforms),
-            patch.object(prompt_resampling, "uniforms", self.greso_coins),
+            patch.object(prompt_baselines, "uniforms", self.greso_coins),
             patch.object(prompt_base, "draw", self.draw),
             patch.object(completion_base, "draw", self.draw),
         ):

@@ -18,7 +18,6 @@ from dppo_megatron.pruning import (
     step_metrics,
     surprisal,
 )
-from dppo_megatron.pruning.completion_base import take_rows
 from dppo_megatron.pruning.interface import keep_all
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES
 from dppo_megatron.types import UserError
@@ -64,7 +63,7 @@ def make(method="dppo", *, kl_coef=0.0, **changes):
 def test_decisions_do_not_depend_on_the_order_of_rows(method):
     batch = make_batch(failed=5)
     order = np.random.default_rng(1).permutation(len(batch))
-    one, other = make(method).prune(batch, step=2), make(method).prune(take_rows(batch, order), step=2)
+    one, other = make(method).prune(batch, step=2), make(method).prune(batch.take(order), step=2)
     np.testing.assert_array_equal(one.kept[order], other.kept)
     np.testing.assert_array_equal(one.weight[order], other.weight)
     np.testing.assert_array_equal(one.inclusion_prob[order], other.inclusion_prob)
@@ -101,7 +100,7 @@ def test_degenerate_batches(method, kl_coef):
     """All rewards equal, groups of one, every grading failed, no rows: finite weights and figures, nothing invented."""
     policy = make(method, kl_coef=kl_coef, rate=0.4)
     single = make(method, kl_coef=kl_coef, rate=0.0)
-    empty = take_rows(make_batch(), np.zeros(0, int))
+    empty = make_batch().take(np.zeros(0, int))
     cases = [
         (policy, make_batch(pass_rate=1.0)),
         (policy, make_batch(failed=GROUPS * G)),
@@ -161,7 +160,7 @@ def test_the_start_of_a_systematic_draw_is_new_for_every_step_and_minibatch():
     """Groups of one right and one wrong answer leave the random key nothing to order: only the start can differ."""
     n = 2 * GROUPS
     batch = dataclasses.replace(
-        take_rows(make_batch(), np.arange(n)),
+        make_batch().take(np.arange(n)),
         prompt_index=np.repeat(np.arange(GROUPS), 2),
         group=np.repeat(np.arange(GROUPS), 2),
         advantages=np.tile([1.0, -1.0], GROUPS),

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from dppo_megatron.pruning.completion_baselines import max_variance_draw
 from dppo_megatron.pruning.designs import (
     WaterFiller,
     count_kept,
@@ -20,7 +21,6 @@ from dppo_megatron.pruning.designs import (
     systematic,
 )
 from dppo_megatron.pruning.scores import budgeted_probabilities, efficient_probabilities
-from dppo_megatron.pruning.subsets import max_variance_draw
 from dppo_megatron.randomness import generator, philox4x32, uniforms
 
 sizes = hnp.arrays(np.float64, st.integers(1, 30), elements=st.floats(0.0, 1e6) | st.sampled_from([0.0, 1.0, 2.0]))

@@ -39,9 +39,8 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.data.order import PromptOrder
 from dppo_megatron.pruning import StepCost
 from dppo_megatron.pruning.designs import poisson, systematic
-from dppo_megatron.pruning.labels import largest_weight
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES, check_methods
-from dppo_megatron.pruning.weights import ESTIMATOR_WEIGHTS
+from dppo_megatron.pruning.weights import ESTIMATOR_WEIGHTS, largest_weight
 from dppo_megatron.selection import Decision, Rollouts, Selector
 from dppo_megatron.types import UserError
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dppo_megatron.config.pruning import CompletionPruningConfig, GresoConfig, PromptPruningConfig
 from dppo_megatron.pruning import CompletionBatch, make_completion_policy, make_prompt_policy
-from dppo_megatron.pruning.prompt_resampling import has_variance, keep_probability, next_round
+from dppo_megatron.pruning.prompt_baselines import has_variance, keep_probability, next_round
 from dppo_megatron.randomness import uniforms
 
 SEED, NUM_PROMPTS, PER_STEP = 11, 64, 16

@@ -22,7 +22,7 @@ from support.launch import run_ranks
 from dppo_megatron.config.reward import RewardConfig, RewardFunctionConfig
 from dppo_megatron.rewards.functions import NamedFunction
 from dppo_megatron.rewards.grading import deciding_reward, make_grader
-from dppo_megatron.rewards.pool import GraderPool
+from dppo_megatron.rewards.pool import Grader
 from dppo_megatron.rewards.process import GraderProcess
 from dppo_megatron.types import Grade, GradeTask, UserError
 
@@ -30,9 +30,9 @@ MEMORY_MB = 64
 
 
 @contextlib.contextmanager
-def pool_of(name: str = "obey", processes: int = 2, timeout_s: float = 30.0) -> Iterator[GraderPool]:
+def pool_of(name: str = "obey", processes: int = 2, timeout_s: float = 30.0) -> Iterator[Grader]:
     path = name if ":" in name else f"odd_graders:{name}"
-    pool = GraderPool(
+    pool = Grader(
         [NamedFunction("", path, key=f"reward.function = '{path}'")],
         processes=processes,
         timeout_s=timeout_s,
@@ -313,7 +313,7 @@ def test_threads_take_turns() -> None:
         assert results == {number: [float(number)] * 300 for number in range(4)}
 
 
-def _grade_as_a_copy(pool: GraderPool, pids: set[float]) -> list[float]:
+def _grade_as_a_copy(pool: Grader, pids: set[float]) -> list[float]:
     mine = {g.reward for g in pool.grade(tasks_of(["pid"] * 20))}
     assert not mine & pids
     rewards = [g.reward for g in pool.grade(tasks_of([f"value {i}" for i in range(50)]))]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dppo_megatron.data.known import KNOWN_SETS
-from dppo_megatron.data.known_files import write_known_set
+from dppo_megatron.data.known import KNOWN_SETS, write_known_set
 from dppo_megatron.texts import show
 from dppo_megatron.workbench.commands.parser import Commands, add_command
 

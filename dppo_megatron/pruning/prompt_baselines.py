@@ -1,8 +1,14 @@
-"""Methods that roll out more prompts until enough groups have reward variance: DAPO's dynamic sampling and GRESO.
+"""Prompt methods of other papers, for comparison under the same loop: DAPO's dynamic sampling, GRESO and InfoBatch.
 
-Their target is the mean gradient over groups with variance, not the full batch's, and how many prompts are sampled
-depends on the rewards, so no weight makes them unbiased; they carry that label. `greso_ht` keeps GRESO's skip
-probabilities, raises their floor, weights by 1/pi and never refills: that one is unbiased.
+The first two roll out more prompts until enough groups have reward variance. Their target is the mean gradient over
+groups with variance, not the full batch's, and how many prompts are sampled depends on the rewards, so no weight makes
+them unbiased; they carry that label. `greso_ht` keeps GRESO's skip probabilities, raises their floor, weights by 1/pi
+and never refills: that one is unbiased.
+
+InfoBatch (arXiv 2303.04947) is carried over from supervised samples to prompts. Its two-class rule is a random design
+with known probabilities, so 1/pi on nominal denominators is exactly unbiased, where the authors' mean over the kept is
+off by a factor. Ours also fixes two defects of their code: annealing ends the pruning whatever the number of epochs,
+and the probability used is the one drawn with.
 """
 
 from __future__ import annotations
@@ -15,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dppo_megatron.config.pruning import GresoConfig, PromptPruningConfig, check_between
-from dppo_megatron.pruning.designs import Draw
-from dppo_megatron.pruning.interface import Selection, check_state, keep_all
-from dppo_megatron.pruning.prompt_base import PromptPolicyBase, Visits
+from dppo_megatron.pruning.designs import Draw, design_effect
+from dppo_megatron.pruning.interface import Selection, check_state, figures, keep_all
+from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.scores import spread
 from dppo_megatron.pruning.weights import weigh, weigh_biased
 from dppo_megatron.randomness import uniforms
@@ -28,9 +34,11 @@ _SURPLUS = 1.25
 _KINDS = ("easy_run", "hard_run")
 """Columns of the history: visits in a row that were all right, or all wrong."""
 _NOTHING_COUNTED = {"step": -1, "easy": 0, "hard": 0, "total": 0}
+_SMALLEST_KEEP = 0.1
+"""The authors' floor: keep ratio = min(1, max(0.1, 1 - r))."""
 
 
-class DynamicSamplingPolicy(PromptPolicyBase):
+class DynamicSamplingPolicy(PromptPolicy):
     """Method `dynamic_sampling`: DAPO (arXiv 2503.14476, section 3.2), bounded.
 
     Offers whole rounds of prompts until the step's nominal number of groups has reward variance, then trains on the
@@ -43,11 +51,9 @@ class DynamicSamplingPolicy(PromptPolicyBase):
 
     @property
     def resamples(self) -> bool:
-        """True."""
         return True
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
-        """See `PromptPolicy.missing_prompts`."""
         refill = self.config.refill
         if not refill.enabled or rounds >= refill.max_rounds:
             return 0
@@ -56,7 +62,6 @@ class DynamicSamplingPolicy(PromptPolicyBase):
         return refill.prompts_per_round or self.prompts_per_step
 
     def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
-        """See `PromptPolicy.keep_groups`."""
         informative = has_variance(rewards, lone_groups=True)
         return keep_informative(informative, self.prompts_per_step, f"{self.name}/groups")
 
@@ -64,7 +69,7 @@ class DynamicSamplingPolicy(PromptPolicyBase):
         return ""
 
 
-class GresoPolicy(PromptPolicyBase):
+class GresoPolicy(PromptPolicy):
     """Method `greso` (arXiv 2506.02177).
 
     A prompt whose last z visits were all easy (or all hard) is skipped with probability 1 - max(p^z, floor), with one
@@ -88,16 +93,14 @@ class GresoPolicy(PromptPolicyBase):
 
     @classmethod
     def check(cls, config: PromptPruningConfig, key: str) -> None:
-        """See `PromptPolicyBase.check`."""
         check_greso(config.greso, f"{key}.greso")
 
     @property
     def resamples(self) -> bool:
-        """True."""
         return True
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
-        """See `PromptPolicy.missing_prompts`; the estimate of a round within the largest refill makes it the last."""
+        """The estimate of a round within the largest refill makes it the last."""
         refill, greso = self.config.refill, self.config.greso
         if not refill.enabled or rounds >= refill.max_rounds:
             return 0
@@ -114,15 +117,12 @@ class GresoPolicy(PromptPolicyBase):
         return prompts
 
     def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
-        """See `PromptPolicy.keep_groups`."""
         return keep_informative(has_variance(rewards), self.prompts_per_step, f"{self.name}/groups")
 
     def own_state(self) -> dict[str, Any]:
-        """See `PromptPolicyBase.own_state`."""
         return {"p_easy": self.p_easy, "p_hard": self.p_hard, "counted": dict(self._counted)}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """See `PromptPolicyBase.load_own_state`."""
         check_state(state["counted"], set(self._counted), f"{self.name} counts")
         self.p_easy, self.p_hard = float(state["p_easy"]), float(state["p_hard"])
         self._counted = {key: int(value) for key, value in state["counted"].items()}
@@ -138,24 +138,14 @@ class GresoPolicy(PromptPolicyBase):
         uniform = uniforms(self.seed, "prompt coin", ids, step, minibatch)
         # Their comparison, not `uniform < pi`: the same numbers then give the same decisions.
         drawn = Draw(~(uniform < 1.0 - pi), pi, fixed_size=bool(np.all(pi == 1.0)))
+        selection, at_floor = self._weighed(drawn), float(np.mean(pi <= floor))
         return replace(
-            self._weighed(drawn),
-            metrics={
-                "rate_effective": 1.0 - float(pi.mean()),
-                "design_effect": self._design_effect(pi),
-                "share_at_floor": float(np.mean(pi <= floor)),
-                "share_at_one": float(np.mean(pi >= 1)),
-                "p_easy": p_easy,
-                "p_hard": p_hard,
-            },
+            selection, metrics=selection.metrics | {"share_at_floor": at_floor, "p_easy": p_easy, "p_hard": p_hard}
         )
 
     def _weighed(self, drawn: Draw) -> Selection:
         note = f"skips without weights; the expected share of prompts is {float(drawn.inclusion_prob.mean()):.2f}"
-        return weigh_biased(drawn, name=self.name, scale=1.0, note=note)
-
-    def _design_effect(self, pi: FloatArray) -> float:
-        return 1.0
+        return weigh_biased(drawn, name=self.name, scale=1.0, note=note, score=np.zeros(len(drawn.kept)))
 
     def _learn(self, visits: Visits, step: int) -> None:
         super()._learn(visits, step)
@@ -212,7 +202,6 @@ class WeightedGresoPolicy(GresoPolicy):
 
     @property
     def resamples(self) -> bool:
-        """False."""
         return False
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
@@ -220,7 +209,6 @@ class WeightedGresoPolicy(GresoPolicy):
         return 0
 
     def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
-        """All."""
         return keep_all(len(rewards), f"{self.name}/groups")
 
     @property
@@ -230,8 +218,34 @@ class WeightedGresoPolicy(GresoPolicy):
     def _weighed(self, drawn: Draw) -> Selection:
         return weigh(drawn, name=self.name, estimator=self.config.estimator, max_weight=self.config.max_weight)
 
-    def _design_effect(self, pi: FloatArray) -> float:
-        return float(np.mean(1.0 / pi))
+
+class InfoBatchPolicy(PromptPolicy):
+    """Method `infobatch`: prompts scoring below the mean of all visited ones are skipped with probability `rate`.
+
+    The score is the mean |advantage| of the last visit, in the place of the authors' last loss.
+    """
+
+    methods: ClassVar[tuple[str, ...]] = ("infobatch",)
+    reads: ClassVar[tuple[str, ...]] = (
+        "rate",
+        "design",
+        "estimator",
+        "max_weight",
+        "warmup_epochs",
+        "anneal_fraction",
+    )
+
+    def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
+        arrays = self.history.arrays
+        # Unvisited rows hold 0 and add nothing to the sum.
+        num_seen = int(np.count_nonzero(arrays["visits"]))
+        mean = float(arrays["mean_abs"].sum(dtype=np.float64)) / max(num_seen, 1)
+        score = arrays["mean_abs"][ids].astype(np.float64)
+        low = self.history.seen(ids) & (score < mean)
+        pi = two_class(low, self.config.rate)
+        order = np.lexsort((self._ties(ids, step, minibatch), score))
+        selection = self._draw_and_weigh(ids, pi, order, step, minibatch)
+        return replace(selection, metrics=figures(pi, design_effect(score, pi), low))
 
 
 def check_greso(config: GresoConfig, key: str) -> None:
@@ -292,3 +306,13 @@ def keep_informative(informative: BoolArray, wanted: int, name: str) -> Selectio
         note += f"; only {count} of {wanted} such groups were found"
     # biased also in the step where every group has variance: that it does is an outcome
     return weigh_biased(drawn, name=name, scale=wanted / count if count else 0.0, note=note, label="biased")
+
+
+def two_class(low: BoolArray, rate: float) -> FloatArray:
+    """Keep probability [n]: 1, or `keep_share` where `low`."""
+    return np.where(low, keep_share(rate), 1.0)
+
+
+def keep_share(rate: float) -> float:
+    """max(0.1, 1 - rate): the keep probability of the lower class."""
+    return max(_SMALLEST_KEEP, 1.0 - rate)
