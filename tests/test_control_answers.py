@@ -111,8 +111,8 @@ def _config(files: Path, engine: str, **values: Any) -> Config:
     return job_config(files, files / "run", **(endpoints | values))
 
 
-def _fleet(servers: Sequence[Any], config: Config, said: list[str], routers: Sequence[RouterServer] = ()) -> Fleet:
-    return Fleet(servers, config.rollout, said.append, threads=Inline(), routers=routers)
+def _fleet(servers: Sequence[Any], config: Config, said: list[str], **more: Any) -> Fleet:
+    return Fleet(servers, config.rollout, said.append, threads=Inline(), **more)
 
 
 def test_every_call_has_its_row() -> None:
@@ -163,7 +163,7 @@ def test_when_a_server_is_new_or_back(row: Row, stubs: StubServers, files: Path)
             assert url in str(error) and len(str(error)) < 2000
             wrong.append(url)
     fleet = _fleet([], config, case.said)
-    known = Connection(fleet, "disk", {}, "", {})
+    known = Connection([], [], "disk", "", {})
     entries = {url: Entry(url, "", row.engine) for url in case.urls.values()}
     directory = SimpleNamespace(entries=lambda: entries)
     Recruiter(directory, known, config, ARCHITECTURE, lambda _: None).update(fleet)
@@ -177,8 +177,9 @@ def test_when_a_server_is_new_or_back(row: Row, stubs: StubServers, files: Path)
     servers = [make_server(rollout_config({"engine": row.engine}), url, "", VOCABULARY) for url in case.urls.values()]
     case.said.clear()
     fleet.close()
-    fleet = _fleet(servers, config, case.said)
-    fleet.inspect = lambda member: cast(None, inspect(member.server, known, config, ARCHITECTURE))
+    fleet = _fleet(
+        servers, config, case.said, inspect=lambda member: inspect(member.server, known, config, ARCHITECTURE)
+    )
     for member in fleet.members:
         fleet.mark_out(member, "a test")
     fleet.revive()
@@ -224,7 +225,7 @@ def _channel(row: Row, fleet: Fleet, directory: Path, config: Config) -> Channel
         return DiskChannel(fleet, directory, config.model.hf_path, 1 << 20, 20.0)
     if row.phase == "ipc":
         return SharedMemoryChannel(fleet, dict.fromkeys(urls, (0,)), lambda *_: "offer", 1 << 10, 20.0)
-    return BroadcastChannel(fleet, "gloo", dict.fromkeys(urls, 1), 1 << 10, 20.0)
+    return BroadcastChannel(fleet, "gloo", 1 << 10, 20.0)
 
 
 @_rows("probed", "routed")
@@ -243,7 +244,7 @@ def test_in_a_health_probe(row: Row, stubs: StubServers, files: Path) -> None:
         if row.phase == "routed"
         else [make_server(rollout_config({"engine": row.engine}), url, "", VOCABULARY) for url in urls]
     )
-    fleet = _fleet(servers, config, case.said, routers if row.phase == "routed" else ())
+    fleet = _fleet(servers, config, case.said, routers=routers if row.phase == "routed" else ())
     case.damage()
     fleet.probe_all()
     fleet.probe_all()

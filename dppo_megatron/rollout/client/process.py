@@ -36,7 +36,7 @@ from dppo_megatron.children import die_with_parent, ignore_signals
 from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.launched import raise_file_limit
 from dppo_megatron.rollout.client import connection
-from dppo_megatron.rollout.client.asking import STALE_TRIES, Asker, OurFault, Stale
+from dppo_megatron.rollout.client.asking import Asker
 from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory
 from dppo_megatron.rollout.client.holding import HeldGroup, Holdings, hand_over, spans_of
 from dppo_megatron.rollout.client.messages import (
@@ -50,7 +50,7 @@ from dppo_megatron.rollout.client.messages import (
     Lost,
     Servers,
 )
-from dppo_megatron.rollout.servers.http import BadAnswer, Refused, Unreachable, brief
+from dppo_megatron.rollout.servers.http import STALE_TRIES, BadAnswer, OurFault, Refused, Stale, Unreachable, brief
 from dppo_megatron.rollout.servers.intake import Ask, Failed, Landed, Ready
 from dppo_megatron.rollout.servers.wire import Sampled
 from dppo_megatron.types import Grade, GradeTask
