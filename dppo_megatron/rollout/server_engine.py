@@ -43,7 +43,7 @@ from dppo_megatron.rollout.client.remote import (
     take,
     this_node,
 )
-from dppo_megatron.rollout.engine import Request, RolloutStats, Sampling, Weights
+from dppo_megatron.rollout.engine import Engine, Request, RolloutStats, Sampling, Weights
 from dppo_megatron.rollout.grouping import completion_of, grouped
 from dppo_megatron.rollout.launching import launch_everywhere
 from dppo_megatron.rollout.servers.connect import ChannelName, Connection, connect
@@ -71,7 +71,7 @@ from dppo_megatron.weights.architecture import Architecture
 _PROBE_S = 120.0
 
 
-class ServerEngine:
+class ServerEngine(Engine):
     """vLLM or SGLang servers as `rollout` says. Collective, like every `Engine`.
 
     Args:
@@ -83,6 +83,8 @@ class ServerEngine:
     Raises:
         UserError: a server cannot be reached, serves another model, is too old, or was started without what is needed.
     """
+
+    has_servers = True
 
     def __init__(
         self,
@@ -104,7 +106,6 @@ class ServerEngine:
         self._started: _Background | None = None
         self._head: _Head | None = None
         """On rank 0."""
-        self.has_servers = True
         self._client: NodeClient | None = None
         self._channel: Channel | None = None
         self._keeper: Keeper | None = None
@@ -145,11 +146,6 @@ class ServerEngine:
             torch.cuda.empty_cache()  # what the update has freed is the servers' now, and torch would keep it
             barrier()
         return self._sync.to(weights, release)
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """See `Engine.generate`."""
-        self.start(requests, sampling)
-        return list(self.finish().values())
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """See `Engine.stream`. With several ranks all of it comes at the end."""
