@@ -33,8 +33,8 @@ from dppo_megatron.config.rollout import _CODE_OPTIONS, _KEY_OPTIONS, _OWN_OPTIO
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout import serving
-from dppo_megatron.rollout.client.asking import Asker
 from dppo_megatron.rollout.client.messages import Address
+from dppo_megatron.rollout.client.process import Asker
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import launch

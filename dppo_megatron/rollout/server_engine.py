@@ -12,10 +12,8 @@ instead of agreements between many. What it decides on are scalars, so it does n
 
 from __future__ import annotations
 
-import os
 import pickle
 import secrets
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -124,7 +122,9 @@ class ServerEngine(Engine):
             meeting, self._owners, self.description, channel, seats = from_rank_zero(connected)
             self._secret, self._take_path = meeting.secret, meeting.take_path(self._nodes.node)
             if self._nodes.is_first and self._nodes.node in self._owners:
-                self._client = NodeClient(self._client_setup(meeting, client_hook))
+                path, decode = self._take_path, self._detokenizer
+                client = Setup(self._nodes.node, meeting.address, meeting.secret, path, decode, client_hook)
+                self._client = NodeClient(client)
             from_rank_zero(lambda: self._zero.await_clients(say))
             self._channel = self._make_channel(channel, seats)
         except BaseException:
@@ -255,19 +255,6 @@ class ServerEngine(Engine):
     @property
     def _fleet(self) -> Fleet:
         return self._zero.fleet
-
-    def _client_setup(self, meeting: Meeting, hook: HookFactory | None) -> Setup:
-        """On the first rank of each node whose client has servers to ask."""
-        return Setup(
-            node=self._nodes.node,
-            rank_zero=meeting.address,
-            secret=meeting.secret,
-            take_path=self._take_path,
-            detokenizer=self._detokenizer,
-            hook=hook,
-            parent=os.getpid(),
-            import_path=list(sys.path),
-        )
 
     def _make_channel(self, name: ChannelName, seats: Seats) -> Channel:
         """On every rank: some take part in a sync though only rank 0 talks to servers."""
