@@ -305,9 +305,8 @@ class Asker:
     async def _end_at(self, worker: Address, group: GenerateRequest) -> None:
         for call in worker.dialect.abort_calls(group):
             try:
-                async with asyncio.timeout(_ABORT_S):
-                    await self._transport.repeat(_peer(worker), "POST", call.path, call.body, ERROR_BYTES)
-            except (Unreachable, Refused, OurFault, TimeoutError):
+                await self._transport.repeat(_peer(worker), "POST", call.path, call.body, ERROR_BYTES, _ABORT_S)
+            except (Unreachable, Refused, OurFault):
                 return
 
     async def _post_all(self, server: Address, calls: Sequence[Call], max_bytes: int) -> list[bytes]:

@@ -173,12 +173,18 @@ class Transport:
             failure = getattr(error, "os_error", error)
         raise kind(f"{url}: {brief(failure, peer.api_key)}")
 
-    async def repeat(self, peer: Peer, method: str, path: str, body: bytes | None, max_bytes: int) -> bytearray:
+    async def repeat(
+        self, peer: Peer, method: str, path: str, body: bytes | None, max_bytes: int, timeout_s: float
+    ) -> bytearray:
         """As `request`, for what may be asked more than once: again over a new connection if a kept one broke."""
-        for _ in range(STALE_TRIES - 1):
-            with contextlib.suppress(Stale):
+        try:
+            async with asyncio.timeout(timeout_s):
+                for _ in range(STALE_TRIES - 1):
+                    with contextlib.suppress(Stale):
+                        return await self.request(peer, method, path, body, max_bytes)
                 return await self.request(peer, method, path, body, max_bytes)
-        return await self.request(peer, method, path, body, max_bytes)
+        except TimeoutError:
+            raise Unreachable(f"{peer.url}{path}: no complete answer after {timeout_s:g} s") from None
 
     async def close(self) -> None:
         """Cut all connections."""
@@ -280,9 +286,11 @@ class Http:
         return answer
 
     def _request(self, method: str, path: str, body: bytes | None, timeout_s: float, max_bytes: int) -> bytes:
-        answer = self._answer(method, path, body, timeout_s, max_bytes)
+        async def answer() -> bytearray:
+            return await self._connected().repeat(self._peer, method, path, body, max_bytes, timeout_s)
+
         with self._lock:
-            call = asyncio.run_coroutine_threadsafe(answer, _loop_of(os.getpid()))
+            call = asyncio.run_coroutine_threadsafe(answer(), _loop_of(os.getpid()))
             self._calls.add(call)
         try:
             return bytes(call.result())
@@ -294,14 +302,6 @@ class Http:
             call.cancel()  # nobody waits for it any more, whatever has ended the wait
             with self._lock:
                 self._calls.discard(call)
-
-    async def _answer(self, method: str, path: str, body: bytes | None, timeout_s: float, max_bytes: int) -> bytearray:
-        """In the loop."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._connected().repeat(self._peer, method, path, body, max_bytes)
-        except TimeoutError:
-            raise Unreachable(f"{self.url}{path}: no complete answer after {timeout_s:g} s") from None
 
     def _connected(self) -> Transport:
         """In the loop. A forked child has a loop of its own, and so connections of its own."""
