@@ -57,7 +57,7 @@ class PipeServer:
         hangs_at: it stops (SIGSTOP) instead.
     """
 
-    replicas = 1
+    replicas = world_size = 1
 
     def __init__(self, number: int, dies_at: int = -1, hangs_at: int = -1, answer_s: float = 0.0) -> None:
         self.http: Any = _Address(f"pipe://127.0.0.1:{number}")

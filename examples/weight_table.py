@@ -9,13 +9,33 @@ any size. Exit code 1 if a name or a shape differs.
 import sys
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dppo_megatron.rollout.hf_names import by_checkpoint_name
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.mapping import table
 from dppo_megatron.weights.shapes import full_shape, hf_shapes
+
+
+def by_checkpoint_name(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The parameters of a transformers model by their names in its checkpoint.
+
+    For dense models the two are the same. From version 5 on transformers fuses a layer's experts into two tensors in
+    memory, while checkpoints and every engine keep one tensor an expert; here each is a view into the fused one.
+    """
+    named: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        stem, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            for expert, fused in enumerate(parameter.unbind()):
+                gate, up = fused.chunk(2)
+                named |= {f"{stem}.{expert}.gate_proj.weight": gate, f"{stem}.{expert}.up_proj.weight": up}
+        elif last == "down_proj":
+            named |= {f"{stem}.{expert}.down_proj.weight": down for expert, down in enumerate(parameter.unbind())}
+        else:
+            named[name] = parameter
+    return named
 
 
 def differences(hf_path: str) -> list[str]:

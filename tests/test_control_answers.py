@@ -7,10 +7,12 @@ than 40 damaged answers. Each damage is a server of its own; all servers of a ro
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,9 +20,10 @@ from typing import Any, cast
 import pytest
 import torch
 from support.engines.control import NO_ANSWERS, ROWS, VLLM_SETTINGS, Row
-from support.engines.stub import Behaviour, StubServers
+from support.engines.stub import Asked, Behaviour, StubServers
 from support.fake_fleet import Inline
 from support.job import job_config, write_job_files
+from support.launch import run_ranks
 from support.settings import rollout_config
 
 from dppo_megatron.config.schema import Config
@@ -28,7 +31,7 @@ from dppo_megatron.rollout.servers import connect, dialects, router, sglang, vll
 from dppo_megatron.rollout.servers.connect import Connection, describe, make_server
 from dppo_megatron.rollout.servers.directory import Entry
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.http import Http
+from dppo_megatron.rollout.servers.http import Http, Unreachable
 from dppo_megatron.rollout.servers.membership import Membership, inspect
 from dppo_megatron.rollout.servers.router import RouterServer, named_workers
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
@@ -111,8 +114,8 @@ def _config(files: Path, engine: str, **values: Any) -> Config:
     return job_config(files, files / "run", **(endpoints | values))
 
 
-def _fleet(servers: Sequence[Any], config: Config, said: list[str], routers: Sequence[RouterServer] = ()) -> Fleet:
-    return Fleet(servers, config.rollout, said.append, threads=Inline(), routers=routers)
+def _fleet(servers: Sequence[Any], config: Config, said: list[str], **more: Any) -> Fleet:
+    return Fleet(servers, config.rollout, said.append, threads=Inline(), **more)
 
 
 def test_every_call_has_its_row() -> None:
@@ -163,7 +166,7 @@ def test_when_a_server_is_new_or_back(row: Row, stubs: StubServers, files: Path)
             assert url in str(error) and len(str(error)) < 2000
             wrong.append(url)
     fleet = _fleet([], config, case.said)
-    known = Connection(fleet, "disk", {}, "", {})
+    known = Connection([], [], "disk", "", {})
     entries = {url: Entry(url, "", row.engine) for url in case.urls.values()}
     Membership(lambda: entries, known, config, ARCHITECTURE, lambda _: None).update(fleet)
     members = {member.name for member in fleet.members}
@@ -176,8 +179,9 @@ def test_when_a_server_is_new_or_back(row: Row, stubs: StubServers, files: Path)
     servers = [make_server(rollout_config({"engine": row.engine}), url, "", VOCABULARY) for url in case.urls.values()]
     case.said.clear()
     fleet.close()
-    fleet = _fleet(servers, config, case.said)
-    fleet.inspect = lambda member: cast(None, inspect(member.server, known, config, ARCHITECTURE))
+    fleet = _fleet(
+        servers, config, case.said, inspect=lambda member: inspect(member.server, known, config, ARCHITECTURE)
+    )
     for member in fleet.members:
         fleet.mark_out(member, "a test")
     fleet.revive()
@@ -223,7 +227,7 @@ def _channel(row: Row, fleet: Fleet, directory: Path, config: Config) -> Channel
         return DiskChannel(fleet, directory, config.model.hf_path, 1 << 20, 20.0)
     if row.phase == "ipc":
         return SharedMemoryChannel(fleet, dict.fromkeys(urls, (0,)), lambda *_: "offer", 1 << 10, 20.0)
-    return BroadcastChannel(fleet, "gloo", dict.fromkeys(urls, 1), 1 << 10, 20.0)
+    return BroadcastChannel(fleet, "gloo", 1 << 10, 20.0)
 
 
 @_rows("probed", "routed")
@@ -242,7 +246,7 @@ def test_in_a_health_probe(row: Row, stubs: StubServers, files: Path) -> None:
         if row.phase == "routed"
         else [make_server(rollout_config({"engine": row.engine}), url, "", VOCABULARY) for url in urls]
     )
-    fleet = _fleet(servers, config, case.said, routers if row.phase == "routed" else ())
+    fleet = _fleet(servers, config, case.said, routers=routers if row.phase == "routed" else ())
     case.damage()
     fleet.probe_all()
     fleet.probe_all()
@@ -260,3 +264,80 @@ def test_in_a_health_probe(row: Row, stubs: StubServers, files: Path) -> None:
 def test_settings_are_vllms_own() -> None:
     """No section of a server's settings has one of our fields for something else (`answers.Section`)."""
     assert set(VLLM_SETTINGS) == set(vllm.answers.VLLMConfig.__struct_fields__)
+
+
+# ------------------------------------------------------------------------------------------------ the blocking calls
+
+
+def _from(seen: list[int]) -> Behaviour:
+    """Notes the port that each request comes from."""
+
+    async def behave(asked: Asked) -> None:
+        seen.append(asked.writer.get_extra_info("peername")[1])
+        await asked.reply("{}")
+
+    return behave
+
+
+def test_a_forked_child_asks_over_connections_of_its_own(stubs: StubServers) -> None:
+    """It has none of its parent's threads, and two processes at one connection would read each other's answers."""
+    seen: list[int] = []
+    stubs.pages["a/version"] = _from(seen)
+    http = Http(stubs.url("a"))
+
+    def ask(times: int) -> int:
+        return sum(http.get("/version", dict, timeout_s=20) == {} for _ in range(times))
+
+    assert ask(2) == 2 and run_ranks(ask, 2, 2) == [2, 2] and ask(1) == 1
+    before, childrens, after = set(seen[:2]), set(seen[2:6]), set(seen[6:])
+    assert len(seen) == 7 and len(before) == 1 and len(childrens) == 2 and not childrens & (before | after)
+
+
+def test_a_connection_that_was_kept_and_breaks_is_no_failure(stubs: StubServers) -> None:
+    """Each is broken at its second request; a new one that breaks is a failure."""
+    seen: list[int] = []
+
+    async def behave(asked: Asked) -> None:
+        if seen.count(port := asked.writer.get_extra_info("peername")[1]):
+            raise ConnectionError
+        seen.append(port)
+        await asked.reply("{}")
+
+    stubs.pages["a/pause"] = behave
+    stubs.pages["b/pause"] = NO_ANSWERS["closes at once"]
+    http = Http(stubs.url("a"))
+    for _ in range(3):
+        http.do("/pause", timeout_s=20)
+    assert len(set(seen)) == 3
+    with pytest.raises(Unreachable, match="/b/pause: ServerDisconnectedError"):
+        Http(stubs.url("b")).do("/pause", timeout_s=20)
+
+
+def test_bytes_that_trickle_do_not_extend_a_call(stubs: StubServers) -> None:
+    async def trickle(asked: Asked) -> None:
+        await asked.raw(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        while True:
+            await asked.raw(b" ")
+            await asyncio.sleep(0.01)
+
+    stubs.pages["a/version"] = trickle
+    with pytest.raises(Unreachable, match=r"no complete answer after 0\.3 s"):
+        Http(stubs.url("a")).get("/version", dict, timeout_s=0.3)
+
+
+def test_closing_frees_who_waits(stubs: StubServers) -> None:
+    """For a server that was found hung; the next call is made as ever."""
+    hangs = threading.Event()
+
+    async def hang(asked: Asked) -> None:
+        hangs.set()
+        await asyncio.sleep(600)
+
+    stubs.pages["a/version"] = hang
+    http = Http(stubs.url("a"))
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(http.get, "/version", dict, timeout_s=600) for _ in range(3)]
+        assert hangs.wait(20)
+        http.close()
+        assert all(isinstance(one.exception(20), Unreachable) for one in waiting)
+    assert http.get("/weight_info", dict, timeout_s=20)

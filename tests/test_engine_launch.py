@@ -103,21 +103,21 @@ REPLICAS = {"vllm": ("--data-parallel-size", "2"), "sglang": ()}
 def _train_and_kill_the_server(config: Config, killed: str) -> str:
     with Run(prepare_job(config, 2)) as run:
         engine: Any = run.loop._engine
-        if engine._connection is not None:
+        if engine._head is not None:
             _asks_for_its_key(_only_server(engine), config.rollout.engine)
         name, last_call = {"generating": ("start", 3), "asleep": ("rest", 2)}[killed]
         call, calls = getattr(engine, name), itertools.count(1)
 
         def call_and_kill(*arguments: Any) -> None:
             call(*arguments)
-            if next(calls) == last_call and engine._connection is not None:  # in step 2; an evaluation starts too
+            if next(calls) == last_call and engine._head is not None:  # in step 2; an evaluation starts too
                 _kill(_only_server(engine), config.rollout)
 
         setattr(engine, name, call_and_kill)
         train(run)
-        if engine._connection is not None and config.rollout.engine == "vllm":
+        if engine._head is not None and config.rollout.engine == "vllm":
             every_call_reaches_every_replica(engine, config)
-        last = _group(_only_server(engine), config.rollout) if engine._connection is not None else None
+        last = _group(_only_server(engine), config.rollout) if engine._head is not None else None
         description = str(engine.description)
     if last is not None:
         with pytest.raises(ProcessLookupError):
@@ -175,7 +175,7 @@ def every_call_reaches_every_replica(engine: Any, config: Config) -> None:
     work = engine._plan(requests, Sampling(12, 1.0, 0))[0]
     for seed, channel in (
         (3, DiskChannel(engine._fleet, Path(config.run_dir) / "again", config.model.hf_path, 1 << 20, 60)),
-        (4, BroadcastChannel(engine._fleet, "gloo", {member.name: 2}, 1 << 20, 60)),
+        (4, BroadcastChannel(engine._fleet, "gloo", 1 << 20, 60)),
     ):
         reference, version = Reference(Path(config.model.hf_path), seed), f"{engine._sync.run}.{engine._sync.version}"
         assert channel.push(reference.weights(), [member], version) == [member]

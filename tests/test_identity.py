@@ -34,8 +34,8 @@ from dppo_megatron.config.rollout import _CODE_OPTIONS, _KEY_OPTIONS, _OWN_OPTIO
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout import serve
-from dppo_megatron.rollout.client.asking import Asker
 from dppo_megatron.rollout.client.messages import Address
+from dppo_megatron.rollout.client.process import Asker
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.job_nodes import NodeSupervisor
 from dppo_megatron.rollout.server_engine import ServerEngine
@@ -124,12 +124,15 @@ def test_a_server_with_another_key_gets_nothing(real: str, client: str) -> None:
         CLIENTS[client](real, "another-key")
 
 
-def test_every_connection_is_proven(real: str) -> None:
+def test_every_connection_is_proven() -> None:
     """Not the address: a stranger that comes later gets nothing either, whatever its predecessor has proven."""
-    http = Http(real, KEY, proves=None)
+    server = FakeVLLM("127.0.0.1", 0, KEY)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    http = Http(f"http://127.0.0.1:{server.server_address[1]}", KEY, proves=None)
     assert http.get("/version", dict, timeout_s=20) == {"version": "0.32.0"} and http.proves
-    with Stranger() as stranger:
-        http._port = stranger.port  # as if it had taken the server's
+    server.shutdown()
+    server.server_close()  # no new connections; what is open goes on
+    with Stranger(server.server_address[1]) as stranger:
         assert http.get("/version", dict, timeout_s=20), "the connection that is kept leads to the server"
         http.close()
         with pytest.raises(NotProven):

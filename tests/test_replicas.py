@@ -208,7 +208,6 @@ def _connected(fake: FakeVLLM, files: Path, channel: str, on_gpu: bool = False) 
         patch.setenv("DPPO_ENGINE_API_KEY", KEY)
         patch.setattr(torch.cuda, "is_available", lambda: on_gpu)
         found = connect(config, job.architecture, print, [RankDevice(0, frozenset(("cpu",)))])
-    found.fleet.close()
     return found
 
 

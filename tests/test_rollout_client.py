@@ -315,7 +315,7 @@ def _generate(config: Config, two_nodes: bool) -> tuple[dict[int, Completion], i
     engine = ServerEngine(config, job.architecture, job.tokenizer)
     try:
         engine._sync.run = ""  # as the stubs call their weights
-        if engine._connection is not None:
+        if engine._head is not None:
             sync(engine._fleet)
         for step in (1, 2):
             asked = [Request(Prompt(i, "", (2, 3), "", ""), c, step) for i in range(10) for c in range(3)]

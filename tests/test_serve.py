@@ -224,7 +224,7 @@ def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) ->
     config = _config(files, tmp_path / "run", tmp_path)
     said: list[str] = []
     fleet = Fleet([], config.rollout, said.append)
-    known = Connection(fleet, "disk", {}, "", {})
+    known = Connection([], [], "disk", "", {})
     architecture = cast(Any, SimpleNamespace(name="any", vocab_size=19))
     introduced: list[str] = []
     membership = Membership(
@@ -243,7 +243,7 @@ def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) ->
     for _ in range(3):
         membership.update(fleet)
     assert [member.name for member in fleet.members] == introduced == [a] and "has left" not in str(said)
-    assert known.world_sizes == {a: 1}
+    assert fleet.members[0].server.world_size == 1
     fleet.close()
 
 

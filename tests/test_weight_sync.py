@@ -74,8 +74,7 @@ class Running:
             server.calls.clear()
         config = _config(**values)
         fleet = Fleet(servers, config, self.said.append)  # type: ignore[arg-type]
-        sizes = {server.http.url: 1 for server in servers}
-        channel = BroadcastChannel(fleet, "gloo", sizes, BUCKET, config.limits.sync_timeout_s)
+        channel = BroadcastChannel(fleet, "gloo", BUCKET, config.limits.sync_timeout_s)
         return WeightSync(config, channel, fleet), fleet, channel
 
 
@@ -379,7 +378,7 @@ class OneBehind(BucketChannel):
     def _prepare(self, members: Sequence[Member]) -> list[Member]:
         return list(members)
 
-    def _hand_over(self, members: Sequence[Member], bucket: Bucket) -> list[Member]:
+    def _hand_over(self, members: Sequence[Member], bucket: Bucket, offers: object) -> list[Member]:
         following = len(self.in_time) + 1
         self.in_time.append(following == len(self.asked) or self.asked[following].wait(10))
         return list(members)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,16 +53,7 @@ class Intake:
         addresses = [Address(place, url, dialect_of(canned.engine)) for place, url in enumerate(urls)]
         self.clients = Clients(listener, addresses, [0] * servers)
         self._secret, self._path = listener.meeting.secret, listener.meeting.take_path(0)
-        setup = Setup(
-            node=0,
-            rank_zero=listener.meeting.address,
-            secret=self._secret,
-            take_path=self._path,
-            detokenizer=detokenizer,
-            hook=hook,
-            parent=os.getpid(),
-            import_path=list(sys.path),
-        )
+        setup = Setup(0, listener.meeting.address, self._secret, self._path, detokenizer, hook)
         self.node, self.said = NodeClient(setup), list[str]()
         self.clients.start(self.said.append, groups_each)
         config = RolloutConfig()

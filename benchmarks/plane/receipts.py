@@ -56,8 +56,7 @@ def _times(count: int, hung: int, answer_s: float) -> dict[str, float]:
         for server in servers:
             server.healthy(timeout_s=120)
         fleet = Fleet(servers, config, lambda line: None)  # type: ignore[arg-type]
-        sizes = {server.http.url: 1 for server in servers}
-        sync = WeightSync(config, BroadcastChannel(fleet, "gloo", sizes, 1 << 20, 60.0), fleet)
+        sync = WeightSync(config, BroadcastChannel(fleet, "gloo", 1 << 20, 60.0), fleet)
         sync.to(lambda: weights)
         group = GenerateRequest("0-0-0", (1, 2), 1, 0, 4, stop_token_ids=(1,))
         expected = Expected(10, 1, 2)

@@ -45,8 +45,7 @@ def _make(servers: list[PipeServer], bucket_mb: int) -> tuple[WeightSync, Fleet]
     for server in servers:
         server.healthy(timeout_s=120)
     fleet = Fleet(servers, config, lambda line: None)  # type: ignore[arg-type]
-    sizes = {server.http.url: 1 for server in servers}
-    return WeightSync(config, BroadcastChannel(fleet, "gloo", sizes, bucket_mb << 20, 300.0), fleet), fleet
+    return WeightSync(config, BroadcastChannel(fleet, "gloo", bucket_mb << 20, 300.0), fleet), fleet
 
 
 def _undisturbed(count: int, megabytes: int, bucket_mb: int, rounds_timed: int) -> tuple[float, float]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -104,18 +105,25 @@ class RolloutStats:
         return {f"rollout/{name}": float(value) for name, value in asdict(self).items() if value is not None}
 
 
-class Engine(Protocol):
-    """A generator whose weights follow the actor's. All calls are collective: every rank makes them."""
+class Engine(ABC):
+    """A generator whose weights follow the actor's. All calls are collective: every rank makes them.
 
-    has_servers: bool
+    What is not abstract is right for an engine in every rank, without servers.
+    """
+
+    has_servers = False
     """Generates in other processes, whose log-probabilities and weights are to be checked."""
     description: str
     """One line for the log: what generates, where, and how weights reach it."""
+    _asked: tuple[Sequence[Request], Sampling] | None = None
+    """What `start` was given."""
 
     @property
     def receivers(self) -> Sequence[int] | None:
         """Ranks that must be given the weights; None: all. The same on every rank."""
+        return None
 
+    @abstractmethod
     def load_weights(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
         """Replace all weights and count the weights version up by one.
 
@@ -127,44 +135,50 @@ class Engine(Protocol):
             Whether the canary is due: engines without servers never ask for one.
         """
 
-    def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Begin to sample a completion for each request; the caller may do something else before `finish`.
+    @abstractmethod
+    def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+        """Sample a completion for each request: (position in the requests, completion) as they come, of those that this
+        rank holds. Every request is held by exactly one rank, and a prompt's completions by the same one.
 
         Args:
             requests: all of the job's, the same on every rank; who generates which is the engine's to decide.
         """
 
-    def finish(self) -> dict[int, Completion]:
-        """Position in the requests of the last `start` -> completion, for those that this rank holds, in their order.
+    def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Begin the same where it can run beside the actor; the caller may do something else before `finish`."""
+        self._asked = requests, sampling
 
-        Every request is held by exactly one rank, and a prompt's completions by the same one.
-        """
+    def finish(self) -> dict[int, Completion]:
+        """All that `stream` would have given since the last `start`, in the order of the requests."""
+        return dict(sorted(self.stream(*self._asked))) if self._asked is not None else {}
 
     def take_grades(self) -> dict[int, Grade]:
         """Position in the requests of the last `finish` -> grade, of what was graded where it arrived; else nothing."""
+        return {}
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """`start` and `finish`: this rank's completions, in the order of their requests."""
+        self.start(requests, sampling)
+        return list(self.finish().values())
 
     def abort(self) -> None:
         """Give up what `start` began: its requests end, its completions are lost."""
+        self._asked = None
 
-    def rest(self) -> None:
+    def rest(self) -> None:  # noqa: B027
         """No generation before the next `load_weights`: device memory may be given back."""
 
-    def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """As `start` and `finish`, but this rank's (position, completion) as they come."""
-
     def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
-        """(server, completion) of the same requests from every server; nothing for an engine without servers. The
-        requests are the same on every rank."""
+        """(server, completion) of the same requests from every server. The requests are the same on every rank."""
+        return []
 
     def health(self) -> dict[str, str]:
-        """State of every server by its address: live, or why not; nothing for an engine without servers. The same on
-        every rank."""
+        """State of every server by its address: live, or why not. The same on every rank."""
+        return {}
 
     def statistics(self) -> RolloutStats:
         """What happened since the last call."""
+        return RolloutStats()
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Release servers and sockets."""

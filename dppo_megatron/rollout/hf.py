@@ -25,7 +25,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.randomness import uniform_rows
 from dppo_megatron.rollout.client.grading import Detokenizer
 from dppo_megatron.rollout.decoder import Decoder
-from dppo_megatron.rollout.engine import Request, RolloutStats, Sampling, Weights, own_requests
+from dppo_megatron.rollout.engine import Engine, Request, Sampling, Weights, own_requests
 from dppo_megatron.rollout.kv_cache import Moves
 from dppo_megatron.spans import Spans
 from dppo_megatron.types import Completion, FinishReason, Grade, GradeTask, Watch, counted, unwatched
@@ -36,7 +36,7 @@ _HANDED_ON = 32
 """Completions that have ended are decoded to text, and graded, in batches of at least so many."""
 
 
-class HFEngine:
+class HFEngine(Engine):
     """A model of this architecture; its weights come from the actor, not from files.
 
     Args:
@@ -65,14 +65,7 @@ class HFEngine:
         self._graded: list[tuple[list[int], Future[list[Grade]]]] = []
         """(positions in the requests, their grades) of the last `finish`."""
         self._version = 0
-        self._started: tuple[Sequence[Request], Sampling] | None = None
-        self.has_servers = False
         self.description = "rollout: embedded in every rank"
-
-    @property
-    def receivers(self) -> None:
-        """See `Engine.receivers`: every rank has its own model."""
-        return None
 
     @torch.no_grad()
     def load_weights(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
@@ -87,11 +80,6 @@ class HFEngine:
         release()
         return False
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """See `Engine.generate`."""
-        self.start(requests, sampling)
-        return list(self.finish().values())
-
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """See `Engine.stream`. Prompts of similar length share a batch, so little is spent on padding."""
         alike: dict[Sampling, list[int]] = {}
@@ -105,15 +93,11 @@ class HFEngine:
                     for row, completion in self._generate([requests[i] for i in chunk], how):
                         yield chunk[row], completion
 
-    def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Nothing runs beside the actor here: the work is done in `finish`."""
-        self._started = requests, sampling
-
     def finish(self) -> dict[int, Completion]:
         """What `start` was asked for."""
-        if self._started is None:
+        if self._asked is None:
             return {}
-        requests, sampling = self._started
+        requests, sampling = self._asked
         self._drop_grades()
         found: dict[int, Completion] = {}
         arriving = self.stream(requests, sampling)
@@ -134,29 +118,14 @@ class HFEngine:
         return grades
 
     def abort(self) -> None:
-        """Forget what `start` was asked for."""
-        self._started = None
+        """See `Engine.abort`."""
+        super().abort()
         self._drop_grades()
 
     def _drop_grades(self) -> None:
         for _, future in self._graded:
             future.cancel()
         self._graded = []
-
-    def rest(self) -> None:
-        """Nothing to give back."""
-
-    def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
-        """Nothing: the engine is part of the process that trains."""
-        return []
-
-    def health(self) -> dict[str, str]:
-        """No servers."""
-        return {}
-
-    def statistics(self) -> RolloutStats:
-        """Nothing can fail or wait here."""
-        return RolloutStats()
 
     def close(self) -> None:
         """Drop what is still being graded."""

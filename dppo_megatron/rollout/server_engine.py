@@ -12,17 +12,14 @@ instead of agreements between many. What it decides on are scalars, so it does n
 
 from __future__ import annotations
 
-import os
 import pickle
 import secrets
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -44,16 +41,18 @@ from dppo_megatron.rollout.client.remote import (
     take,
     this_node,
 )
-from dppo_megatron.rollout.engine import Request, RolloutStats, Sampling, Weights
+from dppo_megatron.rollout.engine import Engine, Request, RolloutStats, Sampling, Weights
 from dppo_megatron.rollout.job_nodes import NodeSupervisor, launch_everywhere
 from dppo_megatron.rollout.servers.connect import ChannelName, Connection, connect
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch, grouped
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.member import Endpoint, Member
+from dppo_megatron.rollout.servers.health_file import HealthFile
+from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.membership import Membership, inspect
-from dppo_megatron.rollout.servers.router import Router
-from dppo_megatron.rollout.servers.seats import RankDevice, Seats, this_device
-from dppo_megatron.rollout.servers.server_process import ServerProcess
+from dppo_megatron.rollout.servers.protocol import Generator
+from dppo_megatron.rollout.servers.router import RouterServer
+from dppo_megatron.rollout.servers.seats import Seats, this_device
+from dppo_megatron.rollout.servers.server_process import ServerProcess, stop_all
 from dppo_megatron.rollout.servers.wire import Expected
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
@@ -66,11 +65,9 @@ from dppo_megatron.types import Completion, Grade, GuardStop, Watch, unwatched
 from dppo_megatron.weights.architecture import Architecture
 
 _PROBE_S = 120.0
-_Way: TypeAlias = tuple[ChannelName, dict[str, int], Seats]
-"""How weights get to the servers: the channel, each server's number of workers, who hands to them in memory."""
 
 
-class ServerEngine:
+class ServerEngine(Engine):
     """vLLM or SGLang servers as `rollout` says. Collective, like every `Engine`.
 
     Args:
@@ -82,6 +79,8 @@ class ServerEngine:
     Raises:
         UserError: a server cannot be reached, serves another model, is too old, or was started without what is needed.
     """
+
+    has_servers = True
 
     def __init__(
         self,
@@ -101,33 +100,36 @@ class ServerEngine:
         self._grades_in_client = client_hook is not None
         self._stats = RolloutStats()
         self._started: _Background | None = None
-        self._connection: Connection | None = None
-        self.has_servers = True
-        self._clients: Clients | None = None
+        self._head: _Head | None = None
+        """On rank 0."""
         self._client: NodeClient | None = None
         self._channel: Channel | None = None
-        self._owners: set[int] = set()
-        """Nodes whose client asks servers."""
         self._supervisor: NodeSupervisor | None = None
+        launched: list[ServerProcess] = []
         try:
             devices = gather_all([this_device(self._nodes.node)])
-            launched: list[ServerProcess] = []
             if config.rollout.servers.launch == "local":
                 launched, self._supervisor = launch_everywhere(config, self._nodes)
-            self.description, meeting, how = from_rank_zero(
-                lambda: self._connect(config, architecture, say, watch, devices, launched)
-            )
-            self._secret, self._owners = meeting.secret, from_rank_zero(lambda: self._owners)
-            self._take_path = meeting.take_path(self._nodes.node)
+
+            def connected() -> tuple[Meeting, list[int], str, ChannelName, Seats]:
+                """On rank 0: reach every server, and wait for the clients from now on."""
+                found = connect(config, architecture, say, devices, launched, watch)
+                self._head = head = _Head(config, architecture, say, self._spans, found, launched, self._nodes.count)
+                return head.meeting, head.nodes, found.description, found.channel, found.seats
+
+            meeting, self._owners, self.description, channel, seats = from_rank_zero(connected)
+            self._secret, self._take_path = meeting.secret, meeting.take_path(self._nodes.node)
             if self._nodes.is_first and self._nodes.node in self._owners:
-                self._start_client(meeting, self._detokenizer, client_hook)
-            from_rank_zero(lambda: self._await_clients(say))
-            fleet = self._connection.fleet if self._connection is not None else None
-            self._channel = self._make_channel(*how)
+                path, decode = self._take_path, self._detokenizer
+                client = Setup(self._nodes.node, meeting.address, meeting.secret, path, decode, client_hook)
+                self._client = NodeClient(client)
+            from_rank_zero(lambda: self._zero.await_clients(say))
+            self._channel = self._make_channel(channel, seats)
         except BaseException:
             self.close()
+            stop_all(launched)
             raise
-        run = from_rank_zero(lambda: secrets.token_hex(4))
+        run, fleet = from_rank_zero(lambda: secrets.token_hex(4)), self._head.fleet if self._head is not None else None
         self._sync = WeightSync(config.rollout, self._channel, fleet, self._settle_requests, self._spans, run)
 
     @property
@@ -142,10 +144,6 @@ class ServerEngine:
             torch.cuda.empty_cache()  # what the update has freed is the servers' now, and torch would keep it
             barrier()
         return self._sync.to(weights, release)
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        self.start(requests, sampling)
-        return list(self.finish().values())
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """See `Engine.stream`. With several ranks all of it comes at the end."""
@@ -168,7 +166,7 @@ class ServerEngine:
         """Begin generating in the background; `finish` returns what `generate` would."""
         work, places = self._plan(requests, sampling)
         self._started = _Background(work, places)
-        if self._connection is not None:
+        if self._head is not None:
             self._started.begin(self._fleet)
 
     def finish(self) -> dict[int, Completion]:
@@ -179,9 +177,9 @@ class ServerEngine:
         self._started = None
         while from_rank_zero(started.wait):
             self._sync.again()
-            if self._connection is not None:
+            if self._head is not None:
                 started.begin(self._fleet)
-        if self._connection is not None:
+        if self._head is not None:
             self._count(started.work)
         return self._take(started.places)
 
@@ -210,11 +208,11 @@ class ServerEngine:
     def abort(self) -> None:
         """Also at the servers, so that they do not go on for nobody."""
         started, self._started = self._started, None
-        if started is not None and self._clients is not None:
+        if started is not None and self._head is not None:
             started.work.given_up = True
             started.join()
-            self._clients.cancel(list(started.work.landed))
-            self._clients.forget()
+            self._head.clients.cancel(list(started.work.landed))
+            self._head.clients.forget()
 
     def rest(self) -> None:
         """No generation until the next `load_weights`: colocated servers give their device memory back."""
@@ -237,88 +235,27 @@ class ServerEngine:
                 each.callback(self._channel.close)
             if self._supervisor is not None:
                 each.callback(self._supervisor.close)
-            if self._connection is not None:
-                each.callback(self._fleet.close)
+            if self._head is not None:
+                each.callback(self._head.fleet.close)
             if self._client is not None:
                 each.callback(self._client.close)
-            if self._clients is not None:
-                each.callback(self._clients.close)
+            if self._head is not None:
+                each.callback(self._head.clients.close)
             with suppress(GuardStop):  # a client that has ended has nothing to be cancelled
                 self.abort()
 
     @property
+    def _zero(self) -> _Head:
+        assert self._head is not None, "rank 0 talks to the servers"
+        return self._head
+
+    @property
     def _fleet(self) -> Fleet:
-        assert self._connection is not None
-        return self._connection.fleet
+        return self._zero.fleet
 
-    def _connect(
-        self,
-        config: Config,
-        architecture: Architecture,
-        say: Callable[[str], None],
-        watch: Watch,
-        devices: Sequence[RankDevice],
-        launched: Sequence[ServerProcess],
-    ) -> tuple[str, Meeting, _Way]:
-        """On rank 0: reach every server, and wait for the clients from now on."""
-        self._connection = connection = connect(config, architecture, say, devices, launched, watch)
-        connection.fleet.spans = self._spans
-        fleet, listener = connection.fleet, Listener(self._nodes.count)
-        owned_by = owners([e.name for e in fleet.endpoints], self._nodes.count, [server.node for server in launched])
-        addresses = [self._address_of(asked) for asked in fleet.endpoints]
-        nodes = set(owned_by) if connection.directory is None else set(range(self._nodes.count))
-        self._clients = Clients(listener, addresses, owned_by, sorted(nodes))
-        connection.fleet.intake, self._owners = self._clients, nodes
-        if connection.directory is not None:
-            connection.fleet.recruit = Membership(
-                connection.directory, connection, config, architecture, self._introduce
-            ).update
-        fleet.inspect = lambda member: self._inspect(member, config, architecture)
-        way = connection.channel, connection.world_sizes, connection.seats
-        return connection.description, listener.meeting, way
-
-    def _inspect(self, member: Member, config: Config, architecture: Architecture) -> None:
-        """On rank 0: a server is back. Raises UserError if it is not one that this run can use."""
-        assert self._connection is not None
-        asked_as = member.server.dialect
-        info = inspect(member.server, self._connection, config, architecture)
-        self._connection.world_sizes[member.name] = info.world_size
-        if member.server.dialect != asked_as:
-            self._introduce(member)
-
-    def _introduce(self, member: Member) -> None:
-        """On rank 0: a server has come, perhaps behind a router."""
-        assert self._clients is not None
-        for asked in (member, *self._fleet.routers):
-            self._clients.add(self._address_of(asked))
-
-    def _address_of(self, asked: Endpoint) -> Address:
-        workers = sorted(asked.server.named) if isinstance(asked, Router) else ()
-        server, place = asked.server, self._fleet.places[asked.name]
-        return Address(place, asked.name, server.dialect, server.http.api_key, tuple(workers), bool(server.http.proves))
-
-    def _await_clients(self, say: Callable[[str], None]) -> None:
-        assert self._clients is not None
-        widest = max((member.width for member in self._fleet.members), default=1)
-        self._clients.start(say, self._config.rollout.limits.max_concurrent_sequences * widest)
-
-    def _start_client(self, meeting: Meeting, detokenizer: Detokenizer, hook: HookFactory | None) -> None:
-        """On the first rank of each node whose client has servers to ask."""
-        setup = Setup(
-            node=self._nodes.node,
-            rank_zero=meeting.address,
-            secret=meeting.secret,
-            take_path=self._take_path,
-            detokenizer=detokenizer,
-            hook=hook,
-            parent=os.getpid(),
-            import_path=list(sys.path),
-        )
-        self._client = NodeClient(setup)
-
-    def _make_channel(self, name: ChannelName, world_sizes: dict[str, int], seats: Seats) -> Channel:
+    def _make_channel(self, name: ChannelName, seats: Seats) -> Channel:
         """On every rank: some take part in a sync though only rank 0 talks to servers."""
-        rollout, fleet = self._config.rollout, self._connection.fleet if self._connection is not None else None
+        rollout, fleet = self._config.rollout, self._head.fleet if self._head is not None else None
         bucket_bytes, timeout_s = rollout.sync.bucket_mb << 20, rollout.limits.sync_timeout_s
         if name == "disk":
             run_dir = Path(self._config.run_dir)
@@ -328,9 +265,7 @@ class ServerEngine:
             return DiskChannel(fleet, directory, self._config.model.hf_path, bucket_bytes, timeout_s)
         if name == "ipc":
             return SharedMemoryChannel(fleet, seats, OFFERS[rollout.engine], bucket_bytes, timeout_s)
-        if self._connection is not None:
-            world_sizes = self._connection.world_sizes  # itself, which grows when a server comes
-        return BroadcastChannel(fleet, name, world_sizes, bucket_bytes, timeout_s)
+        return BroadcastChannel(fleet, name, bucket_bytes, timeout_s)
 
     def _settle_requests(self) -> None:
         """On rank 0, before a sync that waits for running requests."""
@@ -343,7 +278,7 @@ class ServerEngine:
         expected = Expected(self._vocab_size, self._sync.version, self._sync.version + 1, self._sync.run)
         trains = not any(request.stream for request in requests)
         prompts = []
-        if trains and self._grades_in_client and self._connection is not None:
+        if trains and self._grades_in_client and self._head is not None:
             prompts = [pickle.dumps(replace(requests[place[0]].prompt, token_ids=())) for place in places]
         return Work(groups, expected, prompts, may_be_cut=trains), places
 
@@ -360,8 +295,8 @@ class ServerEngine:
             )
             if arrived.grades and not arrived.position:
                 self._grades |= zip(places[arrived.index], grades_of(arrived.grades), strict=True)
-        if self._clients is not None:
-            self._clients.forget()
+        if self._head is not None:
+            self._head.clients.forget()
         return dict(sorted(found.items()))
 
     def _count(self, work: Work) -> None:
@@ -373,6 +308,68 @@ class ServerEngine:
         self._stats.retries = (self._stats.retries or 0) + work.retries
         self._stats.cut_completions = (self._stats.cut_completions or 0) + work.cut_completions
         self._stats.servers_live = len(self._fleet.live)
+
+
+class _Head:
+    """What rank 0 has beside: the servers as one fleet, and the clients that ask them."""
+
+    def __init__(
+        self,
+        config: Config,
+        architecture: Architecture,
+        say: Callable[[str], None],
+        spans: Spans,
+        found: Connection,
+        launched: Sequence[ServerProcess],
+        num_nodes: int,
+    ) -> None:
+        self._config, self._architecture, self._found = config, architecture, found
+        asked: list[Generator] = [*found.servers, *found.routers]
+        owned_by = owners([one.http.url for one in asked], num_nodes, [server.node for server in launched])
+        self.nodes = sorted(set(owned_by)) if found.directory is None else list(range(num_nodes))
+        """Those whose client asks servers."""
+        listener = Listener(num_nodes)
+        self.meeting = listener.meeting
+        addresses = [_address(place, one) for place, one in enumerate(asked)]
+        self.clients = Clients(listener, addresses, owned_by, self.nodes)
+        recruit: Callable[[Fleet], None] = lambda fleet: None  # noqa: E731
+        if found.directory is not None:
+            recruit = Membership(found.directory, found, config, architecture, self._introduce).update
+        self.fleet = Fleet(
+            found.servers,
+            config.rollout,
+            say,
+            self.clients,
+            launched,
+            health_file=HealthFile(Path(config.run_dir)),
+            routers=found.routers,
+            recruit=recruit,
+            inspect=self._inspect,
+            spans=spans,
+        )
+
+    def await_clients(self, say: Callable[[str], None]) -> None:
+        """Raises GuardStop if one does not come."""
+        widest = max((member.width for member in self.fleet.members), default=1)
+        self.clients.start(say, self._config.rollout.limits.max_concurrent_sequences * widest)
+
+    def _inspect(self, member: Member) -> None:
+        """A server is back. Raises UserError if it is not one that this run can use."""
+        asked_as = member.server.dialect
+        inspect(member.server, self._found, self._config, self._architecture)
+        if member.server.dialect != asked_as:
+            self._introduce(member)
+
+    def _introduce(self, member: Member) -> None:
+        """A server has come, perhaps behind a router."""
+        for asked in (member, *self.fleet.routers):
+            self.clients.add(_address(self.fleet.places[asked.name], asked.server))
+
+
+def _address(place: int, server: Generator) -> Address:
+    workers = sorted(server.named) if isinstance(server, RouterServer) else ()
+    http = server.http
+    return Address(place, http.url, server.dialect, http.api_key, tuple(workers), bool(http.proves))
 
 
 class _Background:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import runpy
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,7 +35,6 @@ from dppo_megatron.config.data import TrainSetConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.sets import train_set_configs
 from dppo_megatron.data.templates import check_template, generation_config_stops, render
-from dppo_megatron.rollout.hf_names import by_checkpoint_name
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import WeightReader
@@ -42,6 +42,9 @@ from dppo_megatron.weights.tokenizer import load_tokenizer
 from dppo_megatron.weights.torch_dist import open_checkpoint
 from dppo_megatron.workbench.quickstart.tiny_model import make_tokenizer
 
+by_checkpoint_name = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "weight_table.py"))[
+    "by_checkpoint_name"
+]
 COMPUTED = 12
 """Accepted models whose log-probabilities are computed on both sides."""
 INDEX, GENERATION, CHAT = "model.safetensors.index.json", "generation_config.json", "chat_template.jinja"

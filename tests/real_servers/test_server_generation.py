@@ -162,7 +162,8 @@ def test_evaluation_through_servers(served: Served, tmp_path: Path) -> None:
 
 def _note_asks(engine: ServerEngine, note: Callable[[Ask], None]) -> None:
     """Have `note` see every group that is sent to a server."""
-    clients: Any = engine._clients
+    assert engine._head is not None
+    clients: Any = engine._head.clients
     ask = clients.ask
 
     def noted(asked: Ask) -> None:

@@ -55,7 +55,7 @@ class Server:
         self.http = type("Address", (), {"url": "http://127.0.0.1:9", "close": lambda self: None})()
         self._broadcast: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._digest = hashlib.sha256()
-        self._version, self.digests = "", []
+        self._version, self.digests, self.world_size = "", [], 1
 
     def __getattr__(self, name: str) -> Any:
         if name in ("healthy", "sleep", "wake", "pause", "resume", "begin_update", "join_group"):
@@ -106,7 +106,7 @@ def _channel(name: str, fleet: Fleet | None, seats: Seats, root: Path, model: Pa
         return DiskChannel(fleet, root, str(model), BUCKET, TIMEOUT_S)
     if name == "ipc":
         return SharedMemoryChannel(fleet, seats, lambda memory, _: _bytes(memory), BUCKET, TIMEOUT_S)
-    return BroadcastChannel(fleet, cast(Any, name), dict.fromkeys(seats, 1), BUCKET, TIMEOUT_S)
+    return BroadcastChannel(fleet, cast(Any, name), BUCKET, TIMEOUT_S)
 
 
 def _bytes(buffer: Any) -> Any:

@@ -35,13 +35,13 @@ import msgspec
 from dppo_megatron.children import die_with_parent, ignore_signals
 from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.launched import raise_file_limit
-from dppo_megatron.rollout.client.asking import STALE_TRIES, Asker, OurFault, Stale
 from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory
 from dppo_megatron.rollout.client.holding import HeldGroup, Holdings, hand_over, spans_of
 from dppo_megatron.rollout.client.messages import (
     ENCODER,
     TAKE,
     TO_CLIENT,
+    Address,
     Cancel,
     End,
     FromClient,
@@ -54,14 +54,26 @@ from dppo_megatron.rollout.client.messages import (
     connect_handshake,
     receive,
 )
-from dppo_megatron.rollout.servers.http import BadAnswer, Refused, Unreachable, brief
+from dppo_megatron.rollout.servers.http import (
+    ERROR_BYTES,
+    STALE_TRIES,
+    BadAnswer,
+    OurFault,
+    Peer,
+    Refused,
+    Stale,
+    Transport,
+    Unreachable,
+    brief,
+)
 from dppo_megatron.rollout.servers.intake import Ask, Failed, Landed, Ready
-from dppo_megatron.rollout.servers.wire import Sampled
+from dppo_megatron.rollout.servers.wire import Call, GenerateRequest, Sampled, checked
 from dppo_megatron.types import Grade, GradeTask
 
 OWN_FILES = 64
 """Open files that the client needs beside a socket for each group in flight."""
 _CONNECT_S = 60.0
+_ABORT_S = 30.0
 _TOGETHER_S = 0.01
 """Messages to rank 0 go out at most so often: each time they wake a thread that takes the interpreter from training."""
 _READY_S = 0.02
@@ -80,8 +92,8 @@ class Setup:
     """Where ranks of this node ask for their shares."""
     detokenizer: Detokenizer | None = None
     hook: HookFactory | None = None
-    parent: int = 0
-    import_path: list[str] = field(default_factory=list)
+    parent: int = field(default_factory=os.getpid)
+    import_path: list[str] = field(default_factory=lambda: list(sys.path))
     """The trainer's: a user's grader may lie wherever the trainer could import it from."""
 
 
@@ -243,6 +255,79 @@ class Client:
                 accept_handshake(peer, self._setup.secret)
                 take = TAKE.decode(receive(peer))
                 hand_over(peer, self._held.take(take.share, take.shares))
+
+
+class Asker:
+    """Asks servers. Made and used in a running event loop.
+
+    Args:
+        sockets: that may be open at a time.
+    """
+
+    def __init__(self, sockets: int) -> None:
+        self._transport, self._sockets = Transport(sockets), sockets
+        self._servers: dict[int, Address] = {}
+
+    def know(self, servers: list[Address]) -> None:
+        """The servers that may be asked, by their numbers."""
+        self._servers |= {address.server: address for address in servers}
+        for address in servers:
+            self._transport.know(_peer(address))
+
+    async def ask(self, ask: Ask) -> list[Sampled]:
+        """The completions of a group, checked.
+
+        Raises:
+            Unreachable (Stale among them), Refused, BadAnswer, OurFault.
+        """
+        server = self._servers[ask.server]
+        answers: list[bytes] = []
+        try:
+            async with asyncio.timeout(ask.timeout_s):
+                for calls in server.dialect.rounds(ask.group):
+                    answers = await self._post_all(server, calls, ask.group.answer_bytes)
+        except TimeoutError:
+            raise Unreachable(f"{server.url}: no complete answer after {ask.timeout_s:g} s") from None
+        except OurFault as error:
+            raise OurFault(
+                f"the rollout client can open no more connections ({error}); it keeps to {self._sockets}, for its limit"
+                " on open files (ulimit -n)"
+            ) from None
+        return checked(server.dialect.read(answers, ask.group), ask.group, ask.expected)
+
+    async def end(self, server: int, group: GenerateRequest) -> None:
+        """Have the server end a request; who cannot be reached has ended it, or will be found hung by its probe. All
+        workers of a router are told: nobody else knows which of them has it."""
+        address = self._servers[server]
+        workers = [msgspec.structs.replace(address, url=url) for url in address.workers or [address.url]]
+        await asyncio.gather(*(self._end_at(worker, group) for worker in workers))  # none waits for one that hangs
+
+    async def close(self) -> None:
+        """Cut all connections."""
+        await self._transport.close()
+
+    async def _end_at(self, worker: Address, group: GenerateRequest) -> None:
+        for call in worker.dialect.abort_calls(group):
+            try:
+                await self._transport.repeat(_peer(worker), "POST", call.path, call.body, ERROR_BYTES, _ABORT_S)
+            except (Unreachable, Refused, OurFault):
+                return
+
+    async def _post_all(self, server: Address, calls: Sequence[Call], max_bytes: int) -> list[bytes]:
+        """Their answers, in order. The first that fails ends the others."""
+        peer, post = _peer(server), self._transport.request
+        if len(calls) == 1:
+            return [bytes(await post(peer, "POST", calls[0].path, calls[0].body, max_bytes))]
+        posts = [asyncio.ensure_future(post(peer, "POST", call.path, call.body, max_bytes)) for call in calls]
+        try:
+            return [bytes(answer) for answer in await asyncio.gather(*posts)]
+        finally:
+            for begun in posts:
+                begun.cancel()
+
+
+def _peer(address: Address) -> Peer:
+    return Peer(address.url, address.api_key, address.proves)
 
 
 def _with_own_id(ask: Ask) -> Ask:

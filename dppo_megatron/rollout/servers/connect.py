@@ -21,8 +21,6 @@ from dppo_megatron.config.rollout import RolloutConfig, check_endpoint
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.sets import longest_sequence
 from dppo_megatron.rollout.servers.directory import Addresses, Directory, Entry
-from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import BadAnswer, Http, Refused, Unreachable, clean_key
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
@@ -44,10 +42,11 @@ ChannelName = Literal["disk", "gloo", "nccl", "ipc"]
 
 @dataclass
 class Connection:
-    fleet: Fleet
+    """The checked servers of a run."""
+
+    servers: list[Server]
+    routers: list[RouterServer]
     channel: ChannelName
-    world_sizes: dict[str, int]
-    """Workers of each server, by address."""
     description: str
     seats: Seats
     """Under the channel ipc, the rank that hands weights to each worker; else empty."""
@@ -113,12 +112,10 @@ def connect(
         stop_all(launched)
         raise
     return Connection(
-        fleet=Fleet(
-            servers, rollout, say, None, launched, health_file=HealthFile(Path(config.run_dir)), routers=routers
-        ),
+        servers=servers,
+        routers=routers,
         channel=channel,
         seats={url: ranks for url, ranks in found.items() if ranks} if channel == "ipc" else {},
-        world_sizes={server.http.url: info.world_size for server, info in zip(servers, infos, strict=True)},
         description=(
             f"rollout: {rollout.engine} {infos[0].engine_version} at {', '.join(urls)}; weight sync: {channel} ({why})"
             f"{ipc_warning() if channel == 'ipc' and on_gpu else ''}"

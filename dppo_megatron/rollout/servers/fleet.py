@@ -57,12 +57,16 @@ class Fleet:
 
     Args:
         say: prints a log line.
-        intake: has the servers asked; set before the first rollout.
+        intake: has the servers asked; needed for rollouts only.
         processes: the processes of `servers`, if the trainer has started them.
         clock: seconds that only grow.
         threads: where questions to servers wait for their answers.
         health_file: is told how the servers are, for people who watch.
         routers: in front of some of the servers; requests for those go through them.
+        recruit: lets servers in and go; called where a server that is back could be used at once.
+        inspect: looks at a server that was out and is not of our starting: somebody may have started another one there.
+            Raises UserError for one that does not fit. In the thread of a probe.
+        spans: gets requests by server, and gradings, while it is on.
     """
 
     def __init__(
@@ -76,6 +80,9 @@ class Fleet:
         threads: Executor | None = None,
         health_file: HealthFile | None = None,
         routers: Sequence[RouterServer] = (),
+        recruit: Callable[[Fleet], None] = lambda fleet: None,
+        inspect: Callable[[Member], None] = lambda member: None,
+        spans: Spans | None = None,
     ) -> None:
         self.lock = OwnedLock()
         """Held by whoever changes a member; never across a call to a server."""
@@ -83,15 +90,8 @@ class Fleet:
             Member(server, self.lock, clock, process) for server, process in zip_longest(servers, processes)
         ]
         self.routers = [Router(router, self.lock, clock) for router in routers]
-        self.say = say
-        self.intake = intake
-        self.recruit: Callable[[Fleet], None] | None = None
-        """Lets servers in and go; called where a server that is back could be used at once."""
-        self.inspect: Callable[[Member], None] | None = None
-        """Looks at a server that was out and is not of our starting: somebody may have started another one there.
-        Raises UserError for one that does not fit. In the thread of a probe."""
-        self.spans = Spans()
-        """Gets requests by server, and gradings, while it is on."""
+        self.say, self.intake, self.spans = say, intake, spans or Spans()
+        self._recruit, self._inspect = recruit, inspect
         self.limits, self.clock, self._health_file = config.limits, clock, health_file
         self._threads = threads or ThreadPoolExecutor(max_workers=max(32, len(servers)), thread_name_prefix="probe")
         self._expected = ""
@@ -152,8 +152,7 @@ class Fleet:
     def revive(self) -> None:
         """Ask every server that is out whether it is back, all at once; those that are become stale. Who has come since
         is among the members now."""
-        if self.recruit is not None:
-            self.recruit(self)
+        self._recruit(self)
         timeout_s = min(_ANSWER_S, self.limits.probe_timeout_s)
         out = [asked for asked in self.endpoints if asked.state == "out" and asked.may_be_asked]
         asked = [(member, self._threads.submit(self._look_at, member, timeout_s)) for member in out]
@@ -250,8 +249,8 @@ class Fleet:
     def _look_at(self, asked: Endpoint, timeout_s: float) -> None:
         """The health probe. Raises Unreachable or Refused, or UserError for a server that is back and another one."""
         asked.server.healthy(timeout_s=timeout_s)
-        if isinstance(asked, Member) and asked.state == "out" and asked.process is None and self.inspect is not None:
-            self.inspect(asked)
+        if isinstance(asked, Member) and asked.state == "out" and asked.process is None:
+            self._inspect(asked)
 
     def _has_answered(self, asked: Endpoint, error: BaseException | None) -> None:
         if asked.state != "out":

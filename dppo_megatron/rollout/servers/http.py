@@ -1,34 +1,43 @@
-"""JSON over HTTP to an engine's server, with what a trainer needs and a convenience library hides.
+"""HTTP to an engine's server, with what a trainer needs and a convenience library hides.
 
-For questions, pausing and weights: a few calls at a time, from threads. Completions come through the rollout clients
-(`rollout/client`), which have thousands in flight. What both have in common:
+aiohttp keeps the connections. `Transport` is used in an event loop with thousands of requests (`rollout/client`);
+`Http` is the same for threads, a few calls at a time: questions, pausing, weights. Its calls wait here:
 
-- A deadline is for a whole call: connecting, sending, and every byte of the answer. A server that gives a byte now and
-  then keeps nobody.
+    thread of the caller    get, post, do --- waits for its answer ---.                 close: cuts all calls
+    thread "servers"                one event loop for all servers of the process: connects, asks, reads
+
+What is ours:
+
+- A deadline is for a whole call: connecting, sending, and every byte of the answer. Trickling bytes do not extend it.
 - An answer has a size that it may not pass, and only 2xx is success: a redirect is a wrong address, not weights.
+  Nothing is decompressed: a small answer can unpack to gigabytes.
+- A server that closes an idle connection has not failed (`Stale`).
+- The other end of a connection proves who it is before anything is sent to it (`identity.py`).
 - An answer is decoded as the type that the caller names, with the bounds in it: no value of a server's is read that
   was not checked.
 - Three kinds of failure: `Unreachable` (nobody answers: try elsewhere), `Refused` (an answer that says no), and
   `BadAnswer` (it says yes, and what it says cannot be so).
-
-Every request can be cut from outside (`close`), so that a server found hung frees the threads that wait for it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
-import http.client
+import functools
 import json
 import math
-import socket
-import ssl
+import os
 import threading
-import time
+import weakref
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import aiohttp
 import msgspec
 
 from dppo_megatron.rollout.servers.identity import LARGEST_ANSWER, Question
@@ -40,11 +49,28 @@ T = TypeVar("T")
 MAX_ANSWER_BYTES = 64 << 20
 """Of questions and weight calls; checksums of a large model are a few MB."""
 OUR_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL))
-"""The trainer's own machine has run out of something: no server is to blame."""
+STALE_TRIES = 3
+"""Of one call over kept connections. The first break tells the loop of all others that were closed by then."""
+ERROR_BYTES = 64 << 10
+_IDLE_S = 4.0
+"""uvicorn, which both engines use, closes connections that have been idle for five seconds."""
+_READERS = 8
+"""Answers that are read at a time."""
+_PATIENCE_S, _SLOW_BYTES = 0.5, 256 << 10
+"""A body that brings less in this time is slow."""
+
+
+class OurFault(Exception):
+    """This machine has run out of something: no server is to blame."""
 
 
 class Unreachable(Exception):
     """No complete answer: refused, reset, timed out, or cut by `Http.close`."""
+
+
+class Stale(Unreachable):
+    """A kept connection broke before an answer. Most often it had been closed while idle; but the server may have read
+    the request, so whoever asks again for completions does so under another id: SGLang refuses one that it has."""
 
 
 class Refused(Exception):
@@ -97,8 +123,97 @@ class Done(msgspec.Struct):
         return str(found.get("message", found) if isinstance(found, dict) else found or otherwise)
 
 
+@dataclass
+class Peer:
+    """A server as it is reached. `proves` and `api_key`: see `Http`."""
+
+    url: str
+    api_key: str = field(default="", repr=False)
+    proves: bool | None = False
+
+
+class Transport:
+    """Requests to servers. Made and used in a running event loop.
+
+    Args:
+        sockets: that may be open at a time; 0: no limit.
+    """
+
+    def __init__(self, sockets: int = 0) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._connector = _ToPeers(limit=sockets, keepalive_timeout=_IDLE_S)
+        self._session = aiohttp.ClientSession(
+            connector=self._connector,
+            timeout=aiohttp.ClientTimeout(total=None),
+            headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
+            auto_decompress=False,
+        )
+        self._reading = asyncio.Semaphore(_READERS)
+
+    def know(self, peer: Peer) -> None:
+        """Connections to its address are proven from now on, if it `proves`."""
+        if peer.proves is not False:
+            self._connector.provers[_place(peer.url)] = peer
+
+    async def request(self, peer: Peer, method: str, path: str, body: bytes | None, max_bytes: int) -> bytearray:
+        """The body of a 2xx answer. Raises Unreachable (Stale among them), Refused, BadAnswer or OurFault."""
+        connection = _Connection()
+        _CONNECTION.set(connection)
+        url, kind = peer.url + path, Unreachable
+        try:
+            return await self._exchange(peer, method, url, body, max_bytes)
+        except (Unreachable, Refused):
+            raise
+        except (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError) as error:
+            failure: Exception = error
+            kind = Unreachable if connection.is_new else Stale
+        except Exception as error:  # whatever a server can make aiohttp raise
+            if isinstance(error, OSError) and error.errno in OUR_ERRORS:
+                raise OurFault(error.strerror) from None
+            failure = getattr(error, "os_error", error)
+        raise kind(f"{url}: {brief(failure, peer.api_key)}")
+
+    async def repeat(
+        self, peer: Peer, method: str, path: str, body: bytes | None, max_bytes: int, timeout_s: float
+    ) -> bytearray:
+        """As `request`, for what may be asked more than once: again over a new connection if a kept one broke."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                for _ in range(STALE_TRIES - 1):
+                    with contextlib.suppress(Stale):
+                        return await self.request(peer, method, path, body, max_bytes)
+                return await self.request(peer, method, path, body, max_bytes)
+        except TimeoutError:
+            raise Unreachable(f"{peer.url}{path}: no complete answer after {timeout_s:g} s") from None
+
+    async def close(self) -> None:
+        """Cut all connections."""
+        await self._session.close()
+
+    async def _exchange(self, peer: Peer, method: str, url: str, body: bytes | None, max_bytes: int) -> bytearray:
+        headers = {"Authorization": f"Bearer {peer.api_key}"} if peer.api_key else {}
+        async with self._session.request(method, url, data=body, headers=headers, allow_redirects=False) as response:
+            good = 200 <= response.status < 300
+            limit = max_bytes if good else ERROR_BYTES
+            content = bytearray()
+            async with _Slot(self._reading, content):
+                async for part in response.content.iter_any():
+                    content += part
+                    if len(content) > limit:
+                        response.close()
+                        if good:
+                            raise BadAnswer(f"{url}: an answer of more than {max_bytes} bytes")
+                        break
+            if not good:
+                said = excerpt(bytes(content), peer.api_key)  # a proxy may send our headers back
+                raise Refused(response.status, said, retry_after_s(response.headers.get("Retry-After")))
+            if response.headers.get("Content-Encoding", "identity") != "identity":
+                raise BadAnswer(f"{url}: an encoding that was not asked for")
+            return content
+
+
 class Http:
-    """One server's address. Thread-safe; a connection belongs to one request at a time and is kept for the next.
+    """One server's address, for threads.
 
     Args:
         url: http(s)://host:port, with an optional path prefix.
@@ -108,23 +223,23 @@ class Http:
     """
 
     def __init__(self, url: str, api_key: str = "", *, proves: bool | None = False) -> None:
-        parts = urlsplit(url)
-        assert parts.hostname is not None
         self.url = url.rstrip("/")
-        self._prefix = parts.path.rstrip("/")
-        self._host, self._port, self._tls = parts.hostname, parts.port, parts.scheme == "https"
-        self._headers = {"Content-Type": "application/json"}
         self.api_key = clean_key(api_key, f"the request to {self.url}")
-        if self.api_key:
-            self._headers["Authorization"] = f"Bearer {self.api_key}"
-        self.proves = proves if self.api_key and not self._tls else False
+        can_prove = self.api_key and urlsplit(url).scheme != "https"
+        self._peer = Peer(self.url, self.api_key, proves if can_prove else False)
         self._lock = threading.Lock()
-        self._idle: list[_Plain | _Secure] = []
-        self._busy: set[_Plain | _Secure] = set()
-        self._cuts = 0
+        self._calls: set[Future[bytearray]] = set()
+        self._transport: Transport | None = None
+        self._drop: Callable[[], object] = lambda: None
+        """Closes it, also when this is collected."""
 
     def __repr__(self) -> str:
         return f"Http({self.url})"
+
+    @property
+    def proves(self) -> bool | None:
+        """As given, or as the first connection has shown."""
+        return self._peer.proves
 
     def get(self, path: str, kind: type[T], *, timeout_s: float) -> T:
         """The answer as `kind`, a struct of msgspec's. Raises Unreachable, Refused or BadAnswer."""
@@ -155,13 +270,10 @@ class Http:
     def close(self) -> None:
         """Cut every connection. Requests in flight raise Unreachable in their own threads."""
         with self._lock:
-            connections = [*self._idle, *self._busy]
-            self._idle.clear()
-            self._cuts += 1
-        for connection in connections:
-            with contextlib.suppress(OSError):
-                if connection.sock is not None:
-                    connection.sock.shutdown(socket.SHUT_RDWR)
+            calls, self._transport = [*self._calls], None
+            self._drop()
+        for call in calls:
+            call.cancel()
 
     def _decoded(self, path: str, kind: type[T], content: bytes) -> T:
         content = content.strip()
@@ -173,148 +285,137 @@ class Http:
             raise Refused(409, f"{path}: {hidden(answer.said('it says no'), self.api_key)[:500]}")
         return answer
 
-    def _request(self, method: str, path: str, payload: bytes | None, timeout_s: float, max_bytes: int) -> bytes:
-        deadline, cuts = time.monotonic() + timeout_s, self._cuts
-        connection, reused = self._take(deadline)
+    def _request(self, method: str, path: str, body: bytes | None, timeout_s: float, max_bytes: int) -> bytes:
+        async def answer() -> bytearray:
+            return await self._connected().repeat(self._peer, method, path, body, max_bytes, timeout_s)
+
+        with self._lock:
+            call = asyncio.run_coroutine_threadsafe(answer(), _loop_of(os.getpid()))
+            self._calls.add(call)
         try:
-            try:
-                response, content = self._exchange(connection, method, path, payload, max_bytes)
-            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-                # a kept connection that the server has closed meanwhile: nothing was processed, once more afresh
-                if not reused or cuts != self._cuts:
-                    raise
-                self._drop(connection)
-                connection = self._fresh(deadline)
-                response, content = self._exchange(connection, method, path, payload, max_bytes)
-        except (BadAnswer, NotProven):
-            self._drop(connection)
-            raise
-        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a header that is no header
-            self._drop(connection)
-            if isinstance(error, OSError) and error.errno in OUR_ERRORS:
-                raise GuardStop(f"the trainer cannot open a connection to {self.url}: {error}") from None
-            raise Unreachable(f"{self.url}{path}: {brief(error, self.api_key)}") from None
+            return bytes(call.result())
+        except CancelledError:
+            raise Unreachable(f"{self.url}{path}: the call was cut") from None
+        except OurFault as error:
+            raise GuardStop(f"the trainer cannot open a connection to {self.url}: {error}") from None
+        finally:
+            call.cancel()  # nobody waits for it any more, whatever has ended the wait
+            with self._lock:
+                self._calls.discard(call)
+
+    def _connected(self) -> Transport:
+        """In the loop. A forked child has a loop of its own, and so connections of its own."""
         with self._lock:
-            self._busy.discard(connection)
-            self._idle.append(connection)
-        if not 200 <= response.status < 300:
-            said = excerpt(content, self.api_key)  # a proxy may send our headers back
-            raise Refused(response.status, said, retry_after_s(response.headers.get("Retry-After")))
-        return content
+            if self._transport is None or self._transport.loop is not asyncio.get_running_loop():
+                self._transport = Transport()
+                self._transport.know(self._peer)
+                self._drop = weakref.finalize(self, _close, self._transport)
+            return self._transport
 
-    def _exchange(
-        self, connection: _Plain | _Secure, method: str, path: str, payload: bytes | None, max_bytes: int
-    ) -> tuple[http.client.HTTPResponse, bytes]:
-        connection.request(method, self._prefix + path, payload, self._headers)
-        response = connection.getresponse()
-        content = bytearray()
-        while part := response.read(min(1 << 20, max_bytes + 1 - len(content))):
-            content += part
-            if len(content) > max_bytes:
-                raise BadAnswer(f"{self.url}{path}: an answer of more than {max_bytes} bytes")
-        if response.length:
-            raise Unreachable(f"{self.url}{path}: the answer ended {response.length} bytes early")
-        return response, bytes(content)
 
-    def _take(self, deadline: float) -> tuple[_Plain | _Secure, bool]:
-        with self._lock:
-            if self._idle:
-                connection = self._idle.pop()
-                self._busy.add(connection)
-                reused = connection.sock is not None
-                _set_deadline(connection, deadline)
-                return connection, reused
-        return self._fresh(deadline), False
+@functools.cache
+def _loop_of(process: int) -> asyncio.AbstractEventLoop:
+    """The event loop of a process, by its id: a forked child has none of its parent's threads."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="servers", daemon=True).start()
+    return loop
 
-    def _fresh(self, deadline: float) -> _Plain | _Secure:
-        if self._tls:
-            context = ssl.create_default_context()
-            context.sslsocket_class = _SecureSocket
-            connection: _Plain | _Secure = _Secure(self._host, self._port, context=context)
+
+def _close(transport: Transport) -> None:
+    """From any thread; does not wait."""
+    asyncio.run_coroutine_threadsafe(transport.close(), transport.loop)
+
+
+@dataclass
+class _Connection:
+    """That of one request."""
+
+    is_new: bool = False
+    """Made for it, not kept from an earlier one."""
+
+
+_CONNECTION: ContextVar[_Connection] = ContextVar("connection")
+
+
+class _ToPeers(aiohttp.TCPConnector):
+    """Connections whose other end has proven that it is the server, where that can."""
+
+    provers: dict[tuple[str | None, int], Peer]
+
+    def __init__(self, **named: Any) -> None:
+        super().__init__(**named)
+        self.provers = {}
+
+    async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> Any:
+        """Documented as what a connector of one's own overrides."""
+        _CONNECTION.get().is_new = True
+        made = await super()._create_connection(req, traces, timeout)
+        peer = self.provers.get(_place(str(req.url)))
+        if peer is None or peer.proves is False:
+            return made
+        if await _is_proven(peer, made):
+            peer.proves = True
+            return made
+        if peer.proves:
+            raise NotProven(peer.url)
+        peer.proves = False  # a server without our check: its address is its user's word
+        return await super()._create_connection(req, traces, timeout)
+
+
+async def _is_proven(peer: Peer, made: Any) -> bool:
+    """Whether the other end of a new connection answers as the server would; else the connection is cut."""
+    transport = made.transport
+    question = Question(peer.api_key, transport.get_extra_info("peername"))
+    reader = asyncio.StreamReader(limit=LARGEST_ANSWER)
+    transport.set_protocol(asyncio.StreamReaderProtocol(reader))
+    try:
+        transport.write(question.request)
+        with contextlib.suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            if question.is_answered_by(await reader.readuntil(b"\r\n\r\n")):
+                transport.set_protocol(made)
+                return True
+        return False
+    finally:
+        if transport.get_protocol() is not made:
+            transport.abort()
+
+
+def _place(url: str) -> tuple[str | None, int]:
+    parts = urlsplit(url)
+    return parts.hostname, parts.port or 80
+
+
+class _Slot:
+    """The right to read an answer's body, until it is read or turns out to be slow.
+
+    An answer of 48,000 tokens is 8 MB, and a thousand may come at once: those that wait stay at the servers. A slow one
+    must not keep the fast ones waiting: it loses its slot and is read beside them, since what trickles takes no memory.
+    """
+
+    def __init__(self, slots: asyncio.Semaphore, content: bytearray) -> None:
+        self._slots, self._content = slots, content
+        self._seen = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> None:
+        await self._slots.acquire()
+        self._timer = asyncio.get_running_loop().call_later(_PATIENCE_S, self._look)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._give_back()
+
+    def _look(self) -> None:
+        if len(self._content) - self._seen < _SLOW_BYTES:
+            self._give_back()
         else:
-            connection = _Plain(self._host, self._port)
-            connection.prove = self._prove
-        _set_deadline(connection, deadline)
-        with self._lock:
-            self._busy.add(connection)
-        return connection
+            self._seen = len(self._content)
+            self._timer = asyncio.get_running_loop().call_later(_PATIENCE_S, self._look)
 
-    def _prove(self, connection: _Plain) -> None:
-        if self.proves is False:
-            return
-        question = Question(self.api_key, connection.sock.getpeername())
-        connection.sock.sendall(question.request)
-        head = b""
-        with connection.sock.makefile("rb") as answer:
-            while not head.endswith(b"\r\n\r\n") and (line := answer.readline(LARGEST_ANSWER - len(head))):
-                head += line
-        if question.is_answered_by(head):
-            self.proves = True
-            return
-        if self.proves:
-            raise NotProven(self.url)
-        self.proves = False  # a server without our check: its address is its user's word
-        connection.sock.close()
-        connection.connect()
-
-    def _drop(self, connection: _Plain | _Secure) -> None:
-        connection.close()
-        with self._lock:
-            self._busy.discard(connection)
-
-
-class _Deadline(socket.socket):
-    """Mixed into a socket: what is left of the call's time, and not a whole time limit, for every read."""
-
-    deadline = math.inf
-
-    def recv_into(self, *arguments: Any) -> int:
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the whole call has taken too long")
-        self.settimeout(left)
-        return super().recv_into(*arguments)
-
-
-class _PlainSocket(_Deadline):
-    pass
-
-
-class _SecureSocket(_Deadline, ssl.SSLSocket):
-    pass
-
-
-class _Plain(http.client.HTTPConnection):
-    """A connection whose socket keeps the deadline."""
-
-    deadline = math.inf
-    prove: Callable[[_Plain], None]
-    """Raises NotProven."""
-
-    def connect(self) -> None:
-        super().connect()
-        plain = self.sock
-        self.sock = _PlainSocket(plain.family, plain.type, plain.proto, fileno=plain.detach())
-        _set_deadline(self, self.deadline)
-        self.prove(self)
-
-
-class _Secure(http.client.HTTPSConnection):
-    """The same over TLS."""
-
-    deadline = math.inf
-
-    def connect(self) -> None:
-        super().connect()
-        _set_deadline(self, self.deadline)
-
-
-def _set_deadline(connection: _Plain | _Secure, deadline: float) -> None:
-    left = max(0.001, deadline - time.monotonic())
-    connection.timeout, connection.deadline = left, deadline
-    if isinstance(connection.sock, _Deadline):
-        connection.sock.deadline = deadline
-        connection.sock.settimeout(left)
+    def _give_back(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._slots.release()
 
 
 def decoded(decoder: msgspec.json.Decoder[T], content: bytes) -> T:

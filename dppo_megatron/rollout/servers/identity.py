@@ -6,7 +6,7 @@ get the key with the first health probe, and its completions would be trained on
     new connection  --- GET /dppo_proof?NONCE ------------------------------------------------------>  our check in the
     use it, or cut  <-- HMAC-SHA256(key, NONCE, address and port of the server's end) ---------------  server's process
 
-Asked once for each connection, by both of our HTTP clients: a connection stays with the process that accepted it. So
+Asked once for each connection: a connection stays with the process that accepted it. So
 starts, restarts, outages and servers that come need no rule of their own, whether a server runs here, on another node
 or under `serve`. That the listening socket is our child's (/proc/net/tcp) would show the same without a question, but
 for this machine only, and only for the moment of looking.

@@ -22,15 +22,15 @@ from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import BadAnswer, NotProven, Refused, Unreachable
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.servers.member import Member
-from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
+from dppo_megatron.rollout.servers.protocol import Server
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 
 _ASK_S = 10.0
 
 
-def inspect(server: Server, known: Connection, config: Config, architecture: Architecture) -> ServerInfo:
-    """What a server says of itself, which fits this run.
+def inspect(server: Server, known: Connection, config: Config, architecture: Architecture) -> None:
+    """Have a server describe itself, to see that it fits this run.
 
     Raises:
         Unreachable, Refused: it cannot be asked.
@@ -43,7 +43,6 @@ def inspect(server: Server, known: Connection, config: Config, architecture: Arc
         raise UserError(f"{url} is not started for weight sync over {known.channel}")
     if known.channel == "nccl" and (unequal := dppo_nccl.difference(info.nccl)):
         raise UserError(f"{url}: {unequal}")
-    return info
 
 
 class Membership:
@@ -98,7 +97,7 @@ class Membership:
             check_entry(entry, config.rollout)
             server = make_server(config.rollout, entry.url, entry.api_key, self._architecture.vocab_size)
             server.healthy(timeout_s=_ASK_S)
-            info = inspect(server, self._connection, config, self._architecture)
+            inspect(server, self._connection, config, self._architecture)
         except (BadAnswer, NotProven) as error:
             return self._reject(fleet, entry, str(error), for_good=False)
         except Unreachable:
@@ -108,7 +107,6 @@ class Membership:
             return self._reject(fleet, entry, f"{entry.url} answers with {error}", for_good=for_good)
         except UserError as error:
             return self._reject(fleet, entry, str(error), for_good=True)
-        self._connection.world_sizes[entry.url] = info.world_size
         self._introduce(fleet.let_in(server))
         fleet.say(f"rollout: {entry.url} has come; it gets requests after a weight sync")
 

@@ -41,7 +41,7 @@ class ServerInfo:
     channels: tuple[str, ...]
     """Sync channels that it is started for."""
     world_size: int
-    """Workers of all its replicas: those that take part in a broadcast."""
+    """See `Server`."""
     logprobs_are_processed: bool | None
     """Log-probabilities are taken after temperature and cuts, as the loss needs them."""
     max_top_k: int | None = None
@@ -82,8 +82,10 @@ class Server(Generator, Protocol):
 
     engine: ClassVar[str]
     replicas: int
-    """Data-parallel engines behind its address, each with a cache and a batch of its own; final once it has described
-    itself."""
+    """Data-parallel engines behind its address, each with a cache and a batch of its own; final, as `world_size` is,
+    once it has described itself."""
+    world_size: int
+    """Workers of all its replicas: those that take part in a broadcast."""
 
     def describe(self, *, timeout_s: float) -> ServerInfo: ...
 

@@ -60,11 +60,11 @@ class SGLangServer:
     vocab_size: int
     """The top_k that cuts nothing, for top_p alone: SGLang gives log-probabilities of a cut only for a finite top_k."""
     replicas: int = field(default=1, init=False)
+    world_size: int = field(default=1, init=False)
     _seeded: bool = field(default=False, init=False)
     _arrays: bool = field(default=False, init=False)
     """The server runs our path for answers without JSON."""
     _group: str = field(default="", init=False)
-    _workers: int = field(default=1, init=False)
     _hashes_bytes: bool = field(default=False, init=False)
     """/weights_checker hashes with SHA-256 on a CPU; on a GPU with a kernel of its own that we cannot repeat."""
 
@@ -79,7 +79,7 @@ class SGLangServer:
         self._seeded = bool(info.enable_deterministic_inference)
         self._arrays = self.http.find(SGLANG_ARRAYS_PATH, dict[str, int], timeout_s=timeout_s) == {"form": 1}
         self._hashes_bytes = info.device == "cpu"
-        self._workers, self.replicas = info.tp_size, info.dp_size
+        self.world_size, self.replicas = info.tp_size, info.dp_size
         root = info.model_path or model.model_path  # the latter may be a snapshot of an earlier run's
         architecture, vocab_size = architecture_of(root)
         single = info.pp_size == self.replicas == 1  # SGLang numbers group members by TP
@@ -91,7 +91,7 @@ class SGLangServer:
             architecture=architecture or next(iter(model.architectures or ()), None),
             vocab_size=vocab_size,
             channels=("disk", "gloo", "nccl", "ipc") if single else ("disk",),
-            world_size=self._workers,
+            world_size=self.world_size,
             logprobs_are_processed=None,
             max_top_k=info.sampling_mask_max_tokens or 0,
             cuts_in_order=False,
@@ -122,7 +122,7 @@ class SGLangServer:
 
     def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
         """The first 16 digits of SHA-256, on a CPU without splits; elsewhere the canary is the receipt."""
-        if not self._hashes_bytes or self._workers > 1:
+        if not self._hashes_bytes or self.world_size > 1:
             return []
         answer = self.http.post("/weights_checker", answers.Ranks, {"action": "checksum"}, timeout_s=timeout_s)
         return [rank.checksums for rank in answer.ranks]

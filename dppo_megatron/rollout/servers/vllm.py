@@ -49,6 +49,7 @@ class VLLMServer:
     engine: ClassVar[str] = "vLLM"
     http: Http
     replicas: int = field(default=1, init=False)
+    world_size: int = field(default=1, init=False)
     _extended: bool = field(default=False, init=False)
     _seeded: bool = field(default=True, init=False)
     """Requests may carry a seed; not on a CPU with chunked prefill, see `_WHOLE_PREFILL`."""
@@ -74,8 +75,8 @@ class VLLMServer:
         self._seeded = not (on_cpu and config.scheduler_config.enable_chunked_prefill)
         self._arrays = http.find(VLLM_ARRAYS_PATH, dict[str, int], timeout_s=timeout_s) == {"form": 1}
         self.replicas = parallel.data_parallel_size
-        world_size = http.get("/get_world_size", answers.WorldSize, timeout_s=timeout_s).world_size
-        models = self._workers(world_size, timeout_s)
+        self.world_size = http.get("/get_world_size", answers.WorldSize, timeout_s=timeout_s).world_size
+        models = self._workers(timeout_s)
         if models:
             architecture, vocab_size = models[0].architecture, models[0].vocab_size
         else:
@@ -87,7 +88,7 @@ class VLLMServer:
             architecture=architecture,
             vocab_size=vocab_size,
             channels=("disk", "gloo", "nccl", "ipc") if transfer and transfer.backend == "dppo" else ("disk",),
-            world_size=world_size,
+            world_size=self.world_size,
             logprobs_are_processed=config.model_config.logprobs_mode == "processed_logprobs",
             devices=tuple(model.device for model in models),
             nccl=models[0].nccl if models else {},
@@ -189,7 +190,7 @@ class VLLMServer:
         """Refused while blocks are still held."""
         self.http.do("/reset_prefix_cache?reset_running_requests=true", timeout_s=timeout_s)
 
-    def _workers(self, world_size: int, timeout_s: float) -> list[answers.Worker]:
+    def _workers(self, timeout_s: float) -> list[answers.Worker]:
         """What each worker says of itself (`in_engine`), replica by replica; nothing without our extension. Raises
         UserError for replicas of which not all workers answer: the others would be left without weights."""
         models: list[answers.Worker] = []
@@ -199,6 +200,7 @@ class VLLMServer:
         elif self._extended:  # of the first replica only
             asked = _call("dppo_model", timeout_s)
             models = self.http.post(_RPC, answers.Models, asked, timeout_s=timeout_s).results
+        world_size = self.world_size
         whole = [model.place for model in models] == list(range(world_size)) and world_size % self.replicas == 0
         if not whole and (self.replicas > 1 or self._extended):
             raise UserError(

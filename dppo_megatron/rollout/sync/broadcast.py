@@ -28,7 +28,16 @@ from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.server_process import address_toward
-from dppo_megatron.rollout.sync.channels import FAILURES, Bucket, BucketChannel, Tensors, at_once, in_thread, receiver
+from dppo_megatron.rollout.sync.channels import (
+    FAILURES,
+    Bucket,
+    BucketChannel,
+    Offers,
+    Tensors,
+    at_once,
+    in_thread,
+    receiver,
+)
 from dppo_megatron.rollout.transfer.groups import (
     BroadcastBackend,
     BroadcastGroup,
@@ -44,23 +53,11 @@ _MARGIN_S = 5.0
 
 
 class BroadcastChannel(BucketChannel):
-    """Broadcast over gloo or NCCL from rank 0 to the workers of all servers.
+    """Broadcast over gloo or NCCL from rank 0 to the workers of all servers."""
 
-    Args:
-        world_sizes: workers of each server, by address.
-    """
-
-    def __init__(
-        self,
-        fleet: Fleet | None,
-        backend: BroadcastBackend,
-        world_sizes: dict[str, int],
-        bucket_bytes: int,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, fleet: Fleet | None, backend: BroadcastBackend, bucket_bytes: int, timeout_s: float) -> None:
         super().__init__(fleet, bucket_bytes, timeout_s)
-        self.name: str = backend
-        self._backend, self._world_sizes = backend, world_sizes
+        self.name, self._backend = backend, backend
         self._group: BroadcastGroup | None = None
         self._joined: list[tuple[str, int]] = []
         """Who is in the group, and how often each had been out then."""
@@ -89,7 +86,7 @@ class BroadcastChannel(BucketChannel):
     def _join(self, members: Sequence[Member]) -> BroadcastGroup | None:
         """The trainer's end, when all members have joined. None if one does not; that one is marked out."""
         joining_s = min(_JOINING_S, self._timeout_s)
-        world_size = 1 + sum(self._world_sizes[member.name] for member in members)
+        world_size = 1 + sum(member.server.world_size for member in members)
         host = _own_address([member.name for member in members])
         meeting = Meeting(
             name=f"dppo-{uuid.uuid4().hex}",
@@ -102,7 +99,7 @@ class BroadcastChannel(BucketChannel):
         )
         first_ranks, following = {}, 1
         for member in members:
-            first_ranks[member.name], following = following, following + self._world_sizes[member.name]
+            first_ranks[member.name], following = following, following + member.server.world_size
         own = in_thread(lambda: receiver(members[0]).own_group(meeting))
         answers = at_once(
             members,
@@ -129,7 +126,7 @@ class BroadcastChannel(BucketChannel):
             self._fleet.mark_out(member, f"weight sync failed: {doing}{failed[member]}")
         return bool(failed)
 
-    def _hand_over(self, members: Sequence[Member], bucket: Bucket) -> list[Member]:
+    def _hand_over(self, members: Sequence[Member], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
         if not members or self._group is None:
             return []
         if self._broadcast(members, bucket.flat(), bucket):

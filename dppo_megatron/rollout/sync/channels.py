@@ -15,11 +15,11 @@ from __future__ import annotations
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 import torch
 from safetensors.torch import save_file
@@ -29,33 +29,51 @@ from dppo_megatron.files import remove_tree
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
-from dppo_megatron.rollout.servers.protocol import BucketServer, TensorNote
+from dppo_megatron.rollout.servers.protocol import BucketServer, Offer, TensorNote
 from dppo_megatron.rollout.servers.wire import version_number
 from dppo_megatron.weights.hf_files import assets
 
 T = TypeVar("T")
 Tensors = Iterable[tuple[str, Tensor]]
+Offers: TypeAlias = dict[tuple[str, int], Offer]
+"""Where a bucket lies for each reader, by server and worker."""
 FAILURES = (Unreachable, Refused, RuntimeError)
 """What a server's failure looks like here; torch reports a broken group as RuntimeError."""
 
 
-class Channel(Protocol):
-    """One pass of weights into some servers."""
+class Channel(ABC):
+    """One way of weights into servers. Made on every rank.
 
-    name: str
-    receivers: Sequence[int]
+    Args:
+        fleet: on rank 0.
+    """
+
+    name = ""
+    receivers: Sequence[int] = (0,)
     """Ranks of the actor that must be given the stream."""
-    not_to_blame: Collection[str]
+    not_to_blame: Collection[str] = ()
     """Servers, by address, that the last pass has not served though they did nothing wrong."""
 
+    def __init__(self, fleet: Fleet | None, bucket_bytes: int, timeout_s: float) -> None:
+        self._all, self._bucket_bytes, self._timeout_s = fleet, bucket_bytes, timeout_s
+
+    @abstractmethod
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
-        """On rank 0: consume all `tensors`, whatever happens; a server that fails is marked out. Returns those that
-        have all of them."""
+        """On rank 0: one pass. Consumes all `tensors`, whatever happens; a server that fails is marked out. Returns
+        those that have all of them."""
 
     def take_part(self, tensors: Tensors) -> None:
-        """On every other rank, at the same time."""
+        """On every other rank, at the same time: the stream's exchanges."""
+        drain(tensors)
 
-    def close(self) -> None: ...
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what is held between syncs."""
+
+    @property
+    def _fleet(self) -> Fleet:
+        assert self._all is not None, "rank 0 talks to the servers"
+        return self._all
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +141,14 @@ def write_snapshot(tensors: Tensors, target: Path, hf_path: str | Path, bucket_b
     aside.rename(target)
 
 
-class DiskChannel:
+class DiskChannel(Channel):
     """Safetensors on a path that trainer and servers share; works everywhere, at the speed of that file system."""
 
     name = "disk"
-    receivers: Sequence[int] = (0,)
-    not_to_blame: Collection[str] = ()
 
     def __init__(self, fleet: Fleet | None, directory: Path, hf_path: str, bucket_bytes: int, timeout_s: float) -> None:
-        self._all, self._directory, self._hf_path = fleet, directory.absolute(), hf_path
-        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        super().__init__(fleet, bucket_bytes, timeout_s)
+        self._directory, self._hf_path = directory.absolute(), hf_path
         self._last: Path | None = None
 
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
@@ -150,12 +166,7 @@ class DiskChannel:
         def load(member: Member) -> None:
             member.server.load_from_disk(str(target), version, timeout_s=self._timeout_s)
 
-        assert self._all is not None, "rank 0 talks to the servers"
-        return on_each(self._all, members, load)
-
-    def take_part(self, tensors: Tensors) -> None:
-        """The stream's exchanges only."""
-        drain(tensors)
+        return on_each(self._fleet, members, load)
 
     def close(self) -> None:
         """Delete the last snapshot."""
@@ -163,49 +174,52 @@ class DiskChannel:
             shutil.rmtree(self._last, ignore_errors=True)
 
 
-class BucketChannel(ABC):
+class BucketChannel(Channel):
     """What broadcast and shared memory have in common: each server opens an update, takes buckets, and commits."""
 
-    name = ""
-    receivers: Sequence[int] = (0,)
-    not_to_blame: Collection[str] = ()
-
-    def __init__(self, fleet: Fleet | None, bucket_bytes: int, timeout_s: float) -> None:
-        self._all, self._bucket_bytes, self._timeout_s = fleet, bucket_bytes, timeout_s
-
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
-        """See the picture at the head of this file."""
-        timeout_s = self._timeout_s
-        taking_part = on_each(self._fleet, members, lambda m: receiver(m).begin_update(timeout_s=timeout_s))
-        taking_part = self._prepare(taking_part)
-        handed: Future[list[Member]] | None = None
+        """See the picture at the head of this file. What goes wrong is raised when the stream is at its end: the other
+        ranks walk it too."""
         with ThreadPoolExecutor(1, thread_name_prefix="sender") as sender:
-            for bucket in buckets(tensors, self._bucket_bytes):
-                taking_part = handed.result() if handed is not None else taking_part
-                handed = sender.submit(self._hand_over, taking_part, bucket)
-            taking_part = handed.result() if handed is not None else taking_part
-        return on_each(self._fleet, taking_part, lambda m: receiver(m).end_update(version, timeout_s=timeout_s))
+            handed = sender.submit(self._begin, members)
+            wait([handed])
+            for turn, bucket in enumerate(buckets(tensors, self._bucket_bytes)):
+                mine = self._offer(bucket, turn)
+                wait([handed])
+                handed = sender.submit(self._go_on, handed, bucket, self._exchange(mine))
+        try:
+            timeout_s = self._timeout_s
+            took = handed.result()
+            return on_each(self._fleet, took, lambda m: receiver(m).end_update(version, timeout_s=timeout_s))
+        finally:
+            self._end()
 
-    def take_part(self, tensors: Tensors) -> None:
-        """The stream's exchanges only."""
-        drain(tensors)
+    def _begin(self, members: Sequence[Member]) -> list[Member]:
+        timeout_s = self._timeout_s
+        return self._prepare(on_each(self._fleet, members, lambda m: receiver(m).begin_update(timeout_s=timeout_s)))
 
-    @abstractmethod
-    def close(self) -> None:
-        """Give back what is held between syncs."""
+    def _go_on(self, before: Future[list[Member]], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
+        """In the sender thread. Raises what the bucket before has raised."""
+        return self._hand_over(before.result(), bucket, offers)
 
-    @abstractmethod
     def _prepare(self, members: Sequence[Member]) -> list[Member]:
         """Before the first bucket; returns those that are ready."""
+        return list(members)
+
+    def _offer(self, bucket: Bucket, turn: int) -> Offers | str:
+        """Put bucket `turn` where servers find it, while the one before is handed over. Text: what went wrong."""
+        return {}
+
+    def _exchange(self, mine: Offers | str) -> Sequence[Offers | str]:
+        """All ranks' offers."""
+        return [mine]
 
     @abstractmethod
-    def _hand_over(self, members: Sequence[Member], bucket: Bucket) -> list[Member]:
+    def _hand_over(self, members: Sequence[Member], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
         """Give `bucket` to all `members`; returns those that took it. None left: only keep pace with the stream."""
 
-    @property
-    def _fleet(self) -> Fleet:
-        assert self._all is not None, "rank 0 talks to the servers"
-        return self._all
+    def _end(self) -> None:
+        """After the last bucket, whatever has gone wrong."""
 
 
 def drain(tensors: Iterable[object]) -> None:

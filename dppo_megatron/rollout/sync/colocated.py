@@ -13,8 +13,7 @@ k + 1 when all servers have read k, so whoever leaves it may fill again the buff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -26,16 +25,23 @@ from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Offer, TensorNote
 from dppo_megatron.rollout.servers.seats import Seats
-from dppo_megatron.rollout.sync.channels import Bucket, Tensors, buckets, drain, on_each, receiver
+from dppo_megatron.rollout.sync.channels import (
+    Bucket,
+    BucketChannel,
+    Offers,
+    Tensors,
+    buckets,
+    drain,
+    on_each,
+    receiver,
+)
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 
 MakeOffer: TypeAlias = Callable[[SharedBuffer, Sequence[TensorNote]], Offer]
 OFFERS: dict[str, MakeOffer] = {"vllm": vllm.offer, "sglang": sglang.offer}
-Offers: TypeAlias = dict[tuple[str, int], Offer]
-"""By server and worker."""
 
 
-class SharedMemoryChannel:
+class SharedMemoryChannel(BucketChannel):
     """The channel `ipc`. Made on every rank; collective.
 
     Args:
@@ -44,14 +50,13 @@ class SharedMemoryChannel:
     """
 
     name = "ipc"
-    not_to_blame: Collection[str] = ()
 
     def __init__(
         self, fleet: Fleet | None, seats: Seats, offer: MakeOffer, bucket_bytes: int, timeout_s: float
     ) -> None:
-        self._fleet, self._seats, self._offer = fleet, seats, offer
-        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
-        self.receivers: Sequence[int] = sorted({0, *(rank for ranks in seats.values() for rank in ranks)})
+        super().__init__(fleet, bucket_bytes, timeout_s)
+        self._seats, self._make_offer = seats, offer
+        self.receivers = sorted({0, *(rank for ranks in seats.values() for rank in ranks)})
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._group: Any = None
         if len(self.receivers) > 1:
@@ -59,40 +64,13 @@ class SharedMemoryChannel:
                 self._group = dist.new_group(list(self.receivers), backend="gloo")
         self._buffers: list[SharedBuffer | None] = [None, None]
 
-    def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
-        """On rank 0. The others are in `take_part` meanwhile, so nothing is raised before the stream's end."""
-        assert self._fleet is not None
-        fleet, timeout_s = self._fleet, self._timeout_s
-        problem: BaseException | None = None
-        try:
-            taking_part = on_each(fleet, members, lambda m: receiver(m).begin_update(timeout_s=timeout_s))
-        except Exception as error:
-            taking_part, problem = [], error
-        handed: Future[list[Member]] = _done(taking_part)
-        with ThreadPoolExecutor(1, thread_name_prefix="sender") as sender:
-            for turn, bucket in enumerate(buckets(tensors, self._bucket_bytes)):
-                mine = self._offers(bucket, turn)
-                problem = handed.exception() or problem
-                offers = self._exchange(mine)
-                taking_part = [] if problem is not None else handed.result()
-                handed = sender.submit(self._hand_over, taking_part, bucket.notes, offers)
-            problem = handed.exception() or problem
-        try:
-            if problem is not None:
-                raise problem
-            return on_each(fleet, handed.result(), lambda m: receiver(m).end_update(version, timeout_s=timeout_s))
-        finally:
-            self._exchange({})  # all have been read and are mapped no more: the buffers are their owners' again
-            self._give_back()
-
     def take_part(self, tensors: Tensors) -> None:
         """On the other ranks: offer each bucket in its turn, if a server's worker reads from here."""
         if self._rank not in self.receivers:
             return drain(tensors)
         for turn, bucket in enumerate(buckets(tensors, self._bucket_bytes)):
-            self._exchange(self._offers(bucket, turn))
-        self._exchange({})
-        self._give_back()
+            self._exchange(self._offer(bucket, turn))
+        self._end()
 
     def close(self) -> None:
         """Give the buffers back."""
@@ -101,8 +79,8 @@ class SharedMemoryChannel:
                 buffer.close()
             self._buffers[turn] = None
 
-    def _offers(self, bucket: Bucket, turn: int) -> Offers | str:
-        """Fill a buffer; how each worker that reads here finds it. Text: what went wrong."""
+    def _offer(self, bucket: Bucket, turn: int) -> Offers | str:
+        """Fill a buffer; how each worker that reads here finds it."""
         readers = [(url, w) for url, ranks in self._seats.items() for w, rank in enumerate(ranks) if rank == self._rank]
         if not readers:
             return {}
@@ -115,45 +93,38 @@ class SharedMemoryChannel:
                 buffer = SharedBuffer(max(flat.nbytes, self._bucket_bytes), flat.device)
                 self._buffers[turn % 2] = buffer
             buffer.fill(flat)
-            return {reader: self._offer(buffer, bucket.notes) for reader in readers}
+            return {reader: self._make_offer(buffer, bucket.notes) for reader in readers}
         except (RuntimeError, OSError) as error:  # alone, this rank would leave the others waiting
             return f"rank {self._rank} could not offer its memory: {error}"
 
-    def _exchange(self, mine: Offers | str) -> list[Offers | str]:
+    def _exchange(self, mine: Offers | str) -> Sequence[Offers | str]:
         if self._group is None:
             return [mine]
         found: list[Offers | str] = [{} for _ in self.receivers]
         dist.all_gather_object(found, mine, group=self._group)
         return found
 
-    def _hand_over(self, members: Sequence[Member], notes: list[TensorNote], found: list[Offers | str]) -> list[Member]:
+    def _hand_over(self, members: Sequence[Member], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
         """Have all `members` read a bucket; returns those that did."""
-        assert self._fleet is not None
-        offers: Offers = {}
-        for part in found:
+        places: Offers = {}
+        for part in offers:
             if isinstance(part, dict):
-                offers |= part
-        failures = "; ".join(part for part in found if isinstance(part, str))
+                places |= part
+        failures = "; ".join(part for part in offers if isinstance(part, str))
 
         def read(member: Member) -> None:
-            own = [offers.get((member.name, worker)) for worker in range(len(self._seats[member.name]))]
+            own = [places.get((member.name, worker)) for worker in range(len(self._seats[member.name]))]
             if any(offer is None for offer in own):
                 raise RuntimeError(failures)
-            receiver(member).receive_shared(own, notes, timeout_s=self._timeout_s)  # type: ignore[arg-type]
+            receiver(member).receive_shared(own, bucket.notes, timeout_s=self._timeout_s)  # type: ignore[arg-type]
 
         return on_each(self._fleet, members, read)
 
-    def _give_back(self) -> None:
+    def _end(self) -> None:
         """On a GPU the buffers go back to the driver: the servers need their memory for their caches. Torch puts aside
         what another process still maps, and looks at that again when `ipc_collect` asks."""
+        self._exchange({})  # all have been read and are mapped no more: the buffers are their owners' again
         if any(buffer is not None and buffer.is_on_gpu for buffer in self._buffers):
             self.close()
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
-
-
-def _done(members: list[Member]) -> Future[list[Member]]:
-    """As if a bucket before the first had been handed to `members`."""
-    future: Future[list[Member]] = Future()
-    future.set_result(members)
-    return future

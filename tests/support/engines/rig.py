@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,9 +57,7 @@ class Rig:
         listener = Listener(1)
         self.clients = Clients(listener, known, [0] * len(known))
         self.secret, self.path = listener.meeting.secret, listener.meeting.take_path(0)
-        self.node = NodeClient(
-            Setup(0, listener.meeting.address, self.secret, self.path, detokenizer, hook, os.getpid())
-        )
+        self.node = NodeClient(Setup(0, listener.meeting.address, self.secret, self.path, detokenizer, hook))
         self.clients.start(say, 512)
 
     def close(self) -> None:
