@@ -97,7 +97,6 @@ class TritonSoftmax:
         self._block = columns
 
     def statistics(self, logits: Tensor, targets: Tensor, projection: Projection, out: Tensor) -> None:
-        """See `Softmax`."""
         tokens, columns = logits.shape
         numbers = projection.num_real(columns), projection.first_column(columns), float(projection.temperature)
         strides = logits.stride(0), out.stride(0)

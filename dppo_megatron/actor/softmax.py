@@ -56,7 +56,6 @@ class TorchSoftmax:
     """A `Softmax` of torch's operations, in float32 (float64 for float64 logits)."""
 
     def statistics(self, logits: Tensor, targets: Tensor, projection: Projection, out: Tensor) -> None:
-        """See `Softmax`."""
         scaled = _scaled(logits, projection, out.dtype)
         del logits
         column, inside = _column(targets, scaled.size(-1), projection)
@@ -70,7 +69,6 @@ class TorchSoftmax:
         out[2] = shifted.mul_(exp).sum(-1)
 
     def gradient(self, logits: Tensor, chunk: BackwardChunk, projection: Projection) -> Tensor:
-        """See `Softmax`."""
         dtype = logits.dtype
         log_probs = _scaled(logits, projection, chunk.log_normalizer.dtype)
         del logits

@@ -118,7 +118,6 @@ class HFEngine(Engine):
         return grades
 
     def abort(self) -> None:
-        """See `Engine.abort`."""
         super().abort()
         self._drop_grades()
 
