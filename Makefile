@@ -1,5 +1,5 @@
 # make quickstart   trains the arithmetic task end to end and prints a table
-# make test         the test suite, in two processes (docs/testing.md)
+# make test         the test suite, in three processes (docs/testing.md)
 # make test-all     with the tests marked long as well: what CI runs
 # make test-quick   without the tests marked slow: the inner loop
 # make test-sglang  the engine tests against real SGLang servers on this CPU (3.4 GB more to install)
@@ -19,7 +19,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 SGLANG_VENV ?= .venv-sglang
-WORKERS ?= 2
+WORKERS ?= 3
 TESTS ?= tests
 MARKED ?= not long
 NEWEST_VENV ?= .venv-newest

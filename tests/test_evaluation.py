@@ -266,7 +266,7 @@ def test_a_model_alone(files: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_settings_may_stand_anywhere() -> None:
     """Before and after options, as `main` parses once settings may stand between options; and among the sets."""
     parser = argparse.ArgumentParser()
-    evaluate.add(parser.add_subparsers())  # type: ignore[arg-type]
+    evaluate.add(parser.add_subparsers(), "")  # type: ignore[arg-type]
     [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     words = ["M", "seed=1", "--sets", "six", "mine=x", "rollout.engine=vllm", "--step", "2", "eval.samples=4"]
     arguments = commands.choices["eval"].parse_intermixed_args(words)

@@ -158,7 +158,7 @@ def _as_two_nodes(config: Config, killed: int) -> dict[str, Any]:
     try:
         assert engine._nodes.count == 2
         mine: list[Any] = []
-        if engine._connection is not None:
+        if engine._head is not None:
             mine = [m.process for m in engine._fleet.members if isinstance(m.process, LaunchedServer)]
         elif engine._supervisor is not None:
             mine = list(engine._supervisor.servers)
@@ -166,7 +166,7 @@ def _as_two_nodes(config: Config, killed: int) -> dict[str, Any]:
         weights = [(name, job.checkpoint.get(name)) for name in list(job.checkpoint.names)[:3]]
         states = []
         for step in (1, 2, 3):
-            if step == 3 and engine._connection is not None:  # asked for in the second sync
+            if step == 3 and engine._head is not None:  # asked for in the second sync
                 _until(lambda: all(map(_answers, engine._fleet.members)), "it was not started again")
             engine.load_weights(lambda to=None: iter(weights))
             engine.start(
@@ -178,7 +178,7 @@ def _as_two_nodes(config: Config, killed: int) -> dict[str, Any]:
                 for server in mine:
                     if engine._nodes.node == killed:
                         os.killpg(server.process.pid, signal.SIGKILL)
-                if engine._connection is not None:
+                if engine._head is not None:
                     _until(lambda: not all(m.process.is_running for m in engine._fleet.members), "its end was not told")  # type: ignore[union-attr]
                 dist.barrier()
         sync = from_rank_zero(lambda: engine._sync.version)

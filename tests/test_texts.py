@@ -188,7 +188,7 @@ def test_what_is_typed_and_named(
     monkeypatch.chdir(tmp_path)
     lines = [*(line for lines in COMMANDS.values() for line in lines), *(["train", CONFIG, one] for one in SETTINGS)]
     lines += [["plan", CONFIG, one] for one in SETTINGS]
-    for case in cases("typed", 15):
+    for case in cases("typed", 8):
         line, text = lines[case % len(lines)], HOSTILE[(case + case // len(lines)) % len(HOSTILE)]
         code = _ended([word.replace("{}", text) for word in line])
         printed = capfd.readouterr()

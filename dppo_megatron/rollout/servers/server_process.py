@@ -120,6 +120,7 @@ class LaunchedServer(ServerProcess):
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     starts: int = field(default=0, init=False)
     is_starting: bool = field(default=False, init=False)
+    _reserved: socket.socket | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.where = str(self.log)
@@ -139,6 +140,7 @@ class LaunchedServer(ServerProcess):
         interpreter is not there."""
         self.starts += 1
         self.port, self.is_starting = self.port or _free_port(self.host), True
+        self._reserved = self._reserved or _reserve(self.host, self.port)
         try:
             make_directory(self.log.parent)
             log = append_to(self.log)
@@ -226,6 +228,19 @@ def _free_port(host: str) -> int:
         except OSError as error:
             raise UserError(f"rollout servers cannot listen on {host}, this machine says: {error.strerror}") from None
         return int(probe.getsockname()[1])
+
+
+def _reserve(host: str, port: int) -> socket.socket | None:
+    """Bound, and not listened at: no other program is given the port while a server takes a minute to get there. The
+    server can bind it too, since both ends set SO_REUSEADDR. None if the port is taken, as the server will log."""
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind((host, port))
+    except OSError:
+        held.close()
+        return None
+    return held
 
 
 def _cores_of_launcher() -> set[int]:
