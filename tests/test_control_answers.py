@@ -10,6 +10,8 @@ import ast
 import asyncio
 import json
 import re
+import socket
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -293,12 +295,17 @@ def test_a_forked_child_asks_over_connections_of_its_own(stubs: StubServers) -> 
     assert len(seen) == 7 and len(before) == 1 and len(childrens) == 2 and not childrens & (before | after)
 
 
-def test_a_connection_that_was_kept_and_breaks_is_no_failure(stubs: StubServers) -> None:
-    """Each is broken at its second request; a new one that breaks is a failure."""
+@pytest.mark.parametrize("how", ["closed", "reset"])
+def test_a_connection_that_was_kept_and_breaks_is_no_failure(stubs: StubServers, how: str) -> None:
+    """Each is broken at its second request; a new one that breaks is a failure. A server that closes an idle connection
+    while a request is on its way to it resets it."""
     seen: list[int] = []
 
     async def behave(asked: Asked) -> None:
         if seen.count(port := asked.writer.get_extra_info("peername")[1]):
+            if how == "reset":
+                lingers = struct.pack("ii", 1, 0)  # for no time: closing throws away what is on its way
+                asked.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, lingers)
             raise ConnectionError
         seen.append(port)
         await asked.reply("{}")

@@ -52,11 +52,13 @@ def in_step() -> Iterator[None]:
 def use_own_writers() -> None:
     """Let Megatron's next save report to a fresh queue and wait for writers as is done here.
 
-    The queue is fresh because an abandoned writer may still put its result into the last one.
+    The queue is fresh because an abandoned writer may still put its result into the last one. Megatron 0.19
+    writes with threads, of which none can be killed alone.
     """
     filesystem_async._results_queue = Results()
     writer = filesystem_async.FileSystemWriterAsync
-    if list(inspect.signature(getattr(writer, _REPLACED)).parameters) == _PARAMETERS:
+    plain = getattr(writer, _REPLACED, None)
+    if plain is not None and list(inspect.signature(plain).parameters) == _PARAMETERS:
         setattr(writer, _REPLACED, staticmethod(write_files))
 
 

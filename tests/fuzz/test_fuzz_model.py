@@ -85,7 +85,8 @@ def _known_keys() -> list[str]:
 def _odd(rng: random.Random, old: Any) -> Any:
     """A value of another kind, or one near the old one."""
     if type(old) in (int, float) and rng.random() < 0.4:
-        return rng.choice((old * 2, old / 2, old + 1, -old, float(old), str(old)))
+        halves = (old / 2, float(old)) if abs(old) < 1e300 else (old // 2, old - 1)
+        return rng.choice((old * 2, halves[0], old + 1, -old, halves[1], str(old)))
     if isinstance(old, list) and old and rng.random() < 0.5:
         return rng.choice((old[:-1], [*old, old[0]], old * 2))
     return rng.choice(ODD)

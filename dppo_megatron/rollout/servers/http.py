@@ -159,19 +159,18 @@ class Transport:
         """The body of a 2xx answer. Raises Unreachable (Stale among them), Refused, BadAnswer or OurFault."""
         connection = _Connection()
         _CONNECTION.set(connection)
-        url, kind = peer.url + path, Unreachable
+        url = peer.url + path
         try:
             return await self._exchange(peer, method, url, body, max_bytes)
         except (Unreachable, Refused):
             raise
-        except (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError) as error:
-            failure: Exception = error
-            kind = Unreachable if connection.is_new else Stale
         except Exception as error:  # whatever a server can make aiohttp raise
             if isinstance(error, OSError) and error.errno in OUR_ERRORS:
                 raise OurFault(error.strerror) from None
-            failure = getattr(error, "os_error", error)
-        raise kind(f"{url}: {brief(failure, peer.api_key)}")
+            # A reset is an OSError of aiohttp's own, not a ConnectionResetError.
+            broke = isinstance(error, aiohttp.ServerDisconnectedError | OSError)
+            kind = Stale if broke and not connection.is_new else Unreachable
+            raise kind(f"{url}: {brief(getattr(error, 'os_error', error), peer.api_key)}") from None
 
     async def repeat(
         self, peer: Peer, method: str, path: str, body: bytes | None, max_bytes: int, timeout_s: float
