@@ -30,7 +30,7 @@ PYTHON_NEWEST ?= $(call first-python,12,python3.12 python3.13 python3)
 MEGATRON_NEWEST ?= 0.19.2
 MEGATRON_TESTS := $(addprefix tests/,$(addsuffix .py,test_platform test_platform_megatron test_hf_parity \
   test_actor_layouts test_rotary test_optimizer_state test_fused_adam test_checkpoints test_resume test_unbiased_actor \
-  test_conversion test_offload test_sharing_the_card test_actor_settings test_logprobs))
+  test_conversion test_save_failures test_offload test_sharing_the_card test_actor_settings test_logprobs))
 SEED ?= 0
 NPROC ?= 1
 TP ?= 1

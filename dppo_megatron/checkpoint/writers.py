@@ -28,7 +28,8 @@ from megatron.core.dist_checkpointing.strategies import async_utils, common, fil
 
 from dppo_megatron.checkpoint.results import Results
 
-_REPLACED = "write_preloaded_data_multiproc"
+_REPLACED = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
+"""Until 0.16 and from 0.19 on: its threads' failures leave ranks waiting too."""
 _PARAMETERS = ["transform_list", "use_msc", "rank", "write_buckets", "global_results_queue"]
 
 
@@ -52,14 +53,14 @@ def in_step() -> Iterator[None]:
 def use_own_writers() -> None:
     """Let Megatron's next save report to a fresh queue and wait for writers as is done here.
 
-    The queue is fresh because an abandoned writer may still put its result into the last one. Megatron 0.19
-    writes with threads, of which none can be killed alone.
+    The queue is fresh because an abandoned writer may still put its result into the last one.
     """
     filesystem_async._results_queue = Results()
     writer = filesystem_async.FileSystemWriterAsync
-    plain = getattr(writer, _REPLACED, None)
-    if plain is not None and list(inspect.signature(plain).parameters) == _PARAMETERS:
-        setattr(writer, _REPLACED, staticmethod(write_files))
+    for name in _REPLACED:
+        plain = getattr(writer, name, None)
+        if plain is not None and list(inspect.signature(plain).parameters) == _PARAMETERS:
+            setattr(writer, name, staticmethod(write_files))
 
 
 def write_files(
@@ -131,12 +132,13 @@ class _Uncounted:
 
 def _done_by_one_rank() -> list[tuple[Any, str]]:
     """Functions of Megatron that may fail on one rank and say nothing to the others: files of rank 0, and a fork."""
-    return [
-        (common.TorchCommonSaveStrategy, "save_common"),
+    found: list[tuple[Any, str]] = [
         (filesystem_async.FileSystemWriterAsync, "finish"),
         (serialization, "save_config"),
         (async_utils.TemporalAsyncCaller, "schedule_async_call"),
     ]
+    common_state = getattr(common, "TorchCommonSaveStrategy", None)  # 0.19 keeps it with the tensors
+    return found if common_state is None else [(common_state, "save_common"), *found]
 
 
 def _noting(plain: Callable[..., None], failures: list[str]) -> Callable[..., None]:
