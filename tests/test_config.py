@@ -114,6 +114,22 @@ def test_the_ends_act(one: Setting) -> None:
         check_ranges(one.owner(**{one.name: [value] if listed else value}), "here.")
 
 
+ABSURD = ("seed=-1", "threads_per_rank=100000", "rollout.completions_per_prompt=1", "rollout.sampling.temperature=0")
+ABSURD += ("rollout.completions_per_prompt=1099511627776", "rollout.prompts_per_step=99999999999999999999")
+ABSURD += ("rollout.sampling.max_completion_tokens=99999999999", "rollout.sampling.stop_token_ids=[-1]")
+ABSURD += ("actor.optimizer.learning_rate=101", "actor.optimizer.adam_beta1=1.0", "actor.optimizer.adam_beta2=-0.1")
+ABSURD += ("actor.optimizer.adam_eps=0", "guard.watchdog_s=-1", "reward.timeout_s=1e12", "reward.processes=4096")
+ABSURD += ("reward.min_self_consistency=1.1", "eval.samples=0", "eval.temperature=-1")
+ABSURD += ("data.eval_sets={a: {path: x, samples: 0}}", "data.train_sets={a: {path: x, weight: 0}}")
+
+
+@pytest.mark.parametrize("item", ABSURD)
+def test_what_is_absurd_is_out_of_range(item: str) -> None:
+    """By hand: the ranges are those that were meant."""
+    with pytest.raises(UserError, match=rf"^{item.partition('=')[0]}\S* = .*must "):
+        check_ranges(read_config("", [item]))
+
+
 @pytest.mark.parametrize(
     ("interval", "value", "said"),
     [

@@ -47,7 +47,7 @@ def _fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 VALUES = {
     f"seed={'9' * 5000}": "must be a whole number",
-    "data.train_sets={a: {path: x, weight: 0}}": "data.train_sets.a.weight = 0.0: must be greater than 0",
+    "rollout.completions_per_prompt=1": "rollout.completions_per_prompt = 1: must be at least 2",
     f"run_dir={LONG}": "cannot be written: File name too long",
     f"run_dir={DEEP}": "cannot be written: File name too long",
     "run_dir=a\0b": "holds a NUL",
