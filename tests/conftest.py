@@ -98,6 +98,14 @@ LONGEST = (
 """Started first: a long file that started last would leave the other workers idle."""
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Problems and a model for small jobs (`support/job.py`), a module's own."""
+    from support.job import write_job_files
+
+    return write_job_files(tmp_path_factory.mktemp("task"))
+
+
 @pytest.fixture(scope="session")
 def forked_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """An interpreter for `rollout.servers.python` whose vLLM servers start in 3 CPU seconds: it is imported once."""

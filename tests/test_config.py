@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
-from support.job import REPOSITORY, settings, write_job_files
+from support.job import REPOSITORY, settings
 from support.readers import readings
 
 from dppo_megatron.config import Config, load_config, save_config
@@ -157,11 +157,6 @@ def test_the_largest_seed() -> None:
 
 
 # ----------------------------------------------------------------------------------------------- configs that ship
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
 
 
 def _load(name: str, files: Path, tmp_path: Path) -> Config:

@@ -23,7 +23,7 @@ import pytest
 from safetensors.torch import load_file
 from support.cases import Choose, chosen_count, first_case
 from support.damage import FILES, RECORDS, harm, listed, obstructed, unharmed_lines, unharmed_steps
-from support.job import job_config, read_metrics, write_job_files
+from support.job import job_config, read_metrics
 from support.killing import run_whole
 from support.launch import run_ranks
 from support.processes import holding
@@ -47,11 +47,6 @@ SETTINGS = {
     "rollout__prompts_per_step": 8,
     "reward__function": "support.faulty:length_parity",
 }
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")

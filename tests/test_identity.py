@@ -25,7 +25,8 @@ import torch.distributed as dist
 from support.cases import Choose
 from support.engines.fake_vllm import FakeVLLM, fake_python
 from support.engines.servers import PYTHON, launch_servers, needs
-from support.job import job_config, write_job_files
+from support.job import job_config
+from support.processes import until
 from support.settings import rollout_config
 from support.stranger import WAYS, Stranger
 from torch.distributed.distributed_c10d import PrefixStore
@@ -54,19 +55,11 @@ from dppo_megatron.types import GuardStop, Prompt, UserError, unwatched
 KEY = "s3cret-of-the-servers"
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
-
-
 @pytest.fixture
 def real() -> Iterator[str]:
     """Address of a server that has the key."""
-    server = FakeVLLM("127.0.0.1", 0, KEY)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
+    with FakeVLLM("127.0.0.1", 0, KEY) as server:
+        yield server.url
 
 
 def _config(files: Path, run_dir: Path, **extra: Any) -> Config:
@@ -126,12 +119,10 @@ def test_a_server_with_another_key_gets_nothing(real: str, client: str) -> None:
 
 def test_every_connection_is_proven() -> None:
     """Not the address: a stranger that comes later gets nothing either, whatever its predecessor has proven."""
-    server = FakeVLLM("127.0.0.1", 0, KEY)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    http = Http(f"http://127.0.0.1:{server.server_address[1]}", KEY, proves=None)
-    assert http.get("/version", dict, timeout_s=20) == {"version": "0.32.0"} and http.proves
-    server.shutdown()
-    server.server_close()  # no new connections; what is open goes on
+    with FakeVLLM("127.0.0.1", 0, KEY) as server:
+        http = Http(server.url, KEY, proves=None)
+        assert http.get("/version", dict, timeout_s=20) == {"version": "0.32.0"} and http.proves
+    # no new connections; what is open goes on
     with Stranger(server.server_address[1]) as stranger:
         assert http.get("/version", dict, timeout_s=20), "the connection that is kept leads to the server"
         http.close()
@@ -240,24 +231,16 @@ def test_a_port_that_is_taken_at_a_restart_of_serve(
     [server] = launch_servers(config)
     try:
         served = serve.Served(server, config, addresses, "name", print)
-        _until(lambda: (served.look(), not served.is_starting)[1])
+        until(lambda: (served.look(), not served.is_starting)[1])
         assert list(addresses.iterdir())
         _kill(server)
         with Stranger(server.port) as stranger:
             with pytest.raises(GuardStop, match=f"{server.url} ended with code 1 before it was ready(.|\n)*in use"):
-                _until(lambda: (served.look(), False)[1])
+                until(lambda: (served.look(), False)[1])
             stranger.assert_it_got_questions_only(was_asked=False)  # the server may have ended before the first look
         assert not list(addresses.iterdir())
     finally:
         server.stop()
-
-
-def _until(holds: Callable[[], bool]) -> None:
-    for _ in range(600):
-        if holds():
-            return
-        threading.Event().wait(0.1)
-    raise AssertionError
 
 
 def test_a_dead_child_is_not_ready(tmp_path: Path) -> None:

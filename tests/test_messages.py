@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from support.job import REPOSITORY, settings, write_job_files
+from support.job import REPOSITORY, settings
 from support.launch import run_ranks
 
 from dppo_megatron.launched import check_launched
@@ -28,11 +28,6 @@ CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 LONG = "x" * 5000
 DEEP = "d/" * 2500
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
 
 
 def _fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

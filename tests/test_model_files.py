@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.job import REPOSITORY, settings, write_job_files
+from support.job import REPOSITORY, settings
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, write_model
 
@@ -41,11 +41,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(whole: Path, tmp_path: Path) -> Path:
     """A copy of it, to be spoiled."""
     return Path(shutil.copytree(whole, tmp_path / "model"))
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
 
 
 def _open(model: Path) -> Any:
