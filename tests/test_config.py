@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.job import REPOSITORY, settings
-from support.readers import readings
+from support.setting_readers import readings
 
 from dppo_megatron.config import Config, load_config, save_config
 from dppo_megatron.config.hints import all_keys

@@ -131,7 +131,7 @@ def test_a_server_is_given_as_many_completions_as_it_runs(counts: Sequence[int])
 
 
 def test_no_more_groups_than_sockets() -> None:
-    world = World(rooms=3)
+    world = World(capacity=3)
     seen: list[int] = []
     world.reply = lambda ask: (seen.append(len(world.open)), answered(ask))[1]
     fleet = world.fleet(1)

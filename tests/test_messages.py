@@ -42,7 +42,7 @@ def _fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 VALUES = {
     f"seed={'9' * 5000}": "must be a whole number",
-    "rollout.completions_per_prompt=1": "rollout.completions_per_prompt = 1: must be at least 2",
+    "actor.optimizer.adam_eps=0": "actor.optimizer.adam_eps = 0.0: must be in (0, 1]",
     f"run_dir={LONG}": "cannot be written: File name too long",
     f"run_dir={DEEP}": "cannot be written: File name too long",
     "run_dir=a\0b": "holds a NUL",
