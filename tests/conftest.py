@@ -64,11 +64,11 @@ LONGEST = (
     "test_links",
     "test_roofline",
     "test_pruning_custom",
-    "test_help",
+    "test_command_line",
     "test_damage",
     "test_pruning_designs",
     "test_simulate",
-    "test_user_errors",
+    "test_messages",
     "test_progress_everywhere",
     "test_security",
     "test_timeline",
@@ -96,6 +96,14 @@ LONGEST = (
     "test_engines",
 )
 """Started first: a long file that started last would leave the other workers idle."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Problems and a model for small jobs (`support/job.py`), a module's own."""
+    from support.job import write_job_files
+
+    return write_job_files(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="session")

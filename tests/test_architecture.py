@@ -38,8 +38,8 @@ def _table(marker: str) -> dict[str, Row]:
 
 PACKAGES = _table("packages")
 INSIDE = {"rollout": _table("packages of rollout"), "workbench": _table("packages of workbench")}
-PURE = {"pruning", "algorithms", "packing"}
-PURE_MAY_IMPORT = {"numpy", "torch", "dppo_megatron"}
+PURE = {"pruning": {"numpy"}, "algorithms": {"numpy", "torch"}, "packing": {"numpy", "torch"}}
+"""Packages of mathematics, and what they import beside this program and the standard library."""
 
 
 @functools.cache
@@ -142,9 +142,12 @@ def test_pure_packages_are_pure(path: Path) -> None:
     """No Megatron, no engine, no process group where the mathematics is."""
     import sys
 
-    outside = {name.split(".")[0] for name in _imports(path)} - PURE_MAY_IMPORT
+    outside = {name.split(".")[0] for name in _imports(path)} - PURE[_name(path)] - {"dppo_megatron"}
     assert outside <= set(sys.stdlib_module_names)
     assert not any(name.startswith("torch.distributed") for name in _imports(path))
+    if _name(path) == "pruning":
+        assert _own(path, "dppo_megatron.") <= {"types", "randomness", "config", "pruning"}
+        assert _own(path, "dppo_megatron.config.") <= {"pruning", "plugins"}
 
 
 def test_train_is_one_screen() -> None:

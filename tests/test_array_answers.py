@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engines.rig import Rig, requests, run
+from support.engines.rig import Rig, requests, right, run
 from support.engines.stub import Asked, StubServers, answer_to
-from test_hostile_servers import right
 
 from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.http import BadAnswer

@@ -1,21 +1,162 @@
-"""The configs that ship, and the schema's own promises."""
+"""The schema: each setting is explained, read, in a range that acts, and named by a page. The configs that ship."""
 
 from __future__ import annotations
 
-import ast
-from dataclasses import asdict, fields, is_dataclass
+import math
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
-from support.job import REPOSITORY, settings, write_job_files
+from support.job import REPOSITORY, settings
+from support.setting_readers import readings
 
 from dppo_megatron.config import Config, load_config, save_config
 from dppo_megatron.config.hints import all_keys
+from dppo_megatron.config.load import config_values, read_config
+from dppo_megatron.config.ranges import Range, check_ranges, numbers
+from dppo_megatron.config.reference import Setting, all_settings, find
+from dppo_megatron.types import UserError
+
+SETTINGS = all_settings()
+LEAVES = [one for one in SETTINGS if not one.is_section]
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
+def test_the_list_is_the_schema() -> None:
+    """Key for key, beside what stands under names that the user chooses."""
+    assert [one.key for one in SETTINGS if "<name>" not in one.key] == all_keys(Config)
+    assert {"data.eval_sets.<name>.samples", "data.train_sets.<name>.weight"} < {one.key for one in LEAVES}
+
+
+def test_every_default_is_read_back_as_the_default() -> None:
+    """The printed defaults, given on the command line, change nothing."""
+    given = [
+        f"{one.key}={one.default}" for one in LEAVES if "<name>" not in one.key and one.default not in ("''", "{}")
+    ]
+    assert len(given) > 150
+    assert config_values(read_config("", given)) == config_values(Config())
+
+
+def test_every_setting_has_a_meaning_and_a_reader() -> None:
+    """Nothing is undocumented, and nothing is a setting that no line reads. The line that is named holds the name."""
+    assert not [one.key for one in SETTINGS if not one.meaning], "give these a docstring under the field"
+    assert not [one.key for one in LEAVES if not readings(one.owner, one.name)], "no line reads these"
+    for one in LEAVES:
+        for place in readings(one.owner, one.name):
+            lines = (REPOSITORY / place.file).read_text(encoding="utf-8").splitlines()
+            assert one.name in lines[place.line - 1], place
+
+
+def test_readers_are_found_through_what_they_are_called_there() -> None:
+    """Some that were looked up by hand: a chain, a parameter of the section's type, a field of an object, a loop."""
+    found = {
+        key: {f"{place.file}:{place.inside}" for place in readings(find(key)[0].owner, key.rpartition(".")[2])}
+        for key in ("rollout.sampling.temperature", "objective.clip_low", "guard.watchdog_s", "objective.dual_clip")
+    }
+    assert "dppo_megatron/steps/build.py:make_sampling" in found["rollout.sampling.temperature"]
+    assert "dppo_megatron/algorithms/policy_losses.py:clip" in found["objective.clip_low"]
+    assert "dppo_megatron/run.py:Run.__init__" in found["guard.watchdog_s"]
+    assert not any("evaluation" in place for place in found["rollout.sampling.temperature"])  # eval.temperature's
+
+
+def test_every_page_exists_and_every_section_has_one() -> None:
+    own = {one.key for one in SETTINGS if one.page != Config.page}
+    assert {name for name in vars(Config()) if name not in own} == {"seed", "steps", "threads_per_rank"}
+    for one in SETTINGS:
+        assert (REPOSITORY / "docs" / one.page).is_file()
+
+
+# ---------------------------------------------------------------------------------------------------------- ranges
+
+
+def _allowed(one: Setting) -> Range | None:
+    return next(item.metadata.get("range") for item in fields(one.owner) if item.name == one.name)
+
+
+NUMBERS = [one for one in LEAVES if "number" in one.kind]
+
+
+def test_every_number_has_a_range() -> None:
+    """A new setting says what is absurd for it: `ranged(default, "[1, 1000]")` in its section's class."""
+    missing = sorted({one.key for one in NUMBERS if _allowed(one) is None})
+    assert not missing, f"give these a range with config.ranges.ranged(default, interval): {', '.join(missing)}"
+    assert len(NUMBERS) > 90
+
+
+def test_defaults_are_in_range() -> None:
+    """And all are seen by the walker that checks them."""
+    check_ranges(Config())
+    single = {one.key for one in NUMBERS if not one.kind.startswith("list") and "<name>" not in one.key}
+    assert {key for key, _, _ in numbers(Config())} >= {one.key for one in NUMBERS if one.default != "null"} & single
+
+
+@pytest.mark.parametrize("one", NUMBERS, ids=lambda one: one.key)
+def test_the_ends_act(one: Setting) -> None:
+    """The end belongs to the range or not, as it says; beyond it, NaN, infinity and 2**70 are refused by key."""
+    allowed, whole = _allowed(one), "whole" in one.kind
+    assert allowed is not None
+    step = 1 if whole else max(1e-9, 1e-9 * abs(allowed.low))
+    outside: list[float] = [allowed.low - step, math.nextafter(allowed.high, math.inf), 2**70, -(2**70)]
+    inside = [allowed.low + step if not allowed.holds_low else allowed.low]
+    if whole:
+        outside[1] = int(allowed.high) + 1
+        inside = [int(value) for value in inside]
+        outside = [int(value) for value in outside]
+    else:
+        outside += [math.nan, math.inf, -math.inf]
+    outside += [] if allowed.holds_low else [allowed.low]
+    outside += [] if allowed.holds_high else [allowed.high]
+    inside += [allowed.high] if allowed.holds_high else []
+    listed = one.kind.startswith("list")
+    for value in [v for v in outside if not (allowed.or_zero and v == 0)]:
+        with pytest.raises(UserError, match=rf"^here\.{one.name}.* = .*must"):
+            check_ranges(one.owner(**{one.name: [value] if listed else value}), "here.")
+    for value in inside:
+        check_ranges(one.owner(**{one.name: [value] if listed else value}), "here.")
+
+
+ABSURD = ("seed=-1", "threads_per_rank=100000", "rollout.completions_per_prompt=1", "rollout.sampling.temperature=0")
+ABSURD += ("rollout.completions_per_prompt=1099511627776", "rollout.prompts_per_step=99999999999999999999")
+ABSURD += ("rollout.sampling.max_completion_tokens=99999999999", "rollout.sampling.stop_token_ids=[-1]")
+ABSURD += ("actor.optimizer.learning_rate=101", "actor.optimizer.adam_beta1=1.0", "actor.optimizer.adam_beta2=-0.1")
+ABSURD += ("actor.optimizer.adam_eps=0", "guard.watchdog_s=-1", "reward.timeout_s=1e12", "reward.processes=4096")
+ABSURD += ("reward.min_self_consistency=1.1", "eval.samples=0", "eval.temperature=-1")
+ABSURD += ("data.eval_sets={a: {path: x, samples: 0}}", "data.train_sets={a: {path: x, weight: 0}}")
+
+
+@pytest.mark.parametrize("item", ABSURD)
+def test_what_is_absurd_is_out_of_range(item: str) -> None:
+    """By hand: the ranges are those that were meant."""
+    with pytest.raises(UserError, match=rf"^{item.partition('=')[0]}\S* = .*must "):
+        check_ranges(read_config("", [item]))
+
+
+@pytest.mark.parametrize(
+    ("interval", "value", "said"),
+    [
+        ("[1, 10]", 0, "must be at least 1"),
+        ("[1, 10]", 11, "must be at most 10"),
+        ("(0, 10]", 0.0, "must be greater than 0"),
+        ("[0, 10]", -1, "must not be negative"),
+        ("[0, 1)", 1.0, "must be in [0, 1)"),
+        ("[0, 1]", 2, "must be 0 or 1"),
+        ("0 or [1, 9]", 0.5, "must be at least 1, or 0"),
+        ("[1, 10]", math.inf, "must be finite, in [1, 10]"),
+    ],
+)
+def test_the_message_says_which_end(interval: str, value: float, said: str) -> None:
+    """Not only that it is wrong."""
+    assert Range.parse(interval).wanted(value) == said
+    assert Range.parse(interval, "so it is").wanted(value) == f"{said}; so it is"
+
+
+def test_the_largest_seed() -> None:
+    """Is allowed, though no float can hold it; generators take 64 bits, some of them with a sign."""
+    check_ranges(Config(seed=2**63 - 1))
+    with pytest.raises(UserError, match=r"^seed = 9223372036854775808: must be at most 9223372036854775807"):
+        check_ranges(Config(seed=2**63))
+
+
+# ----------------------------------------------------------------------------------------------- configs that ship
 
 
 def _load(name: str, files: Path, tmp_path: Path) -> Config:
@@ -23,14 +164,6 @@ def _load(name: str, files: Path, tmp_path: Path) -> Config:
     keys = ("run_dir", "model.hf_path", "data.", "warm_start.examples_path")
     paths = [s for s in settings(files, tmp_path / "run") if s.startswith(keys)]
     return load_config(path, ["data.eval_paths={}", "data.eval_sets={}", *paths])
-
-
-def test_grpo_twin_differs_in_pruning_only(files: Path, tmp_path: Path) -> None:
-    """quickstart_grpo.yaml is the quickstart with both methods off."""
-    dppo, grpo = (asdict(_load(f"{name}.yaml", files, tmp_path)) for name in ("quickstart", "quickstart_grpo"))
-    assert [key for key in dppo if dppo[key] != grpo[key]] == ["pruning"]
-    for level in ("prompt", "completion"):
-        assert dppo["pruning"][level] | {"method": "none"} == grpo["pruning"][level]
 
 
 CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
@@ -70,37 +203,13 @@ def test_math_by_grpo_is_what_is_known_of_the_paper(files: Path, tmp_path: Path)
     assert config.steps == 15 * 7500 // 512
 
 
-def test_dppo_differs_from_grpo_in_pruning_only(files: Path, tmp_path: Path) -> None:
-    """So that the two can be compared."""
-    dppo, grpo = (asdict(_load(f"math/qwen3_4b_{name}.yaml", files, tmp_path)) for name in ("dppo", "grpo"))
+@pytest.mark.parametrize(
+    "names", [("quickstart", "quickstart_grpo"), ("math/qwen3_4b_dppo", "math/qwen3_4b_grpo")], ids=str
+)
+def test_dppo_differs_from_grpo_in_pruning_only(files: Path, tmp_path: Path, names: tuple[str, str]) -> None:
+    """So that the two can be compared; the quickstart's twin has both methods off, and nothing else."""
+    dppo, grpo = (asdict(_load(f"{name}.yaml", files, tmp_path)) for name in names)
     assert [key for key in dppo if dppo[key] != grpo[key]] == ["pruning"]
-
-
-def test_every_field_is_explained() -> None:
-    """Each setting has a docstring under it, in every file of settings."""
-    seen = set()
-    for path in sorted((REPOSITORY / "dppo_megatron" / "config").glob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if not isinstance(node, ast.ClassDef) or not node.name.endswith("Config"):
-                continue
-            for item, following in zip(node.body, [*node.body[1:], None], strict=True):
-                if isinstance(item, ast.AnnAssign):
-                    seen.add(ast.unparse(item.target))
-                    explained = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-                    assert explained, f"{path.name}: {node.name}.{ast.unparse(item.target)} has no docstring"
-    assert {key.rpartition(".")[2] for key in all_keys(Config)} <= seen
-
-
-def test_no_two_settings_share_a_section_and_name() -> None:
-    """Dotted keys are unique and plain: what the unknown-key hint relies on."""
-
-    def keys(schema: type, prefix: str) -> list[str]:
-        found = []
-        for item in fields(schema):
-            found.append(prefix + item.name)
-            if is_dataclass(item.default_factory):
-                found += keys(item.default_factory, f"{prefix}{item.name}.")  # type: ignore[arg-type]
-        return found
-
-    everything = keys(Config, "")
-    assert len(everything) == len(set(everything)) and all(key.islower() for key in everything)
+    if names[0] == "quickstart":
+        for level in ("prompt", "completion"):
+            assert dppo["pruning"][level] | {"method": "none"} == grpo["pruning"][level]

@@ -6,7 +6,6 @@ import os
 import random
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -371,10 +370,6 @@ class TestReferences:
 
         monkeypatch.setenv("DPPO_TEST_DIR", "/s3cret")
         config = _read(tmp_path, "run_dir: ${oc.env:DPPO_TEST_DIR}")
-        for other in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), Config(**_shallow(config))):
+        for other in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), Config(**vars(config))):
             assert other.run_dir == "/s3cret" and config_values(other)["run_dir"] == "${oc.env:DPPO_TEST_DIR}"
         assert asdict(config)["run_dir"].written == "${oc.env:DPPO_TEST_DIR}"
-
-
-def _shallow(config: Config) -> dict[str, Any]:
-    return dict(vars(config))

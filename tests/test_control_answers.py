@@ -24,7 +24,7 @@ import torch
 from support.engines.control import NO_ANSWERS, ROWS, VLLM_SETTINGS, Row
 from support.engines.stub import Asked, Behaviour, StubServers
 from support.fake_fleet import Inline
-from support.job import job_config, write_job_files
+from support.job import job_config
 from support.launch import run_ranks
 from support.settings import rollout_config
 
@@ -55,11 +55,6 @@ class Group(BroadcastGroup):
     def send(self, memory: torch.Tensor) -> None: ...
 
     def abandon(self) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("files"))
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Whatever is done to a run's files, it resumes from its newest good checkpoint with every good line, or says why not.
 
 Files are harmed at random (`support/damage.py`). Some runs are opened a first time on a disk that fails, is full, is or
-becomes read-only, or are killed while they are opened (`support/trouble.py`), and some while another trainer has them.
+becomes read-only, or are killed while they are opened (`support/disk_faults.py`), and some while another trainer has
+them.
 
 `DPPO_FUZZ=5000 pytest tests/test_damage.py` tries more damages, and a real resumed run for each hundred of them
 (`support/cases.py`).
@@ -23,11 +24,11 @@ import pytest
 from safetensors.torch import load_file
 from support.cases import Choose, chosen_count, first_case
 from support.damage import FILES, RECORDS, harm, listed, obstructed, unharmed_lines, unharmed_steps
-from support.job import job_config, read_metrics, write_job_files
+from support.disk_faults import KINDS, Killed, disk_fault
+from support.job import job_config, read_metrics
 from support.killing import run_whole
 from support.launch import run_ranks
 from support.processes import holding
-from support.trouble import KINDS, Killed, trouble
 
 from dppo_megatron.observe.lock import RunLock
 from dppo_megatron.types import UserError
@@ -47,11 +48,6 @@ SETTINGS = {
     "rollout__prompts_per_step": 8,
     "reward__function": "support.faulty:length_parity",
 }
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +132,7 @@ def _open_many(files: Path, original: Path, run_dir: Path, seeds: range) -> dict
             if rng.random() < 0.4:
                 kind = rng.choice(KINDS)
                 at = rng.choice([0, 100, 2000, 50_000]) if kind == "full" else rng.randint(1, 25)
-                with trouble(run_dir, kind, at) as disk:
+                with disk_fault(run_dir, kind, at) as disk:
                     what = _try(run_module, job, said)
                 story += f"; {kind} at {at} {disk.struck}: {what}"
                 assert unharmed_steps(run_dir, original) == before.steps, f"{story}: lost a checkpoint"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.job import REPOSITORY, job_config, settings, write_job_files
+from support.job import REPOSITORY, job_config, settings
 from support.launch import run_ranks
 from support.tiny import plan_for, random_samples
 
@@ -30,11 +30,6 @@ from dppo_megatron.workbench.doctor.environment import environment
 from dppo_megatron.workbench.doctor.fp8_gate import Finding, run_gate, unsafe_patterns
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
 
 
 def test_report_names_versions_and_layers(capsys: pytest.CaptureFixture[str]) -> None:

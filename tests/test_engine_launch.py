@@ -7,7 +7,6 @@ import itertools
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from support.engines.forked_vllm import group_of
 from support.engines.servers import Reference, local_settings, needs
 from support.job import QUICK, job_config, read_metrics, write_job_files
 from support.launch import run_ranks
+from support.processes import is_gone, until
 from support.served import prompts_of
 from support.timelines import counts, nested, overlapping, read_timeline
 
@@ -120,8 +120,7 @@ def _train_and_kill_the_server(config: Config, killed: str) -> str:
         last = _group(_only_server(engine), config.rollout) if engine._head is not None else None
         description = str(engine.description)
     if last is not None:
-        with pytest.raises(ProcessLookupError):
-            _wait_until_gone(last)
+        until(lambda: is_gone(last), "some of the server is left", 120)
     return description
 
 
@@ -282,33 +281,11 @@ def _only_server(engine: ServerEngine) -> LaunchedServer:
     return member.process
 
 
-def _wait_until_gone(group: int) -> None:
-    """Raises ProcessLookupError when no process of the group is left; the kernel reaps them in its own time."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        os.killpg(group, 0)
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_server_that_cannot_start_is_said_with_its_log(files: Path, tmp_path: Path, engine: str) -> None:
-    """An environment without the engine: exit code 2's error, with the end of the server's own log."""
-    values = {
-        "rollout__engine": engine,
-        "rollout__servers__launch": "local",
-        "rollout__servers__python": sys.executable,
-    }
-    job = prepare_job(job_config(files, tmp_path / "run", **values), 1)
-    with pytest.raises(UserError, match=r"(?s)ended with code 1 before it was ready.*No module named '?(vllm|sglang)"):
-        ServerEngine(job.config, job.architecture, job.tokenizer)
-
-
-def test_an_interpreter_that_is_not_there_is_said(files: Path, tmp_path: Path) -> None:
-    """Before any process is started."""
-    values = {
-        "rollout__engine": "vllm",
-        "rollout__servers__launch": "local",
-        "rollout__servers__python": "/no/such/python",
-    }
-    job = prepare_job(job_config(files, tmp_path / "run", **values), 1)
-    with pytest.raises(UserError, match=r"rollout\.servers\.python: '/no/such/python' cannot be started"):
-        ServerEngine(job.config, job.architecture, job.tokenizer)
+def test_a_server_that_cannot_start_is_said_with_its_log(files: Path, tmp_path: Path) -> None:
+    """SGLang, in an environment without it; a stand-in for vLLM: test_identity.py and test_servers_everywhere.py."""
+    config = job_config(
+        files, tmp_path / "run", **local_settings("sglang") | {"rollout__servers__python": sys.executable}
+    )
+    job = prepare_job(config, 1)
+    with pytest.raises(UserError, match=r"(?s)ended with code 1 before it was ready.*No module named '?sglang"):
+        ServerEngine(config, job.architecture, job.tokenizer)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.job import REPOSITORY, job_config, read_metrics, write_job_files
+from support.job import REPOSITORY, job_config, read_metrics
 from support.launch import run_ranks
 
 from dppo_megatron.config.data import EvalSetConfig
@@ -32,11 +32,6 @@ from dppo_megatron.workbench.commands.evaluate import split_settings
 
 EASY, HARD, ODD = "math/easy", "math/hard", "a.b c @24: ü"
 ALONE = ("reward.function=support.faulty:length_parity", "reward.min_self_consistency=0")
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.job import REPOSITORY, job_config, read_metrics, settings, write_job_files
+from support.job import REPOSITORY, job_config, read_metrics, settings
 from support.launch import run_ranks
 from support.tiny import FAMILIES, write_model
 
@@ -31,11 +31,6 @@ from examples.custom_engine import UniformEngine
 from examples.custom_grader import brevity, last_number
 
 PAGE = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
 
 
 # ------------------------------------------------------------------------------------------------- the page

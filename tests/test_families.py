@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.job import job_config, read_metrics, write_job_files
+from support.job import job_config, read_metrics
 from support.launch import run_ranks
 from support.tiny import write_model
 
@@ -25,11 +25,6 @@ CASES = [
     ("qwen2", 2, INTERLEAVED),
     ("llama3", 2, CONTEXT),
 ]
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
 
 
 def _train(files: Path, run_dir: Path, world_size: int, extra: dict[str, Any]) -> None:

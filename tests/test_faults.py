@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from support.job import job_config, read_metrics, write_job_files
+from support.job import job_config, read_metrics
 from support.killing import Kill, run_killed, run_whole, train_or_die
 from support.launch import RankError, run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
@@ -47,11 +47,6 @@ SHORT = {
     "reward__min_self_consistency": 0,
 }
 sys.path.append(str(Path(__file__).parent))  # grader processes are given this process's path
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
 
 
 # ---------------------------------------------------------------------------------------------------- not finite

@@ -131,7 +131,7 @@ def test_a_server_is_given_as_many_completions_as_it_runs(counts: Sequence[int])
 
 
 def test_no_more_groups_than_sockets() -> None:
-    world = World(rooms=3)
+    world = World(capacity=3)
     seen: list[int] = []
     world.reply = lambda ask: (seen.append(len(world.open)), answered(ask))[1]
     fleet = world.fleet(1)
@@ -427,22 +427,6 @@ def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, cou
     assert nothing_in_flight(fleet)
     tickets = [ticket for ticket in world.open if ticket not in world.cancelled]
     assert not tickets, "no attempt is left behind"
-
-
-def test_a_probe_from_before_it_came_back_says_nothing() -> None:
-    """Begun while the server hung, it fails after the server has been synced: that is no outage."""
-    world = World()
-    fleet, _ = world.fleet(probe_every_s=5.0), work_of(groups(1))
-    member = fleet.members[0]
-    fleet.mark_out(member, "hangs")
-    late: Future[None] = Future()
-    late.set_exception(Unreachable("timed out"))
-    fleet._probing[member.name].answer = late
-    fleet.revive()
-    with fleet.lock:
-        member.took(member.expected)
-    fleet.probe_all()
-    assert member.state == "live" and member.outages == 1
 
 
 class Unanswered(Executor):

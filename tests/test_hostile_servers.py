@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from support.engines.hostile import ENGINES, SLOW, WRONG
-from support.engines.rig import Rig, requests, run
-from support.engines.stub import StubServers, completion, good
+from support.engines.rig import Rig, requests, right, run
+from support.engines.stub import StubServers, good
 
-from dppo_megatron.rollout.client.holding import Arrived
 from dppo_megatron.rollout.servers.http import BadAnswer
 from dppo_megatron.rollout.servers.wire import Expected, Span, as_sampled, checked
 from dppo_megatron.types import GuardStop
@@ -46,18 +44,6 @@ def stage() -> Iterator[Stage]:
         rig = Rig([(engine, stubs.url(names[name])) for name, engine, _ in cases])
         yield Stage(rig, stubs, {name: place for place, (name, _, _) in enumerate(cases)})
         rig.close()
-
-
-def right(arrived: list[Arrived], count: int, size: int) -> bool:
-    """Every completion once, and the one that its request draws."""
-    places = sorted((one.index, one.position) for one in arrived)
-    assert places == [(index, position) for index in range(count) for position in range(size)]
-    for one in arrived:
-        tokens, logprobs, reason = completion(1000 * one.index + one.position, LIMIT)
-        assert one.token_ids.tolist() == tokens and one.reason == reason
-        np.testing.assert_allclose(one.logprobs, logprobs, rtol=1e-6)
-        assert one.spans == [(1, len(tokens))]
-    return True
 
 
 def test_the_table_is_long_enough() -> None:

@@ -25,9 +25,10 @@ import torch.distributed as dist
 from support.cases import Choose
 from support.engines.fake_vllm import FakeVLLM, fake_python
 from support.engines.servers import PYTHON, launch_servers, needs
-from support.job import job_config, write_job_files
+from support.impostor import WAYS, Impostor
+from support.job import job_config
+from support.processes import until
 from support.settings import rollout_config
-from support.stranger import WAYS, Stranger
 from torch.distributed.distributed_c10d import PrefixStore
 
 from dppo_megatron.config.rollout import _CODE_OPTIONS, _KEY_OPTIONS, _OWN_OPTIONS, check_rollout
@@ -54,19 +55,11 @@ from dppo_megatron.types import GuardStop, Prompt, UserError, unwatched
 KEY = "s3cret-of-the-servers"
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
-
-
 @pytest.fixture
 def real() -> Iterator[str]:
     """Address of a server that has the key."""
-    server = FakeVLLM("127.0.0.1", 0, KEY)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
+    with FakeVLLM("127.0.0.1", 0, KEY) as server:
+        yield server.url
 
 
 def _config(files: Path, run_dir: Path, **extra: Any) -> Config:
@@ -108,13 +101,13 @@ CLIENTS: dict[str, Callable[[str, str], Any]] = {
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("way", [*WAYS, "relays"])
-def test_a_stranger_gets_nothing(real: str, way: str, client: str) -> None:
+def test_an_impostor_gets_nothing(real: str, way: str, client: str) -> None:
     """However it answers, and also if it passes the question on to a server that has the same key."""
-    with Stranger(way="agrees" if way == "relays" else way, relay=real if way == "relays" else "") as stranger:
+    with Impostor(way="agrees" if way == "relays" else way, relay=real if way == "relays" else "") as impostor:
         for _ in range(2):
-            with pytest.raises(NotProven, match=f"{stranger.url}: .* does not prove"):
-                CLIENTS[client](stranger.url, KEY)
-        stranger.assert_it_got_questions_only()
+            with pytest.raises(NotProven, match=f"{impostor.url}: .* does not prove"):
+                CLIENTS[client](impostor.url, KEY)
+        impostor.assert_it_got_questions_only()
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -125,24 +118,22 @@ def test_a_server_with_another_key_gets_nothing(real: str, client: str) -> None:
 
 
 def test_every_connection_is_proven() -> None:
-    """Not the address: a stranger that comes later gets nothing either, whatever its predecessor has proven."""
-    server = FakeVLLM("127.0.0.1", 0, KEY)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    http = Http(f"http://127.0.0.1:{server.server_address[1]}", KEY, proves=None)
-    assert http.get("/version", dict, timeout_s=20) == {"version": "0.32.0"} and http.proves
-    server.shutdown()
-    server.server_close()  # no new connections; what is open goes on
-    with Stranger(server.server_address[1]) as stranger:
+    """Not the address: an impostor that comes later gets nothing either, whatever its predecessor has proven."""
+    with FakeVLLM("127.0.0.1", 0, KEY) as server:
+        http = Http(server.url, KEY, proves=None)
+        assert http.get("/version", dict, timeout_s=20) == {"version": "0.32.0"} and http.proves
+    # no new connections; what is open goes on
+    with Impostor(server.server_address[1]) as impostor:
         assert http.get("/version", dict, timeout_s=20), "the connection that is kept leads to the server"
         http.close()
         with pytest.raises(NotProven):
             http.get("/version", dict, timeout_s=20)
-        stranger.assert_it_got_questions_only()
+        impostor.assert_it_got_questions_only()
 
 
 def test_a_server_without_our_check_is_its_users_word() -> None:
     """One of rollout.servers.endpoints that cannot prove itself is asked as ever."""
-    with Stranger() as plain:
+    with Impostor() as plain:
         http = Http(plain.url, KEY, proves=None)
         assert http.get("/version", dict, timeout_s=20) == {} and http.proves is False
         assert f"Bearer {KEY}".encode() in plain.got
@@ -152,16 +143,16 @@ def test_a_server_without_our_check_is_its_users_word() -> None:
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stranger]:
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Impostor]:
     """Has the port that the next launched server will be given."""
-    with Stranger() as stranger:
-        monkeypatch.setattr(server_process, "_free_port", lambda host: stranger.port)
+    with Impostor() as impostor:
+        monkeypatch.setattr(server_process, "_free_port", lambda host: impostor.port)
         monkeypatch.setenv("DPPO_ENGINE_API_KEY", KEY)
-        yield stranger
-        assert KEY.encode() not in stranger.got
+        yield impostor
+        assert KEY.encode() not in impostor.got
 
 
-def test_a_run_whose_port_is_taken_ends(files: Path, tmp_path: Path, taken: Stranger) -> None:
+def test_a_run_whose_port_is_taken_ends(files: Path, tmp_path: Path, taken: Impostor) -> None:
     """launch=local: with the address, and the child's own error."""
     config = _config(files, tmp_path / "run", rollout__servers__launch="local")
     job = prepare_job(config, 1)
@@ -170,7 +161,7 @@ def test_a_run_whose_port_is_taken_ends(files: Path, tmp_path: Path, taken: Stra
     taken.assert_it_got_questions_only()
 
 
-def test_serve_whose_port_is_taken_ends(files: Path, tmp_path: Path, taken: Stranger) -> None:
+def test_serve_whose_port_is_taken_ends(files: Path, tmp_path: Path, taken: Impostor) -> None:
     """And announces no address."""
     config = _config(files, tmp_path / "run", rollout__servers__addresses_from=tmp_path / "addresses")
     with pytest.raises(UserError, match=f"{taken.url} ended with code 1 before it was ready(.|\n)*in use"):
@@ -178,7 +169,7 @@ def test_serve_whose_port_is_taken_ends(files: Path, tmp_path: Path, taken: Stra
     assert not list((tmp_path / "addresses").iterdir())
 
 
-def test_another_nodes_server_whose_port_is_taken_is_not_ready(files: Path, tmp_path: Path, taken: Stranger) -> None:
+def test_another_nodes_server_whose_port_is_taken_is_not_ready(files: Path, tmp_path: Path, taken: Impostor) -> None:
     """As rank 0 sees it, through its node's supervisor."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     command = [str(fake_python(files)), "-m", "vllm", "--host", "127.0.0.1", "--port", "{port}"]
@@ -218,14 +209,14 @@ def test_a_port_that_is_taken_at_a_restart(files: Path, tmp_path: Path, monkeypa
             if step == 2:
                 assert isinstance(first.process, LaunchedServer)
                 _kill(first.process)
-                stranger = Stranger(first.process.port)
+                impostor = Impostor(first.process.port)
             engine.load_weights(lambda: iter([("lm_head.weight", torch.zeros(2, 2))]))
             asked = [Request(Prompt(i, "", (2, 3), "", ""), c, step) for i in range(8) for c in range(3)]
             assert len(engine.generate(asked, Sampling(12, 1.0, 0))) == 24
         assert engine.health()[second.name] == "live" and first.state == "out"
         assert any(f"{first.name} answers again and is not used" in line for line in said), said
-        with stranger:
-            stranger.assert_it_got_questions_only()
+        with impostor:
+            impostor.assert_it_got_questions_only()
     finally:
         engine.close()
 
@@ -240,24 +231,16 @@ def test_a_port_that_is_taken_at_a_restart_of_serve(
     [server] = launch_servers(config)
     try:
         served = serve.Served(server, config, addresses, "name", print)
-        _until(lambda: (served.look(), not served.is_starting)[1])
+        until(lambda: (served.look(), not served.is_starting)[1])
         assert list(addresses.iterdir())
         _kill(server)
-        with Stranger(server.port) as stranger:
+        with Impostor(server.port) as impostor:
             with pytest.raises(GuardStop, match=f"{server.url} ended with code 1 before it was ready(.|\n)*in use"):
-                _until(lambda: (served.look(), False)[1])
-            stranger.assert_it_got_questions_only(was_asked=False)  # the server may have ended before the first look
+                until(lambda: (served.look(), False)[1])
+            impostor.assert_it_got_questions_only(was_asked=False)  # the server may have ended before the first look
         assert not list(addresses.iterdir())
     finally:
         server.stop()
-
-
-def _until(holds: Callable[[], bool]) -> None:
-    for _ in range(600):
-        if holds():
-            return
-        threading.Event().wait(0.1)
-    raise AssertionError
 
 
 def test_a_dead_child_is_not_ready(tmp_path: Path) -> None:
@@ -318,7 +301,7 @@ def test_members_find_each_other() -> None:
     assert torch.equal(arrival.memory, sent)
 
 
-def test_a_stranger_in_the_store_is_no_member() -> None:
+def test_an_impostor_in_the_store_is_no_member() -> None:
     """Addresses that it has written in the place of a worker's, or of the trainer's, are used by nobody: without a tag,
     or with another group's. Which keys hold them is seen in a group of members."""
     meeting, store = _meeting()
@@ -343,7 +326,7 @@ def test_who_has_connected_must_know_the_secret(rank: int, mirrors: bool) -> Non
     meeting, store = _meeting()
     got: list[bytes] = []
 
-    def stranger() -> None:
+    def impostor() -> None:
         sealed = dppo_wire.Sealed(store if rank else meeting.store, meeting.secret)
         group = _plain_group(sealed, rank, meeting.joining)
         for _ in range(2):
@@ -356,7 +339,7 @@ def test_who_has_connected_must_know_the_secret(rank: int, mirrors: bool) -> Non
             more.wait(timedelta(seconds=2))
 
     own = (lambda: own_chain(meeting)) if rank else (lambda: _worker(meeting, store, meeting.secret))
-    ours, theirs = _both(own, stranger)
+    ours, theirs = _both(own, impostor)
     assert isinstance(ours, RuntimeError) and f"connected as member {rank} of the group does not know" in str(ours)
     assert theirs is None and len(got) == 2
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from support.cases import Choose
 from support.damage import obstructed
-from support.job import QUICK, job_config, write_job_files
+from support.job import QUICK, job_config
 from support.killing import run_whole
 from support.launch import run_ranks
 from support.tiny import write_model
@@ -38,11 +38,6 @@ PLANTED = (
     *("checkpoints/latest.new", "samples/.steps_000003-000003.rank0000.parquet.new", "eval", "old", "servers"),
 )
 """Names that no file has yet, and that a command may write to."""
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")

@@ -1,27 +1,33 @@
-"""What used to be a traceback, or was accepted, is a sentence and exit code 2, before anything expensive is done."""
+"""What used to be a traceback, or was accepted, is a sentence and exit code 2, before anything expensive is done.
+
+Ranges, types, references and unknown keys are in `test_config.py` and `test_config_load.py`. Here is what only a
+command finds, and that it does so before a process group or a model exists.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.job import REPOSITORY, settings, write_job_files
+import torch.distributed as dist
+from support.job import REPOSITORY, settings
+from support.launch import run_ranks
 
+from dppo_megatron.launched import check_launched
 from dppo_megatron.workbench.cli import main
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 LONG = "x" * 5000
 DEEP = "d/" * 2500
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def _fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -35,47 +41,25 @@ def _fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 VALUES = {
-    "actor.optimizer.learning_rate=.inf": "actor.optimizer.learning_rate = .inf: must be a finite number",
-    "actor.optimizer.learning_rate=1e400": "must be a finite number",
-    "actor.optimizer.learning_rate=101": "must be at most 100",
-    "actor.optimizer.adam_beta1=1.0": "actor.optimizer.adam_beta1 = 1.0: must be in [0, 1)",
-    "actor.optimizer.adam_beta2=-0.1": "actor.optimizer.adam_beta2 = -0.1: must be in [0, 1)",
-    "actor.optimizer.adam_eps=0": "must be in (0, 1]",
-    "reward.timeout_s=.inf": "must be a finite number",
-    "reward.timeout_s=1e12": "reward.timeout_s = 1000000000000.0: must be at most 100000000",
-    "rollout.limits.request_timeout_s=.nan": "must be a finite number",
-    "guard.watchdog_s=-1": "must not be negative",
-    "seed=-1": "seed = -1: must not be negative",
-    "seed=18446744073709551616": "seed = 18446744073709551616: must be at most 9223372036854775807",
     f"seed={'9' * 5000}": "must be a whole number",
-    "seed=true": "seed = true: must be a whole number",
-    "seed=null": "there is nothing to take null for",
-    "steps=1.5": "steps = 1.5: must be a whole number",
-    "threads_per_rank=100000": "threads_per_rank = 100000: must be at most 1024",
-    "rollout.completions_per_prompt=1099511627776": "rollout.completions_per_prompt = 1099511627776: must be at most",
-    "rollout.prompts_per_step=99999999999999999999": "must be at most",
-    "rollout.sampling.max_completion_tokens=99999999999": "must be at most",
-    "rollout.sampling.stop_token_ids=[-1]": "rollout.sampling.stop_token_ids[0] = -1: must not be negative",
-    "reward.processes=4096": "must be at most 1024",
-    "reward.min_self_consistency=1.1": "must be in [0, 1]",
-    "eval.samples=0": "eval.samples = 0: must be at least 1",
-    "eval.temperature=-1": "eval.temperature = -1.0: must not be negative",
-    "data.train_sets={a: {path: x, weight: 0}}": "data.train_sets.a.weight = 0.0: must be greater than 0",
-    "data.eval_sets={a: {path: x, samples: 0}}": "data.eval_sets.a.samples = 0: must be at least 1",
-    "run_dir=${nope}": "there is no setting 'nope'",
-    "run_dir=${run_dir}": "comes back to itself",
-    "run_dir=${oc.env:DPPO_TEST_UNSET}": "the environment variable DPPO_TEST_UNSET is not set",
+    "actor.optimizer.adam_eps=0": "actor.optimizer.adam_eps = 0.0: must be in (0, 1]",
     f"run_dir={LONG}": "cannot be written: File name too long",
     f"run_dir={DEEP}": "cannot be written: File name too long",
     "run_dir=a\0b": "holds a NUL",
     "run_dir=": "run_dir is not set",
+    "model.hf_path=nowhere": "model.hf_path = 'nowhere': no such directory",
     f"model.hf_path={LONG}": "cannot be read: File name too long",
+    f"model.hf_path={CONFIG}": "is a file, not a directory",
+    "data.train_path=nowhere.jsonl": "data.train_path = 'nowhere.jsonl': no such file",
     f"data.train_path={DEEP}": "cannot be read: File name too long",
     f"data.train_path={REPOSITORY / 'tools'}": "neither a directory saved by `datasets` nor",
-    f"model.hf_path={CONFIG}": "is a file, not a directory",
     f"data.eval_paths.x={LONG}": "data.eval_paths.x = ",
+    "data.max_prompt_tokens=3": "more than data.max_prompt_tokens = 3",
+    "warm_start.examples_path=/dev/zero": "is a device or a pipe",
+    "packing.max_tokens_per_microbatch=31": (
+        "data.max_prompt_tokens + rollout.sampling.max_completion_tokens = 32 tokens and must fit"
+    ),
     f"checkpoint.resume={LONG}": "must be auto, never or the directory of a checkpoint",
-    "rollout.servers.endpoints=a: b": "rollout.servers.endpoints = {...}: must be a list",
     "rollout.servers.endpoints=['http://[::1']": "is no address",
     "rollout.servers.endpoints=['http://h:99999']": "is no address",
     "rollout.servers.endpoints=['http://h:1\\n']": "is no address",
@@ -84,10 +68,8 @@ VALUES = {
     "reward.function=a.b": "or module:function",
     "reward.function=:x": "or module:function",
     "rollout.servers.api_key_env=sk-1234": "is not the name of an environment variable",
-    "data.eval_paths={a: }": "must be text",
-    "pruning.prompt.rate=yes": "must be a number",
     "=3": "expected key=value",
-    "": "expected key=value",
+    "steps": "override 'steps': expected key=value",
     "seed.x=3": "'seed' is a value, it has no 'x'",
     "defaults=x.yaml": "unknown key 'defaults'",
 }
@@ -100,6 +82,71 @@ def test_values(files: Path, tmp_path: Path, item: str, capsys: pytest.CaptureFi
     said = _fails(["train", CONFIG, *settings(files, tmp_path / "run"), *engine, item], capsys)
     assert VALUES[item] in said
     assert not (tmp_path / "run").exists()
+
+
+def _model(files: Path, tmp_path: Path, **values: object) -> Path:
+    """A copy of the model directory with other values in config.json."""
+    copy = Path(shutil.copytree(files / "model", tmp_path / "model"))
+    raw = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(raw | values))
+    return copy
+
+
+def _file(directory: Path, text: str) -> str:
+    (directory / "file.jsonl").write_text(text)
+    return str(directory / "file.jsonl")
+
+
+def _pipe(directory: Path) -> Path:
+    """Opening it would wait for a writer without end, on every rank."""
+    os.mkfifo(directory / "rows.jsonl")
+    return directory / "rows.jsonl"
+
+
+def _heads(files: Path, tmp_path: Path) -> list[str]:
+    model = _model(files, tmp_path, num_attention_heads=3, num_key_value_heads=3)
+    return [f"model.hf_path={model}", "actor.layout.tensor_parallel=2"]
+
+
+NO_ANSWER = '{"problem": "1+1="}'
+ROW = '{"problem": "1+1=", "answer": "2"}\n'
+JOBS: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
+    "pipe": (lambda f, t: [f"data.train_path={_pipe(t)}"], "is a device or a pipe, not a file"),
+    "row": (
+        lambda f, t: [f"data.train_path={_file(t, ROW + NO_ANSWER)}"],
+        "file.jsonl:2: the row lacks the field 'answer'; it has: problem",
+    ),
+    "quota": (
+        lambda f, t: [
+            *("data.mixing=weighted", "data.train_path=", f"data.train_sets.train.path={f}/train.jsonl"),
+            *(f"data.train_sets.a.path={_file(t, ROW)}", "data.train_sets.a.weight=0.2"),
+        ],
+        "data.train_sets.a.weight: a step of 16 prompts takes up to 3 of 'a', which holds only 1 problems",
+    ),
+    "few problems": (lambda f, t: [f"data.train_path={_file(t, ROW)}"], "holds only 1 problems"),
+    "positions": (
+        lambda f, t: ["rollout.sampling.max_completion_tokens=500", "packing.max_tokens_per_microbatch=1000"],
+        "more than the 128 positions",
+    ),
+    "heads by tensor_parallel": (_heads, "the model's 3 attention heads do not divide by it"),
+    "architecture": (
+        lambda f, t: [f"model.hf_path={_model(f, t, architectures=['GPT2LMHeadModel'])}"],
+        "architecture GPT2LMHeadModel is not supported; supported: Qwen3ForCausalLM",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", JOBS)
+def test_jobs(
+    files: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read to be found out, as torchrun starts it: before the ranks meet, and nothing written."""
+    world_size = "2" if case.startswith("heads") else "1"
+    for name, value in (LAUNCHED | {"LOCAL_RANK": "0", "WORLD_SIZE": world_size}).items():
+        monkeypatch.setenv(name, value)
+    make, expected = JOBS[case]
+    said = _fails(["train", CONFIG, *settings(files, tmp_path / "run"), *make(files, tmp_path)], capsys)
+    assert expected in said and not (tmp_path / "run").exists()
 
 
 GRADERS = {
@@ -139,12 +186,13 @@ OUTPUTS: dict[str, Callable[[Path, Path], list[str]]] = {
     "simulate --json": lambda f, t: ["simulate", str(t / "trace.jsonl"), "--json", "/proc/self/x/y.json"],
     "simulate --json directory": lambda f, t: ["simulate", str(t / "trace.jsonl"), "--json", str(t)],
     "simulate --json empty": lambda f, t: ["simulate", str(t / "trace.jsonl"), "--json", ""],
-    "convert --out": lambda f, t: ["convert", "to-megatron", "--hf", str(f / "model"), "--out", "/proc/self/x"],
+    "convert --out": lambda f, t: ["convert", "to-megatron", "--hf", str(t / "model"), "--out", "/proc/self/x"],
     "convert --out under a file": lambda f, t: [
-        *("convert", "to-megatron", "--hf", str(f / "model"), "--out", str(t / "file" / "x"))
+        *("convert", "to-megatron", "--hf", str(t / "model"), "--out", str(t / "file" / "x"))
     ],
-    "convert --out long": lambda f, t: ["convert", "to-megatron", "--hf", str(f / "model"), "--out", str(t / LONG)],
-    "convert --out exists": lambda f, t: ["convert", "to-megatron", "--hf", str(f / "model"), "--out", str(t)],
+    "convert --out long": lambda f, t: ["convert", "to-megatron", "--hf", str(t / "model"), "--out", str(t / LONG)],
+    "convert --out exists": lambda f, t: ["convert", "to-megatron", "--hf", str(t / "model"), "--out", str(t)],
+    "convert --out /": lambda f, t: ["convert", "to-megatron", "--hf", str(t / "model"), "--out", "/"],
 }
 
 
@@ -152,17 +200,22 @@ OUTPUTS: dict[str, Callable[[Path, Path], list[str]]] = {
 def test_outputs_are_tried_before_the_work(
     files: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The option and the reason; the input, which is no trace at all, is not even looked at."""
+    """The option and the reason; the input, which is no trace or no model at all, is not even looked at, and nothing is
+    left."""
+    (_model(files, tmp_path) / "model.safetensors").write_bytes(b"x")
     (tmp_path / "file").write_text("")
     (tmp_path / "full" / "results.json").mkdir(parents=True)
     (tmp_path / "trace.jsonl").write_text("no trace")
+    before = sorted(tmp_path.rglob("*"))
     said = _fails(OUTPUTS[case](files, tmp_path), capsys)
+    assert sorted(tmp_path.rglob("*")) == before
     option = "run_dir" if case.startswith("run_dir") else case.split()[1] if "--" in case else "--out"
     assert option in said and "not valid JSON" not in said
     assert any(reason in said for reason in ("cannot be written", "is a file", "is a directory", "exists", "is empty"))
 
 
 INPUTS: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
+    "config is missing": (lambda f, t: ["train", "nowhere.yaml"], "config file 'nowhere.yaml' does not exist"),
     "config is a directory": (lambda f, t: ["train", str(t)], "cannot be read: Is a directory"),
     "config has a long name": (lambda f, t: ["train", LONG], "cannot be read: File name too long"),
     "config has a NUL": (lambda f, t: ["train", "a\0b"], "cannot be read"),
@@ -191,15 +244,19 @@ INPUTS: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
         lambda f, t: ["convert", "to-megatron", "--hf", str(t), "--out", str(t / "o")],
         "holds no config.json",
     ),
+    "no weights": (
+        lambda f, t: ["convert", "to-megatron", "--hf", _without_weights(f, t), "--out", str(t / "a" / "o")],
+        "holds no *.safetensors file",
+    ),
     "hf is missing": (lambda f, t: ["convert", "to-megatron", "--hf", "nope", "--out", str(t / "o")], "--hf = 'nope'"),
     "gate config": (lambda f, t: ["doctor", "--fp8-gate", str(t)], "Is a directory"),
     "doctor settings": (lambda f, t: ["doctor", "seed=3"], "settings belong to a job"),
 }
 
 
-def _file(directory: Path, text: str) -> str:
-    (directory / "file.jsonl").write_text(text)
-    return str(directory / "file.jsonl")
+def _without_weights(files: Path, tmp_path: Path) -> str:
+    (model := _model(files, tmp_path)).joinpath("model.safetensors").unlink()
+    return str(model)
 
 
 @pytest.mark.parametrize("case", INPUTS)
@@ -208,118 +265,104 @@ def test_inputs(files: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFi
     make, expected = INPUTS[case]
     said = _fails(make(files, tmp_path), capsys)
     assert expected in said
-    assert case not in ("no checkpoint", "hf is missing") or ("--hf" in said and "model.hf_path" not in said)
+    assert not (tmp_path / "o").exists() and not (tmp_path / "a").exists()
+    assert case not in ("no checkpoint", "no weights", "hf is missing") or (
+        "--hf" in said and "model.hf_path" not in said
+    )
 
 
-ORDERS = [
-    ["train", "--resume", "never", CONFIG, "seed=-1"],
-    ["train", CONFIG, "--resume", "never", "seed=-1"],
-    ["train", CONFIG, "seed=-1", "--resume", "never"],
-    ["train", CONFIG, "steps=3", "--resume=never", "seed=-1"],
-    ["compare", CONFIG, "steps=3", "--seeds", "2", "seed=-1", "--methods", "grpo"],
-    ["compare", "--seeds", "2", CONFIG, "seed=-1"],
-    ["doctor", "seed=-1", "--fp8-gate", CONFIG],
-    ["doctor", "--fp8-gate", CONFIG, "seed=-1"],
-    ["eval", CONFIG, "steps=3", "seed=-1"],
-    ["plan", CONFIG, "seed=-1", "--gpus", "1"],
-    ["plan", "--gpus", "1", CONFIG, "seed=-1"],
-    ["serve", CONFIG, "seed=-1", "--host", "127.0.0.1"],
-    ["serve", "--host", "127.0.0.1", CONFIG, "seed=-1"],
-    ["train", "--resume", "never", "--", CONFIG, "seed=-1"],
-    ["train", CONFIG, "--", "seed=-1"],
-    ["train", CONFIG, "run_dir=--a b=ü=c", "seed=-1"],
-]
-
-
-@pytest.mark.parametrize("arguments", ORDERS, ids=" ".join)
-def test_settings_before_and_after_options(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The setting is read wherever it stands."""
-    assert "seed = -1: must not be negative" in _fails(arguments, capsys)
+@pytest.mark.slow
+def test_world_size_and_no_megatron(files: Path, tmp_path: Path) -> None:
+    """As torchrun starts it: exit code 2 on every rank, said by the first only, Megatron never imported."""
+    overrides = [*settings(files, tmp_path / "run"), "actor.layout.tensor_parallel=2"]
+    probe = (
+        "import os, sys; from dppo_megatron.workbench.cli import main\n"
+        "for rank in '01':\n"
+        "    os.environ['RANK'] = rank\n"
+        "    print('rank', rank, file=sys.stderr)\n"
+        "    print(main(sys.argv[1:]), [m for m in sys.modules if m.startswith('megatron')])\n"
+    )
+    environment = os.environ | LAUNCHED | {"WORLD_SIZE": "3", "LOCAL_RANK": "0"}
+    command = [sys.executable, "-c", probe, "train", CONFIG, *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY)
+    assert (done.returncode, done.stdout) == (0, "2 []\n2 []\n")
+    first, _, second = done.stderr.partition("rank 1\n")
+    assert "needs a multiple of 2 processes, but the world size is 3; launch with torchrun" in first
+    assert second == ""
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("variables", "expected"),
     [
-        ([], "required: COMMAND"),
-        (["fly"], "invalid choice: 'fly'"),
-        (["train"], "required: CONFIG"),
-        (["train", CONFIG, "--res", "never"], "unrecognized arguments: --res never; did you mean --resume?"),
-        (["train", CONFIG, "--steps", "3"], "arguments: --steps 3; a setting is given without dashes: steps=3"),
-        (["train", CONFIG, "--actor.layout.tensor_parallel=2"], "without dashes: actor.layout.tensor_parallel=2"),
-        (["report", "x", "--otu", "y"], "unrecognized arguments: --otu y; did you mean --out?"),
-        (["report", "x", "--zzz"], "--zzz; the options here are --help, "),
-        (["compare", CONFIG, "-n=3"], "-n=3; the options here are --help, --methods, "),
-        (["convert"], "required: to-megatron|to-hf"),
-        (["compare", CONFIG, "--seeds", "x"], "invalid int value"),
+        ({"RANK": "first"}, "RANK='first' is not a whole number of at least 0"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a whole number of at least 1"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2, but WORLD_SIZE=2: ranks count from 0"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' is not a whole number of at least 0"),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1, but LOCAL_WORLD_SIZE=1"),
+        ({"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE='' is not a whole number of at least 1"),
+        ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2, but WORLD_SIZE=1"),
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK=1, but RANK=0"),
+        ({"WORLD_SIZE": "2"}, "LOCAL_RANK not set, but others of RANK"),
+        ({"MASTER_PORT": "port"}, "MASTER_PORT='port' is not a whole number"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is no port: 1 to 65535"),
+        ({"MASTER_PORT": "\u0663"}, "is not a whole number"),  # a digit to Python, to nobody else
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT not set, but others of RANK"),
     ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
-def test_command_lines_that_are_none(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """argparse's own errors, with its exit code, which is ours for the user's mistakes."""
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == 2 and said in capsys.readouterr().err
+def test_a_launchers_environment_that_is_none(
+    files: Path,
+    tmp_path: Path,
+    variables: dict[str, str],
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A script that sets torchrun's variables itself: one sentence, before anything is read or awaited."""
+    for name, value in (LAUNCHED | variables).items():
+        monkeypatch.setenv(name, value)
+    said = _fails(["train", CONFIG, *settings(files, tmp_path / "run")], capsys)
+    assert expected in said and "torchrun sets these" in said
 
 
-def _start(*arguments: str, **streams: int) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.Popen([sys.executable, "-m", "dppo_megatron", *arguments], env=environment, **streams)  # type: ignore[call-overload, no-any-return]
+def test_tasks_that_srun_starts_without_torchrun(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would be a job of its own in one run directory. A batch shell's own variables say nothing of the kind, nor
+    does a terminal, where srun has started as many shells and one of them is typed into."""
+    monkeypatch.delenv("SLURM_PTY_WIN_COL", raising=False)
+    for name, value in {"SLURM_NTASKS": "8", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}.items():
+        monkeypatch.setenv(name, value)
+    said = _fails(["train", CONFIG, *settings(files, tmp_path / "run")], capsys)
+    assert "srun has started 8 tasks (SLURM_STEP_NUM_TASKS), but RANK is not set" in said
+    monkeypatch.setenv("SLURM_PTY_WIN_COL", "144")
+    check_launched()
+    monkeypatch.delenv("SLURM_PTY_WIN_COL")
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    check_launched()
 
 
-def test_nobody_reads_the_output() -> None:
-    """`| head` has taken what it wanted: no traceback, and the shell's code for it."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    process = _start("completion", "bash", stdout=writer, stderr=subprocess.PIPE)
-    os.close(writer)
-    _, said = process.communicate(timeout=300)
-    assert (process.returncode, said) == (141, b"")
+def test_a_run_directory_that_holds_a_run_is_never_written_over(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert "already holds a run" in _fails(["train", CONFIG, *settings(files, tmp_path)], capsys)
+    assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
 
 
-@pytest.mark.parametrize("both", [False, True])
-def test_nobody_reads_the_mistake(both: bool) -> None:
-    """The exit code still tells that it was one."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    process = _start("train", "nowhere.yaml", stderr=writer, stdout=writer if both else subprocess.PIPE)
-    os.close(writer)
-    process.communicate(timeout=300)
-    assert process.returncode == 2
+def _interface_that_is_not_there(overrides: list[str]) -> tuple[int, str]:
+    if dist.get_rank() == 0:
+        return 0, ""
+    dist.destroy_process_group()
+    os.environ["GLOO_SOCKET_IFNAME"] = "nonexistent0"
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = main(["train", CONFIG, *overrides])
+    return code, said.getvalue()
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
-def test_no_room_for_the_output() -> None:
-    with open("/dev/full", "wb") as full:
-        process = _start("completion", "bash", stdout=full.fileno(), stderr=subprocess.PIPE)
-        _, said = process.communicate(timeout=300)
-    assert process.returncode == 2
-    assert said.startswith(b"error: stdout cannot be written: No space left on device; some of the output is lost")
-
-
-def test_interrupted(tmp_path: Path) -> None:
-    """Control-C: 130. The trace is a pipe that nobody writes to, so the command waits in its reading."""
-    fifo = tmp_path / "trace.jsonl"
-    os.mkfifo(fifo)
-    process = _start("train", str(fifo), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    with open(fifo, "wb"):  # returns when the command has opened it
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=300)
-    assert (process.returncode, said) == (130, b"interrupted\n")
-
-
-_INTERRUPTS = """
-import signal, sys
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == "dppo_megatron.types":
-            signal.raise_signal(signal.SIGINT)
-sys.meta_path.insert(0, Finder())
-"""
-
-
-def test_interrupted_while_it_is_imported(tmp_path: Path) -> None:
-    """The command line itself takes a while to import on a slow disk."""
-    (tmp_path / "sitecustomize.py").write_text(_INTERRUPTS)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
-    arguments = [sys.executable, "-m", "dppo_megatron", "config", "seed"]
-    done = subprocess.run(arguments, env=environment, capture_output=True, timeout=300)
-    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
+def test_a_mistake_of_another_rank_is_seen_once(files: Path, tmp_path: Path) -> None:
+    """Rank 0 speaks for all where they agree; of what is wrong on another machine alone it knows nothing."""
+    code, said = run_ranks(_interface_that_is_not_there, 2, settings(files, tmp_path / "run"))[1]
+    assert code == 2
+    assert said.startswith("error: rank 1: GLOO_SOCKET_IFNAME=nonexistent0 fits no network interface of ")
+    assert said.count("\n") == 1 and said.endswith("by which the machines of the job reach each other\n")

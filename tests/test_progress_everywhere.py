@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.engines.fake_vllm import fake_python
-from support.job import REPOSITORY, job_config, settings, write_job_files
+from support.job import REPOSITORY, job_config, settings
 from support.launch import run_ranks
 
 from dppo_megatron.job import prepare_job
@@ -86,11 +86,6 @@ class Log:
         """Phases of the table that did not report."""
         text = self._stream.getvalue()
         return {phase for phase in PHASES[command] if not re.search(rf"^{re.escape(phase)}\b.*: ", text, re.MULTILINE)}
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ vLLM's /collective_rpc calls every replica and answers for the first. `test_engi
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,18 +43,15 @@ NCCL = {"version": "2.28.9", "NCCL_CUMEM_ENABLE": "-2", "NCCL_NVLS_ENABLE": "2"}
 @pytest.fixture
 def fake() -> Iterator[FakeVLLM]:
     """Two replicas of two workers each, which the replicas tell in no order."""
-    server = FakeVLLM("127.0.0.1", 0, KEY)
-    server.instead = {
-        "/server_info": {"vllm_config": _settings(2)},
-        "/get_world_size": {"world_size": 4},
-        "/inference/v1/generate_arrays": {"form": 1},
-        "/dppo_workers": {"replicas": [[_worker(3), _worker(2)], [_worker(1), _worker(0)]]},
-        "/collective_rpc": {"results": [_worker(0), _worker(1)]},
-    }
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with FakeVLLM("127.0.0.1", 0, KEY) as server:
+        server.instead = {
+            "/server_info": {"vllm_config": _settings(2)},
+            "/get_world_size": {"world_size": 4},
+            "/inference/v1/generate_arrays": {"form": 1},
+            "/dppo_workers": {"replicas": [[_worker(3), _worker(2)], [_worker(1), _worker(0)]]},
+            "/collective_rpc": {"results": [_worker(0), _worker(1)]},
+        }
+        yield server
 
 
 def _settings(replicas: int, **parallel: Any) -> dict[str, Any]:
@@ -72,7 +68,7 @@ def _worker(place: int, **more: Any) -> dict[str, Any]:
 
 
 def _server(fake: FakeVLLM) -> VLLMServer:
-    return VLLMServer(Http(f"http://127.0.0.1:{fake.server_address[1]}", KEY))
+    return VLLMServer(Http(fake.url, KEY))
 
 
 def test_every_replicas_workers_are_known(fake: FakeVLLM) -> None:
@@ -190,7 +186,7 @@ def test_both_ends_of_a_communicator_are_compared(
         return
     with pytest.raises(UserError, match=f"channel = nccl: http.*: {found}"):
         _connected(fake, files, channel="nccl")
-    assert f"weight sync: disk (no NCCL communicator: http://127.0.0.1:{fake.server_address[1]}: {found}" in (
+    assert f"weight sync: disk (no NCCL communicator: {fake.url}: {found}" in (
         _connected(fake, files, channel="auto", on_gpu=True).description
     )
 
@@ -200,7 +196,7 @@ def _connected(fake: FakeVLLM, files: Path, channel: str, on_gpu: bool = False) 
         files,
         files / "run",
         rollout__engine="vllm",
-        rollout__servers__endpoints=f"[http://127.0.0.1:{fake.server_address[1]}]",
+        rollout__servers__endpoints=f"[{fake.url}]",
         rollout__sync__channel=channel,
     )
     job = prepare_job(config, 1)

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.job import job_config, nearly, read_metrics, write_job_files
+from support.job import job_config, nearly, read_metrics
 from support.killing import Kill, run_killed, run_whole, train_or_die
 from support.launch import run_ranks
 
@@ -43,11 +43,6 @@ SHORT = {
     "reward__function": "support.faulty:length_parity",
     "reward__min_self_consistency": 0,
 }
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines.rig import Rig, requests, run, sync
-from support.engines.routers import until
 from support.engines.stub import Asked, StubServers, answer_to, completion, good
 from support.hooks import ForgetfulHook, RaisingHook
-from support.job import job_config, write_job_files
+from support.job import job_config
 from support.launch import run_ranks
+from support.processes import until
 from test_array_answers import packed
 
 from dppo_megatron.config.reward import RewardConfig
@@ -41,11 +41,6 @@ from dppo_megatron.rollout.servers.wire import Sampled
 from dppo_megatron.types import Completion, Grade, GuardStop, Prompt
 
 LIMIT = 12
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture

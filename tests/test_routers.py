@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from support.engines.rig import Rig, requests, run, sync
-from support.engines.routers import real_router, relay, until
+from support.engines.rig import Rig, requests, right, run, sync
+from support.engines.routers import real_router, relay
 from support.engines.stub import Asked, StubServers, good
 from support.job import job_config, write_job_files
+from support.processes import until
 from support.settings import rollout_config
-from test_hostile_servers import right
 
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.disk_faults import Killed, Kind, disk_fault
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, write_model
-from support.trouble import Killed, Kind, trouble
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dppo_megatron.types import UserError
@@ -92,7 +92,7 @@ def _save_in_trouble(model: Path, root: Path, kind: Kind, victim: int, asynchron
     for at in _points(kind):
         saver.begin_again()
         here = dist.get_rank() == victim
-        with trouble(root, kind, at) if here else contextlib.nullcontext() as disk:
+        with disk_fault(root, kind, at) if here else contextlib.nullcontext() as disk:
             what = saver.save(3)
         if what == "killed":
             saver.reopen()

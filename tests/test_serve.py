@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +18,7 @@ import torch
 from support.engines.fake_vllm import FakeVLLM, fake_python
 from support.job import REPOSITORY, job_config, settings, write_job_files
 from support.launch import run_ranks
+from support.processes import processes_of, until
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
@@ -35,54 +35,32 @@ from dppo_megatron.types import Prompt, UserError
 SAMPLING = Sampling(12, 1.0, 0)
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
-
-
 class Fakes:
     """Servers of this process by name, with addresses of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, running: contextlib.ExitStack) -> None:
         self.servers: dict[str, FakeVLLM] = {}
-        self.threads: list[threading.Thread] = []
+        self._running = running
 
     def start(self, name: str, key: str = "key") -> str:
         """Its address."""
-        server = self.servers[name] = FakeVLLM("127.0.0.1", 0, key)
-        self.threads.append(threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True))
-        self.threads[-1].start()
-        return self.url(name)
-
-    def url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self.servers[name].server_address[1]}"
-
-    def stop(self, name: str) -> None:
-        self.servers[name].shutdown()
-        self.servers[name].server_close()
+        self.servers[name] = self._running.enter_context(FakeVLLM("127.0.0.1", 0, key))
+        return self.servers[name].url
 
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
     monkeypatch.setattr(directory, "_STALE_S", 1e9)  # nobody beats for them, however slow this machine is
-    found = Fakes()
-    yield found
-    for name in found.servers:
-        found.stop(name)
-
-
-def _until(holds: Callable[[], Any], what: Callable[[], str]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.05)
+    with contextlib.ExitStack() as running:
+        yield Fakes(running)
 
 
 # --------------------------------------------------------------------------------------------------------- the files
 
 
 def test_an_address_is_read_by_its_owner_only(tmp_path: Path) -> None:
-    """Mode 0600 whatever the umask, whole or absent, and its key in no repr."""
+    """Mode 0600 whatever the umask, whole or absent, and its key in no repr. For other tools that start servers it is
+    JSON with the three keys that docs/cluster.md names."""
     before = os.umask(0)
     try:
         registration = Registration(tmp_path, "a", entry := Entry("http://n1:8000", "secret", "vllm"))
@@ -90,6 +68,7 @@ def test_an_address_is_read_by_its_owner_only(tmp_path: Path) -> None:
         os.umask(before)
     [file] = tmp_path.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600 and "secret" not in repr(entry)
+    assert json.loads(file.read_text()) == {"url": "http://n1:8000", "api_key": "secret", "engine": "vllm"}
     assert Directory(tmp_path).entries() == {"http://n1:8000": entry}
     registration.remove()
     assert not list(tmp_path.iterdir()) and Directory(tmp_path).entries() == {}
@@ -333,24 +312,12 @@ def _serve(files: Path, run_dir: Path, addresses: Path, **extra: Any) -> subproc
     return subprocess.Popen([*command, *overrides], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def _server_pids(files: Path) -> list[int]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"fake_vllm.py" in command and str(files).encode() in command:
-            found.append(int(entry.name))
-    return found
-
-
 @pytest.mark.slow
 def test_serve_keeps_servers_for_a_trainer(tmp_path: Path) -> None:
     """Ready, they are announced; a trainer finds and uses them. One that is killed is started again and synced; SIGUSR1
     does nothing; SIGTERM takes the addresses away and ends all."""
     files = write_job_files(tmp_path / "task")
-    addresses = tmp_path / "addresses"
+    addresses, servers = tmp_path / "addresses", ("fake_vllm.py", str(files))
     serving = _serve(files, tmp_path / "run", addresses, rollout__servers__count=2)
     try:
         trainer = Trainer(_config(files, tmp_path / "run", addresses, rollout__servers__wait_for=2))
@@ -362,31 +329,19 @@ def test_serve_keeps_servers_for_a_trainer(tmp_path: Path) -> None:
                 "said while it runs"
             )
             serving.send_signal(signal.SIGUSR1)
-            killed = _server_pids(files)[0]
+            killed = processes_of(*servers)[0]
             os.kill(killed, signal.SIGKILL)
-            _until(lambda: len(set(_server_pids(files)) - {killed}) == 2, lambda: "it was not started again")
-            _until(lambda: len(list(addresses.glob("*.json"))) == 2, lambda: "it was not announced again")
-            _until(lambda: list(trainer().values()) == ["live", "live"], lambda: str(trainer.said))
+            until(lambda: len(set(processes_of(*servers)) - {killed}) == 2, "it was not started again")
+            until(lambda: len(list(addresses.glob("*.json"))) == 2, "it was not announced again")
+            until(lambda: list(trainer().values()) == ["live", "live"], said=lambda: str(trainer.said))
         finally:
             trainer.engine.close()
         serving.send_signal(signal.SIGTERM)
         said, _ = serving.communicate(timeout=60)
         assert serving.returncode == 0 and "starting it again" in said and said.endswith("serve: ended\n")
-        assert not list(addresses.glob("*.json")) and not _server_pids(files)
+        assert not list(addresses.glob("*.json")) and not processes_of(*servers)
     finally:
         serving.kill()
-
-
-@pytest.mark.slow
-def test_a_server_that_cannot_start_ends_serve(files: Path, tmp_path: Path) -> None:
-    """With the end of its log, and exit code 2."""
-    broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\necho 'Error: no such model'\nexit 3\n")
-    broken.chmod(0o755)
-    serving = _serve(files, tmp_path / "run", tmp_path / "addresses", rollout__servers__python=broken)
-    said, _ = serving.communicate(timeout=60)
-    assert serving.returncode == 2 and "ended with code 3 before it was ready" in said and "no such model" in said
-    assert not list((tmp_path / "addresses").glob("*.json"))
 
 
 def test_serve_says_what_it_needs(files: Path, tmp_path: Path) -> None:
@@ -409,10 +364,3 @@ def test_serve_says_what_it_needs(files: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "servers").write_text("in the way")
     with pytest.raises(UserError, match=r"run_dir: .*server_0\.log', a server's log, cannot be written"):
         serve(checked, "127.0.0.1")
-
-
-def test_what_is_written_is_json(tmp_path: Path) -> None:
-    """For other tools that start servers: the three keys that docs/cluster.md names."""
-    Registration(tmp_path, "a", Entry("http://n1:8000", "k", "vllm"))
-    written = json.loads((tmp_path / "a.json").read_text())
-    assert written == {"url": "http://n1:8000", "api_key": "k", "engine": "vllm"}

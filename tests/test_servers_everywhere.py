@@ -8,8 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from support.engines.stub import completion
 from support.job import REPOSITORY, job_config, write_job_files
 from support.job import settings as job_settings
 from support.launch import RankError, run_ranks
+from support.processes import command_line, is_gone, processes_of, until
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import from_rank_zero, gather_all
@@ -39,26 +38,6 @@ from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.types import Completion, Prompt
 
 LIMIT = 12
-
-
-def _until(holds: Callable[[], bool], what: str, seconds: float = 60, said: Callable[[], str] = str) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, f"{what}\n{said()}"
-        time.sleep(0.05)
-
-
-def _is_gone(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_job_files(tmp_path_factory.mktemp("task"))
 
 
 def fake_config(files: Path, run_dir: Path, **extra: Any) -> Config:
@@ -86,18 +65,18 @@ def test_a_supervisor_starts_and_is_asked_to_start_again(tmp_path: Path) -> None
         assert all(handle.is_running and handle.exit_code is None and handle.node == 1 for handle in handles)
         killed, other = (server.process for server in servers)
         assert killed is not None and other is not None
-        _until(lambda: "here I am" in servers[0].log.read_text(), "it has not begun")
+        until(lambda: "here I am" in servers[0].log.read_text(), "it has not begun")
         os.killpg(killed.pid, signal.SIGKILL)
-        _until(lambda: not handles[0].is_running, "its end was not told")
+        until(lambda: not handles[0].is_running, "its end was not told")
         assert handles[0].exit_code == -signal.SIGKILL and "here I am" in handles[0].tail() and handles[1].is_running
         handles[0].start()
         assert handles[0].is_running, "asked for counts as running, or it would be asked for again and again"
-        _until(lambda: servers[0].process is not killed and servers[0].is_running, "it was not started again")
+        until(lambda: servers[0].process is not killed and servers[0].is_running, "it was not started again")
         assert servers[1].process is other
     finally:
         supervisor.close()
     last = servers[0].process
-    assert last is not None and _is_gone(last.pid) and _is_gone(other.pid)
+    assert last is not None and is_gone(last.pid) and is_gone(other.pid)
 
 
 _STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
@@ -111,7 +90,7 @@ def test_all_are_asked_to_end_before_one_is_waited_for(tmp_path: Path, monkeypat
     for server in servers:
         server.start()
     pids = [server.process.pid for server in servers if server.process is not None]
-    _until(lambda: all("deaf" in server.log.read_text() for server in servers), "they have not begun")
+    until(lambda: all("deaf" in server.log.read_text() for server in servers), "they have not begun")
     calls: list[tuple[str, int]] = []
     send, wait = os.killpg, subprocess.Popen.wait
     monkeypatch.setattr(os, "killpg", lambda pid, kind: (calls.append((f"signal {kind:d}", pid)), send(pid, kind)))
@@ -120,7 +99,7 @@ def test_all_are_asked_to_end_before_one_is_waited_for(tmp_path: Path, monkeypat
     )
     server_process.stop_all(servers)
     assert calls == [(what, pid) for what in ("signal 15", "wait", "signal 9", "wait") for pid in pids]
-    assert all(map(_is_gone, pids))
+    assert all(map(is_gone, pids))
 
 
 def _with_a_fault_on_rank(config: Config, rank: int) -> str:
@@ -167,7 +146,7 @@ def _as_two_nodes(config: Config, killed: int) -> dict[str, Any]:
         states = []
         for step in (1, 2, 3):
             if step == 3 and engine._head is not None:  # asked for in the second sync
-                _until(lambda: all(map(_answers, engine._fleet.members)), "it was not started again")
+                until(lambda: all(map(_answers, engine._fleet.members)), "it was not started again")
             engine.load_weights(lambda to=None: iter(weights))
             engine.start(
                 [Request(Prompt(i, "", (2, 3), "", ""), c, step) for i in range(12) for c in range(3)], SAMPLING
@@ -179,7 +158,7 @@ def _as_two_nodes(config: Config, killed: int) -> dict[str, Any]:
                     if engine._nodes.node == killed:
                         os.killpg(server.process.pid, signal.SIGKILL)
                 if engine._head is not None:
-                    _until(lambda: not all(m.process.is_running for m in engine._fleet.members), "its end was not told")  # type: ignore[union-attr]
+                    until(lambda: not all(m.process.is_running for m in engine._fleet.members), "its end was not told")  # type: ignore[union-attr]
                 dist.barrier()
         sync = from_rank_zero(lambda: engine._sync.version)
         described = engine.description
@@ -188,7 +167,7 @@ def _as_two_nodes(config: Config, killed: int) -> dict[str, Any]:
     finally:
         engine.close()
     dist.barrier()
-    gone = all(_is_gone(pid) for _, pid in [*pids, *started_again])
+    gone = all(is_gone(pid) for _, pid in [*pids, *started_again])
     return {"found": found, "states": states, "pids": pids, "again": started_again, "gone": gone} | {
         "sync": sync,
         "described": described,
@@ -283,7 +262,7 @@ class Agents:
 
     def kill(self, agent: int) -> None:
         """As when that machine's power fails: the agent and its rank (which leads a session of its own) at once."""
-        victims = [pid for pid in _under(self.agents[agent].pid) if b"fake_vllm.py" not in _command(pid)]
+        victims = [pid for pid in _under(self.agents[agent].pid) if b"fake_vllm.py" not in command_line(pid)]
         for pid in [self.agents[agent].pid, *victims]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -293,13 +272,6 @@ class Agents:
             if self.agents[number].poll() is None:
                 self.kill(number)
             self.agents[number].wait()
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 def _under(pid: int) -> list[int]:
@@ -313,15 +285,6 @@ def _under(pid: int) -> list[int]:
         new = [child for child, parent in parents.items() if parent in new]
         found += new
     return found
-
-
-def _servers(files: Path) -> list[int]:
-    pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if b"fake_vllm.py" in _command(pid) and str(files).encode() in _command(pid)]
-
-
-def _rows(metrics: Path) -> int:
-    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
 
 @pytest.mark.long
@@ -344,12 +307,12 @@ def test_two_agents_of_torchrun(tmp_path: Path) -> None:
     metrics = tmp_path / "run" / "metrics.jsonl"
     job = Agents(tmp_path, job_settings(files, tmp_path / "run", **values))
     try:
-        _until(
+        until(
             lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, "no step was made", 240, job.said
         )
-        assert len(_servers(files)) == 2
+        assert len(processes_of("fake_vllm.py", str(files))) == 2
         job.kill(1)
         assert all(code != 0 for code in job.wait())
-        _until(lambda: not _servers(files), "servers are left", 60, job.said)
+        until(lambda: not processes_of("fake_vllm.py", str(files)), "servers are left", 60, job.said)
     finally:
         job.close()

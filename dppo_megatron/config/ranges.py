@@ -5,7 +5,7 @@
 
 A range excludes absurd values, not unwise ones: upper ends are far above anything ever run, so that 2**40 or a value in
 the wrong unit is an error at the start and not a hang later. Every number of the schema has one
-(tests/test_config_ranges.py); how settings must fit together is checked in `checks.py` and by the sections.
+(tests/test_config.py); how settings must fit together is checked in `checks.py` and by the sections.
 """
 
 from __future__ import annotations

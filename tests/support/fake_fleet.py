@@ -85,18 +85,18 @@ class World:
     late: list[Event] = field(default_factory=list)
     """Events that were on their way when their ticket was cancelled."""
     said: list[str] = field(default_factory=list)
-    rooms: int = 1000
+    capacity: int = 1000
 
     def fleet(self, count: int = 2, routers: Sequence[FakeRouter] = (), **limits: Any) -> Fleet:
         config = rollout_config({f"limits.{name}": value for name, value in limits.items()})
         self.servers = [FakeServer(name) for name in "abcdefgh"[:count]]
-        doors: Any = (self.servers, config, self.said.append, self, (), lambda: self.now, Inline(), None, routers)
-        fleet = Fleet(*doors)
+        given: Any = (self.servers, config, self.said.append, self, (), lambda: self.now, Inline(), None, routers)
+        fleet = Fleet(*given)
         synced(fleet)
         return fleet
 
     def room(self, server: int) -> int:
-        return self.rooms
+        return self.capacity
 
     def ask(self, ask: Ask) -> None:
         self.asked.append(ask)

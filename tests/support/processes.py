@@ -1,4 +1,4 @@
-"""Processes beside the test: one that holds something until it is killed, whether one lives, a port for one."""
+"""Processes beside the test: one that holds something until it is killed, whether one lives, what is waited for."""
 
 from __future__ import annotations
 
@@ -55,6 +55,37 @@ def running(process: int) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def until(holds: Callable[[], object], what: str = "", seconds: float = 60, said: Callable[[], str] = str) -> None:
+    """Return when it holds; else fail with `what` and what `said` returns."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"{what}\n{said()}"
+        time.sleep(0.02)
+
+
+def is_gone(group: int) -> bool:
+    """Whether no process of the group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def command_line(process: int) -> bytes:
+    """Of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def processes_of(*words: str) -> list[int]:
+    """Those whose command line holds every word."""
+    found = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+    return [one for one in found if all(word.encode() in command_line(one) for word in words)]
 
 
 def free_port() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from dppo_vllm_guard import PROOF_HEADER, PROOF_PATH, proof
 
 
 class FakeVLLM(ThreadingHTTPServer):
-    """One server; serves from `serve_forever`."""
+    """One server; serves from `serve_forever`, and as a context manager from a thread."""
 
     daemon_threads = True
 
@@ -31,6 +32,19 @@ class FakeVLLM(ThreadingHTTPServer):
         """If not 0, the status of every answer."""
         self.instead: dict[str, Any] = {}
         """By path, what is answered in place of what would be right."""
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def __enter__(self) -> FakeVLLM:
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):

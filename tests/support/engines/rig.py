@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory
 from dppo_megatron.rollout.client.holding import Arrived
 from dppo_megatron.rollout.client.messages import Address
@@ -19,6 +21,7 @@ from dppo_megatron.rollout.servers.router import RouterServer
 from dppo_megatron.rollout.servers.sglang import SGLangServer
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
+from support.engines.stub import completion
 from support.settings import rollout_config
 
 VOCABULARY = 19
@@ -130,3 +133,15 @@ def run(fleet: Fleet, groups: Sequence[GenerateRequest], **values: Any) -> Work:
             return work
         except NeedsWeights:
             sync(fleet)
+
+
+def right(arrived: list[Arrived], count: int, size: int, limit: int = 12) -> bool:
+    """Every completion once, and the one that its request draws."""
+    places = sorted((one.index, one.position) for one in arrived)
+    assert places == [(index, position) for index in range(count) for position in range(size)]
+    for one in arrived:
+        tokens, logprobs, reason = completion(1000 * one.index + one.position, limit)
+        assert one.token_ids.tolist() == tokens and one.reason == reason
+        np.testing.assert_allclose(one.logprobs, logprobs, rtol=1e-6)
+        assert one.spans == [(1, len(tokens))]
+    return True

@@ -17,8 +17,7 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ import pytest
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.router import named_workers
 from support.engines.stub import Asked, Behaviour, StubServers
-from support.processes import free_port
+from support.processes import free_port, until
 
 _MODULE = {"vllm": "vllm_router", "sglang": "sglang_router"}
 _KNOWN = {"text", "input_ids", "sampling_params", "rid", "stream"}
@@ -58,14 +57,6 @@ def relay(stubs: StubServers, name: str, workers: Sequence[str], engine: str) ->
         writer.close()
 
     return behave
-
-
-def until(done: Callable[[], bool]) -> None:
-    """Return when it is so."""
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def _python(engine: str) -> str:

@@ -3,7 +3,7 @@
 A list by hand would be wrong within a week. Settings are handed on as sections (`config: ObjectiveConfig`), so a small
 inference over annotations is enough: parameters, fields and return types name classes, and `config.rollout.sampling`
 is followed through them. What it cannot follow (a loop over entries, `getattr`) counts by name where only one class of
-settings has a field of that name. tests/test_help.py asks for a reader of every setting: nothing reads one without.
+settings has a field of that name. tests/test_config.py asks for a reader of every setting: nothing reads one without.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ WAYS: dict[str, Callable[[bytes], bytes]] = {
 """What it answers to whatever it is sent; `asked` begins `GET /dppo_proof?` and the nonce."""
 
 
-class Stranger:
+class Impostor:
     """Listens on a port of loopback until it is closed; waits for the port if it is taken.
 
     Args:
@@ -41,7 +41,7 @@ class Stranger:
         self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def __enter__(self) -> Stranger:
+    def __enter__(self) -> Impostor:
         return self
 
     def __exit__(self, *_: object) -> None:

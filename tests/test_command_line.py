@@ -1,4 +1,4 @@
-"""What a user asks before reading the code: `config`, completion at Tab, and messages that name their page."""
+"""The command line: what may stand on it, what a user asks before reading the code (`config`, Tab), how it ends."""
 
 from __future__ import annotations
 
@@ -8,74 +8,94 @@ import pty
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.job import REPOSITORY
-from support.readers import readings
 
-from dppo_megatron.config.hints import all_keys
-from dppo_megatron.config.load import config_values, read_config
-from dppo_megatron.config.reference import Setting, all_settings, find, page_for
-from dppo_megatron.config.schema import Config
+from dppo_megatron.config.reference import page_for
 from dppo_megatron.workbench.cli import main, program
 from dppo_megatron.workbench.commands.completion import settings
 from dppo_megatron.workbench.mistakes import PAGES
 
-LEAVES = [one for one in all_settings() if not one.is_section]
+CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 
 
-def _by_key(one: Setting) -> str:
-    return one.key
+# -------------------------------------------------------------------------------------------- options and settings
 
 
-# ------------------------------------------------------------------------------------------------- config
+ORDERS = [
+    ["train", "--resume", "never", CONFIG, "seed=-1"],
+    ["train", CONFIG, "--resume", "never", "seed=-1"],
+    ["train", CONFIG, "seed=-1", "--resume", "never"],
+    ["train", CONFIG, "steps=3", "--resume=never", "seed=-1"],
+    ["compare", CONFIG, "steps=3", "--seeds", "2", "seed=-1", "--methods", "grpo"],
+    ["compare", "--seeds", "2", CONFIG, "seed=-1"],
+    ["doctor", "seed=-1", "--fp8-gate", CONFIG],
+    ["doctor", "--fp8-gate", CONFIG, "seed=-1"],
+    ["eval", CONFIG, "steps=3", "seed=-1"],
+    ["plan", CONFIG, "seed=-1", "--gpus", "1"],
+    ["plan", "--gpus", "1", CONFIG, "seed=-1"],
+    ["serve", CONFIG, "seed=-1", "--host", "127.0.0.1"],
+    ["serve", "--host", "127.0.0.1", CONFIG, "seed=-1"],
+    ["train", "--resume", "never", "--", CONFIG, "seed=-1"],
+    ["train", CONFIG, "--", "seed=-1"],
+    ["train", CONFIG, "run_dir=--a b=ü=c", "seed=-1"],
+]
 
 
-def test_the_list_is_the_schema() -> None:
-    """Key for key, beside what stands under names that the user chooses."""
-    assert [one.key for one in all_settings() if "<name>" not in one.key] == all_keys(Config)
+@pytest.mark.parametrize("arguments", ORDERS, ids=" ".join)
+def test_settings_before_and_after_options(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The setting is read wherever it stands."""
+    assert main(arguments) == 2
+    assert "seed = -1: must not be negative" in capsys.readouterr().err
 
 
-def test_every_default_is_read_back_as_the_default() -> None:
-    """The printed defaults, given on the command line, change nothing."""
-    given = [
-        f"{one.key}={one.default}" for one in LEAVES if "<name>" not in one.key and one.default not in ("''", "{}")
-    ]
-    assert len(given) > 150
-    assert config_values(read_config("", given)) == config_values(Config())
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["train"], "required: CONFIG"),
+        (["train", CONFIG, "--res", "never"], "unrecognized arguments: --res never; did you mean --resume?"),
+        (["train", CONFIG, "--steps", "3"], "arguments: --steps 3; a setting is given without dashes: steps=3"),
+        (["train", CONFIG, "--actor.layout.tensor_parallel=2"], "without dashes: actor.layout.tensor_parallel=2"),
+        (["report", "x", "--otu", "y"], "unrecognized arguments: --otu y; did you mean --out?"),
+        (["report", "x", "--zzz"], "--zzz; the options here are --help, "),
+        (["compare", CONFIG, "-n=3"], "-n=3; the options here are --help, --methods, "),
+        (["convert"], "required: to-megatron|to-hf"),
+        (["compare", CONFIG, "--seeds", "x"], "invalid int value"),
+    ],
+)
+def test_command_lines_that_are_none(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse's own errors, with its exit code, which is ours for the user's mistakes."""
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2 and said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("one", LEAVES, ids=_by_key)
-def test_every_setting_has_a_meaning_and_a_reader(one: Setting) -> None:
-    """Nothing is undocumented, and nothing is a setting that no line reads. The line that is named holds the name."""
-    assert one.meaning
-    places = readings(one.owner, one.name)
-    assert places
-    for place in places:
-        lines = (REPOSITORY / place.file).read_text(encoding="utf-8").splitlines()
-        assert one.name in lines[place.line - 1], place
+def test_help_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
+    """Help exists for the program and each command, and names no command that is not there."""
+    for arguments in (["--help"], ["train", "--help"], ["eval", "--help"]):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 0
+        assert "dppo-megatron" in capsys.readouterr().out
 
 
-def test_readers_are_found_through_what_they_are_called_there() -> None:
-    """Some that were looked up by hand: a chain, a parameter of the section's type, a field of an object, a loop."""
-    found = {
-        key: {f"{place.file}:{place.inside}" for place in readings(find(key)[0].owner, key.rpartition(".")[2])}
-        for key in ("rollout.sampling.temperature", "objective.clip_low", "guard.watchdog_s", "objective.dual_clip")
-    }
-    assert "dppo_megatron/steps/build.py:make_sampling" in found["rollout.sampling.temperature"]
-    assert "dppo_megatron/algorithms/policy_losses.py:clip" in found["objective.clip_low"]
-    assert "dppo_megatron/run.py:Run.__init__" in found["guard.watchdog_s"]
-    assert not any("evaluation" in place for place in found["rollout.sampling.temperature"])  # eval.temperature's
+def test_a_command_without_ranks_does_not_read_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell in which a script has left a variable of torchrun's empty."""
+    monkeypatch.setenv("RANK", "")
+    assert main(["config", "seed"]) == 0
+    assert capsys.readouterr().out.startswith("seed  (")
 
 
-def test_every_page_exists_and_every_section_has_one() -> None:
-    own = {one.key for one in all_settings() if one.page != Config.page}
-    assert {name for name in vars(Config()) if name not in own} == {"seed", "steps", "threads_per_rank"}
-    for one in all_settings():
-        assert (REPOSITORY / "docs" / one.page).is_file()
+# ---------------------------------------------------------------------------------------------------------- config
 
 
 def test_config_prints_what_there_is_to_know(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +138,7 @@ def test_config_knows_what_was_meant(asked: str, hint: str, capsys: pytest.Captu
 
 
 def test_a_mistake_names_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(REPOSITORY / "configs" / "quickstart.yaml"), "objective.clip_low=7"]) == 2
+    assert main(["train", CONFIG, "objective.clip_low=7"]) == 2
     assert capsys.readouterr().err.endswith("(see docs/objectives.md)\n")
     assert page_for("data.eval_paths.math = 'x': no such file") == "data.md"
     assert page_for("data.eval_pathz: unknown key") == "data.md"
@@ -147,22 +167,22 @@ def test_so_does_one_about_a_file_or_an_option(line: str, page: str, capsys: pyt
     assert capsys.readouterr().err.endswith(f"(see docs/{page}.md)\n")
 
 
-def test_every_room_that_refuses_has_a_page() -> None:
+def test_every_package_that_refuses_has_a_page() -> None:
     """Wherever the source raises a UserError; and each page is there. Packages that serve all commands have none, nor
     have the commands that are about settings: theirs is configuration.md."""
-    rooms = set()
+    packages = set()
     for path in (REPOSITORY / "dppo_megatron").rglob("*.py"):
         if "UserError(" in path.read_text(encoding="utf-8"):
             parts = path.relative_to(REPOSITORY / "dppo_megatron").with_suffix("").parts
-            rooms.add(parts[1] if parts[0] in ("steps", "workbench") else parts[0])
+            packages.add(parts[1] if parts[0] in ("steps", "workbench") else parts[0])
     [commands] = [a for a in program()._actions if isinstance(a, argparse._SubParsersAction)]
-    refusing = rooms - {"cli", "commands", "config", "mistakes", "runs", "types"}
+    refusing = packages - {"cli", "commands", "config", "mistakes", "runs", "types"}
     assert refusing | set(commands.choices) - {"completion", "config", "train"} == set(PAGES)
     for page in PAGES.values():
         assert (REPOSITORY / "docs" / page).is_file()
 
 
-# ------------------------------------------------------------------------------------------------- completion
+# ------------------------------------------------------------------------------------------------------ completion
 
 
 def test_the_command_line_does_without_torch() -> None:
@@ -237,13 +257,11 @@ def test_in_a_real_bash(shells: tuple[Path, dict[str, str]]) -> None:
 
 LINES = {
     "dppo-megatron compa": "dppo-megatron compare ",
-    "dppo-megatron config rollout.sampling.te": "dppo-megatron config rollout.sampling.temperature ",
     "dppo-megatron train job.yaml rollout.sampling.top_p": "dppo-megatron train job.yaml rollout.sampling.top_p=",
     "dppo-megatron train job.yaml seed=1 model.dtype=b": "dppo-megatron train job.yaml seed=1 model.dtype=bfloat16 ",
-    "dppo-megatron compare job.yaml --st": "dppo-megatron compare job.yaml --steps-factor ",
     "dppo-megatron train jo": "dppo-megatron train job.yaml ",
 }
-"""A line, and what Tab makes of it."""
+"""A line, and what Tab makes of it: a space after what is whole, none after `=`, and files. Bash is asked for more."""
 
 
 def test_in_a_real_fish(shells: tuple[Path, dict[str, str]]) -> None:
@@ -305,3 +323,82 @@ def _answer(person: int) -> str:
 def test_a_script_for_each_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     assert "dppo-megatron" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------- how it ends
+
+
+def _start(*arguments: str, **streams: int) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen([sys.executable, "-m", "dppo_megatron", *arguments], env=environment, **streams)  # type: ignore[call-overload, no-any-return]
+
+
+def test_nobody_reads_the_output() -> None:
+    """`| head` has taken what it wanted: no traceback, and the shell's code for it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = _start("completion", "bash", stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    _, said = process.communicate(timeout=300)
+    assert (process.returncode, said) == (141, b"")
+
+
+def test_nobody_reads_the_mistake() -> None:
+    """The exit code still tells that it was one."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = _start("train", "nowhere.yaml", stderr=writer, stdout=writer)
+    os.close(writer)
+    process.communicate(timeout=300)
+    assert process.returncode == 2
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_no_room_for_the_output() -> None:
+    with open("/dev/full", "wb") as full:
+        process = _start("completion", "bash", stdout=full.fileno(), stderr=subprocess.PIPE)
+        _, said = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert said.startswith(b"error: stdout cannot be written: No space left on device; some of the output is lost")
+
+
+def test_interrupted(tmp_path: Path) -> None:
+    """Control-C: 130. The trace is a pipe that nobody writes to, so the command waits in its reading."""
+    fifo = tmp_path / "trace.jsonl"
+    os.mkfifo(fifo)
+    process = _start("train", str(fifo), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    with open(fifo, "wb"):  # returns when the command has opened it
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=300)
+    assert (process.returncode, said) == (130, b"interrupted\n")
+
+
+_INTERRUPTS = """
+import signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "dppo_megatron.types":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_interrupted_while_it_is_imported(tmp_path: Path) -> None:
+    """The command line itself takes a while to import on a slow disk."""
+    (tmp_path / "sitecustomize.py").write_text(_INTERRUPTS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
+    arguments = [sys.executable, "-m", "dppo_megatron", "config", "seed"]
+    done = subprocess.run(arguments, env=environment, capture_output=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
+
+
+@pytest.mark.parametrize(("closed", "said"), [(1, ""), (2, "seed  (whole number")])
+def test_a_stream_that_is_closed(closed: int, said: str) -> None:
+    """As a service may start the command: what would have been written there is not, and all else is as ever."""
+    begin = f"import os, sys; os.close({closed}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    command = [sys.executable, "-c", begin, "-m", "dppo_megatron", "config", "seed"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"DPPO_PROGRESS": "on"}, cwd=REPOSITORY
+    )
+    assert (done.returncode, done.stdout[: len(said) or None]) == (0, said)
+    assert "Traceback" not in done.stderr  # on a slow machine there are lines of progress

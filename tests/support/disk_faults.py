@@ -63,7 +63,7 @@ def _disk() -> _Disk:
 
 
 @contextmanager
-def trouble(root: Path, kind: Kind, at: int) -> Iterator[_Disk]:
+def disk_fault(root: Path, kind: Kind, at: int) -> Iterator[_Disk]:
     """Trouble with everything under `root` inside the block; `struck` of what it yields says what it has hit.
 
     Args:
