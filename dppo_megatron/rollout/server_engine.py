@@ -2,12 +2,12 @@
 
     rank 0     start: plan of groups -> rollout thread (fleet.py) <-> clients (client/remote.py) <-> servers
     any rank   start: the same plan, for the places of what it will hold
-               finish: waits for rank 0's word (a broadcast over gloo), then takes its share from its node's client
-    rank 0     load_weights: main thread; the rollout thread is done, or its requests are treated as
-               `rollout.sync.in_flight` says
+               finish: waits for rank 0's broadcast over gloo, then takes its share from its node's client
+    rank 0     load_weights: main thread; the rollout thread is done, or its requests are treated by
+               `rollout.sync.in_flight`
 
-One rank decides: with a single speaker the load balance, the retries and the weights version are facts in one place
-instead of agreements between many. What it decides on are scalars, so it does not matter how many tokens there are.
+One rank decides, so load balance, retries and weights version are state in one place and no protocol between ranks. It
+decides from scalars, so the number of tokens does not matter.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _PROBE_S = 120.0
 
 
 class ServerEngine(Engine):
-    """vLLM or SGLang servers as `rollout` says. Collective, like every `Engine`.
+    """vLLM or SGLang servers as configured in `rollout`. Collective, like every `Engine`.
 
     Args:
         say: prints a log line; used on rank 0.
@@ -184,14 +184,14 @@ class ServerEngine(Engine):
         return self._take(started.places)
 
     def take_grades(self) -> dict[int, Grade]:
-        """What the client's hook says of the completions of the last `finish`, by position in its requests; empty
-        without a hook, and for requests of a stream."""
+        """The hook's grades of the completions of the last `finish`, by position in its requests; empty without a
+        hook, and for requests of a stream."""
         taken, self._grades = self._grades, {}
         return taken
 
     def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
-        """See `Engine.probe`. All servers at once. One that gives no whole answer in time is left out, which is said;
-        whether it is out is for its health probe to find."""
+        """See `Engine.probe`. All servers at once. One without a whole answer in `_PROBE_S` is logged and left out of
+        the result; whether it is out is decided by its health probe."""
         return from_rank_zero(lambda: self._probe(self._plan(requests, sampling)[0]))
 
     def _probe(self, work: Work) -> list[tuple[str, Completion]]:
@@ -206,7 +206,7 @@ class ServerEngine(Engine):
         return answers
 
     def abort(self) -> None:
-        """Also at the servers, so that they do not go on for nobody."""
+        """Also at the servers, so that they do not generate what is not read."""
         started, self._started = self._started, None
         if started is not None and self._head is not None:
             started.work.given_up = True
@@ -216,11 +216,11 @@ class ServerEngine(Engine):
 
     def rest(self) -> None:
         """No generation until the next `load_weights`: colocated servers give their device memory back."""
-        if self._config.rollout.servers.colocate:  # every rank waits: its GPU is not its own before
+        if self._config.rollout.servers.colocate:  # every rank waits: before, the servers still hold its GPU
             from_rank_zero(lambda: self._sync.sleep())
 
     def health(self) -> dict[str, str]:
-        """Rank 0's view."""
+        """As rank 0 sees it."""
         return from_rank_zero(lambda: self._fleet.health())
 
     def statistics(self) -> RolloutStats:
@@ -229,7 +229,7 @@ class ServerEngine(Engine):
         return taken
 
     def close(self) -> None:
-        """End launched servers and this node's client; leave other servers to their owner, without requests of ours."""
+        """End launched servers and this node's client; other servers go on, without this run's requests."""
         with ExitStack() as each:  # the last is called first, and all are, also where one fails
             if self._channel is not None:
                 each.callback(self._channel.close)
@@ -259,7 +259,7 @@ class ServerEngine(Engine):
         bucket_bytes, timeout_s = rollout.sync.bucket_mb << 20, rollout.limits.sync_timeout_s
         if name == "disk":
             run_dir = Path(self._config.run_dir)
-            # two runs may share a directory, and a run that is started again writes over what it left there
+            # two runs may share a directory; a run that is started again must find its own, to overwrite it
             own = f"{run_dir.name}_{zlib.crc32(str(run_dir.absolute()).encode()):08x}"
             directory = Path(rollout.sync.dir) / own if rollout.sync.dir else run_dir / "sync"
             return DiskChannel(fleet, directory, self._config.model.hf_path, bucket_bytes, timeout_s)
@@ -373,7 +373,7 @@ def _address(place: int, server: Generator) -> Address:
 
 
 class _Background:
-    """One rollout; on rank 0 in a thread of its own, on other ranks only what every rank knows of it."""
+    """One rollout; on rank 0 with a thread, on other ranks only what every rank knows of it."""
 
     def __init__(self, work: Work, places: list[list[int]]) -> None:
         self.work, self.places = work, places
@@ -407,7 +407,7 @@ class _Background:
 
 
 def _nodes() -> Nodes:
-    """How the ranks lie on machines. Collective."""
+    """The ranks by machine. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Nodes.of([""], 0)
     names = [""] * dist.get_world_size()

@@ -69,7 +69,7 @@ class Take(msgspec.Struct, frozen=True):
 
 
 class HandedGroup(msgspec.Struct, frozen=True):
-    """One group, whose tokens lie in the buffers behind those of the groups before it."""
+    """One group; its tokens follow those of the groups before it in the buffers."""
 
     index: int
     lengths: list[int]

@@ -1,7 +1,7 @@
 """Finding the servers of a run, starting those that are the trainer's own, and checking that they are the right ones.
 
-All that a user can get wrong about a server is said here, before the first step: each check names the address, what
-was found and what would be right.
+Mistakes of a user about servers are reported here, before the first step: each message names the address, what was
+found and what would be right.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Connection:
     seats: Seats
     """Under the channel ipc, the rank that hands weights to each worker; else empty."""
     directory: Addresses | None = None
-    """Who the servers are from now on, where they may come and go."""
+    """The servers from now on, where they may come and go."""
 
 
 def connect(
@@ -84,7 +84,10 @@ def connect(
             configured = configured_key(rollout)
             known, routers = routed(rollout, configured, say)
             addresses = dict.fromkeys(known, configured)
-            directory = _named(known, routers, rollout, configured)
+            if routers:
+                behind = {name for router in routers for name in router.named}
+                alone = [url for url in known if url not in behind]
+                directory = partial(named_now, alone, routers, configured, rollout.engine)
         urls = list(addresses)
         servers: list[Server] = [
             make_server(rollout, url, key, architecture.vocab_size) for url, key in addresses.items()
@@ -124,18 +127,8 @@ def connect(
     )
 
 
-def _named(
-    servers: Sequence[str], routers: Sequence[RouterServer], rollout: RolloutConfig, key: str
-) -> Addresses | None:
-    """Where there are routers, whom they will name later."""
-    if not routers:
-        return None
-    behind = {name for router in routers for name in router.named}
-    return partial(named_now, [url for url in servers if url not in behind], routers, key, rollout.engine)
-
-
 def _passes(router: RouterServer, servers: Sequence[Server], say: Callable[[str], None]) -> bool:
-    """Whether requests go through it; else its workers are asked themselves, which is said."""
+    """Whether requests go through it; else a log line, and its workers are asked themselves."""
     if through(router, [server.dialect for server in servers]):
         return True
     say(f"rollout: {router.http.url} passes no requests of this engine on; its workers are asked themselves")
@@ -201,8 +194,8 @@ def routed(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> tupl
 
 
 def ipc_warning(variables: Mapping[str, str] = os.environ) -> str:
-    """What the description says where torch hands its memory over as file descriptors: a container may not let a
-    server take them (it needs the right to trace processes)."""
+    """A warning where torch hands its memory over as file descriptors: in a container a server needs ptrace rights to
+    take them."""
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in variables.get(variable, "").replace(" ", "").lower():
             return (
@@ -216,14 +209,14 @@ def _named_workers(http: Http) -> list[str] | None:
     """None for what is no router."""
     try:
         return named_workers(http, _FIRST_ANSWER_S)
-    except (Unreachable, Refused):  # no such path, another answer, or nobody: `describe` says what is wrong
+    except (Unreachable, Refused):  # no such path, another answer, or none: `describe` reports what is wrong
         return None
 
 
 def _seats(
     launched: Sequence[ServerProcess], infos: Sequence[ServerInfo], devices: Sequence[RankDevice]
 ) -> dict[str, tuple[int, ...] | None]:
-    """For each server of ours by address the ranks that share its workers' devices; None for one with a worker on a
+    """For each launched server by address the ranks that share its workers' devices; None for one with a worker on a
     device without a rank."""
     if not shared_memory.is_supported():
         return {}
@@ -244,12 +237,12 @@ def configured_key(rollout: RolloutConfig) -> str:
 
 def make_server(rollout: RolloutConfig, url: str, api_key: str, vocab_size: int) -> Server:
     """The dialect of the run's engine for the server at `url`."""
-    http = Http(url, api_key, proves=None if rollout.servers.endpoints else True)  # these may have our check
+    http = Http(url, api_key, proves=None if rollout.servers.endpoints else True)  # a user's server may lack the check
     return VLLMServer(http) if rollout.engine == "vllm" else SGLangServer(http, vocab_size)
 
 
 def described(server: Server, timeout_s: float) -> ServerInfo:
-    """What the server says of itself. Raises Unreachable or Refused, and UserError for answers that cannot be read."""
+    """`Server.describe`. Raises Unreachable or Refused, and UserError for answers that cannot be read."""
     try:
         return server.describe(timeout_s=timeout_s)
     except BadAnswer as error:
@@ -259,10 +252,10 @@ def described(server: Server, timeout_s: float) -> ServerInfo:
 
 
 def describe(server: Server, api_key_env: str) -> ServerInfo:
-    """What the server says of itself; UserError if it cannot be asked."""
+    """`Server.describe` of a healthy server; UserError if it cannot be asked."""
     url = server.http.url
     try:
-        info = described(server, _FIRST_ANSWER_S)  # first: another engine's server may not know how it is
+        info = described(server, _FIRST_ANSWER_S)  # first: another engine's server may lack the path of the health probe
         server.healthy(timeout_s=_FIRST_ANSWER_S)
         return info
     except Unreachable as error:
@@ -284,7 +277,7 @@ def choose_channel(
     Args:
         wanted: `rollout.sync.channel`.
         offered: the channels that each server is started for.
-        unequal: what of NCCL is not the same at both ends; nccl is not among `offered` then.
+        unequal: the difference between both ends' NCCL; nccl is not among `offered` then.
 
     Raises:
         UserError: a forced channel that a server does not offer.
@@ -334,7 +327,7 @@ def check_server(url: str, info: ServerInfo, config: Config, architecture: Archi
 
 
 def _check_cuts(url: str, info: ServerInfo, rollout: RolloutConfig, vocab_size: int) -> None:
-    """For servers that cut in another order, or give a cut's log-probabilities only up to a number of tokens."""
+    """For servers that apply top_p before top_k, or give log-probabilities under them only up to a number of tokens."""
     if not info.cuts_in_order and rollout.sampling.top_p < 1 and rollout.sampling.top_k > 0:
         raise UserError(
             f"{url} measures rollout.sampling.top_p before rollout.sampling.top_k cuts, all other"
@@ -352,8 +345,8 @@ def _check_cuts(url: str, info: ServerInfo, rollout: RolloutConfig, vocab_size: 
 def make_servers(config: Config, host: str = "127.0.0.1", node: int = 0, name: str = "") -> list[LaunchedServer]:
     """`rollout.servers.count` servers for this machine, not started yet.
 
-    Each gets a key of its own through its environment, and asks for it at every endpoint (`in_engine`): others can
-    reach the port too.
+    Each gets its key through its environment, and asks for it at every endpoint (`in_engine`): other users can reach
+    the port too.
 
     Args:
         host: address that they listen on.
@@ -370,7 +363,7 @@ def make_servers(config: Config, host: str = "127.0.0.1", node: int = 0, name: s
     model = str(Path(config.model.hf_path).absolute())
     command = build(rollout, python, model, longest, config.model.dtype, cpu=cpu, host=host)
     if is_torch_dist(config.model.hf_path) and "--load-format" not in rollout.servers.args:
-        command += ["--load-format", "dummy"]  # engines cannot read it; the first weight sync brings what it holds
+        command += ["--load-format", "dummy"]  # engines cannot read it; the first weight sync brings the weights
     variables = vllm_environment(cpu, rollout.servers.count) if vllm else sglang_environment(cpu)
     servers = []
     for index in range(rollout.servers.count):

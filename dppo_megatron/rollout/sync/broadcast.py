@@ -22,29 +22,12 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
-from torch import Tensor
-
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.server_process import address_toward
-from dppo_megatron.rollout.sync.channels import (
-    FAILURES,
-    Bucket,
-    BucketChannel,
-    Offers,
-    Tensors,
-    at_once,
-    in_thread,
-    receiver,
-)
-from dppo_megatron.rollout.transfer.groups import (
-    BroadcastBackend,
-    BroadcastGroup,
-    Meeting,
-    Sending,
-    listening_store,
-)
+from dppo_megatron.rollout.sync.channels import FAILURES, Bucket, BucketChannel, Offers, Tensors, at_once, in_thread
+from dppo_megatron.rollout.transfer.groups import BroadcastBackend, BroadcastGroup, Meeting, Sending, listening_store
 
 _SHORTER = 0.75
 _JOINING_S = 60.0
@@ -100,10 +83,10 @@ class BroadcastChannel(BucketChannel):
         first_ranks, following = {}, 1
         for member in members:
             first_ranks[member.name], following = following, following + member.server.world_size
-        own = in_thread(lambda: receiver(members[0]).own_group(meeting))
+        own = in_thread(lambda: members[0].server.own_group(meeting))
         answers = at_once(
             members,
-            lambda m: receiver(m).join_group(meeting, first_ranks[m.name], timeout_s=joining_s + _MARGIN_S),
+            lambda m: m.server.join_group(meeting, first_ranks[m.name], timeout_s=joining_s + _MARGIN_S),
         )
         begun: list[Future[Any]] = [own, *(answer for _, answer in answers)]
         wait(begun, return_when=FIRST_EXCEPTION)
@@ -127,26 +110,21 @@ class BroadcastChannel(BucketChannel):
         return bool(failed)
 
     def _hand_over(self, members: Sequence[Member], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
-        if not members or self._group is None:
+        """The broadcast and the requests to take part in it go at the same time: over NCCL the first one begins when
+        the workers are there. If somebody breaks the group, that one is out, and nobody has taken the bucket."""
+        group = self._group
+        if not members or group is None:
             return []
-        if self._broadcast(members, bucket.flat(), bucket):
-            return list(members)
-        self.close()
-        return []
-
-    def _broadcast(self, members: Sequence[Member], flat: Tensor, bucket: Bucket) -> bool:
-        """One bucket to all; False if the group is broken, and who broke it is out. The broadcast and the requests to
-        take part in it go at the same time: over NCCL the first one begins when the workers are there."""
-        assert self._group is not None
-        sending = Sending(self._group, flat)
-        answers = at_once(members, lambda m: receiver(m).receive(bucket.notes, timeout_s=self._timeout_s))
+        sending = Sending(group, bucket.flat())
+        answers = at_once(members, lambda m: m.server.receive(bucket.notes, timeout_s=self._timeout_s))
         wait([answer for _, answer in answers], return_when=FIRST_EXCEPTION)
         if any(answer.done() and answer.exception() for _, answer in answers):
-            self._group.abandon()  # lets go of those that wait for a member that will not come
+            group.abandon()  # releases those that wait for a member that will not come
         if self._blame(answers):
-            return False
+            self.close()
+            return []
         sending.wait(self._timeout_s)  # all have it, so it has left
-        return True
+        return list(members)
 
 
 def _own_address(urls: Sequence[str]) -> str:

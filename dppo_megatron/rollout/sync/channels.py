@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -29,7 +29,7 @@ from dppo_megatron.files import remove_tree
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
-from dppo_megatron.rollout.servers.protocol import BucketServer, Offer, TensorNote
+from dppo_megatron.rollout.servers.protocol import Offer, TensorNote
 from dppo_megatron.rollout.servers.wire import version_number
 from dppo_megatron.weights.hf_files import assets
 
@@ -190,13 +190,13 @@ class BucketChannel(Channel):
         try:
             timeout_s = self._timeout_s
             took = handed.result()
-            return on_each(self._fleet, took, lambda m: receiver(m).end_update(version, timeout_s=timeout_s))
+            return on_each(self._fleet, took, lambda m: m.server.end_update(version, timeout_s=timeout_s))
         finally:
             self._end()
 
     def _begin(self, members: Sequence[Member]) -> list[Member]:
         timeout_s = self._timeout_s
-        return self._prepare(on_each(self._fleet, members, lambda m: receiver(m).begin_update(timeout_s=timeout_s)))
+        return self._prepare(on_each(self._fleet, members, lambda m: m.server.begin_update(timeout_s=timeout_s)))
 
     def _go_on(self, before: Future[list[Member]], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
         """In the sender thread. Raises what the bucket before has raised."""
@@ -258,8 +258,3 @@ def on_each(
         else:
             succeeded.append(member)
     return succeeded
-
-
-def receiver(member: Member) -> BucketServer:
-    """Its calls for buckets: both engines have them."""
-    return cast(BucketServer, member.server)

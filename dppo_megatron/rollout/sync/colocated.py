@@ -25,16 +25,7 @@ from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Offer, TensorNote
 from dppo_megatron.rollout.servers.seats import Seats
-from dppo_megatron.rollout.sync.channels import (
-    Bucket,
-    BucketChannel,
-    Offers,
-    Tensors,
-    buckets,
-    drain,
-    on_each,
-    receiver,
-)
+from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, Offers, Tensors, buckets, drain, on_each
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 
 MakeOffer: TypeAlias = Callable[[SharedBuffer, Sequence[TensorNote]], Offer]
@@ -116,7 +107,7 @@ class SharedMemoryChannel(BucketChannel):
             own = [places.get((member.name, worker)) for worker in range(len(self._seats[member.name]))]
             if any(offer is None for offer in own):
                 raise RuntimeError(failures)
-            receiver(member).receive_shared(own, bucket.notes, timeout_s=self._timeout_s)  # type: ignore[arg-type]
+            member.server.receive_shared(own, bucket.notes, timeout_s=self._timeout_s)  # type: ignore[arg-type]
 
         return on_each(self._fleet, members, read)
 

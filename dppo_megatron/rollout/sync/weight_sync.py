@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 from dppo_megatron.config.rollout import RolloutConfig
@@ -116,17 +117,12 @@ class WeightSync:
     def again(self) -> None:
         """Passes over the present weights until whoever can have them has them."""
         assert self._weights is not None, "a sync comes first"
-        started, wait_until, passes, is_over = time.perf_counter(), 0.0, 0, False
-        while not is_over:
+        started, wait_until, passes, goes_on = time.perf_counter(), 0.0, 0, True
+        while goes_on:
             problem = self._pass_to_the_end(self._weights)
             passes += 1
             wait_until = wait_until or time.monotonic() + self._rollout.limits.engine_wait_s
-
-            def decide(problem: Exception | None = problem, passes: int = passes, until: float = wait_until) -> bool:
-                """On rank 0."""
-                return not self._needs_another_pass(problem, passes, until)
-
-            is_over = from_rank_zero(decide)
+            goes_on = from_rank_zero(partial(self._needs_another_pass, problem, passes, wait_until))
         self._reach("done")
         self._sync_s = time.perf_counter() - started
 
@@ -219,7 +215,7 @@ class WeightSync:
         return members
 
     def _send(self, tensors: Tensors, members: list[Member]) -> None:
-        """On rank 0: leaves those in `members` that took everything."""
+        """On rank 0: keeps those in `members` that took everything."""
         self._reach("sending")
         members[:] = self._channel.push(tensors, tuple(members), version_name(self.run, self.version))
         self._reach("handed over")

@@ -45,7 +45,7 @@ class Meeting:
     store: TCPStore
     world_size: int
     joining: timedelta
-    """For everybody to come."""
+    """For all members to join."""
     timeout: timedelta
     """For one transfer."""
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
@@ -93,7 +93,7 @@ class Chain(BroadcastGroup):
         parts = torch.split(memory.cpu(), CHUNK_BYTES)  # gloo sends from the host
         begun = [self._backend.send([part], 1, tag) for tag, part in enumerate(parts)]
         deadline = time.monotonic() + self._timeout.total_seconds()
-        for work in begun:  # untold, gloo waits for the time for joining; 0 would be untold
+        for work in begun:  # without a timeout gloo waits for the join timeout, and timedelta(0) counts as none
             work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
     def abandon(self) -> None:
@@ -125,8 +125,8 @@ class Broadcast(BroadcastGroup):
 
     def abandon(self) -> None:
         """NCCL's is aborted. Its destructor waits for pending broadcasts, and where a killed receiver never answers
-        torch's watchdog would end this whole process after the group's timeout; the members' kernels are told through
-        the store."""
+        torch's watchdog would end this whole process after the group's timeout. A key in the store has the members
+        abort theirs."""
         backend, self._backend = self._backend, None
         if backend is not None and backend.name() == "nccl":  # gloo's ends with its sockets
             with contextlib.suppress(RuntimeError):
@@ -135,8 +135,8 @@ class Broadcast(BroadcastGroup):
 
 
 class Sending:
-    """One `BroadcastGroup.send` in a thread of its own: NCCL connects in the first one, and blocks until the other ends
-    do too; and a send to somebody who has hung blocks until the group's timeout."""
+    """One `BroadcastGroup.send` in a thread: the first over NCCL connects, and blocks until the other ends do too; a
+    send to a member that hangs blocks until the group's timeout."""
 
     def __init__(self, group: BroadcastGroup, memory: Tensor) -> None:
         self._error: BaseException | None = None
@@ -155,7 +155,7 @@ class Sending:
         try:
             group.send(memory)
         except Exception as error:
-            # its words only: the traceback would keep the group alive, and others wait until our sockets close
+            # its text only: the traceback would keep the group alive, and others wait until our sockets close
             self._error = RuntimeError(f"{type(error).__name__}: {error}")
 
 
@@ -172,7 +172,7 @@ def _backend(meeting: Meeting, store: PrefixStore) -> Any:
         return dist.ProcessGroupNCCL(store, 0, meeting.world_size, options)
     if "GLOO_SOCKET_IFNAME" in os.environ:  # the user knows the network
         group = dist.ProcessGroupGloo(store, 0, meeting.world_size, meeting.joining)
-    else:  # by itself gloo would listen on the address of the host's name, whoever may reach that
+    else:  # gloo's default is the address of the host's name, which other networks may reach
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.host)]
         options._timeout = meeting.joining
