@@ -255,7 +255,7 @@ def describe(server: Server, api_key_env: str) -> ServerInfo:
     """`Server.describe` of a healthy server; UserError if it cannot be asked."""
     url = server.http.url
     try:
-        info = described(server, _FIRST_ANSWER_S)  # first: another engine's server may lack the path of the health probe
+        info = described(server, _FIRST_ANSWER_S)  # first: another engine may lack the probe's path
         server.healthy(timeout_s=_FIRST_ANSWER_S)
         return info
     except Unreachable as error:

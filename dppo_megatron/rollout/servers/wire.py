@@ -149,7 +149,7 @@ def _raise_if_wrong(one: Sampled, group: GenerateRequest, expected: Expected) ->
 
 def _raise_if_falsely_certain(sampled: Sequence[Sampled], group: GenerateRequest) -> None:
     """Log-probabilities that are all exactly 0: where each token had probability 1, no other completion of the prompt
-    can have taken another one. Right answers of this kind are alike (top_k = 1, a model that has collapsed) or short."""
+    can have taken another one. Right ones of this kind are alike (top_k = 1, a model that has collapsed) or short."""
     most = _MOST_CERTAIN if group.top_p == 1 and group.top_k == 0 else group.max_tokens
     for one in sampled:
         count = len(one.token_ids)
