@@ -1,15 +1,13 @@
 """Weights by broadcast: one group of this rank and the workers of all servers, so that one copy leaves the trainer.
 
-What a common group costs is that one server's death breaks it for all. The rules:
+The price of a common group: one server's death breaks it for all. The rules:
 
 - A group is kept from sync to sync while those to be synced are the same and none has been out. Else it is made anew,
   of exactly those: a broadcast needs all of its members.
-- A pass in which somebody fails is broken: the rest of it is not sent, its members stay stale, and `WeightSync` begins
-  another without the one that failed. Nobody is left with a part of the weights: a pass starts with tensor one.
-- Who failed? A server whose connection breaks or times out. Those that answer "the weights stopped coming" are its
+- A pass in which a member fails is broken: the rest of it is not sent, its members stay stale, and `WeightSync` begins
+  another without the one that failed. No server keeps a part of the weights: a pass starts with tensor one.
+- A server whose connection breaks or times out has failed. Those that answer "the weights stopped coming" are its
   neighbours in the group, and are not to blame. If every server answers, those that refuse are.
-
-Servers give up a broadcast before the request for it times out (`_SHORTER`), so that they can say that they live.
 """
 
 from __future__ import annotations
@@ -30,9 +28,11 @@ from dppo_megatron.rollout.sync.channels import FAILURES, Bucket, BucketChannel,
 from dppo_megatron.rollout.transfer.groups import BroadcastBackend, BroadcastGroup, Meeting, Sending, listening_store
 
 _SHORTER = 0.75
+"""Of the timeout of a request: servers give up a broadcast before it, and so can still answer that they live."""
 _JOINING_S = 60.0
-"""Those who wait for a member that does not join can do nothing else meanwhile."""
+"""Members that wait for one that does not join are blocked."""
 _MARGIN_S = 5.0
+"""Of the request to join over `_JOINING_S`: the server's own timeout comes first, and names the reason."""
 
 
 class BroadcastChannel(BucketChannel):
@@ -52,7 +52,7 @@ class BroadcastChannel(BucketChannel):
         self._group, self._joined = None, []
 
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
-        """As for every bucket channel, but that a pass in which somebody fails is nobody's."""
+        """See `BucketChannel.push`; a pass in which a member fails counts for none."""
         took = super().push(tensors, members, version)
         self.not_to_blame = [member.name for member in members if member not in took and member.state != "out"]
         return took
@@ -98,8 +98,8 @@ class BroadcastChannel(BucketChannel):
         return own.result()
 
     def _blame(self, answers: Sequence[tuple[Member, Future[Any]]], doing: str = "") -> bool:
-        """Mark out who broke the group, if any of `answers` is a failure: servers that cannot be reached, or, if all
-        answer, those that refuse."""
+        """Mark out the servers that broke the group, if any of `answers` is a failure: those that cannot be reached,
+        or, if all answer, those that refuse."""
         failed = {member: error for member, answer in answers if (error := answer.exception()) is not None}
         for error in failed.values():
             if not isinstance(error, FAILURES):
@@ -111,7 +111,7 @@ class BroadcastChannel(BucketChannel):
 
     def _hand_over(self, members: Sequence[Member], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
         """The broadcast and the requests to take part in it go at the same time: over NCCL the first one begins when
-        the workers are there. If somebody breaks the group, that one is out, and nobody has taken the bucket."""
+        the workers are there. A server that breaks the group is out, and none has taken the bucket."""
         group = self._group
         if not members or group is None:
             return []

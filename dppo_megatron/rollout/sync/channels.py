@@ -1,7 +1,7 @@
 """The ways for weights into servers: through files or by broadcast; through shared memory is `colocated.py`.
 
-All walk the actor's stream of full tensors in buckets, so that no rank holds the model, and hand bucket k over in a
-thread while bucket k + 1 is put together:
+All walk the actor's stream of full tensors in buckets, so that no rank holds the model, and send bucket k in a thread
+while bucket k + 1 is gathered:
 
     this thread     gather 0 | gather 1      | gather 2      | ...    (the stream: collective over the actor's ranks)
     sender thread            | hand over 0   | hand over 1   | ...    (all servers at the same time)
@@ -36,7 +36,7 @@ from dppo_megatron.weights.hf_files import assets
 T = TypeVar("T")
 Tensors = Iterable[tuple[str, Tensor]]
 Offers: TypeAlias = dict[tuple[str, int], Offer]
-"""Where a bucket lies for each reader, by server and worker."""
+"""How each reader maps a bucket, by server and worker."""
 FAILURES = (Unreachable, Refused, RuntimeError)
 """What a server's failure looks like here; torch reports a broken group as RuntimeError."""
 
@@ -52,7 +52,7 @@ class Channel(ABC):
     receivers: Sequence[int] = (0,)
     """Ranks of the actor that must be given the stream."""
     not_to_blame: Collection[str] = ()
-    """Servers, by address, that the last pass has not served though they did nothing wrong."""
+    """Servers, by address, that did not get the last pass because of another server's failure."""
 
     def __init__(self, fleet: Fleet | None, bucket_bytes: int, timeout_s: float) -> None:
         self._all, self._bucket_bytes, self._timeout_s = fleet, bucket_bytes, timeout_s
@@ -102,7 +102,7 @@ class Bucket:
 
 def buckets(tensors: Tensors, max_bytes: int) -> Iterator[Bucket]:
     """Consecutive tensors of one dtype, together at most `max_bytes` unless one alone is larger. None spans two pieces
-    of memory that the stream has filled end to end, so that each can be sent as it lies."""
+    of memory that the stream has filled end to end, so that each can be sent without a copy."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:
@@ -124,7 +124,7 @@ def _breaks(last: Tensor, following: Tensor) -> bool:
 def write_snapshot(tensors: Tensors, target: Path, hf_path: str | Path, bucket_bytes: int) -> None:
     """Safetensors shards and config.json in `target`, which appears only when it is complete.
 
-    Not fsynced: a snapshot is read at once and replaced by the next; checkpoints are made elsewhere.
+    Not fsynced: a snapshot is read at once and replaced by the next.
     """
     aside = target.with_name(target.name + ".incomplete")
     remove_tree(aside)
@@ -153,7 +153,7 @@ class DiskChannel(Channel):
 
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
         """Write once, then all servers read at the same time. The previous snapshot is deleted."""
-        target = self._directory / f"weights_{version_number(version)}"  # what a killed run has left is written over
+        target = self._directory / f"weights_{version_number(version)}"  # a killed run's is overwritten
         stream = iter(tensors)
         try:
             write_snapshot(stream, target, self._hf_path, self._bucket_bytes)
@@ -229,7 +229,7 @@ def drain(tensors: Iterable[object]) -> None:
 
 
 def in_thread(action: Callable[[], T]) -> Future[T]:
-    """Begin `action` in a thread of its own, which lives as long as it does."""
+    """Begin `action` in a new thread, which ends with it."""
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="server")
     future = pool.submit(action)
     pool.shutdown(wait=False)
@@ -244,7 +244,10 @@ def at_once(members: Sequence[Member], action: Callable[[Member], T]) -> list[tu
 def on_each(
     fleet: Fleet, members: Sequence[Member], action: Callable[[Member], None], doing: str = "weight sync"
 ) -> list[Member]:
-    """Run `action` at the same time on all that are not out; who fails at what we were `doing` is marked out.
+    """Run `action` at the same time on all that are not out; a server that fails is marked out.
+
+    Args:
+        doing: what failed, for the log.
 
     Returns:
         Those for which it succeeded.
