@@ -21,14 +21,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import barrier, from_rank_zero, gather_all
-from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory
+from dppo_megatron.rollout.client.grading import Detokenizer, HookFactory, grades_of
 from dppo_megatron.rollout.client.holding import completion_of, spans_of
 from dppo_megatron.rollout.client.messages import Address
 from dppo_megatron.rollout.client.process import Setup
@@ -295,7 +294,7 @@ class ServerEngine(Engine):
                 arrived.token_ids, arrived.logprobs, arrived.reason, arrived.spans, arrived.text
             )
             if arrived.grades and not arrived.position:
-                self._grades |= zip(places[arrived.index], msgspec.msgpack.decode(arrived.grades, type=list[Grade]), strict=True)
+                self._grades |= zip(places[arrived.index], grades_of(arrived.grades), strict=True)
         if self._head is not None:
             self._head.clients.forget()
         return dict(sorted(found.items()))

@@ -1,5 +1,5 @@
-"""From tokens to text, and the interface of the grader in a rollout client. This package may not import graders: it gets
-a factory, which is pickled and makes the grader in the client's process."""
+"""From tokens to text, and the interface of the grader in a rollout client. This package does not import graders: it
+gets a factory, which is pickled and makes the grader in the client's process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -60,3 +61,8 @@ class Detokenizer:
         from tokenizers import Tokenizer
 
         return Tokenizer.from_str(self.json)
+
+
+def grades_of(encoded: bytes) -> list[Grade]:
+    """The hook's grades, from the msgpack in which they cross to the rank."""
+    return msgspec.msgpack.decode(encoded, type=list[Grade])

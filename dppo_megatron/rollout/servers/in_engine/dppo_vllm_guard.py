@@ -27,8 +27,8 @@ _NONCE_DIGITS = 64
 
 
 def proof(key: str, nonce: bytes, address: tuple[str, int]) -> bytes:
-    """The HMAC that shows possession of `key`, in hexadecimal digits. `address` is the server's end of the connection, as
-    both kernels report it: a relay to another server of the same key would get that one's proof."""
+    """The HMAC that shows possession of `key`, in hexadecimal digits. `address` is the server's end of the connection,
+    which both kernels report: a relay to another server of the same key would get that one's proof."""
     return hmac.new(key.encode(), b"%s %s %d" % (nonce, address[0].encode(), address[1]), "sha256").hexdigest().encode()
 
 
