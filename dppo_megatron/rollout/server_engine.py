@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import pickle
 import secrets
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -55,7 +55,7 @@ from dppo_megatron.rollout.servers.seats import Seats, this_device
 from dppo_megatron.rollout.servers.server_process import ServerProcess, stop_all
 from dppo_megatron.rollout.servers.wire import Expected
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
-from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
+from dppo_megatron.rollout.sync.channels import Channel, DiskChannel, drain, in_thread
 from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
@@ -372,38 +372,29 @@ def _address(place: int, server: Generator) -> Address:
     return Address(place, http.url, server.dialect, http.api_key, tuple(workers), bool(http.proves))
 
 
+@dataclass
 class _Background:
     """One rollout; on rank 0 with a thread, on other ranks only what every rank knows of it."""
 
-    def __init__(self, work: Work, places: list[list[int]]) -> None:
-        self.work, self.places = work, places
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+    work: Work
+    places: list[list[int]]
+    running: Future[None] | None = None
 
     def begin(self, fleet: Fleet) -> None:
         """Start, or go on after a sync, with what is not done."""
-        self._error = None
-        self._thread = threading.Thread(target=self._run, args=(fleet,), name="rollout", daemon=True)
-        self._thread.start()
+        self.running = in_thread(lambda: drain(dispatch(fleet, self.work)), "rollout")
 
     def join(self) -> None:
         """Return when its thread has ended."""
-        if self._thread is not None:
-            self._thread.join()
+        if self.running is not None:
+            wait([self.running])
 
     def wait(self) -> bool:
         """Returns when the thread has ended; True if servers need weights before it can go on."""
-        self.join()
-        if self._error is not None and not isinstance(self._error, NeedsWeights):
-            raise self._error
-        return self._error is not None
-
-    def _run(self, fleet: Fleet) -> None:
-        try:
-            for _ in dispatch(fleet, self.work):
-                pass
-        except BaseException as error:
-            self._error = error
+        error = self.running.exception() if self.running is not None else None
+        if error is not None and not isinstance(error, NeedsWeights):
+            raise error
+        return error is not None
 
 
 def _nodes() -> Nodes:

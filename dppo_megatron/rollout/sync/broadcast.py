@@ -20,12 +20,14 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
+from torch import Tensor
+
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.server_process import address_toward
 from dppo_megatron.rollout.sync.channels import FAILURES, Bucket, BucketChannel, Offers, Tensors, at_once, in_thread
-from dppo_megatron.rollout.transfer.groups import BroadcastBackend, BroadcastGroup, Meeting, Sending, listening_store
+from dppo_megatron.rollout.transfer.groups import BroadcastBackend, BroadcastGroup, Meeting, listening_store
 
 _SHORTER = 0.75
 """Of the timeout of a request: servers give up a broadcast before it, and so can still answer that they live."""
@@ -115,7 +117,8 @@ class BroadcastChannel(BucketChannel):
         group = self._group
         if not members or group is None:
             return []
-        sending = Sending(group, bucket.flat())
+        flat = bucket.flat()
+        sending = in_thread(lambda: _sent(group, flat), "broadcast")
         answers = at_once(members, lambda m: m.server.receive(bucket.notes, timeout_s=self._timeout_s))
         wait([answer for _, answer in answers], return_when=FIRST_EXCEPTION)
         if any(answer.done() and answer.exception() for _, answer in answers):
@@ -123,8 +126,23 @@ class BroadcastChannel(BucketChannel):
         if self._blame(answers):
             self.close()
             return []
-        sending.wait(self._timeout_s)  # all have it, so it has left
+        try:
+            problem = sending.result(self._timeout_s)  # all have it, so it has left
+        except TimeoutError:
+            problem = f"the broadcast was not taken in {self._timeout_s:g} s"
+        if problem:
+            raise RuntimeError(problem)
         return list(members)
+
+
+def _sent(group: BroadcastGroup, memory: Tensor) -> str:
+    """Send; blocks until the other ends have connected (NCCL's first send) or, if one hangs, until the group's timeout.
+    Returns what went wrong as text: a traceback would keep the group alive, and others wait until our sockets close."""
+    try:
+        group.send(memory)
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _own_address(urls: Sequence[str]) -> str:

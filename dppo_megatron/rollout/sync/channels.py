@@ -13,6 +13,7 @@ tensors, so no request meets mixed weights.
 from __future__ import annotations
 
 import shutil
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -228,11 +229,17 @@ def drain(tensors: Iterable[object]) -> None:
         pass
 
 
-def in_thread(action: Callable[[], T]) -> Future[T]:
-    """Begin `action` in a new thread, which ends with it."""
-    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="server")
-    future = pool.submit(action)
-    pool.shutdown(wait=False)
+def in_thread(action: Callable[[], T], name: str = "server") -> Future[T]:
+    """Begin `action` in a new thread. A daemon: the process may end while a server hangs, unlike with an executor."""
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 

@@ -134,31 +134,6 @@ class Broadcast(BroadcastGroup):
             threading.Thread(target=_abort, args=(backend,), name="abandoned group", daemon=True).start()
 
 
-class Sending:
-    """One `BroadcastGroup.send` in a thread: the first over NCCL connects, and blocks until the other ends do too; a
-    send to a member that hangs blocks until the group's timeout."""
-
-    def __init__(self, group: BroadcastGroup, memory: Tensor) -> None:
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._send, args=(group, memory), name="broadcast", daemon=True)
-        self._thread.start()
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when all has left. Raises RuntimeError if that fails or takes longer."""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise RuntimeError(f"the broadcast was not taken in {timeout_s:g} s")
-        if self._error is not None:
-            raise RuntimeError(str(self._error)) from self._error
-
-    def _send(self, group: BroadcastGroup, memory: Tensor) -> None:
-        try:
-            group.send(memory)
-        except Exception as error:
-            # its text only: the traceback would keep the group alive, and others wait until our sockets close
-            self._error = RuntimeError(f"{type(error).__name__}: {error}")
-
-
 def _abort(backend: Any) -> None:
     with contextlib.suppress(RuntimeError):
         backend.abort()
