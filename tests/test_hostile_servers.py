@@ -52,11 +52,12 @@ def right(arrived: list[Arrived], count: int, size: int) -> bool:
     """Every completion once, and the one that its request draws."""
     places = sorted((one.index, one.position) for one in arrived)
     assert places == [(index, position) for index in range(count) for position in range(size)]
-    for one in arrived:
-        tokens, logprobs, reason = completion(1000 * one.index + one.position, LIMIT)
-        assert one.token_ids.tolist() == tokens and one.reason == reason
+    for each in arrived:
+        tokens, logprobs, reason = completion(1000 * each.index + each.position, LIMIT)
+        one = each.completion
+        assert one.token_ids.tolist() == tokens and one.finish_reason == reason
         np.testing.assert_allclose(one.logprobs, logprobs, rtol=1e-6)
-        assert one.spans == [(1, len(tokens))]
+        assert one.weights_spans == ((1, len(tokens)),)
     return True
 
 

@@ -34,13 +34,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import from_rank_zero, gather_all
 from dppo_megatron.rollout.client.remote import Nodes
 from dppo_megatron.rollout.servers.connect import make_servers
-from dppo_megatron.rollout.servers.server_process import (
-    LaunchedServer,
-    ServerProcess,
-    address_toward,
-    start_all,
-    stop_all,
-)
+from dppo_megatron.rollout.servers.server_process import LaunchedServer, ServerProcess, address_toward, stop_all
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 
@@ -69,7 +63,8 @@ def launch_everywhere(config: Config, nodes: Nodes) -> tuple[list[ServerProcess]
             name = f"node{nodes.node}_" if nodes.node else ""
             own = make_servers(config, hosts[nodes.node], nodes.node, name)
             if nodes.rank == 0:
-                start_all(own)
+                for server in own:
+                    server.start()
             else:
                 supervisor = NodeSupervisor(own, _store(), job)
                 announced = supervisor.begin()
@@ -199,7 +194,8 @@ class NodeSupervisor:
 
     def _run(self) -> None:
         try:
-            start_all(self.servers)
+            for server in self.servers:
+                server.start()
             self._look()
             self._begun.set_result(None)
             while not self._done.wait(_TICK_S):

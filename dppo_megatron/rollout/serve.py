@@ -25,7 +25,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.job_nodes import check_network
 from dppo_megatron.rollout.servers.connect import make_server, make_servers
 from dppo_megatron.rollout.servers.directory import HEARTBEAT_S, Entry, Registration
-from dppo_megatron.rollout.servers.server_process import LaunchedServer, start_all, stop_all
+from dppo_megatron.rollout.servers.server_process import LaunchedServer, stop_all
 from dppo_megatron.texts import show
 from dppo_megatron.types import GuardStop, UserError, Watch, unwatched
 
@@ -58,8 +58,9 @@ def serve(config: Config, host: str, say: Callable[[str], None] = show, watch: W
     with ExitStack() as undo:
         asked_to_end = _listen(undo)
         servers = make_servers(config, address, name=name)
-        start_all(servers)
         undo.callback(stop_all, servers)
+        for server in servers:
+            server.start()
         served = [Served(server, config, directory, f"{name}{index}", say) for index, server in enumerate(servers)]
         for one in served:
             undo.callback(one.withdraw)  # before stop_all: a trainer must not ask a server that is about to end

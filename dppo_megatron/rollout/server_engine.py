@@ -47,6 +47,7 @@ from dppo_megatron.rollout.servers.connect import ChannelName, Connection, conne
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch, grouped
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HealthFile
+from dppo_megatron.rollout.servers.http import Peer
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.membership import Membership, inspect
 from dppo_megatron.rollout.servers.protocol import Generator
@@ -289,10 +290,7 @@ class ServerEngine(Engine):
         shares = self._nodes.neighbours
         found = {}
         for arrived in take(self._take_path, self._secret, shares.index(self._nodes.rank), len(shares)):
-            place = places[arrived.index][arrived.position]
-            found[place] = completion_of(
-                arrived.token_ids, arrived.logprobs, arrived.reason, arrived.spans, arrived.text
-            )
+            found[places[arrived.index][arrived.position]] = arrived.completion
             if arrived.grades and not arrived.position:
                 self._grades |= zip(places[arrived.index], grades_of(arrived.grades), strict=True)
         if self._head is not None:
@@ -367,9 +365,10 @@ class _Head:
 
 
 def _address(place: int, server: Generator) -> Address:
+    key, proves = server.http.api_key, bool(server.http.proves)
     workers = sorted(server.named) if isinstance(server, RouterServer) else ()
-    http = server.http
-    return Address(place, http.url, server.dialect, http.api_key, tuple(workers), bool(http.proves))
+    peers = tuple(Peer(url, key, proves) for url in workers)
+    return Address(place, Peer(server.http.url, key, proves), server.dialect, peers)
 
 
 @dataclass

@@ -78,11 +78,7 @@ class Arrived:
     """Of its group in the rollout."""
     position: int
     """In its group."""
-    token_ids: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-    reason: str
-    spans: list[tuple[int, int]]
-    text: str
+    completion: Completion
     grades: bytes
     """Of its whole group; see `HandedGroup.grades`."""
 
@@ -128,16 +124,9 @@ def take_over(peer: socket.socket) -> Iterator[Arrived]:
         for position, length in enumerate(group.lengths):
             text = memory[text_at : text_at + group.text_bytes[position]].decode()
             text_at += group.text_bytes[position]
-            yield Arrived(
-                group.index,
-                position,
-                token_ids[at : at + length],
-                logprobs[at : at + length],
-                group.reasons[position],
-                group.spans[position],
-                text,
-                group.grades,
-            )
+            arrays = token_ids[at : at + length], logprobs[at : at + length]
+            completion = completion_of(*arrays, group.reasons[position], group.spans[position], text)
+            yield Arrived(group.index, position, completion, group.grades)
             at += length
 
 

@@ -271,7 +271,7 @@ class Asker:
         """The servers that may be asked, by their numbers."""
         self._servers |= {address.server: address for address in servers}
         for address in servers:
-            self._transport.know(_peer(address))
+            self._transport.know(address.peer)
 
     async def ask(self, ask: Ask) -> list[Sampled]:
         """The completions of a group, checked.
@@ -286,7 +286,7 @@ class Asker:
                 for calls in server.dialect.rounds(ask.group):
                     answers = await self._post_all(server, calls, ask.group.answer_bytes)
         except TimeoutError:
-            raise Unreachable(f"{server.url}: no complete answer after {ask.timeout_s:g} s") from None
+            raise Unreachable(f"{server.peer.url}: no complete answer after {ask.timeout_s:g} s") from None
         except OurFault as error:
             raise OurFault(
                 f"the rollout client can open no more connections ({error}); it keeps to {self._sockets}, for its limit"
@@ -298,23 +298,24 @@ class Asker:
         """Have the server end a request; one that cannot be reached has ended it, or its probe will find it hung. All
         workers of a router are asked: only the router knows which of them has it."""
         address = self._servers[server]
-        workers = [msgspec.structs.replace(address, url=url) for url in address.workers or [address.url]]
-        await asyncio.gather(*(self._end_at(worker, group) for worker in workers))  # none waits for one that hangs
+        calls = address.dialect.abort_calls(group)
+        # at once: none waits for one that hangs
+        await asyncio.gather(*(self._end_at(peer, calls) for peer in address.workers or [address.peer]))
 
     async def close(self) -> None:
         """Close all connections."""
         await self._transport.close()
 
-    async def _end_at(self, worker: Address, group: GenerateRequest) -> None:
-        for call in worker.dialect.abort_calls(group):
+    async def _end_at(self, peer: Peer, calls: Sequence[Call]) -> None:
+        for call in calls:
             try:
-                await self._transport.repeat(_peer(worker), "POST", call.path, call.body, ERROR_BYTES, _ABORT_S)
+                await self._transport.repeat(peer, "POST", call.path, call.body, ERROR_BYTES, _ABORT_S)
             except (Unreachable, Refused, OurFault):
                 return
 
     async def _post_all(self, server: Address, calls: Sequence[Call], max_bytes: int) -> list[bytes]:
         """Their answers, in order. The first that fails ends the others."""
-        peer, post = _peer(server), self._transport.request
+        peer, post = server.peer, self._transport.request
         if len(calls) == 1:
             return [bytes(await post(peer, "POST", calls[0].path, calls[0].body, max_bytes))]
         posts = [asyncio.ensure_future(post(peer, "POST", call.path, call.body, max_bytes)) for call in calls]
@@ -323,10 +324,6 @@ class Asker:
         finally:
             for begun in posts:
                 begun.cancel()
-
-
-def _peer(address: Address) -> Peer:
-    return Peer(address.url, address.api_key, address.proves)
 
 
 def _with_own_id(ask: Ask) -> Ask:

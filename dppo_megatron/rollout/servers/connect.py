@@ -26,7 +26,7 @@ from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
 from dppo_megatron.rollout.servers.router import RouterServer, named_now, named_workers, through
 from dppo_megatron.rollout.servers.seats import CPU, RankDevice, Seats, seats, visible_devices
-from dppo_megatron.rollout.servers.server_process import LaunchedServer, ServerProcess, stop_all
+from dppo_megatron.rollout.servers.server_process import LaunchedServer, ServerProcess
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer, vllm_command, vllm_environment
 from dppo_megatron.rollout.transfer import shared_memory
@@ -66,7 +66,7 @@ def connect(
 
     Args:
         devices: where each rank of the actor computes.
-        launched: the job's own servers, started but not ready yet; ended if one of them cannot be used.
+        launched: the job's own servers, started but not ready yet.
 
     Raises:
         UserError: what is wrong with which server.
@@ -74,46 +74,40 @@ def connect(
     rollout = config.rollout
     routers: list[RouterServer] = []
     directory: Addresses | None = None
-    try:
-        if rollout.servers.addresses_from:
-            files = Directory(Path(rollout.servers.addresses_from))
-            directory, addresses = files.entries, _registered(files, rollout, say)
-        elif launched:
-            addresses = {server.url: server.api_key for server in launched}
-        else:
-            configured = configured_key(rollout)
-            known, routers = routed(rollout, configured, say)
-            addresses = dict.fromkeys(known, configured)
-            if routers:
-                behind = {name for router in routers for name in router.named}
-                alone = [url for url in known if url not in behind]
-                directory = partial(named_now, alone, routers, configured, rollout.engine)
-        urls = list(addresses)
-        servers: list[Server] = [
-            make_server(rollout, url, key, architecture.vocab_size) for url, key in addresses.items()
-        ]
-        _await_ready(launched, servers, rollout.limits.start_timeout_s, watch)
-        infos = [describe(server, rollout.servers.api_key_env) for server in servers]
-        for server, info in zip(servers, infos, strict=True):
-            check_server(server.http.url, info, config, architecture)
-        routers = [router for router in routers if _passes(router, servers, say)]
-        on_gpu = torch.cuda.is_available()
-        found = _seats(launched, infos, devices)
-        unequal = {url: dppo_nccl.difference(info.nccl) for url, info in zip(urls, infos, strict=True)}
-        works = {"ipc": [url for url in urls if found.get(url)], "nccl": [url for url in urls if not unequal[url]]}
-        channel, why = choose_channel(
-            rollout.sync.channel,
-            [
-                [name for name in info.channels if url in works.get(name, urls)]
-                for url, info in zip(urls, infos, strict=True)
-            ],
-            on_gpu=on_gpu,
-            colocated=rollout.servers.colocate,
-            unequal="; ".join(f"{url}: {said}" for url, said in unequal.items() if said),
-        )
-    except BaseException:
-        stop_all(launched)
-        raise
+    if rollout.servers.addresses_from:
+        files = Directory(Path(rollout.servers.addresses_from))
+        directory, addresses = files.entries, _registered(files, rollout, say)
+    elif launched:
+        addresses = {server.url: server.api_key for server in launched}
+    else:
+        configured = configured_key(rollout)
+        known, routers = routed(rollout, configured, say)
+        addresses = dict.fromkeys(known, configured)
+        if routers:
+            behind = {name for router in routers for name in router.named}
+            alone = [url for url in known if url not in behind]
+            directory = partial(named_now, alone, routers, configured, rollout.engine)
+    urls = list(addresses)
+    servers: list[Server] = [make_server(rollout, url, key, architecture.vocab_size) for url, key in addresses.items()]
+    _await_ready(launched, servers, rollout.limits.start_timeout_s, watch)
+    infos = [describe(server, rollout.servers.api_key_env) for server in servers]
+    for server, info in zip(servers, infos, strict=True):
+        check_server(server.http.url, info, config, architecture)
+    routers = [router for router in routers if _passes(router, servers, say)]
+    on_gpu = torch.cuda.is_available()
+    found = _seats(launched, infos, devices)
+    unequal = {url: dppo_nccl.difference(info.nccl) for url, info in zip(urls, infos, strict=True)}
+    works = {"ipc": [url for url in urls if found.get(url)], "nccl": [url for url in urls if not unequal[url]]}
+    channel, why = choose_channel(
+        rollout.sync.channel,
+        [
+            [name for name in info.channels if url in works.get(name, urls)]
+            for url, info in zip(urls, infos, strict=True)
+        ],
+        on_gpu=on_gpu,
+        colocated=rollout.servers.colocate,
+        unequal="; ".join(f"{url}: {said}" for url, said in unequal.items() if said),
+    )
     return Connection(
         servers=servers,
         routers=routers,

@@ -138,8 +138,10 @@ class LaunchedServer(ServerProcess):
         """See `ServerProcess`. Raises UserError if the address is not this machine's, the log cannot be written, or the
         interpreter is not there."""
         self.starts += 1
-        self.port, self.is_starting = self.port or _free_port(self.host), True
-        self._reserved = self._reserved or _reserve(self.host, self.port)
+        self.is_starting = True
+        if self._reserved is None:
+            self._reserved = _reserve(self.host)
+            self.port = self._reserved.getsockname()[1]
         try:
             make_directory(self.log.parent)
             log = append_to(self.log)
@@ -171,16 +173,6 @@ class LaunchedServer(ServerProcess):
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line or "error:" in line]
         return hidden("\n".join([*errors[-3:], *lines[-5:]]), self.api_key)[-2000:]
-
-
-def start_all(servers: Sequence[LaunchedServer]) -> None:
-    """Start all, without waiting for them. Raises UserError, with none left, if one cannot be started."""
-    try:
-        for server in servers:
-            server.start()
-    except BaseException:
-        stop_all(servers)
-        raise
 
 
 def stop_all(servers: Iterable[ServerProcess]) -> None:
@@ -220,25 +212,16 @@ def address_toward(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError as error:
-            raise UserError(f"rollout servers cannot listen on {host}, this machine says: {error.strerror}") from None
-        return int(probe.getsockname()[1])
-
-
-def _reserve(host: str, port: int) -> socket.socket | None:
-    """Bound, and not listened at: the kernel gives the port to no other program in the minute before the server binds
-    it, which it can, since both set SO_REUSEADDR. None if the port is taken, as the server will log."""
+def _reserve(host: str) -> socket.socket:
+    """Bound to a free port, and not listened at: the kernel gives the port to no other program in the minute before the
+    server binds it, which it can, since both set SO_REUSEADDR. Raises UserError for an address of another machine."""
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        held.bind((host, port))
-    except OSError:
+        held.bind((host, 0))
+    except OSError as error:
         held.close()
-        return None
+        raise UserError(f"rollout servers cannot listen on {host}, this machine says: {error.strerror}") from None
     return held
 
 

@@ -13,7 +13,7 @@ from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, t
 from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.http import Http
+from dppo_megatron.rollout.servers.http import Http, Peer
 from dppo_megatron.rollout.servers.intake import Ask, Event
 from dppo_megatron.rollout.servers.router import RouterServer
 from dppo_megatron.rollout.servers.sglang import SGLangServer
@@ -48,9 +48,9 @@ class Rig:
         self.engines = [engine for engine, _ in addresses]
         self.urls = [url for _, url in addresses]
         dialects = {"vllm": VLLMDialect(), "sglang": SGLangDialect(VOCABULARY, seeded=True)}
-        known = [Address(i, url, dialects[engine]) for i, (engine, url) in enumerate(addresses)]
+        known = [Address(i, Peer(url), dialects[engine]) for i, (engine, url) in enumerate(addresses)]
         known += [
-            Address(len(addresses) + i, router.http.url, router.dialect, "", tuple(router.named))
+            Address(len(addresses) + i, Peer(router.http.url), router.dialect, tuple(map(Peer, router.named)))
             for i, router in enumerate(routers)
         ]
         self.known = known
