@@ -1,7 +1,7 @@
 """How each engine is asked for completions, and how its answers are read: bytes to bytes, without a socket.
 
-Decoding is typed (msgspec): fields that nobody reads are skipped, and a wrong type is an error with its place. Into
-dictionaries the same bytes cost 27 times the CPU time (docs/data_plane.md).
+Decoding is typed (msgspec): unread fields are skipped, and a wrong type is an error with its place. Into dictionaries
+the same bytes cost 27 times the CPU time (docs/data_plane.md).
 """
 
 from __future__ import annotations
@@ -259,8 +259,8 @@ class SGLangRouterDialect(SGLangDialect, frozen=True, tag="sglang-router"):
         return [*_prefill(group), [Call("/generate", msgspec.json.encode(body)) for body in bodies]]
 
     def carries(self, group: GenerateRequest) -> bool:
-        """Not `return_sampling_mask`: the router drops what it does not know, and the answer would have the
-        log-probabilities before the cut, without a word."""
+        """Not `return_sampling_mask`: the router drops unknown fields, and the answer would silently have the
+        log-probabilities before top_p and top_k."""
         return not (_cuts(group) and group.reads_logprobs)
 
     def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
@@ -270,7 +270,7 @@ class SGLangRouterDialect(SGLangDialect, frozen=True, tag="sglang-router"):
 
 
 def _prefill(group: GenerateRequest) -> list[list[Call]]:
-    """The round that leaves a group's prompt in the cache; none where nobody would find it there."""
+    """The round that leaves a group's prompt in the cache; none for one completion, or a prompt of one token."""
     if group.count == 1 or len(group.prompt_ids) == 1:
         return []
     prefill = {
@@ -318,8 +318,8 @@ def _sglang_completion(answer: _SGLangAnswer, rid: str) -> Sampled:
 
 def sglang_body(group: GenerateRequest, seeded: bool, vocab_size: int) -> dict[str, Any]:
     """What SGLang is sent. Every parameter is given: the server fills what is left out from the model's
-    generation_config.json. With a cut, the log-probabilities under the cut distribution are asked for: the plain ones
-    are those before it."""
+    generation_config.json. With top_p or top_k, the log-probabilities under the truncated distribution are asked for:
+    the plain ones are those before it."""
     cuts = _cuts(group)
     parameters: dict[str, Any] = {
         "n": 1,

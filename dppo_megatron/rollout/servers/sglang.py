@@ -99,7 +99,7 @@ class SGLangServer:
     def healthy(self, *, timeout_s: float) -> None:
         """/server_info asks the scheduler for its state. /health has a token generated instead, which one that an
         interrupted sync has left paused never does: it would stay out for good."""
-        self.http.find("/server_info", Done, timeout_s=timeout_s)  # 404: no SGLang, `describe` says so
+        self.http.find("/server_info", Done, timeout_s=timeout_s)  # 404: no SGLang, which `describe` reports
 
     @property
     def dialect(self) -> SGLangDialect:

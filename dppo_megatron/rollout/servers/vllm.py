@@ -139,7 +139,7 @@ class VLLMServer:
         try:
             self.http.do("/start_weight_update", timeout_s=timeout_s)
         except Refused:
-            with contextlib.suppress(Refused):  # it was refused for another reason: the second answer says which
+            with contextlib.suppress(Refused):  # the reason was another one: the second answer names it
                 self.http.do("/finish_weight_update", {"weight_version": "interrupted"}, timeout_s=timeout_s)
             self.http.do("/start_weight_update", timeout_s=timeout_s)
 
@@ -245,6 +245,7 @@ def vllm_command(
         *("--middleware", "dppo_vllm_guard.RequireKey", "--middleware", "dppo_vllm_arrays.Arrays"),
         *("--weight-transfer-config", '{"backend": "dppo"}'),
         *(["--enable-sleep-mode"] if config.servers.colocate and not cpu else []),
+        # without chunked prefill vLLM refuses fewer batched tokens than --max-model-len; 2048 is its default
         *(["--enforce-eager", *_WHOLE_PREFILL, "--max-num-batched-tokens", str(max(2048, max_tokens))] if cpu else []),
         *config.servers.args,
     ]
@@ -266,14 +267,14 @@ def vllm_environment(cpu: bool, servers: int = 1) -> dict[str, str]:
 def _cpu_environment(servers: int) -> dict[str, str]:
     """A server on a CPU is two processes: HTTP, and the engine with its only worker in it. As three, which is vLLM's
     default there, it starts in 1.7 times the CPU seconds (another process imports torch and vLLM), and the workers of
-    all servers are bound to the same cores. With two tensor-parallel workers or replicas each is a process of its own
-    again; vLLM would bind every replica to the first cores.
+    all servers are bound to the same cores. With two tensor-parallel workers or replicas each is a process again; vLLM
+    would bind every replica to the first cores.
 
     Example: two servers on 16 logical cores compute with 4 threads each
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

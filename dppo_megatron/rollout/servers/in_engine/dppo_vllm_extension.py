@@ -1,7 +1,7 @@
 """What runs inside vLLM's workers: a receiver of weights by broadcast or shared memory, and a repair of packed ones.
 
-A file of its own, importing nothing of this package, because the engine lives in another Python environment: the
-launcher puts this directory on PYTHONPATH and passes
+Imports nothing of the package, because it runs in the engine's environment: the launcher puts this directory on
+PYTHONPATH and passes
 
     --worker-extension-cls dppo_vllm_extension.WorkerExtension --weight-transfer-config '{"backend": "dppo"}'
 
