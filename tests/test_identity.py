@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import server_process
 from dppo_megatron.rollout.servers.connect import _await_ready, make_server
 from dppo_megatron.rollout.servers.dialects import VLLMDialect
-from dppo_megatron.rollout.servers.http import Http, NotProven
+from dppo_megatron.rollout.servers.http import Http, NotProven, Peer
 from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.intake import Ask
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
@@ -83,7 +84,7 @@ def _ask(url: str, key: str) -> None:
 
     async def once() -> None:
         asker = Asker(8)
-        asker.know([Address(0, url, VLLMDialect(), key, proves=True)])
+        asker.know([Address(0, Peer(url, key, proves=True), VLLMDialect())])
         group = GenerateRequest("id", (2, 3), 1, 5, 4)
         try:
             await asker.ask(Ask(0, 0, 0, group, Expected(19, 0, 1), 20.0))
@@ -146,7 +147,8 @@ def test_a_server_without_our_check_is_its_users_word() -> None:
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Impostor]:
     """Has the port that the next launched server will be given."""
     with Impostor() as impostor:
-        monkeypatch.setattr(server_process, "_free_port", lambda host: impostor.port)
+        taken = ("127.0.0.1", impostor.port)
+        monkeypatch.setattr(server_process, "_reserve", lambda host: SimpleNamespace(getsockname=lambda: taken))
         monkeypatch.setenv("DPPO_ENGINE_API_KEY", KEY)
         yield impostor
         assert KEY.encode() not in impostor.got

@@ -65,8 +65,8 @@ def test_groups_are_graded_as_they_land(files: Path, stubs: StubServers, monkeyp
         arrived = rig.take()
         assert len(arrived) == 18
         for one in arrived:
-            text = job.tokenizer.decode(one.token_ids, skip_special_tokens=True)
-            assert one.text == text
+            text = job.tokenizer.decode(one.completion.token_ids, skip_special_tokens=True)
+            assert one.completion.text == text
             grade = grades_of(one.grades)[one.position]
             assert grade.reward == float(len(text) % 2) or np.isnan(grade.reward) == bool(grade.failure)
         assert any(grades_of(one.grades)[one.position].reward == 1.0 for one in arrived)
@@ -285,11 +285,11 @@ def test_what_is_handed_over_is_what_was_held(lengths: list[list[int]], random: 
     expected = [(group, position) for group in held for position in range(len(group.sampled))]
     assert len(arrived) == len(expected)
     for one, (group, position) in zip(arrived, expected, strict=True):
-        sampled = group.sampled[position]
-        assert (one.index, one.position, one.text) == (group.index, position, f"ü{position}\n")
-        assert one.token_ids.tolist() == sampled.token_ids.tolist()
-        assert one.logprobs.tolist() == sampled.logprobs.tolist()
-        assert sum(tokens for _, tokens in one.spans) == len(one.token_ids)
+        sampled, found = group.sampled[position], one.completion
+        assert (one.index, one.position, found.text) == (group.index, position, f"ü{position}\n")
+        assert found.token_ids.tolist() == sampled.token_ids.tolist()
+        assert found.logprobs.tolist() == sampled.logprobs.tolist()
+        assert sum(tokens for _, tokens in found.weights_spans) == len(found.token_ids)
         assert [grade.reward for grade in grades_of(one.grades)] == [float(i) for i in range(len(group.sampled))]
 
 

@@ -29,7 +29,7 @@ from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.connect import routed
 from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, VLLMDialect
-from dppo_megatron.rollout.servers.http import Http
+from dppo_megatron.rollout.servers.http import Http, Peer
 from dppo_megatron.rollout.servers.intake import Ask
 from dppo_megatron.rollout.servers.router import RouterServer, named_now, through
 from dppo_megatron.rollout.servers.wire import Expected
@@ -147,7 +147,7 @@ def test_a_worker_that_hangs_keeps_no_other_from_ending_a_request() -> None:
         socket.create_server(("127.0.0.1", 0)) as silent,
         _relayed("vllm", stubs) as (rig, _),
     ):
-        workers = (f"http://127.0.0.1:{silent.getsockname()[1]}", stubs.url("b"))
+        workers = (Peer(f"http://127.0.0.1:{silent.getsockname()[1]}"), Peer(stubs.url("b")))
         stubs.behaviours["router"] = relay(stubs, "router", "b", "vllm")
         rig.clients.add(msgspec.structs.replace(rig.known[2], workers=workers))
         rig.clients.ask(Ask(1, 0, 2, requests(1)[0], Expected(VOCABULARY, 1, 1), 60.0))

@@ -16,7 +16,7 @@ from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, t
 from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import Work
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.http import Http
+from dppo_megatron.rollout.servers.http import Http, Peer
 from dppo_megatron.rollout.servers.sglang import SGLangServer
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
@@ -50,7 +50,7 @@ class Intake:
             SGLangServer(Http(url), VOCABULARY) if "sglang" in canned.engine else VLLMServer(Http(url)) for url in urls
         ]
         listener = Listener(1)
-        addresses = [Address(place, url, dialect_of(canned.engine)) for place, url in enumerate(urls)]
+        addresses = [Address(place, Peer(url), dialect_of(canned.engine)) for place, url in enumerate(urls)]
         self.clients = Clients(listener, addresses, [0] * servers)
         self._secret, self._path = listener.meeting.secret, listener.meeting.take_path(0)
         setup = Setup(0, listener.meeting.address, self._secret, self._path, detokenizer, hook)

@@ -74,7 +74,7 @@ def _whole_path(pipe: Connection, engine: str, servers: int, groups_each: int, t
         arrived = intake.take()
         client_s, own_s = intake.client_cpu_s - client_s, cpu_s() - own_s
         in_flight = (intake.client_status("VmHWM") - before_kb) * 1024 / total
-        complete = sum(len(one.token_ids) for one in arrived) / total
+        complete = sum(len(one.completion.token_ids) for one in arrived) / total
         label = f"{engine}, {servers} servers x {groups_each} groups"
         bars = [
             Bar("intake", f"{label}: all CPU", (client_s + own_s) / (total / 1e6), 1.0, "s/Mtok", is_time=True),

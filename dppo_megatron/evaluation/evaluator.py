@@ -7,8 +7,8 @@ next: with six sets of 30 to 700 problems that wait is most of the time of a set
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dppo_megatron.config.reward import RewardConfig
@@ -42,19 +42,12 @@ class EvalSet:
         return Request(self.prompts[problem], sample, step=0, stream=f"eval/{self.name}", sampling=self.sampling)
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    set: int
-    problem: int
-    sample: int
-
-
 class Evaluator:
     """The evaluation sets of a job, with their graders."""
 
     def __init__(self, job: Job) -> None:
         self.sets = eval_sets(job)
-        self._graders = SetGraders(job.config.reward, job.grade)
+        self._graders = SetGraders(job.config.reward, job.grade, {one.name: one.grader for one in self.sets})
 
     def evaluate(
         self, engine: Engine, names: Collection[str] | None = None, watch: Watch = unwatched
@@ -63,35 +56,25 @@ class Evaluator:
 
         Ranks exchange outcomes, not texts: 2,000 answers of 8,000 tokens are 60 MB.
         """
-        samples, items = self._sample(engine, names, watch)
-        mine = [(position, item.set, sample.outcome) for (position, item), sample in zip(items, samples, strict=True)]
-        outcomes = [(of, outcome) for _, of, outcome in sorted(gather_all(mine), key=lambda each: each[0])]
+        outcomes = gather_all([(sample.set, sample.outcome) for sample in self.sample(engine, watch, names)])
         return [
-            score(one.name, len(one.prompts), one.samples, [outcome for of, outcome in outcomes if of == index])
-            for index, one in enumerate(self.sets)
+            score(one.name, len(one.prompts), one.samples, [outcome for of, outcome in outcomes if of == one.name])
+            for one in self.sets
             if names is None or one.name in names
         ]
 
-    def sample(self, engine: Engine, watch: Watch = unwatched) -> list[EvalSample]:
-        """This rank's samples of every set, graded; without other ranks, all samples."""
-        return self._sample(engine, None, watch)[0]
-
-    def close(self) -> None:
-        """End the graders that only evaluation sets use."""
-        self._graders.close()
-
-    def _sample(
-        self, engine: Engine, names: Collection[str] | None, watch: Watch
-    ) -> tuple[list[EvalSample], list[tuple[int, _Item]]]:
-        """This rank's samples, and which item of the evaluation each is of."""
+    def sample(
+        self, engine: Engine, watch: Watch = unwatched, names: Collection[str] | None = None
+    ) -> list[EvalSample]:
+        """This rank's samples of every set, or of those in `names`, graded; without other ranks, all samples."""
         items = [
-            _Item(index, problem, sample)
-            for index, one in enumerate(self.sets)
+            (one, problem, sample)
+            for one in self.sets
             if names is None or one.name in names
             for problem in range(len(one.prompts))
             for sample in range(one.samples)
         ]
-        requests = [self.sets[item.set].request(item.problem, item.sample) for item in items]
+        requests = [one.request(problem, sample) for one, problem, sample in items]
         completions: dict[int, Completion] = {}
         tokens = 0
         fallback = Sampling(1, 0.0, 0)  # each request carries its own sampling
@@ -101,44 +84,35 @@ class Evaluator:
                 completions[position] = completion
                 tokens += len(completion.token_ids)
                 advance(len(completions), tokens)
-        mine = [(position, items[position]) for position in sorted(completions)]
-        done = [completions[position] for position, _ in mine]
+        samples = [_ungraded(*items[position], completions[position]) for position in sorted(completions)]
         with watch("evaluation: grading", 0, ""):
-            grades = self._grade([item for _, item in mine], [completion.text for completion in done])
-        each = zip(mine, done, grades, strict=True)
-        return [self._record(item, completion, grade) for (_, item), completion, grade in each], mine
+            return self._graders.graded(samples)
 
-    def _grade(self, items: Sequence[_Item], texts: Sequence[str]) -> list[Grade]:
-        grades: dict[int, Grade] = {}
-        for function in dict.fromkeys(one.grader for one in self.sets):
-            members = [i for i, item in enumerate(items) if self.sets[item.set].grader == function]
-            tasks = [self._task(items[i], texts[i]) for i in members]
-            grades |= zip(members, self._graders.of(function).grade(tasks), strict=True) if tasks else ()
-        return [grades[i] for i in range(len(items))]
+    def close(self) -> None:
+        """End the graders that only evaluation sets use."""
+        self._graders.close()
 
-    def _task(self, item: _Item, text: str) -> GradeTask:
-        one = self.sets[item.set]
-        prompt = one.prompts[item.problem]
-        label = f"{one.name}, problem {one.ids[item.problem]}, sample {item.sample}"
-        return GradeTask(text, prompt.answer, prompt.row, label)
 
-    def _record(self, item: _Item, completion: Completion, grade: Grade) -> EvalSample:
-        one = self.sets[item.set]
-        prompt = one.prompts[item.problem]
-        return EvalSample(
-            set=one.name,
-            problem=one.ids[item.problem],
-            problem_index=item.problem,
-            sample=item.sample,
-            prompt=prompt.text,
-            reference=prompt.answer,
-            text=completion.text,
-            tokens=len(completion.token_ids),
-            finish_reason=completion.finish_reason,
-            row=prompt.row,
-            level=prompt.level,
-            **self._graders.verdict(grade),
-        )
+def _ungraded(of: EvalSet, problem: int, sample: int, completion: Completion) -> EvalSample:
+    prompt = of.prompts[problem]
+    return EvalSample(
+        set=of.name,
+        problem=of.ids[problem],
+        problem_index=problem,
+        sample=sample,
+        prompt=prompt.text,
+        reference=prompt.answer,
+        text=completion.text,
+        tokens=len(completion.token_ids),
+        finish_reason=completion.finish_reason,
+        reward=None,
+        correct=None,
+        extracted=None,
+        vote=None,
+        unparsed=None,
+        row=prompt.row,
+        level=prompt.level,
+    )
 
 
 def eval_sets(job: Job) -> list[EvalSet]:
@@ -159,21 +133,34 @@ class SetGraders:
     Args:
         reward: the run's.
         own: the run's grader; its owner closes it.
+        function_of: each set's grader by the set's name; empty or missing: the run's own.
     """
 
-    def __init__(self, reward: RewardConfig, own: Grader) -> None:
-        self._reward, self._own = reward, own
+    def __init__(self, reward: RewardConfig, own: Grader, function_of: Mapping[str, str]) -> None:
+        self._reward, self._own, self._function_of = reward, own, function_of
         self._others: dict[str, Grader] = {}
 
-    def of(self, function: str) -> Grader:
-        """The grader of a built-in name or `module:function`; empty: the run's own."""
-        if not function:
-            return self._own
-        if function not in self._others:
-            self._others[function] = make_grader(self._reward, function)
-        return self._others[function]
+    def by_grader(self, samples: Sequence[EvalSample]) -> list[tuple[Grader, list[int]]]:
+        """Each grader of the samples' sets, with the positions of the samples that it grades."""
+        functions = [self._function_of.get(sample.set, "") for sample in samples]
+        for function in dict.fromkeys(functions):
+            if function and function not in self._others:
+                self._others[function] = make_grader(self._reward, function)
+        return [
+            (self._others.get(function, self._own), [i for i, other in enumerate(functions) if other == function])
+            for function in dict.fromkeys(functions)
+        ]
 
-    def verdict(self, grade: Grade) -> dict[str, Any]:
+    def graded(self, samples: Sequence[EvalSample]) -> list[EvalSample]:
+        """The samples with the verdicts of their sets' graders, whatever verdicts they had."""
+        found = list(samples)
+        for grader, members in self.by_grader(samples):
+            tasks = [_task(samples[i]) for i in members]
+            for i, grade in zip(members, grader.grade(tasks), strict=True):
+                found[i] = replace(samples[i], **self._verdict(grade))
+        return found
+
+    def _verdict(self, grade: Grade) -> dict[str, Any]:
         """The fields of an `EvalSample` that a grade decides. Of several named rewards the first says what is correct;
         where grading failed there is neither a reward nor a verdict."""
         failed = bool(grade.failure)
@@ -192,6 +179,11 @@ class SetGraders:
         for grader in self._others.values():
             grader.close()
         self._others.clear()
+
+
+def _task(sample: EvalSample) -> GradeTask:
+    label = f"{sample.set}, problem {sample.problem}, sample {sample.sample}"
+    return GradeTask(sample.text, sample.reference, sample.row, label)
 
 
 def _unparsed(grade: Grade) -> bool | None:

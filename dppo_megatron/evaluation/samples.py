@@ -1,4 +1,4 @@
-"""samples.jsonl: every sampled answer with its grade, in full, so that another program can grade it again.
+"""samples.jsonl: every sampled answer with its grade, in full, so that any program can grade it again.
 
 One flat JSON object per sample. Files are written under a temporary name and renamed, so they are never incomplete.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -74,9 +75,7 @@ def problem_ids(prompts: Sequence[Prompt]) -> list[str]:
         rows with id "a", "b", "b"  ->  ["a", "b#1", "b#2"]; rows without  ->  ["0", "1", "2"]
     """
     given = [str(prompt.row.get("id", "")) for prompt in prompts]
-    counts: dict[str, int] = {}
-    for name in given:
-        counts[name] = counts.get(name, 0) + 1
+    counts = Counter(given)
     return [
         name if name and counts[name] == 1 else f"{name}#{index}" if name else str(index)
         for index, name in enumerate(given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,13 +30,13 @@ from dppo_megatron.evaluation.samples import (
 from dppo_megatron.evaluation.statistics import Estimate, EvalScores, percent
 from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.launched import launched_world_size
-from dppo_megatron.rewards.grading import GradeTask, make_grader
+from dppo_megatron.rewards.grading import make_grader
 from dppo_megatron.rewards.start_checks import check_grader
 from dppo_megatron.rollout.engine import Engine
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.texts import show
-from dppo_megatron.types import Grade, Prompt, UserError, Watch, counted, unwatched
+from dppo_megatron.types import Prompt, UserError, Watch, counted, unwatched
 
 _FORMAT = "dppo_megatron evaluation 1"
 _GRADED_AT_ONCE = 1000
@@ -96,23 +96,19 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None, watch: Watch 
             raise UserError(f"{item}: grading again only reads reward.* settings")
     layers = [(str(beside), {"reward": before["reward"]})] if "reward" in before else []
     config = load_config("", list(settings), writes_run=False, purpose="grade", layers=layers)
-    own = make_grader(config.reward)
-    graders = SetGraders(config.reward, own)
     chosen = {name: str(of.get("grader") or "") for name, of in before.get("sets", {}).items()}
     if any(item.startswith("reward.function") for item in settings):
         chosen = {}  # the grader that the command line names is for every set
-    graded: dict[int, EvalSample] = {}
-    for function in dict.fromkeys(chosen.get(sample.set, "") for sample in samples):
-        members = [i for i, sample in enumerate(samples) if chosen.get(sample.set, "") == function]
-        tasks = [_task(samples[i]) for i in members]
-        one = samples[members[0]]
-        origin = f"{one.set}:{one.problem}"
-        check_grader(graders.of(function), Prompt(0, one.prompt, (), one.reference, "", row=one.row, origin=origin))
-        for i, grade in zip(members, _graded(graders, function, tasks, watch), strict=True):
-            graded[i] = replace(samples[i], **graders.verdict(grade))
-    graders.close()
-    own.close()
-    again = [graded[i] for i in range(len(samples))]
+    again: list[EvalSample] = []
+    with closing(make_grader(config.reward)) as own, closing(SetGraders(config.reward, own, chosen)) as graders:
+        for grader, members in graders.by_grader(samples):
+            one = samples[members[0]]
+            origin = f"{one.set}:{one.problem}"
+            check_grader(grader, Prompt(0, one.prompt, (), one.reference, "", row=one.row, origin=origin))
+        with watch("grading", len(samples), "answers") as advance:
+            for first in range(0, len(samples), _GRADED_AT_ONCE):
+                again += graders.graded(samples[first : first + _GRADED_AT_ONCE])
+                advance(len(again))
     moved = sum(a.correct != b.correct for a, b in zip(samples, again, strict=True))
     scores = scores_of(again)
     lines = [*table(scores), "", f"{moved} of {len(samples)} samples are judged otherwise than before"]
@@ -211,15 +207,6 @@ def level_lines(levels: Levels) -> list[str]:
     ]
 
 
-def _graded(graders: SetGraders, function: str, tasks: Sequence[GradeTask], watch: Watch) -> list[Grade]:
-    found: list[Grade] = []
-    with watch("grading", len(tasks), "answers") as advance:
-        for first in range(0, len(tasks), _GRADED_AT_ONCE):
-            found += graders.of(function).grade(tasks[first : first + _GRADED_AT_ONCE])
-            advance(len(found))
-    return found
-
-
 def _engine(job: Job, watch: Watch) -> Engine:
     names = job.checkpoint.names
     if job.config.rollout.engine == "hf":
@@ -232,11 +219,6 @@ def _engine(job: Job, watch: Watch) -> Engine:
         engine.close()
         raise
     return engine
-
-
-def _task(sample: EvalSample) -> GradeTask:
-    label = f"{sample.set}, problem {sample.problem}, sample {sample.sample}"
-    return GradeTask(sample.text, sample.reference, sample.row, label)
 
 
 def _read_results(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ much as any other, and the standard error is over problems: samples of one probl
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -48,7 +49,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class EvalScores:
-    """Scores of one set. The name may contain anything, so it is a field here and never part of a key to be parsed."""
+    """Scores of one set. Its name may contain any character, so it is a field and never parsed out of a key."""
 
     name: str
     problems: int
@@ -194,16 +195,9 @@ def ballot(outcomes: Sequence[Outcome]) -> Ballot:
 
     All correct samples vote for one answer, however they wrote it: the grader has found each equal to the reference.
     """
-    others: dict[str, int] = {}
-    correct = abstentions = 0
-    for one in outcomes:
-        if one.correct:
-            correct += 1
-        elif one.vote is None:
-            abstentions += 1
-        else:
-            others[one.vote] = others.get(one.vote, 0) + 1
-    return correct, tuple(sorted(others.values(), reverse=True)), abstentions
+    wrong = [one.vote for one in outcomes if not one.correct]
+    others = Counter(vote for vote in wrong if vote is not None)
+    return len(outcomes) - len(wrong), tuple(sorted(others.values(), reverse=True)), wrong.count(None)
 
 
 def maj_at_k(correct: int, others: Sequence[int], abstentions: int, k: int) -> float:

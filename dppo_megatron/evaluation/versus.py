@@ -71,13 +71,12 @@ def _problems(samples: Sequence[EvalSample]) -> dict[str, dict[str, _Problem]]:
     grades: dict[str, dict[str, list[EvalSample]]] = {}
     for sample in samples:
         grades.setdefault(sample.set, {}).setdefault(sample.problem, []).append(sample)
-    found: dict[str, dict[str, _Problem]] = {}
-    for name, problems in grades.items():
-        for key, members in problems.items():
-            graded = [float(one.correct) for one in members if one.correct is not None]
-            share = sum(graded) / len(graded) if graded else None
-            found.setdefault(name, {})[key] = _Problem(members[0].reference, share)
-    return found
+    return {name: {key: _problem(of) for key, of in problems.items()} for name, problems in grades.items()}
+
+
+def _problem(samples: Sequence[EvalSample]) -> _Problem:
+    graded = [one.correct for one in samples if one.correct is not None]
+    return _Problem(samples[0].reference, sum(graded) / len(graded) if graded else None)
 
 
 def _check_same(name: str, ours: Mapping[str, _Problem], theirs: Mapping[str, _Problem]) -> None:

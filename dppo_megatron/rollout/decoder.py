@@ -46,7 +46,7 @@ class _Layer:
 
 
 class Decoder:
-    """A model whose weights are whatever was last copied into `named`.
+    """A model whose weights are those last copied into `named`.
 
     Args:
         dtype: of weights, activations and cache.
@@ -204,7 +204,7 @@ class Decoder:
         return _FeedForward(gate_up, down, self._new(name + "gate.weight", experts.count, a.hidden_size))
 
     def _joined(self, parts: dict[str, int], *columns: int) -> Tensor:
-        """One tensor of all rows; each name is a view of its own."""
+        """One tensor of all rows; each name is a view of its rows."""
         whole = self._empty(sum(parts.values()), *columns)
         self.named |= zip(parts, whole.split(list(parts.values())), strict=True)  # type: ignore[no-untyped-call]
         return whole

@@ -31,7 +31,7 @@ class Request:
     """What the prompt's index counts in: empty for the training set, else any name (`eval/aime24`). Prompts of two
     streams share neither random numbers nor request ids, whatever their indices."""
     sampling: Sampling | None = None
-    """How this one is sampled; None: as the call says."""
+    """How this one is sampled; None: with the sampling of the call."""
 
     @property
     def purpose(self) -> str:
@@ -64,15 +64,15 @@ class Sampling:
     """0 is greedy."""
     seed: int
     top_p: float = 1.0
-    """Cuts the distribution to the smallest set of tokens with this probability; behaviour log-probabilities are those
-    of the cut, renormalized distribution."""
+    """Truncates the distribution to the smallest set of tokens with this probability; behaviour log-probabilities are
+    those of the truncated, renormalized distribution."""
     top_k: int = 0
-    """Cuts to the k most likely tokens; 0: all."""
+    """Truncates to the k most likely tokens; 0: all."""
     stop_token_ids: tuple[int, ...] = ()
     """Beside the tokenizer's end of sequence."""
     reads_logprobs: bool = True
-    """Whether the behaviour log-probabilities are read. Evaluations do not, and so may cut by top_p where an engine
-    has no log-probabilities under such a cut (SGLang: only for a bounded number of tokens)."""
+    """Whether the behaviour log-probabilities are read. Evaluations do not, and so may use top_p where an engine has no
+    log-probabilities under it (SGLang: only for a bounded number of tokens)."""
 
 
 def own_requests(requests: Sequence[Request]) -> list[int]:
@@ -93,7 +93,7 @@ class RolloutStats:
     retries: int | None = None
     """Groups that were asked for again."""
     cut_completions: int | None = None
-    """Completions that `limits.straggler_share` has ended."""
+    """Completions that were aborted under `limits.straggler_share`."""
     servers_live: int | None = None
     staleness_mean: float | None = None
     """Weight syncs between a token and the present weights."""
@@ -141,11 +141,11 @@ class Engine(ABC):
         rank holds. Every request is held by exactly one rank, and a prompt's completions by the same one.
 
         Args:
-            requests: all of the job's, the same on every rank; who generates which is the engine's to decide.
+            requests: all of the job's, the same on every rank; the engine distributes them.
         """
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Begin the same where it can run beside the actor; the caller may do something else before `finish`."""
+        """Begin the same, in the background where the engine can; the caller may do something else before `finish`."""
         self._asked = requests, sampling
 
     def finish(self) -> dict[int, Completion]:

@@ -141,7 +141,7 @@ class HFEngine(Engine):
         own = torch.tensor(prompt_of, device=self._device)
         cache.expand(own)
         logits, positions, visible = logits[own], positions[own, -1], visible[own]
-        # -inf at the padding, for the rows as they now stand; nothing where all prompts have one length
+        # -inf at the padding, for the present rows; None where all prompts have one length
         padding = None if bool(visible.all()) else torch.zeros_like(visible, dtype=logits.dtype)
         if padding is not None:
             padding.masked_fill_(~visible, -torch.inf)

@@ -11,7 +11,7 @@ What is asked is a number of starts and not an event, so it does not matter how 
 
 Unlike `dppo-megatron serve` (`serve.py`), a machine here does not start a server again by itself: one that shares its
 GPU with the actor would take memory in the middle of an update. And no key is in a file, nor does a restart wait for a
-shared file system to show it. Rank 0 starts its own servers as `Fleet.restart_dead` says.
+shared file system to show it. `Fleet.restart_dead` starts rank 0's own servers again.
 """
 
 from __future__ import annotations
@@ -34,13 +34,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import from_rank_zero, gather_all
 from dppo_megatron.rollout.client.remote import Nodes
 from dppo_megatron.rollout.servers.connect import make_servers
-from dppo_megatron.rollout.servers.server_process import (
-    LaunchedServer,
-    ServerProcess,
-    address_toward,
-    start_all,
-    stop_all,
-)
+from dppo_megatron.rollout.servers.server_process import LaunchedServer, ServerProcess, address_toward, stop_all
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 
@@ -51,8 +45,8 @@ def launch_everywhere(config: Config, nodes: Nodes) -> tuple[list[ServerProcess]
     """Servers on all machines of the job, started but not ready yet. Collective.
 
     Returns:
-        On rank 0 all servers, machine by machine, else nothing; and on the other machines' first ranks who supervises
-        those of their machine, to be closed.
+        On rank 0 all servers, machine by machine, else nothing; and on the other machines' first ranks the supervisor
+        of those of their machine, to be closed.
 
     Raises:
         UserError: on all ranks, with none left, if a server cannot be started on one of them; there, any other error as
@@ -69,7 +63,8 @@ def launch_everywhere(config: Config, nodes: Nodes) -> tuple[list[ServerProcess]
             name = f"node{nodes.node}_" if nodes.node else ""
             own = make_servers(config, hosts[nodes.node], nodes.node, name)
             if nodes.rank == 0:
-                start_all(own)
+                for server in own:
+                    server.start()
             else:
                 supervisor = NodeSupervisor(own, _store(), job)
                 announced = supervisor.begin()
@@ -84,7 +79,7 @@ def launch_everywhere(config: Config, nodes: Nodes) -> tuple[list[ServerProcess]
         else:
             stop_all(own)
         if failed is not None and not isinstance(failed, (UserError, OSError)):
-            raise failed  # a fault of this program: its traceback says where
+            raise failed  # a fault of this program: keep its traceback
         raise UserError(problems[0])
     if nodes.rank != 0:
         return [], supervisor
@@ -96,7 +91,7 @@ def _listening_addresses(config: Config, nodes: Nodes) -> list[str]:
     """By machine of the job, the address by which the others reach it; loopback if there is one machine. Collective.
 
     Raises:
-        UserError: that address is on a network, and the user has not said that it is theirs.
+        UserError: that address is on a network, and rollout.servers.allow_remote_endpoints is not set.
     """
     if nodes.count == 1:
         return ["127.0.0.1"]
@@ -121,7 +116,7 @@ def check_network(addresses: Sequence[str], config: Config) -> None:
 
 
 def _store() -> Any:
-    """A connection of our own to the job's store: the trainer's waits in it for hours."""
+    """A second connection to the job's store: the trainer's may be blocked in a wait for hours."""
     return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
 
 
@@ -146,7 +141,7 @@ class RemoteServer(ServerProcess):
 
     @property
     def exit_code(self) -> int | None:
-        """As its node has last told; one that was asked to start again counts as running."""
+        """As its node last reported; one that was asked to start again counts as running."""
         state = self._state()
         return state["code"] if state["starts"] >= self._wanted else None
 
@@ -156,7 +151,7 @@ class RemoteServer(ServerProcess):
         self.store.set(f"{self.keys}/wanted", str(self._wanted))
 
     def tail(self) -> str:
-        """Told when it has ended; a server that hangs has its log on its node."""
+        """As reported when it ended; the log of a server that hangs is on its node."""
         return str(self._state()["tail"])
 
     def _state(self) -> dict[str, Any]:
@@ -167,12 +162,12 @@ class RemoteServer(ServerProcess):
 class NodeSupervisor:
     """Starts and watches the servers of this machine, from `begin` to `close`, in a thread.
 
-    Whatever ends that thread (the run, its rank's death, a store that is gone with rank 0) ends the servers.
+    The servers end with that thread: with the run, the death of its rank, or the loss of the store with rank 0.
 
     Args:
         servers: not started yet.
         store: torch's key-value store of the job.
-        job: part of the store's keys that this engine has for itself.
+        job: part of its keys in the store: a process may make several engines.
     """
 
     def __init__(self, servers: Sequence[LaunchedServer], store: Any, job: str) -> None:
@@ -199,7 +194,8 @@ class NodeSupervisor:
 
     def _run(self) -> None:
         try:
-            start_all(self.servers)
+            for server in self.servers:
+                server.start()
             self._look()
             self._begun.set_result(None)
             while not self._done.wait(_TICK_S):
@@ -212,12 +208,12 @@ class NodeSupervisor:
         stop_all(self.servers)
 
     def _look(self) -> None:
-        """Start again what rank 0 asks for, and tell it what is new."""
+        """Start again what rank 0 asks for, and report what has changed."""
         for server, keys in zip(self.servers, self._keys, strict=True):
             if self._store.check([f"{keys}/wanted"]) and int(self._store.get(f"{keys}/wanted")) > server.starts:
                 try:
                     server.start()
-                except UserError as error:  # it has started before: told as an end, and asked for again
+                except UserError as error:  # reported as an end; it has started before, so rank 0 asks again
                     show(f"rollout: {error}")
             code = server.exit_code
             state = {"starts": server.starts, "code": code, "tail": "" if code is None else server.tail()}

@@ -1,8 +1,8 @@
 """The embedded engine's key-value cache: written in place, and rows that have ended cost a copy at most once.
 
 A cache that is concatenated at every token copies itself for every token; one that is padded to the longest possible
-completion is read in full at every token. This one keeps room behind what is filled and hands out views of the filled
-part. The room grows by half of what is there, so a token is copied about twice in all.
+completion is read in full at every token. This one has spare capacity and returns views of the filled part. It grows by
+half, so a token is copied about twice in all.
 
 A row that ends leaves a hole, and the last running row moves into it. So what is copied is what has ended and not what
 still runs; the price is that rows change places, which the caller has to follow (`Moves`).
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 _FIRST_ROOM = 16
-"""Tokens of room after the prompt. Memory that is touched first costs as much as the copy when it has to grow, and by
-then most of the completions of a short task have ended."""
+"""Spare tokens after the prompt. Touching new memory costs as much as the copy when it has to grow, and by then most
+completions of a short task have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class KeyValues:
     """Keys and values of every layer, for a batch of rows that are all filled to the same length.
 
     Args:
-        capacity: tokens of room to begin with.
+        capacity: tokens to begin with.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class KeyValues:
         return room[0, :, :, :end], room[1, :, :, :end]
 
     def expand(self, rows: Tensor) -> None:
-        """Take the rows [B'] instead, each as often as it is named, with room for a first piece of completion."""
+        """Keep `rows` [B'] instead, each as often as it occurs, with spare capacity for the completion's beginning."""
         self._rebuild(self.filled + _FIRST_ROOM, rows)
 
     def move(self, moves: Moves) -> None:

@@ -1,8 +1,8 @@
 """Servers of a machine that does not train: started, announced, watched, and taken away again.
 
-    main thread     start all -> wait until each is ready -> announce it -> every 5 s: heartbeat; start again who ended
-    SIGTERM, ^C     take the addresses away, then end the servers
-    kill -9         the kernel ends the servers; their heartbeat stops, and the trainer asks them nothing more
+    main thread     start all -> wait until each is ready -> announce it -> every 5 s: heartbeat; restart the ended
+    SIGTERM, ^C     remove the addresses, then end the servers
+    kill -9         the kernel ends the servers; their heartbeat stops, and the trainer drops them after 60 s
 
 The trainer's part is `servers/directory.py` and `servers/membership.py`.
 """
@@ -25,7 +25,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.job_nodes import check_network
 from dppo_megatron.rollout.servers.connect import make_server, make_servers
 from dppo_megatron.rollout.servers.directory import HEARTBEAT_S, Entry, Registration
-from dppo_megatron.rollout.servers.server_process import LaunchedServer, start_all, stop_all
+from dppo_megatron.rollout.servers.server_process import LaunchedServer, stop_all
 from dppo_megatron.texts import show
 from dppo_megatron.types import GuardStop, UserError, Watch, unwatched
 
@@ -58,11 +58,12 @@ def serve(config: Config, host: str, say: Callable[[str], None] = show, watch: W
     with ExitStack() as undo:
         asked_to_end = _listen(undo)
         servers = make_servers(config, address, name=name)
-        start_all(servers)
         undo.callback(stop_all, servers)
+        for server in servers:
+            server.start()
         served = [Served(server, config, directory, f"{name}{index}", say) for index, server in enumerate(servers)]
         for one in served:
-            undo.callback(one.withdraw)  # first of all: nobody shall ask a server that is about to end
+            undo.callback(one.withdraw)  # before stop_all: a trainer must not ask a server that is about to end
         with watch("rollout servers", len(served), f"started ({servers[0].where})") as advance:
             while any(one.is_starting for one in served) and not asked_to_end.wait(_LOOK_S):
                 for one in served:

@@ -2,23 +2,23 @@
 
     rank 0     start: plan of groups -> rollout thread (fleet.py) <-> clients (client/remote.py) <-> servers
     any rank   start: the same plan, for the places of what it will hold
-               finish: waits for rank 0's word (a broadcast over gloo), then takes its share from its node's client
-    rank 0     load_weights: main thread; the rollout thread is done, or its requests are treated as
-               `rollout.sync.in_flight` says
+               finish: waits for rank 0's broadcast over gloo, then takes its share from its node's client
+    rank 0     load_weights: main thread; the rollout thread is done, or its requests are treated by
+               `rollout.sync.in_flight`
 
-One rank decides: with a single speaker the load balance, the retries and the weights version are facts in one place
-instead of agreements between many. What it decides on are scalars, so it does not matter how many tokens there are.
+One rank decides, so load balance, retries and weights version are state in one place and no protocol between ranks. It
+decides from scalars, so the number of tokens does not matter.
 """
 
 from __future__ import annotations
 
 import pickle
 import secrets
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -47,6 +47,7 @@ from dppo_megatron.rollout.servers.connect import ChannelName, Connection, conne
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch, grouped
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HealthFile
+from dppo_megatron.rollout.servers.http import Peer
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.membership import Membership, inspect
 from dppo_megatron.rollout.servers.protocol import Generator
@@ -55,7 +56,7 @@ from dppo_megatron.rollout.servers.seats import Seats, this_device
 from dppo_megatron.rollout.servers.server_process import ServerProcess, stop_all
 from dppo_megatron.rollout.servers.wire import Expected
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
-from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
+from dppo_megatron.rollout.sync.channels import Channel, DiskChannel, drain, in_thread
 from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
@@ -68,7 +69,7 @@ _PROBE_S = 120.0
 
 
 class ServerEngine(Engine):
-    """vLLM or SGLang servers as `rollout` says. Collective, like every `Engine`.
+    """vLLM or SGLang servers as configured in `rollout`. Collective, like every `Engine`.
 
     Args:
         say: prints a log line; used on rank 0.
@@ -184,14 +185,14 @@ class ServerEngine(Engine):
         return self._take(started.places)
 
     def take_grades(self) -> dict[int, Grade]:
-        """What the client's hook says of the completions of the last `finish`, by position in its requests; empty
-        without a hook, and for requests of a stream."""
+        """The hook's grades of the completions of the last `finish`, by position in its requests; empty without a
+        hook, and for requests of a stream."""
         taken, self._grades = self._grades, {}
         return taken
 
     def probe(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Completion]]:
-        """See `Engine.probe`. All servers at once. One that gives no whole answer in time is left out, which is said;
-        whether it is out is for its health probe to find."""
+        """See `Engine.probe`. All servers at once. One without a whole answer in `_PROBE_S` is logged and left out of
+        the result; whether it is out is decided by its health probe."""
         return from_rank_zero(lambda: self._probe(self._plan(requests, sampling)[0]))
 
     def _probe(self, work: Work) -> list[tuple[str, Completion]]:
@@ -206,7 +207,7 @@ class ServerEngine(Engine):
         return answers
 
     def abort(self) -> None:
-        """Also at the servers, so that they do not go on for nobody."""
+        """Also at the servers, so that they do not generate what is not read."""
         started, self._started = self._started, None
         if started is not None and self._head is not None:
             started.work.given_up = True
@@ -216,11 +217,11 @@ class ServerEngine(Engine):
 
     def rest(self) -> None:
         """No generation until the next `load_weights`: colocated servers give their device memory back."""
-        if self._config.rollout.servers.colocate:  # every rank waits: its GPU is not its own before
+        if self._config.rollout.servers.colocate:  # every rank waits: before, the servers still hold its GPU
             from_rank_zero(lambda: self._sync.sleep())
 
     def health(self) -> dict[str, str]:
-        """Rank 0's view."""
+        """As rank 0 sees it."""
         return from_rank_zero(lambda: self._fleet.health())
 
     def statistics(self) -> RolloutStats:
@@ -229,7 +230,7 @@ class ServerEngine(Engine):
         return taken
 
     def close(self) -> None:
-        """End launched servers and this node's client; leave other servers to their owner, without requests of ours."""
+        """End launched servers and this node's client; other servers go on, without this run's requests."""
         with ExitStack() as each:  # the last is called first, and all are, also where one fails
             if self._channel is not None:
                 each.callback(self._channel.close)
@@ -259,7 +260,7 @@ class ServerEngine(Engine):
         bucket_bytes, timeout_s = rollout.sync.bucket_mb << 20, rollout.limits.sync_timeout_s
         if name == "disk":
             run_dir = Path(self._config.run_dir)
-            # two runs may share a directory, and a run that is started again writes over what it left there
+            # two runs may share a directory; a run that is started again must find its own, to overwrite it
             own = f"{run_dir.name}_{zlib.crc32(str(run_dir.absolute()).encode()):08x}"
             directory = Path(rollout.sync.dir) / own if rollout.sync.dir else run_dir / "sync"
             return DiskChannel(fleet, directory, self._config.model.hf_path, bucket_bytes, timeout_s)
@@ -289,10 +290,7 @@ class ServerEngine(Engine):
         shares = self._nodes.neighbours
         found = {}
         for arrived in take(self._take_path, self._secret, shares.index(self._nodes.rank), len(shares)):
-            place = places[arrived.index][arrived.position]
-            found[place] = completion_of(
-                arrived.token_ids, arrived.logprobs, arrived.reason, arrived.spans, arrived.text
-            )
+            found[places[arrived.index][arrived.position]] = arrived.completion
             if arrived.grades and not arrived.position:
                 self._grades |= zip(places[arrived.index], grades_of(arrived.grades), strict=True)
         if self._head is not None:
@@ -367,47 +365,39 @@ class _Head:
 
 
 def _address(place: int, server: Generator) -> Address:
+    key, proves = server.http.api_key, bool(server.http.proves)
     workers = sorted(server.named) if isinstance(server, RouterServer) else ()
-    http = server.http
-    return Address(place, http.url, server.dialect, http.api_key, tuple(workers), bool(http.proves))
+    peers = tuple(Peer(url, key, proves) for url in workers)
+    return Address(place, Peer(server.http.url, key, proves), server.dialect, peers)
 
 
+@dataclass
 class _Background:
-    """One rollout; on rank 0 in a thread of its own, on other ranks only what every rank knows of it."""
+    """One rollout; on rank 0 with a thread, on other ranks only what every rank knows of it."""
 
-    def __init__(self, work: Work, places: list[list[int]]) -> None:
-        self.work, self.places = work, places
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+    work: Work
+    places: list[list[int]]
+    running: Future[None] | None = None
 
     def begin(self, fleet: Fleet) -> None:
         """Start, or go on after a sync, with what is not done."""
-        self._error = None
-        self._thread = threading.Thread(target=self._run, args=(fleet,), name="rollout", daemon=True)
-        self._thread.start()
+        self.running = in_thread(lambda: drain(dispatch(fleet, self.work)), "rollout")
 
     def join(self) -> None:
         """Return when its thread has ended."""
-        if self._thread is not None:
-            self._thread.join()
+        if self.running is not None:
+            wait([self.running])
 
     def wait(self) -> bool:
         """Returns when the thread has ended; True if servers need weights before it can go on."""
-        self.join()
-        if self._error is not None and not isinstance(self._error, NeedsWeights):
-            raise self._error
-        return self._error is not None
-
-    def _run(self, fleet: Fleet) -> None:
-        try:
-            for _ in dispatch(fleet, self.work):
-                pass
-        except BaseException as error:
-            self._error = error
+        error = self.running.exception() if self.running is not None else None
+        if error is not None and not isinstance(error, NeedsWeights):
+            raise error
+        return error is not None
 
 
 def _nodes() -> Nodes:
-    """How the ranks lie on machines. Collective."""
+    """The ranks by machine. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Nodes.of([""], 0)
     names = [""] * dist.get_world_size()

@@ -1,11 +1,12 @@
-"""From tokens to text, and what a rollout client needs of a grader, which this package does not know: it is handed a
-factory, which is pickled and makes the grader in the client's process."""
+"""From tokens to text, and the interface of the grader in a rollout client. This package does not import graders: it
+gets a factory, which is pickled and makes the grader in the client's process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import msgspec
@@ -37,39 +38,31 @@ class Detokenizer:
 
     json: str = ""
     whole: Any = None
-    _made: list[Any] = field(default_factory=list, compare=False)
 
     @staticmethod
     def of(tokenizer: Any) -> Detokenizer:
+        from transformers import PreTrainedTokenizerFast
+
         backend = getattr(tokenizer, "backend_tokenizer", None)
         cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
-        if backend is not None and not cleans and type(tokenizer).decode is _plain_decode():
+        if backend is not None and not cleans and type(tokenizer).decode is PreTrainedTokenizerFast.decode:
             return Detokenizer(json=backend.to_str())
         return Detokenizer(whole=tokenizer)
 
     def decode(self, completions: Sequence[npt.NDArray[np.int32]]) -> list[str]:
         """One text a completion, without special tokens."""
-        if not self._made:
-            self._made.append(self._make())
         lists = [ids.tolist() for ids in completions]
         if self.json:
-            return list(self._made[0].decode_batch(lists, skip_special_tokens=True))
-        return [self._made[0].decode(ids, skip_special_tokens=True) for ids in lists]
+            return list(self._fast.decode_batch(lists, skip_special_tokens=True))
+        return [self.whole.decode(ids, skip_special_tokens=True) for ids in lists]
 
-    def _make(self) -> Any:
-        if not self.json:
-            return self.whole
+    @cached_property
+    def _fast(self) -> Any:
         from tokenizers import Tokenizer
 
         return Tokenizer.from_str(self.json)
 
 
-def _plain_decode() -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast.decode
-
-
 def grades_of(encoded: bytes) -> list[Grade]:
-    """What `done` was given, on the rank that takes it."""
-    return msgspec.msgpack.decode(encoded, type=list[Grade]) if encoded else []
+    """The hook's grades, from the msgpack in which they cross to the rank."""
+    return msgspec.msgpack.decode(encoded, type=list[Grade])

@@ -27,15 +27,15 @@ class HeldGroup:
     index: int
     sampled: Sequence[Sampled]
     texts: list[bytes] = field(default_factory=list)
+    """One a completion; empty until it may be taken."""
     grades: bytes = b""
-    is_ready: bool = False
     number: int = 0
-    """In the order in which the client's groups have landed: what shares go by. Not by their index in the rollout, of
-    which one client may have every second."""
+    """In the order in which the client's groups have landed, which decides the share. The index in the rollout cannot:
+    of two clients one may have all even ones."""
 
 
 class Holdings:
-    """Held groups by ticket. The event loop puts, ranks' requests take, from threads of their own."""
+    """Held groups by ticket. The event loop puts; the hand-over thread takes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,26 +52,21 @@ class Holdings:
             for ticket in tickets:
                 self._groups.pop(ticket, None)
 
-    def give_texts(self, ticket: int, texts: list[bytes]) -> bool:
-        """Returns whether it is still wanted."""
+    def __contains__(self, ticket: int) -> bool:
         with self._lock:
-            if ticket in self._groups:
-                self._groups[ticket].texts = texts
             return ticket in self._groups
 
-    def settle(self, ticket: int, grades: bytes) -> bool:
+    def settle(self, ticket: int, texts: list[bytes], grades: bytes) -> bool:
         """It may be taken from now on. Returns whether it is still wanted."""
         with self._lock:
             if ticket in self._groups:
-                self._groups[ticket].grades, self._groups[ticket].is_ready = grades, True
+                self._groups[ticket].texts, self._groups[ticket].grades = texts, grades
             return ticket in self._groups
 
     def take(self, share: int, shares: int) -> list[HeldGroup]:
         """What is ready and belongs to a share, in the order of the groups; it is held no longer."""
         with self._lock:
-            mine = [
-                ticket for ticket, group in self._groups.items() if group.is_ready and group.number % shares == share
-            ]
+            mine = [ticket for ticket, group in self._groups.items() if group.texts and group.number % shares == share]
             return sorted((self._groups.pop(ticket) for ticket in mine), key=lambda group: group.index)
 
 
@@ -83,11 +78,7 @@ class Arrived:
     """Of its group in the rollout."""
     position: int
     """In its group."""
-    token_ids: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-    reason: str
-    spans: list[tuple[int, int]]
-    text: str
+    completion: Completion
     grades: bytes
     """Of its whole group; see `HandedGroup.grades`."""
 
@@ -133,16 +124,9 @@ def take_over(peer: socket.socket) -> Iterator[Arrived]:
         for position, length in enumerate(group.lengths):
             text = memory[text_at : text_at + group.text_bytes[position]].decode()
             text_at += group.text_bytes[position]
-            yield Arrived(
-                group.index,
-                position,
-                token_ids[at : at + length],
-                logprobs[at : at + length],
-                group.reasons[position],
-                group.spans[position],
-                text,
-                group.grades,
-            )
+            arrays = token_ids[at : at + length], logprobs[at : at + length]
+            completion = completion_of(*arrays, group.reasons[position], group.spans[position], text)
+            yield Arrived(group.index, position, completion, group.grades)
             at += length
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from dppo_megatron.frames import framed, read_frame
 from dppo_megatron.rollout.servers.dialects import AnyDialect
+from dppo_megatron.rollout.servers.http import Peer
 from dppo_megatron.rollout.servers.intake import Ask, Failed, Landed, Ready
 
 
@@ -31,16 +32,10 @@ class Address(msgspec.Struct, frozen=True):
     """One server, by its position in the fleet."""
 
     server: int
-    url: str
+    peer: Peer
     dialect: AnyDialect
-    api_key: str = ""
-    workers: tuple[str, ...] = ()
+    workers: tuple[Peer, ...] = ()
     """Of a router: the servers behind it."""
-    proves: bool = False
-
-    def __repr__(self) -> str:
-        """Without the key: messages go into logs."""
-        return f"Address({self.server}, {self.url})"
 
 
 class Servers(msgspec.Struct, frozen=True, tag=True):
@@ -69,7 +64,7 @@ class Take(msgspec.Struct, frozen=True):
 
 
 class HandedGroup(msgspec.Struct, frozen=True):
-    """One group, whose tokens lie in the buffers behind those of the groups before it."""
+    """One group; its tokens follow those of the groups before it in the buffers."""
 
     index: int
     lengths: list[int]

@@ -3,11 +3,11 @@
     event loop        one task a ticket: POST, decode, check          waits for: sockets
       reads Ask/End/Cancel from rank 0, writes Landed/Ready/Failed
     text thread       a group's tokens to texts, in one batch         waits for: groups that have landed
-    the hook's own    grade completions, see `rewards/pool.py`        wait for: texts, their processes
+    hook's threads    grade completions, see `rewards/pool.py`        wait for: texts, their processes
     hand-over thread  gives a rank of this node its share             waits for: the unix socket
 
-Started by the first rank of a node with everything it needs on stdin: no key stands on a command line. It ends with
-that rank, even when that is killed: the kernel tells it, and its sockets end.
+Started by the first rank of a node, with its setup on stdin: other users can read command lines, and so a key in one.
+It ends with that rank, even if that is killed: the kernel sends it SIGTERM, and its sockets end.
 
 It imports no torch. At 1 Mtok/s it uses about one core, none of which is the trainer's interpreter.
 """
@@ -82,7 +82,7 @@ _READY_S = 0.02
 
 @dataclass(frozen=True)
 class Setup:
-    """All that a client is told at its start, by the rank that starts it."""
+    """What a client gets on stdin from the rank that starts it."""
 
     node: int
     rank_zero: str
@@ -94,7 +94,7 @@ class Setup:
     hook: HookFactory | None = None
     parent: int = field(default_factory=os.getpid)
     import_path: list[str] = field(default_factory=lambda: list(sys.path))
-    """The trainer's: a user's grader may lie wherever the trainer could import it from."""
+    """The trainer's: a user's grader may be a module that only the trainer's path finds."""
 
 
 class Client:
@@ -187,7 +187,7 @@ class Client:
             except Stale:
                 if not left:
                     raise
-                self._begin(self._asker.end(named.server, named.group))  # it may have been read: nobody waits for it
+                self._begin(self._asker.end(named.server, named.group))  # the server may have read it, and go on
         raise AssertionError("the last try returns or raises")
 
     def _text(self, ask: Ask, sampled: Sequence[Sampled]) -> None:
@@ -196,31 +196,30 @@ class Client:
             detokenizer = self._setup.detokenizer
             arrays = [one.token_ids for one in sampled]
             texts = detokenizer.decode(arrays) if detokenizer is not None else [""] * len(arrays)
-            if not self._held.give_texts(ask.ticket, [text.encode(errors="replace") for text in texts]):
-                return
+            encoded = [text.encode(errors="replace") for text in texts]
             if self._hook is None or not ask.prompt:
-                self._ready(ask.ticket, b"")
-                return
-            # written by this job's rank 0, over a connection that has shown the job's key
-            prompt = pickle.loads(ask.prompt)
-            tasks = [GradeTask.of(prompt, text, index) for index, text in enumerate(texts)]
-            self._hook.submit(tasks).add_done_callback(partial(self._graded, ask.ticket, len(tasks)))
+                self._ready(ask.ticket, encoded, b"")
+            elif ask.ticket in self._held:
+                # written by this job's rank 0, over a connection that has shown the job's key
+                prompt = pickle.loads(ask.prompt)
+                tasks = [GradeTask.of(prompt, text, index) for index, text in enumerate(texts)]
+                self._hook.submit(tasks).add_done_callback(partial(self._graded, ask.ticket, encoded))
         except BaseException as error:
             self._lost(error)
 
-    def _graded(self, ticket: int, count: int, graded: Future[list[Grade]]) -> None:
-        """From a thread of the hook's."""
+    def _graded(self, ticket: int, texts: list[bytes], graded: Future[list[Grade]]) -> None:
+        """In a thread of the hook's."""
         try:
             grades = graded.result()
-            if len(grades) != count:
-                raise ValueError(f"{len(grades)} grades of {count} completions")
-            self._ready(ticket, ENCODER.encode(grades))
+            if len(grades) != len(texts):
+                raise ValueError(f"{len(grades)} grades of {len(texts)} completions")
+            self._ready(ticket, texts, ENCODER.encode(grades))
         except BaseException as error:  # else rank 0 would wait for this group
             self._lost(error)
 
-    def _ready(self, ticket: int, grades: bytes) -> None:
+    def _ready(self, ticket: int, texts: list[bytes], grades: bytes) -> None:
         """From any thread."""
-        if self._held.settle(ticket, grades):
+        if self._held.settle(ticket, texts, grades):
             self._loop.call_soon_threadsafe(self._send, Ready(ticket))
 
     def _lost(self, error: BaseException) -> None:
@@ -272,7 +271,7 @@ class Asker:
         """The servers that may be asked, by their numbers."""
         self._servers |= {address.server: address for address in servers}
         for address in servers:
-            self._transport.know(_peer(address))
+            self._transport.know(address.peer)
 
     async def ask(self, ask: Ask) -> list[Sampled]:
         """The completions of a group, checked.
@@ -287,7 +286,7 @@ class Asker:
                 for calls in server.dialect.rounds(ask.group):
                     answers = await self._post_all(server, calls, ask.group.answer_bytes)
         except TimeoutError:
-            raise Unreachable(f"{server.url}: no complete answer after {ask.timeout_s:g} s") from None
+            raise Unreachable(f"{server.peer.url}: no complete answer after {ask.timeout_s:g} s") from None
         except OurFault as error:
             raise OurFault(
                 f"the rollout client can open no more connections ({error}); it keeps to {self._sockets}, for its limit"
@@ -296,26 +295,27 @@ class Asker:
         return checked(server.dialect.read(answers, ask.group), ask.group, ask.expected)
 
     async def end(self, server: int, group: GenerateRequest) -> None:
-        """Have the server end a request; who cannot be reached has ended it, or will be found hung by its probe. All
-        workers of a router are told: nobody else knows which of them has it."""
+        """Have the server end a request; one that cannot be reached has ended it, or its probe will find it hung. All
+        workers of a router are asked: only the router knows which of them has it."""
         address = self._servers[server]
-        workers = [msgspec.structs.replace(address, url=url) for url in address.workers or [address.url]]
-        await asyncio.gather(*(self._end_at(worker, group) for worker in workers))  # none waits for one that hangs
+        calls = address.dialect.abort_calls(group)
+        # at once: none waits for one that hangs
+        await asyncio.gather(*(self._end_at(peer, calls) for peer in address.workers or [address.peer]))
 
     async def close(self) -> None:
-        """Cut all connections."""
+        """Close all connections."""
         await self._transport.close()
 
-    async def _end_at(self, worker: Address, group: GenerateRequest) -> None:
-        for call in worker.dialect.abort_calls(group):
+    async def _end_at(self, peer: Peer, calls: Sequence[Call]) -> None:
+        for call in calls:
             try:
-                await self._transport.repeat(_peer(worker), "POST", call.path, call.body, ERROR_BYTES, _ABORT_S)
+                await self._transport.repeat(peer, "POST", call.path, call.body, ERROR_BYTES, _ABORT_S)
             except (Unreachable, Refused, OurFault):
                 return
 
     async def _post_all(self, server: Address, calls: Sequence[Call], max_bytes: int) -> list[bytes]:
         """Their answers, in order. The first that fails ends the others."""
-        peer, post = _peer(server), self._transport.request
+        peer, post = server.peer, self._transport.request
         if len(calls) == 1:
             return [bytes(await post(peer, "POST", calls[0].path, calls[0].body, max_bytes))]
         posts = [asyncio.ensure_future(post(peer, "POST", call.path, call.body, max_bytes)) for call in calls]
@@ -326,19 +326,15 @@ class Asker:
                 begun.cancel()
 
 
-def _peer(address: Address) -> Peer:
-    return Peer(address.url, address.api_key, address.proves)
-
-
 def _with_own_id(ask: Ask) -> Ask:
-    """The attempt under an id that no other has: an earlier one at the same group, cut off a moment ago, may still run
-    on the server, and SGLang refuses an id that it has."""
+    """The attempt under a unique id: an earlier one at the same group, whose connection has just been closed, may still
+    run on the server, and SGLang refuses an id that it has."""
     unique = f"{ask.group.request_id}.{secrets.token_hex(4)}"
     return msgspec.structs.replace(ask, group=msgspec.structs.replace(ask.group, request_id=unique))
 
 
 def _leave(setup: Setup) -> None:
-    """End, and leave no socket behind: nobody else may be there to remove it."""
+    """End, and remove the sockets' directories: a killed trainer cannot."""
     for path in (setup.take_path, setup.rank_zero):
         if path.startswith("/"):
             shutil.rmtree(os.path.dirname(path), ignore_errors=True)

@@ -125,7 +125,7 @@ class Listener:
     def __init__(self, num_nodes: int) -> None:
         name, secret = secrets.token_hex(8), secrets.token_bytes(32)
         self._directory = Path(_socket_directory()) / f"dppo-{name}"
-        self._directory.mkdir(mode=0o700)  # nobody else's sockets
+        self._directory.mkdir(mode=0o700)  # other users must not put sockets there
         if num_nodes == 1:
             path = str(self._directory / "rank0")
             self.socket = socket.socket(socket.AF_UNIX)
@@ -189,10 +189,10 @@ def take(path: str, secret: bytes, share: int, shares: int) -> Iterator[Arrived]
 
 
 def owners(urls: Sequence[str], num_clients: int, launched_on: Sequence[int] = ()) -> list[int]:
-    """The client that asks each server. Other people's servers on loopback are rank 0's machine's.
+    """The client that asks each server. A configured address on loopback is on rank 0's machine.
 
     Args:
-        launched_on: the machine of each server, if the job has started them: their neighbours ask.
+        launched_on: the machine of each server, if the job has started them: the client there asks it.
 
     Example: four servers elsewhere, and a job on two nodes: clients 0, 1, 0, 1.
     """
@@ -231,10 +231,10 @@ class Clients:
         self._lock = threading.Lock()
 
     def start(self, say: Callable[[str], None], wanted_per_server: int) -> None:
-        """Wait for every client that owns a server, and tell it its servers.
+        """Wait for every client that owns a server, and send it its servers.
 
         Raises:
-            GuardStop: one has not come.
+            GuardStop: one has not connected after `_START_S`.
         """
         deadline = time.monotonic() + _START_S
         needed = set(self._nodes)
@@ -284,7 +284,7 @@ class Clients:
             self._asked.pop(ticket, None)
 
     def forget(self) -> None:
-        """No ticket will be cancelled any more: what they have brought has been taken or dropped."""
+        """No ticket will be cancelled any more: the completions have been taken or dropped."""
         self._asked.clear()
 
     def events(self, timeout_s: float) -> list[Event]:

@@ -1,7 +1,7 @@
-"""What servers answer to all that is no request for completions, as types (`dialects.py` has those of completions).
+"""Types of the servers' answers to all requests but those for completions (which are in `dialects.py`).
 
-`Http.get` and `Http.post` decode into these and nothing else: an answer that lacks a field, or has a value that no
-honest one has, is a `BadAnswer`, a failure of that server. What nobody reads is skipped. Commands answer `http.Done`.
+`Http.get` and `Http.post` decode into these: an answer that lacks a field, or has a value out of its bounds, is a
+`BadAnswer`, a failure of that server. Other fields are skipped. Commands answer `http.Done`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class WorldSize(msgspec.Struct):
 
 
 class Worker(msgspec.Struct):
-    """What `dppo_model` of `in_engine/dppo_vllm_extension.py` tells."""
+    """The answer of `dppo_model` in `in_engine/dppo_vllm_extension.py`."""
 
     architecture: Text | None
     vocab_size: Tokens | None

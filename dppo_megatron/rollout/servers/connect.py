@@ -1,7 +1,7 @@
 """Finding the servers of a run, starting those that are the trainer's own, and checking that they are the right ones.
 
-All that a user can get wrong about a server is said here, before the first step: each check names the address, what
-was found and what would be right.
+Mistakes of a user about servers are reported here, before the first step: each message names the address, what was
+found and what would be right.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
 from dppo_megatron.rollout.servers.router import RouterServer, named_now, named_workers, through
 from dppo_megatron.rollout.servers.seats import CPU, RankDevice, Seats, seats, visible_devices
-from dppo_megatron.rollout.servers.server_process import LaunchedServer, ServerProcess, stop_all
+from dppo_megatron.rollout.servers.server_process import LaunchedServer, ServerProcess
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer, vllm_command, vllm_environment
 from dppo_megatron.rollout.transfer import shared_memory
@@ -51,7 +51,7 @@ class Connection:
     seats: Seats
     """Under the channel ipc, the rank that hands weights to each worker; else empty."""
     directory: Addresses | None = None
-    """Who the servers are from now on, where they may come and go."""
+    """The servers from now on, where they may come and go."""
 
 
 def connect(
@@ -66,7 +66,7 @@ def connect(
 
     Args:
         devices: where each rank of the actor computes.
-        launched: the job's own servers, started but not ready yet; ended if one of them cannot be used.
+        launched: the job's own servers, started but not ready yet.
 
     Raises:
         UserError: what is wrong with which server.
@@ -74,43 +74,40 @@ def connect(
     rollout = config.rollout
     routers: list[RouterServer] = []
     directory: Addresses | None = None
-    try:
-        if rollout.servers.addresses_from:
-            files = Directory(Path(rollout.servers.addresses_from))
-            directory, addresses = files.entries, _registered(files, rollout, say)
-        elif launched:
-            addresses = {server.url: server.api_key for server in launched}
-        else:
-            configured = configured_key(rollout)
-            known, routers = routed(rollout, configured, say)
-            addresses = dict.fromkeys(known, configured)
-            directory = _named(known, routers, rollout, configured)
-        urls = list(addresses)
-        servers: list[Server] = [
-            make_server(rollout, url, key, architecture.vocab_size) for url, key in addresses.items()
-        ]
-        _await_ready(launched, servers, rollout.limits.start_timeout_s, watch)
-        infos = [describe(server, rollout.servers.api_key_env) for server in servers]
-        for server, info in zip(servers, infos, strict=True):
-            check_server(server.http.url, info, config, architecture)
-        routers = [router for router in routers if _passes(router, servers, say)]
-        on_gpu = torch.cuda.is_available()
-        found = _seats(launched, infos, devices)
-        unequal = {url: dppo_nccl.difference(info.nccl) for url, info in zip(urls, infos, strict=True)}
-        works = {"ipc": [url for url in urls if found.get(url)], "nccl": [url for url in urls if not unequal[url]]}
-        channel, why = choose_channel(
-            rollout.sync.channel,
-            [
-                [name for name in info.channels if url in works.get(name, urls)]
-                for url, info in zip(urls, infos, strict=True)
-            ],
-            on_gpu=on_gpu,
-            colocated=rollout.servers.colocate,
-            unequal="; ".join(f"{url}: {said}" for url, said in unequal.items() if said),
-        )
-    except BaseException:
-        stop_all(launched)
-        raise
+    if rollout.servers.addresses_from:
+        files = Directory(Path(rollout.servers.addresses_from))
+        directory, addresses = files.entries, _registered(files, rollout, say)
+    elif launched:
+        addresses = {server.url: server.api_key for server in launched}
+    else:
+        configured = configured_key(rollout)
+        known, routers = routed(rollout, configured, say)
+        addresses = dict.fromkeys(known, configured)
+        if routers:
+            behind = {name for router in routers for name in router.named}
+            alone = [url for url in known if url not in behind]
+            directory = partial(named_now, alone, routers, configured, rollout.engine)
+    urls = list(addresses)
+    servers: list[Server] = [make_server(rollout, url, key, architecture.vocab_size) for url, key in addresses.items()]
+    _await_ready(launched, servers, rollout.limits.start_timeout_s, watch)
+    infos = [describe(server, rollout.servers.api_key_env) for server in servers]
+    for server, info in zip(servers, infos, strict=True):
+        check_server(server.http.url, info, config, architecture)
+    routers = [router for router in routers if _passes(router, servers, say)]
+    on_gpu = torch.cuda.is_available()
+    found = _seats(launched, infos, devices)
+    unequal = {url: dppo_nccl.difference(info.nccl) for url, info in zip(urls, infos, strict=True)}
+    works = {"ipc": [url for url in urls if found.get(url)], "nccl": [url for url in urls if not unequal[url]]}
+    channel, why = choose_channel(
+        rollout.sync.channel,
+        [
+            [name for name in info.channels if url in works.get(name, urls)]
+            for url, info in zip(urls, infos, strict=True)
+        ],
+        on_gpu=on_gpu,
+        colocated=rollout.servers.colocate,
+        unequal="; ".join(f"{url}: {said}" for url, said in unequal.items() if said),
+    )
     return Connection(
         servers=servers,
         routers=routers,
@@ -124,18 +121,8 @@ def connect(
     )
 
 
-def _named(
-    servers: Sequence[str], routers: Sequence[RouterServer], rollout: RolloutConfig, key: str
-) -> Addresses | None:
-    """Where there are routers, whom they will name later."""
-    if not routers:
-        return None
-    behind = {name for router in routers for name in router.named}
-    return partial(named_now, [url for url in servers if url not in behind], routers, key, rollout.engine)
-
-
 def _passes(router: RouterServer, servers: Sequence[Server], say: Callable[[str], None]) -> bool:
-    """Whether requests go through it; else its workers are asked themselves, which is said."""
+    """Whether requests go through it; else a log line, and its workers are asked themselves."""
     if through(router, [server.dialect for server in servers]):
         return True
     say(f"rollout: {router.http.url} passes no requests of this engine on; its workers are asked themselves")
@@ -201,8 +188,8 @@ def routed(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> tupl
 
 
 def ipc_warning(variables: Mapping[str, str] = os.environ) -> str:
-    """What the description says where torch hands its memory over as file descriptors: a container may not let a
-    server take them (it needs the right to trace processes)."""
+    """A warning where torch hands its memory over as file descriptors: in a container a server needs ptrace rights to
+    take them."""
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in variables.get(variable, "").replace(" ", "").lower():
             return (
@@ -216,14 +203,14 @@ def _named_workers(http: Http) -> list[str] | None:
     """None for what is no router."""
     try:
         return named_workers(http, _FIRST_ANSWER_S)
-    except (Unreachable, Refused):  # no such path, another answer, or nobody: `describe` says what is wrong
+    except (Unreachable, Refused):  # no such path, another answer, or none: `describe` reports what is wrong
         return None
 
 
 def _seats(
     launched: Sequence[ServerProcess], infos: Sequence[ServerInfo], devices: Sequence[RankDevice]
 ) -> dict[str, tuple[int, ...] | None]:
-    """For each server of ours by address the ranks that share its workers' devices; None for one with a worker on a
+    """For each launched server by address the ranks that share its workers' devices; None for one with a worker on a
     device without a rank."""
     if not shared_memory.is_supported():
         return {}
@@ -244,12 +231,12 @@ def configured_key(rollout: RolloutConfig) -> str:
 
 def make_server(rollout: RolloutConfig, url: str, api_key: str, vocab_size: int) -> Server:
     """The dialect of the run's engine for the server at `url`."""
-    http = Http(url, api_key, proves=None if rollout.servers.endpoints else True)  # these may have our check
+    http = Http(url, api_key, proves=None if rollout.servers.endpoints else True)  # a user's server may lack the check
     return VLLMServer(http) if rollout.engine == "vllm" else SGLangServer(http, vocab_size)
 
 
 def described(server: Server, timeout_s: float) -> ServerInfo:
-    """What the server says of itself. Raises Unreachable or Refused, and UserError for answers that cannot be read."""
+    """`Server.describe`. Raises Unreachable or Refused, and UserError for answers that cannot be read."""
     try:
         return server.describe(timeout_s=timeout_s)
     except BadAnswer as error:
@@ -259,10 +246,10 @@ def described(server: Server, timeout_s: float) -> ServerInfo:
 
 
 def describe(server: Server, api_key_env: str) -> ServerInfo:
-    """What the server says of itself; UserError if it cannot be asked."""
+    """`Server.describe` of a healthy server; UserError if it cannot be asked."""
     url = server.http.url
     try:
-        info = described(server, _FIRST_ANSWER_S)  # first: another engine's server may not know how it is
+        info = described(server, _FIRST_ANSWER_S)  # first: another engine may lack the probe's path
         server.healthy(timeout_s=_FIRST_ANSWER_S)
         return info
     except Unreachable as error:
@@ -284,7 +271,7 @@ def choose_channel(
     Args:
         wanted: `rollout.sync.channel`.
         offered: the channels that each server is started for.
-        unequal: what of NCCL is not the same at both ends; nccl is not among `offered` then.
+        unequal: the difference between both ends' NCCL; nccl is not among `offered` then.
 
     Raises:
         UserError: a forced channel that a server does not offer.
@@ -334,7 +321,7 @@ def check_server(url: str, info: ServerInfo, config: Config, architecture: Archi
 
 
 def _check_cuts(url: str, info: ServerInfo, rollout: RolloutConfig, vocab_size: int) -> None:
-    """For servers that cut in another order, or give a cut's log-probabilities only up to a number of tokens."""
+    """For servers that apply top_p before top_k, or give log-probabilities under them only up to a number of tokens."""
     if not info.cuts_in_order and rollout.sampling.top_p < 1 and rollout.sampling.top_k > 0:
         raise UserError(
             f"{url} measures rollout.sampling.top_p before rollout.sampling.top_k cuts, all other"
@@ -352,8 +339,8 @@ def _check_cuts(url: str, info: ServerInfo, rollout: RolloutConfig, vocab_size: 
 def make_servers(config: Config, host: str = "127.0.0.1", node: int = 0, name: str = "") -> list[LaunchedServer]:
     """`rollout.servers.count` servers for this machine, not started yet.
 
-    Each gets a key of its own through its environment, and asks for it at every endpoint (`in_engine`): others can
-    reach the port too.
+    Each gets its key through its environment, and asks for it at every endpoint (`in_engine`): other users can reach
+    the port too.
 
     Args:
         host: address that they listen on.
@@ -370,7 +357,7 @@ def make_servers(config: Config, host: str = "127.0.0.1", node: int = 0, name: s
     model = str(Path(config.model.hf_path).absolute())
     command = build(rollout, python, model, longest, config.model.dtype, cpu=cpu, host=host)
     if is_torch_dist(config.model.hf_path) and "--load-format" not in rollout.servers.args:
-        command += ["--load-format", "dummy"]  # engines cannot read it; the first weight sync brings what it holds
+        command += ["--load-format", "dummy"]  # engines cannot read it; the first weight sync brings the weights
     variables = vllm_environment(cpu, rollout.servers.count) if vllm else sglang_environment(cpu)
     servers = []
     for index in range(rollout.servers.count):

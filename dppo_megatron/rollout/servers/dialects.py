@@ -1,7 +1,7 @@
 """How each engine is asked for completions, and how its answers are read: bytes to bytes, without a socket.
 
-Decoding is typed (msgspec): fields that nobody reads are skipped, and a wrong type is an error with its place. Into
-dictionaries the same bytes cost 27 times the CPU time (docs/data_plane.md).
+Decoding is typed (msgspec): unread fields are skipped, and a wrong type is an error with its place. Into dictionaries
+the same bytes cost 27 times the CPU time (docs/data_plane.md).
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ T = TypeVar("T")
 # ----------------------------------------------------------------------------------- arrays (in_engine/dppo_arrays.py)
 
 
+class _Arrays(msgspec.Struct):
+    """What the header holds of one completion, beside its name."""
+
+    tokens: Annotated[int, msgspec.Meta(ge=0)]
+    finish_reason: str | None = None
+    weight_versions: list[Span] | None = None
+
+
 def _opened(decoder: msgspec.json.Decoder[T], content: bytes) -> tuple[T, memoryview]:
     """The header and the arrays' bytes."""
     start = 4 + int.from_bytes(content[:4], "little")
     return decoded(decoder, content[4:start]), memoryview(content)[start:]
 
 
-def _in_turn(heads: Sequence[_ArraysChoice | _ArraysAnswer], body: memoryview) -> list[Sampled]:
+def _in_turn(heads: Sequence[_Arrays], body: memoryview) -> list[Sampled]:
     """Completions that lie one after the other: all token ids, then all log-probabilities."""
     total = sum(head.tokens for head in heads)
     if len(body) != 8 * total:
@@ -70,11 +78,8 @@ _VLLM_PREFIX = "generate-tokens-"
 """The server puts it before a request's id."""
 
 
-class _ArraysChoice(msgspec.Struct):
+class _ArraysChoice(_Arrays, kw_only=True):
     index: int
-    tokens: Annotated[int, msgspec.Meta(ge=0)]
-    finish_reason: str | None = None
-    weight_versions: list[Span] | None = None
 
 
 class _ArraysHeader(msgspec.Struct):
@@ -87,8 +92,15 @@ VLLM_ARRAYS_PATH = "/inference/v1/generate_arrays"
 VLLM_WORKERS_PATH = "/dppo_workers"
 
 
-class VLLMDialect(msgspec.Struct, frozen=True, tag="vllm"):
-    """POST /inference/v1/generate, one request with n = group.count (0.32)."""
+class _Dialect(msgspec.Struct, frozen=True):
+    def carries(self, group: GenerateRequest) -> bool:
+        """Whether all of a request reaches the engine this way."""
+        return True
+
+
+class VLLMDialect(_Dialect, frozen=True, tag="vllm"):
+    """POST /inference/v1/generate, one request with n = group.count (0.32). vLLM's router passes the body on as it
+    is."""
 
     seeded: bool = True
     arrays: bool = False
@@ -103,10 +115,6 @@ class VLLMDialect(msgspec.Struct, frozen=True, tag="vllm"):
         """Both forms of the id are named; unknown ones are ignored."""
         ids = [f"{prefix}{group.request_id}" for prefix in ("", _VLLM_PREFIX)]
         return [Call("/abort_requests", msgspec.json.encode({"request_ids": ids}))]
-
-    def carries(self, group: GenerateRequest) -> bool:
-        """All, through vLLM's router too: it passes the body on as it is."""
-        return True
 
     def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
         """The completions in the order of their indices."""
@@ -194,11 +202,8 @@ _SGLANG_DECODER = msgspec.json.Decoder(list[_SGLangAnswer])
 _SGLANG_ONE_DECODER = msgspec.json.Decoder(_SGLangAnswer)
 
 
-class _ArraysAnswer(msgspec.Struct):
+class _ArraysAnswer(_Arrays, kw_only=True):
     id: str
-    tokens: Annotated[int, msgspec.Meta(ge=0)]
-    finish_reason: str | None = None
-    weight_versions: list[Span] | None = None
 
 
 class _SGLangArraysHeader(msgspec.Struct):
@@ -210,7 +215,7 @@ SGLANG_ARRAYS_PATH = "/generate_arrays"
 SGLANG_NCCL_PATH = "/dppo_nccl"
 
 
-class SGLangDialect(msgspec.Struct, frozen=True, tag="sglang"):
+class SGLangDialect(_Dialect, frozen=True, tag="sglang"):
     """POST /generate with a batch of group.count copies of the prompt (0.5.23)."""
 
     vocab_size: int
@@ -230,9 +235,6 @@ class SGLangDialect(msgspec.Struct, frozen=True, tag="sglang"):
         rids = [_rid(group, index) for index in range(group.count)]
         return [Call("/abort_request", msgspec.json.encode({"rid": rid})) for rid in rids]
 
-    def carries(self, group: GenerateRequest) -> bool:
-        return True
-
     def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
         """The batch's answers come in its order, each with its own id."""
         [content] = answers
@@ -243,12 +245,10 @@ class SGLangDialect(msgspec.Struct, frozen=True, tag="sglang"):
         return [_sglang_completion(answer, _rid(group, index)) for index, answer in enumerate(found)]
 
 
-class SGLangRouterDialect(msgspec.Struct, frozen=True, tag="sglang-router"):
+class SGLangRouterDialect(SGLangDialect, frozen=True, tag="sglang-router"):
     """POST /generate as sglang-router lets it through (0.3.2): one completion a request, since it takes one id a
-    request and n > 1 would have SGLang give ids of its own."""
-
-    vocab_size: int
-    seeded: bool = False
+    request and n > 1 would have SGLang choose the ids. The router has no path for `abort_calls`, which go to its
+    workers, nor for arrays."""
 
     def rounds(self, group: GenerateRequest) -> list[list[Call]]:
         """A request for no token first: by the router's tree of prefixes the others then go to the same worker, whose
@@ -258,13 +258,9 @@ class SGLangRouterDialect(msgspec.Struct, frozen=True, tag="sglang-router"):
         bodies = [batch | {"rid": rid, "input_ids": ids, "sampling_params": how} for rid, ids, how in each]
         return [*_prefill(group), [Call("/generate", msgspec.json.encode(body)) for body in bodies]]
 
-    def abort_calls(self, group: GenerateRequest) -> list[Call]:
-        """For the workers, one id a call: the router has no such path."""
-        return SGLangDialect(self.vocab_size).abort_calls(group)
-
     def carries(self, group: GenerateRequest) -> bool:
-        """Not `return_sampling_mask`: the router drops what it does not know, and the answer would have the
-        log-probabilities before the cut, without a word."""
+        """Not `return_sampling_mask`: the router drops unknown fields, and the answer would silently have the
+        log-probabilities before top_p and top_k."""
         return not (_cuts(group) and group.reads_logprobs)
 
     def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
@@ -274,7 +270,7 @@ class SGLangRouterDialect(msgspec.Struct, frozen=True, tag="sglang-router"):
 
 
 def _prefill(group: GenerateRequest) -> list[list[Call]]:
-    """The round that leaves a group's prompt in the cache; none where nobody would find it there."""
+    """The round that leaves a group's prompt in the cache; none for one completion, or a prompt of one token."""
     if group.count == 1 or len(group.prompt_ids) == 1:
         return []
     prefill = {
@@ -322,8 +318,8 @@ def _sglang_completion(answer: _SGLangAnswer, rid: str) -> Sampled:
 
 def sglang_body(group: GenerateRequest, seeded: bool, vocab_size: int) -> dict[str, Any]:
     """What SGLang is sent. Every parameter is given: the server fills what is left out from the model's
-    generation_config.json. With a cut, the log-probabilities under the cut distribution are asked for: the plain ones
-    are those before it."""
+    generation_config.json. With top_p or top_k, the log-probabilities under the truncated distribution are asked for:
+    the plain ones are those before it."""
     cuts = _cuts(group)
     parameters: dict[str, Any] = {
         "n": 1,
@@ -368,4 +364,4 @@ def _rid(group: GenerateRequest, index: int) -> str:
 AnyDialect = VLLMDialect | SGLangDialect | SGLangRouterDialect
 """How one engine is asked, as it travels to the rollout clients. `rounds`: what is posted, one round after the other,
 the calls of a round at the same time. `abort_calls`: what ends a request now; its answer then holds what there is, as
-`abort`. `carries`: whether all of a request reaches the engine this way. `read` takes the answers to the last round."""
+`abort`. `read` takes the answers to the last round."""

@@ -2,12 +2,12 @@
 
     dppo-megatron serve (an inference node)                         trainer, rank 0
     server is ready -> NAME.json {url, key, engine} ------------->  start: waits for `wait_for` of them
-    touches it every 5 s ---------------------------------------->  each weight sync: who is new, who has left
+    touches it every 5 s ---------------------------------------->  each weight sync: which are new, which have left
     ends -> removes it
 
 Files and no service: the run directory is shared already, a file without heartbeat is ignored, and the file system
-decides who may read the keys. A file holds a key, so it is readable by its owner only (0600), and only files of the
-same user are believed: whoever could name an address would be sent the weights.
+protects the keys. A file holds a key, so it is readable by its owner only (0600), and only files of the same user are
+read: weights are sent to the addresses in them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Entry:
 
 
 Addresses: TypeAlias = Callable[[], dict[str, Entry]]
-"""Who a run's servers are now, by address. Raises UserError where that cannot be read."""
+"""A run's present servers, by address. Raises UserError where that cannot be read."""
 
 
 class Registration:
@@ -72,7 +72,7 @@ class Registration:
 
 
 class Directory:
-    """Who is registered, as the trainer sees it.
+    """The registered servers, as the trainer sees them.
 
     Args:
         clock: seconds that only grow.
@@ -138,7 +138,7 @@ class Directory:
 
 
 def _read(path: Path) -> tuple[int, Entry | None]:
-    """Its time stamp in ns and what it says; None for a file of something else."""
+    """Its time stamp in ns and its content; None for a file of something else."""
     with open(open_own(path, os.O_RDONLY), "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:

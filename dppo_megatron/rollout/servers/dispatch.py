@@ -1,4 +1,4 @@
-"""One rollout over a fleet: who gets which request, what a failed attempt means, and when waiting ends.
+"""One rollout over a fleet: which server gets which request, what a failed attempt means, and when waiting ends.
 
 Runs on rank 0 and decides from scalars; the rollout clients hold the sockets and the tokens.
 
@@ -17,7 +17,7 @@ The rules:
   the second attempt samples the same completion, so a failure does not favour short ones.
 - A server that has too much to do (408, 429, 503) rests for as long as it asks, or a little longer each time.
 - Every wait has an end: `request_timeout_s` for a request since its first try and `_MOST_FAILURES` for the answers to
-  it that went wrong, `engine_wait_s` for a fleet with nobody left. Each ends in one message with the request's id.
+  it that went wrong, `engine_wait_s` for a fleet without a live server. Each ends in one message with the request's id.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ from dppo_megatron.types import GuardStop
 
 _TICK_S = 0.2
 _ANSWER_S = 30.0
+"""A client waits longer than the limit by this, so that `_watch` comes first and names the late request."""
 _MOST_FAILURES = 4
-"""Answers to one request that went wrong, on whichever server: then it is the request. Attempts that are cut because
-another one's failure has marked their server out do not count."""
+"""Answers to one request that went wrong, on any server: then it is the request. Attempts that are lost because another
+one's failure has marked their server out do not count."""
 _MOST_ABORTS = 8
-"""A weight sync with in_flight=abort ends a request once; who ends it this often does so on its own account."""
+"""A weight sync with in_flight=abort ends a request once; after eight aborts the server is at fault."""
 BUSY = (408, 429, 503)
 _NOT_THE_SERVER = (401, 403, 404, 405)
-"""It was started again with another key or without our paths: others may do better."""
+"""The server was started again with another key or without this project's paths; another one may answer."""
 
 
 class NeedsWeights(Exception):
@@ -59,7 +60,7 @@ def grouped(
     How requests are grouped changes no completion: completion i of a prompt has the prompt's seed + i.
 
     Args:
-        stop_ids: tokens that end every completion, beside those of its own sampling.
+        stop_ids: tokens that end every completion, beside those of its sampling.
 
     Returns:
         The groups, and the positions in `requests` of each one's completions.
@@ -109,7 +110,7 @@ class Work:
     prompts: Sequence[bytes] = ()
     """For the grading hook, one a group; empty: nothing is graded."""
     may_be_cut: bool = True
-    """`rollout.limits.straggler_share` applies. Not to an evaluation: cut completions would count as wrong."""
+    """`rollout.limits.straggler_share` applies. Not to an evaluation: aborted completions would count as wrong."""
     done: dict[int, Landed] = field(default_factory=dict)
     landed: dict[int, int] = field(default_factory=dict)
     """The ticket that brought each group's answer -> the group."""
@@ -121,9 +122,9 @@ class Work:
     aborts: dict[int, int] = field(default_factory=dict)
     retries: int = 0
     given_up: bool = False
-    """Nobody wants the rest any more: `dispatch` ends its requests and returns."""
+    """The rest is not wanted any more: `dispatch` ends its requests and returns."""
     cut: bool = False
-    """The straggler rule has ended the rest."""
+    """The straggler rule has aborted the rest."""
     cut_completions: int = 0
 
     @property
@@ -138,7 +139,7 @@ class _Attempt:
     began_s: float
     """On the clock of the spans."""
     outages: int
-    """The member's then. With the next one it is lost, also if the member is back already."""
+    """The member's then. With the next outage the attempt is lost, also if the member is back already."""
 
 
 def dispatch(fleet: Fleet, work: Work) -> Iterator[int]:
@@ -195,7 +196,7 @@ class Dispatch:
             self._ask(min(free, key=lambda asked: asked.outstanding_tokens / asked.width), self._pending.popleft())
 
     def _ask(self, member: Endpoint, index: int) -> None:
-        work, ticket = self._work, self._fleet.ticket()
+        work, ticket = self._work, next(self._fleet.tickets)
         group, now = work.groups[index], self._clock()
         left_s = work.first_asked.setdefault(index, now) + self._limits.request_timeout_s - now
         with self._fleet.lock:
@@ -256,7 +257,7 @@ class Dispatch:
         self._pending.appendleft(index)
 
     def _failed(self, attempt: _Attempt, event: Failed) -> None:
-        """Raises GuardStop for what no other server would do better."""
+        """Raises GuardStop for a failure that another server would repeat."""
         member, request_id = attempt.member, self._work.groups[attempt.index].request_id
         if event.kind == "ours":
             raise GuardStop(f"request {request_id}: {event.text}")
@@ -269,8 +270,8 @@ class Dispatch:
         self._blame(attempt, event.text)
 
     def _aborted(self, attempt: _Attempt, ticket: int) -> None:
-        """Ended before its end, by a weight sync or by nobody that we know."""
-        self._intake.cancel([ticket])  # what it brought is not wanted
+        """Aborted by a weight sync, or by the server unasked."""
+        self._intake.cancel([ticket])  # drops what it brought
         self._again(attempt.index)
         aborts = self._work.aborts[attempt.index] = self._work.aborts.get(attempt.index, 0) + 1
         if aborts > _MOST_ABORTS:
@@ -279,7 +280,7 @@ class Dispatch:
     def _blame(self, attempt: _Attempt, why: str) -> None:
         """A failure of this server, and one of this request's few."""
         work, member = self._work, attempt.member
-        if member.outages != attempt.outages:  # it broke many connections at once, and another's end was told first
+        if member.outages != attempt.outages:  # it broke many connections at once, and another's failure came first
             return
         said = work.failures.setdefault(attempt.index, [])
         said.append(f"{member.name}: {why}")
@@ -290,7 +291,7 @@ class Dispatch:
             )
 
     def _drop_the_lost(self) -> None:
-        """Attempts on servers that have gone out go elsewhere, whoever has marked them: a probe, an answer, a sync."""
+        """Attempts on servers that have gone out go elsewhere; a probe, an answer or a sync may have marked them."""
         outages = sum(member.outages for member in self._fleet.endpoints)
         if outages == self._outages:
             return

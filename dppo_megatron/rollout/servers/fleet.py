@@ -9,7 +9,7 @@ The rules:
 
 - A server that refuses connections, breaks one, answers what cannot be so, or does not answer its health probe is out.
 - A server that answers again is stale: it gets no request before it has had a complete weight sync.
-- Members keep their number whoever comes and goes: the rollout clients know servers by it.
+- A member keeps its number while others come and go: the rollout clients know servers by it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import count, zip_longest
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers.health_file import HealthFile
@@ -35,6 +35,7 @@ from dppo_megatron.spans import Spans
 from dppo_megatron.types import UserError
 
 _ANSWER_S = 30.0
+"""At most, for a server that is out: the sync or the rollout waits meanwhile."""
 _READY_S = 5.0
 _FIRST_REST_S, _LONGEST_REST_S = 0.5, 30.0
 
@@ -61,11 +62,11 @@ class Fleet:
         processes: the processes of `servers`, if the trainer has started them.
         clock: seconds that only grow.
         threads: where questions to servers wait for their answers.
-        health_file: is told how the servers are, for people who watch.
+        health_file: gets the servers' states, for `watch`.
         routers: in front of some of the servers; requests for those go through them.
         recruit: lets servers in and go; called where a server that is back could be used at once.
-        inspect: looks at a server that was out and is not of our starting: somebody may have started another one there.
-            Raises UserError for one that does not fit. In the thread of a probe.
+        inspect: checks a server that was out and that this job has not started: it may be another one by now. Raises
+            UserError for one that does not fit. In the thread of a probe.
         spans: gets requests by server, and gradings, while it is on.
     """
 
@@ -85,7 +86,7 @@ class Fleet:
         spans: Spans | None = None,
     ) -> None:
         self.lock = OwnedLock()
-        """Held by whoever changes a member; never across a call to a server."""
+        """Held to change a member; never across a call to a server."""
         self.members = [
             Member(server, self.lock, clock, process) for server, process in zip_longest(servers, processes)
         ]
@@ -97,12 +98,12 @@ class Fleet:
         self._expected = ""
         self._probing: dict[str, _Probe] = {asked.name: _Probe() for asked in self.endpoints}
         self.places = {asked.name: place for place, asked in enumerate(self.endpoints)}
-        """Number of each member and router: it keeps it whoever comes and goes."""
+        """Number of each member and router, for good."""
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="launcher")
         """Its thread lives as long as the trainer: the kernel ends a server with the thread that has started it."""
-        self._next_ticket = 0
+        self.tickets = count(1)
         self._busy: dict[str, int] = {}
-        """How often in a row each server has said that it has too much to do."""
+        """How often in a row each server has answered 408, 429 or 503."""
 
     @property
     def live(self) -> list[Member]:
@@ -142,7 +143,7 @@ class Fleet:
                 asked.expects(version)
 
     def mark_out(self, member: Endpoint, reason: str) -> None:
-        """No more requests; those in flight are cut and go elsewhere."""
+        """No more requests; those in flight are closed and go elsewhere."""
         with self.lock:
             news = member.failed(reason)
         if news:
@@ -150,8 +151,7 @@ class Fleet:
         member.server.http.close()
 
     def revive(self) -> None:
-        """Ask every server that is out whether it is back, all at once; those that are become stale. Who has come since
-        is among the members now."""
+        """Have `recruit` add servers; then ask all that are out at once whether they are back: those become stale."""
         self._recruit(self)
         timeout_s = min(_ANSWER_S, self.limits.probe_timeout_s)
         out = [asked for asked in self.endpoints if asked.state == "out" and asked.may_be_asked]
@@ -165,7 +165,7 @@ class Fleet:
         url = server.http.url
         with self.lock:
             self.places.setdefault(url, len(self.places))
-            self._probing[url] = _Probe()  # an earlier question was to whoever had the address before
+            self._probing[url] = _Probe()  # an earlier question went to the server that had the address before
             member = next((known for known in self.members if known.name == url), None)
             if member is None:
                 member = Member(server, self.lock, self.clock)
@@ -183,10 +183,6 @@ class Fleet:
         if news:
             self.say(f"rollout: {member.name}: {reason}")
             member.server.http.close()
-
-    def may_return(self, member: Member) -> None:
-        with self.lock:
-            member.may_return()
 
     def restart_dead(self) -> None:
         """Start the trainer's own servers that have ended again; they come back by answering a probe."""
@@ -206,16 +202,12 @@ class Fleet:
                     member.process.wait_ready(lambda m=member: m.server.healthy(timeout_s=_READY_S), timeout_s)  # type: ignore[misc]
 
     def close(self) -> None:
-        """Cut every connection, end the threads and the trainer's own servers."""
+        """Close every connection, end the threads and the trainer's own servers."""
         for asked in self.endpoints:
             asked.server.http.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._starter.shutdown(wait=False, cancel_futures=True)
         stop_all(member.process for member in self.members if member.process is not None)
-
-    def ticket(self) -> int:
-        self._next_ticket += 1
-        return self._next_ticket
 
     def rest(self, member: Endpoint, wanted_s: float | None) -> None:
         """It has too much to do: no requests for as long as it asks, else twice as long as the last time."""
@@ -267,7 +259,7 @@ class Fleet:
     def _is_back(self, member: Endpoint) -> None:
         with self.lock:
             member.answers()
-        # a probe that was begun while it hung would say so after it has come back
+        # a probe that was begun while it hung may fail only now, and would mark it out again
         self._probing[member.name].answer = None
         waits_for = "after a weight sync" if isinstance(member, Member) else "when all of its workers do"
         self.say(f"rollout: {member.name} answers again; it gets requests {waits_for}")

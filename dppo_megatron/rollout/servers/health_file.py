@@ -1,8 +1,7 @@
-"""servers.json: what the fleet knows of its servers, for whoever watches a run. Nothing reads it to decide anything.
+"""servers.json: the fleet's state of its servers, for `dppo-megatron watch`, which has only files. Decides nothing.
 
-The fleet's health is in rank 0's memory, and `dppo-megatron watch` has only files. The rollout thread writes this one
-between two looks at its servers: at once where a state has changed, else every few seconds. A file that cannot be
-written is no reason to stop, or to say anything: the record, which must not be lost, is complained about elsewhere.
+The rollout thread writes it between two rounds of health probes: at once where a state has changed, else every
+`_EVERY_S`. A file that cannot be written is ignored: the run's record is on the same disk, and reports that.
 """
 
 from __future__ import annotations

@@ -3,20 +3,19 @@
 aiohttp keeps the connections. `Transport` is used in an event loop with thousands of requests (`rollout/client`);
 `Http` is the same for threads, a few calls at a time: questions, pausing, weights. Its calls wait here:
 
-    thread of the caller    get, post, do --- waits for its answer ---.                 close: cuts all calls
+    thread of the caller    get, post, do --- waits for its answer ---.                 close: cancels all calls
     thread "servers"                one event loop for all servers of the process: connects, asks, reads
 
-What is ours:
+Beyond aiohttp:
 
 - A deadline is for a whole call: connecting, sending, and every byte of the answer. Trickling bytes do not extend it.
 - An answer has a size that it may not pass, and only 2xx is success: a redirect is a wrong address, not weights.
   Nothing is decompressed: a small answer can unpack to gigabytes.
 - A server that closes an idle connection has not failed (`Stale`).
-- The other end of a connection proves who it is before anything is sent to it (`identity.py`).
-- An answer is decoded as the type that the caller names, with the bounds in it: no value of a server's is read that
-  was not checked.
-- Three kinds of failure: `Unreachable` (nobody answers: try elsewhere), `Refused` (an answer that says no), and
-  `BadAnswer` (it says yes, and what it says cannot be so).
+- The other end of a connection proves its identity before anything is sent to it (`identity.py`).
+- An answer is decoded as the type that the caller names, with its bounds: no unchecked value of a server is read.
+- Three kinds of failure: `Unreachable` (no answer: try elsewhere), `Refused` (a status other than 2xx), and `BadAnswer`
+  (2xx with content that cannot be right).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ MAX_ANSWER_BYTES = 64 << 20
 """Of questions and weight calls; checksums of a large model are a few MB."""
 OUR_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL))
 STALE_TRIES = 3
-"""Of one call over kept connections. The first break tells the loop of all others that were closed by then."""
+"""Of one call over kept connections. At the first break the loop also sees all others that were closed by then."""
 ERROR_BYTES = 64 << 10
 _IDLE_S = 4.0
 """uvicorn, which both engines use, closes connections that have been idle for five seconds."""
@@ -61,16 +60,16 @@ _PATIENCE_S, _SLOW_BYTES = 0.5, 256 << 10
 
 
 class OurFault(Exception):
-    """This machine has run out of something: no server is to blame."""
+    """This machine lacks files, memory or ports (`OUR_ERRORS`): no server is to blame."""
 
 
 class Unreachable(Exception):
-    """No complete answer: refused, reset, timed out, or cut by `Http.close`."""
+    """No complete answer: refused, reset, timed out, or cancelled by `Http.close`."""
 
 
 class Stale(Unreachable):
     """A kept connection broke before an answer. Most often it had been closed while idle; but the server may have read
-    the request, so whoever asks again for completions does so under another id: SGLang refuses one that it has."""
+    the request, so completions are asked for again under another id: SGLang refuses one that it has."""
 
 
 class Refused(Exception):
@@ -84,7 +83,7 @@ class Refused(Exception):
 
 
 class NotProven(Unreachable):
-    """Whoever answers at a server's address is not that server (`identity.py`)."""
+    """What answers at a server's address is not that server (`identity.py`)."""
 
     def __init__(self, url: str) -> None:
         super().__init__(
@@ -101,7 +100,7 @@ def clean_key(key: str, where: str) -> str:
     """An API key without the white space around it: mounted secrets end in a newline.
 
     Raises:
-        UserError: it cannot stand in a header. The message names `where` it came from and shows nothing of it.
+        UserError: no header can hold it. The message names `where` it came from and shows nothing of it.
     """
     key = key.strip()
     if any(not "!" <= character <= "~" for character in key):
@@ -110,7 +109,7 @@ def clean_key(key: str, where: str) -> str:
 
 
 class Done(msgspec.Struct):
-    """The answer to a command: nothing, null, or an object. One that says no, with whatever status, is `Refused`."""
+    """The answer to a command: nothing, null, or an object. One without success, with any status, is `Refused`."""
 
     success: bool = True
     error: Any = None
@@ -118,7 +117,7 @@ class Done(msgspec.Struct):
     message: Any = None
 
     def said(self, otherwise: str) -> str:
-        """Why not: FastAPI's and both engines' forms of it."""
+        """The reason, in FastAPI's and both engines' forms."""
         found = self.error or self.detail or self.message
         return str(found.get("message", found) if isinstance(found, dict) else found or otherwise)
 
@@ -186,7 +185,7 @@ class Transport:
             raise Unreachable(f"{peer.url}{path}: no complete answer after {timeout_s:g} s") from None
 
     async def close(self) -> None:
-        """Cut all connections."""
+        """Close all connections."""
         await self._session.close()
 
     async def _exchange(self, peer: Peer, method: str, url: str, body: bytes | None, max_bytes: int) -> bytearray:
@@ -267,7 +266,7 @@ class Http:
         return self._request("POST", path, payload, timeout_s, max_bytes)
 
     def close(self) -> None:
-        """Cut every connection. Requests in flight raise Unreachable in their own threads."""
+        """Close every connection. Requests in flight raise Unreachable in their threads."""
         with self._lock:
             calls, self._transport = [*self._calls], None
             self._drop()
@@ -298,12 +297,12 @@ class Http:
         except OurFault as error:
             raise GuardStop(f"the trainer cannot open a connection to {self.url}: {error}") from None
         finally:
-            call.cancel()  # nobody waits for it any more, whatever has ended the wait
+            call.cancel()  # a KeyboardInterrupt may have ended the wait before the call
             with self._lock:
                 self._calls.discard(call)
 
     def _connected(self) -> Transport:
-        """In the loop. A forked child has a loop of its own, and so connections of its own."""
+        """In the loop. A forked child has another loop, and so other connections."""
         with self._lock:
             if self._transport is None or self._transport.loop is not asyncio.get_running_loop():
                 self._transport = Transport()
@@ -346,7 +345,7 @@ class _ToPeers(aiohttp.TCPConnector):
         self.provers = {}
 
     async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> Any:
-        """Documented as what a connector of one's own overrides."""
+        """The method that aiohttp documents for connectors to override."""
         _CONNECTION.get().is_new = True
         made = await super()._create_connection(req, traces, timeout)
         peer = self.provers.get(_place(str(req.url)))
@@ -357,12 +356,12 @@ class _ToPeers(aiohttp.TCPConnector):
             return made
         if peer.proves:
             raise NotProven(peer.url)
-        peer.proves = False  # a server without our check: its address is its user's word
+        peer.proves = False  # a server without our check: the user's address is trusted
         return await super()._create_connection(req, traces, timeout)
 
 
 async def _is_proven(peer: Peer, made: Any) -> bool:
-    """Whether the other end of a new connection answers as the server would; else the connection is cut."""
+    """Whether the other end of a new connection has the server's key; else the connection is closed."""
     transport = made.transport
     question = Question(peer.api_key, transport.get_extra_info("peername"))
     reader = asyncio.StreamReader(limit=LARGEST_ANSWER)
@@ -388,7 +387,7 @@ class _Slot:
     """The right to read an answer's body, until it is read or turns out to be slow.
 
     An answer of 48,000 tokens is 8 MB, and a thousand may come at once: those that wait stay at the servers. A slow one
-    must not keep the fast ones waiting: it loses its slot and is read beside them, since what trickles takes no memory.
+    loses its slot and is read beside the others, which it would delay: at such a rate it takes little memory.
     """
 
     def __init__(self, slots: asyncio.Semaphore, content: bytearray) -> None:
@@ -448,7 +447,7 @@ def excerpt(content: bytes, key: str = "") -> str:
 
 
 def hidden(text: str, key: str) -> str:
-    """`text` with *** for `key`, also where it is quoted. To be called before text is cut: half a key is one too."""
+    """`text` with *** for `key`, also where it is quoted. Call it before truncating text: half a key is secret too."""
     for form in (key, json.dumps(key)[1:-1], repr(key)[1:-1]):
         text = text.replace(form, "***") if form else text
     return text

@@ -1,17 +1,16 @@
-"""A server proves who it is before anything is sent to it: neither the key nor a request.
+"""A server proves its identity before anything is sent to it: neither the key nor a request.
 
-A launched server's port stands in its command line before it is bound. Another user's program that binds it first would
-get the key with the first health probe, and its completions would be trained on.
+Anybody can read a launched server's port in its command line before it is bound. Another user's program that binds it
+first would get the key with the first health probe, and its completions would be trained on.
 
     new connection  --- GET /dppo_proof?NONCE ------------------------------------------------------>  our check in the
-    use it, or cut  <-- HMAC-SHA256(key, NONCE, address and port of the server's end) ---------------  server's process
+    use or close it <-- HMAC-SHA256(key, NONCE, address and port of the server's end) ---------------  server's process
 
-Asked once for each connection: a connection stays with the process that accepted it. So
-starts, restarts, outages and servers that come need no rule of their own, whether a server runs here, on another node
-or under `serve`. That the listening socket is our child's (/proc/net/tcp) would show the same without a question, but
-for this machine only, and only for the moment of looking.
+Asked once for each connection: a connection stays with the process that accepted it. So starts, restarts, outages and
+new servers need no further rule, whether a server runs here, on another node or under `serve`. /proc/net/tcp could show
+that the listening socket is our child's, but for this machine only, and only for that moment.
 
-Whoever can change packets between two machines still reads and writes what follows: it is plain HTTP.
+A man in the middle between two machines still reads and writes what follows: it is plain HTTP.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Question:
     """What the other end of one new connection is asked.
 
     Args:
-        peer: the connection's other end, as `getpeername` tells it.
+        peer: the connection's other end, as of `getpeername`.
     """
 
     def __init__(self, key: str, peer: Any) -> None:

@@ -1,8 +1,8 @@
-"""What the fleet asks of whoever takes in completions, and what it is told: scalars, never tokens.
+"""What the fleet asks of the rollout clients, and what they report: scalars, never tokens.
 
-The rollout clients (`rollout/client`) are one such intake, a fake of thirty lines in tests/test_fleet.py another. A
-ticket is one attempt at one group, and is used once; so an answer that comes when its ticket is no longer wanted has
-nowhere to go, and a group has exactly one answer.
+A protocol, since the clients (`rollout/client`) import this package; the other intake is a fake of thirty lines in
+tests/test_fleet.py. A ticket is one attempt at one group, and is used once, so an answer whose ticket is no longer
+wanted is dropped, and a group has exactly one answer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
     ticket: int
     kind: Literal["unreachable", "refused", "bad", "ours"]
-    """No answer; an answer that says no; one that cannot be so; or this machine has run out of something."""
+    """No answer; a status other than 2xx; an answer that cannot be right; this machine lacks files, memory or ports."""
     text: str
     status: int = 0
     retry_after_s: float | None = None
@@ -72,7 +72,7 @@ class Intake(Protocol):
         """Have the servers end these now: what they have so far lands, as `abort`."""
 
     def cancel(self, tickets: Sequence[int]) -> None:
-        """Cut these, and drop what they have brought."""
+        """Close the connections of these, and drop what they have brought."""
 
     def events(self, timeout_s: float) -> list[Event]:
         """What has happened, waiting for it up to `timeout_s`. Raises GuardStop if the intake itself is lost."""

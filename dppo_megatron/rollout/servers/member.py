@@ -1,4 +1,4 @@
-"""One server's life, as a state machine without network, threads or a clock of its own.
+"""One server's life, as a state machine without network or threads, on a given clock.
 
              answers()            took(version)
       out ---------------> stale ---------------> live
@@ -15,7 +15,7 @@ complete sync. `took` on a server that has failed meanwhile therefore changes no
 probes go on in one thread while another syncs.
 
 Who may call: the thread that holds the fleet's lock. Every method that changes a member asserts it. No call to a
-server is made under that lock: decide under it, ask without it, and tell the member what came of it.
+server is made under that lock: decide under it, ask without it, then apply the answer under it.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class OwnedLock(threading.Condition):
 
 
 class Endpoint:
-    """Who is asked for completions, and what the fleet knows of it: a server, or a router (`router.py`).
+    """What is asked for completions, and the fleet's state of it: a server, or a router (`router.py`).
 
     Args:
-        lock: the fleet's; whoever changes this holds it.
+        lock: the fleet's; held to change this.
         clock: seconds that only grow.
     """
 
@@ -123,7 +123,7 @@ class Endpoint:
         self.reason, self._asked_again_at = reason, self._clock() + _MISFIT_S
 
     def answers(self) -> None:
-        """It answers, which says nothing of its weights. One that has left may answer an earlier question."""
+        """It answers, with any weights. One that has left may answer an earlier question."""
         self._owned()
         if self._state == "out" and not self._has_left:
             self._state, self.reason = "stale", "back, to be synced"
@@ -163,14 +163,14 @@ class Endpoint:
         self.completions += completions
 
     def ended(self, tokens: int, completions: int) -> None:
-        """That group was answered, cut or lost."""
+        """That group was answered, aborted or lost."""
         self._owned()
         self.outstanding_tokens -= tokens
         self.groups -= 1
         self.completions -= completions
 
     def rests(self, seconds: float) -> None:
-        """It has too much to do (HTTP 429, 503): no more requests for so long. It is as live as before."""
+        """Back off for `seconds` (HTTP 408, 429, 503); its state does not change."""
         self._owned()
         self._free_at = max(self._free_at, self._clock() + seconds)
 
@@ -213,7 +213,7 @@ class Member(Endpoint):
         return self.server.replicas
 
     def part(self, replica: int) -> str:
-        """What one of its replicas is called, in messages and by whoever asks each."""
+        """Name of one of its replicas, in messages and canary answers."""
         return self.name if self.width == 1 else f"{self.name} (replica {replica} of {self.width})"
 
     def restarted(self) -> None:
@@ -225,7 +225,7 @@ class Member(Endpoint):
         self.asleep, self.has_leftovers = frozenset(), False
 
     def left(self, reason: str) -> bool:
-        """Its owner has taken it away: it is asked nothing more. Returns whether that is news."""
+        """Its address was removed: it is asked nothing more. Returns whether that is news."""
         self._owned()
         news = not self._has_left
         self._has_left = True
@@ -235,7 +235,7 @@ class Member(Endpoint):
         return news
 
     def may_return(self) -> None:
-        """Its owner offers it; it comes back by answering."""
+        """Its address is there; it comes back by answering."""
         self._owned()
         self._has_left = False
 
@@ -249,7 +249,7 @@ class Member(Endpoint):
     # ---------------------------------------------------------------------------------------------- its memory
 
     def slept(self) -> None:
-        """It has given back all device memory, or was told to and did not answer."""
+        """It has given back all device memory, or was asked to and did not answer."""
         self._owned()
         self.asleep = DEVICE_MEMORY
 

@@ -1,12 +1,12 @@
 """Servers that come and go while a run goes on.
 
-At every weight sync, and while the run waits for any server, it is looked up again who the servers are: in a directory
-of addresses, or by asking routers. Who is new is asked what it is; if it fits it becomes a member that is stale, so
-that the sync that follows brings it the newest weights and its first request comes after. Who has left is asked nothing
-more; its requests went elsewhere already. One that does not fit, or does not answer yet, stops nothing.
+At every weight sync, and while the run waits for any server, the addresses are read again: from a directory, or from
+routers. A new server is asked to describe itself; if it fits it becomes a stale member, so that the following sync
+brings it the newest weights before its first request. One that has left is asked nothing more; its requests went
+elsewhere already. One that does not fit, or does not answer yet, stops nothing.
 
-A server of somebody else's that was out and is back is asked the same (`inspect`): it may have been started again with
-other arguments.
+A server that was out and that this job has not started is checked the same way when it is back (`inspect`): it may have
+been started again with other arguments.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Membership:
 
     Args:
         known: the connection that was made at start.
-        introduce: tells whoever asks servers of a new one.
+        introduce: makes a new member known to the rollout clients.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Membership:
         self._busy = threading.Lock()
 
     def update(self, fleet: Fleet) -> None:
-        """Let in who is new, and let go who has left. A second thread that comes meanwhile finds it done."""
+        """Add new servers and drop those that have left; returns at once while another thread does it."""
         if not self._busy.acquire(blocking=False):
             return
         try:
             self._update(fleet)
-        except (OSError, UserError) as error:  # a file system that hangs, a file that somebody else has put there
+        except (OSError, UserError) as error:  # a file system that hangs, a file of another user
             fleet.say(f"rollout: the addresses of servers cannot be read: {error}")
         finally:
             self._busy.release()
@@ -82,7 +82,8 @@ class Membership:
         entries = self._addresses()
         for member in fleet.members:
             if member.name in entries and member.server.http.api_key == entries[member.name].api_key:
-                fleet.may_return(member)
+                with fleet.lock:
+                    member.may_return()
             else:
                 fleet.let_go(member, "it has left")
         here = {(member.name, member.server.http.api_key) for member in fleet.members}
@@ -111,7 +112,7 @@ class Membership:
         fleet.say(f"rollout: {entry.url} has come; it gets requests after a weight sync")
 
     def _reject(self, fleet: Fleet, entry: Entry, why: str, *, for_good: bool) -> None:
-        """Logged once. A server that has trouble of its own is asked again at the next sync."""
+        """Log it once. Unless it is `for_good` (the server does not fit), it is asked again at the next sync."""
         one = entry.url, entry.api_key
         if one not in self._rejected:
             fleet.say(f"rollout: a new server is not used{'' if for_good else ' yet'}: {why}")

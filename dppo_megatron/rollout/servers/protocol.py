@@ -1,6 +1,6 @@
 """What the fleet asks of one engine's server, whichever engine it is: `vllm.py` and `sglang.py` speak it.
 
-A dialect only translates. Who is asked, how often, and what a failure means is decided once, in `dispatch.py`.
+A dialect only translates. Which server is asked, how often, and what a failure means is decided in `dispatch.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEVICE_MEMORY: frozenset[DeviceMemory] = frozenset(("weights", "kv_cache"))
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server says about itself. None: it does not say."""
+    """A server's description of itself. None: not reported."""
 
     engine_version: str
     served_model: str
@@ -41,17 +41,16 @@ class ServerInfo:
     channels: tuple[str, ...]
     """Sync channels that it is started for."""
     world_size: int
-    """See `Server`."""
     logprobs_are_processed: bool | None
-    """Log-probabilities are taken after temperature and cuts, as the loss needs them."""
+    """Log-probabilities are taken after temperature, top_p and top_k, as the loss needs them."""
     max_top_k: int | None = None
-    """Log-probabilities under a cut are given for a top_k of at most this, also for top_p alone; None: always."""
+    """Log-probabilities under top_p or top_k are given for a top_k of at most this; None: always."""
     cuts_in_order: bool = True
     """top_p is measured on what top_k leaves, as everywhere else; not on the whole distribution."""
     devices: tuple[str, ...] = ()
-    """UUID of each worker's GPU, or `cpu`, replica by replica; empty: it does not say."""
+    """UUID of each worker's GPU, or `cpu`, replica by replica; empty: not reported."""
     nccl: dict[str, str] = field(default_factory=dict)
-    """See `in_engine/dppo_nccl.py`; empty: it does not say."""
+    """`dppo_nccl.settings()` there; empty: not reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class TensorNote:
 
 
 class Generator(Protocol):
-    """Whoever is asked for completions: a server, or a router in front of several."""
+    """Answers requests for completions: a server, or a router in front of several."""
 
     http: Http
 
@@ -82,8 +81,8 @@ class Server(Generator, Protocol):
 
     engine: ClassVar[str]
     replicas: int
-    """Data-parallel engines behind its address, each with a cache and a batch of its own; final, as `world_size` is,
-    once it has described itself."""
+    """Data-parallel engines behind its address, each with its cache and batch; final, as `world_size` is, once it has
+    described itself."""
     world_size: int
     """Workers of all its replicas: those that take part in a broadcast."""
 
@@ -108,9 +107,7 @@ class Server(Generator, Protocol):
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
         """Take one of them back, once: SGLang's scheduler ends when it is asked for what it has."""
 
-
-class BucketServer(Server, Protocol):
-    """A server that takes weights in buckets, between `begin_update` and `end_update`."""
+    # ------------------------------------------------ weights in buckets, between `begin_update` and `end_update`
 
     def join_group(self, meeting: Meeting, first_rank: int, *, timeout_s: float) -> None:
         """Have the workers join a broadcast group as ranks `first_rank` and following, and leave an earlier one. Other
@@ -141,9 +138,10 @@ def architecture_of(root: str) -> tuple[str | None, int | None]:
         return None, None
 
 
-def too_old(engine: str, version: str, minimum: str, url: str) -> UserError:
-    """The error for a server that lacks what the trainer calls."""
-    return UserError(f"{url}: {engine} {version} is too old; at least {minimum} is needed (docs/engines.md)")
+def check_version(engine: str, version: str, minimum: str, url: str) -> None:
+    """Raise UserError for a server that lacks what the trainer calls."""
+    if is_older(version, minimum):
+        raise UserError(f"{url}: {engine} {version} is too old; at least {minimum} is needed (docs/engines.md)")
 
 
 def is_older(version: str, minimum: str) -> bool:

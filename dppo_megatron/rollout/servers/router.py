@@ -1,14 +1,15 @@
 """A router in front of servers (sglang-router, vLLM's): requests go through it, everything else to its workers.
 
-    rollout client --- request ----------------> router ---- which worker is its own affair ----> worker 1, 2, ...
+    rollout client --- request ----------------> router ---- to the worker that it chooses -----> worker 1, 2, ...
                    --- ends it early -----------------------------------------------------------> each worker
     rank 0         --- weights, canary, health -------------------------------------------------> each worker
                    --- which workers are there? --> router      (its health probe, and at every sync)
 
 The router knows nothing of weights, so it is asked only while every worker that it names has the present ones. Else
 those that have them are asked themselves, until the next sync has made the router whole again. When one of its workers
-goes out, so does the router: which of the running requests were that worker's nobody knows, so all of them are made
-again. That loses work, once for a server that fails, and needs no trust in how long a router waits for a hung worker.
+goes out, so does the router: it does not report which of the running requests were that worker's, so all of them are
+made again. That loses work, once for a server that fails, but does not depend on how long a router waits for a hung
+worker.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class RouterServer:
     http: Http
     dialect: AnyDialect = field(default_factory=VLLMDialect)
     named: frozenset[str] = frozenset()
-    """Addresses of its workers, as it last said."""
+    """Addresses of its workers, as last reported."""
 
     def healthy(self, *, timeout_s: float) -> None:
         named = named_workers(self.http, timeout_s)
@@ -96,9 +97,10 @@ def named_workers(http: Http, timeout_s: float) -> list[str]:
 
 
 def through(router: RouterServer, workers: Sequence[AnyDialect]) -> bool:
-    """Have `router` asked as its workers are; whether it passes such requests on at all.
+    """Give `router` its workers' dialect; returns whether it passes such requests on.
 
-    sglang-router has no path for vLLM's requests: it answers 404, as nobody does who knows the path.
+    sglang-router has no path for vLLM's requests: it answers 404. A router that has the path refuses the empty body
+    with another status.
     """
     seeded = all(dialect.seeded for dialect in workers)
     if isinstance(workers[0], SGLangDialect):

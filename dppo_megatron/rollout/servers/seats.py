@@ -1,9 +1,8 @@
 """Which rank of the actor shares a device with which worker of a server: such a pair passes weights in device memory.
 
-No wire is needed between them, and no other GPU. GPUs are known by UUID, because engine and trainer may number them
-differently; where an engine does not say its workers' UUIDs (SGLang), by the entry of
-CUDA_VISIBLE_DEVICES with which the trainer has started it. On CPUs all ranks of a machine share its memory with all
-servers there, and take turns.
+GPUs are known by UUID, because engine and trainer may number them differently; where an engine does not report its
+workers' UUIDs (SGLang), by the entry of CUDA_VISIBLE_DEVICES with which the trainer has started it. On CPUs all ranks
+of a machine share its memory with all servers there, and take turns.
 """
 
 from __future__ import annotations

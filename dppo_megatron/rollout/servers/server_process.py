@@ -1,8 +1,8 @@
 """One server's process: started on this machine, and what of one is known wherever it runs.
 
 Servers listen on loopback, or where a job has several machines on the one address by which the others reach this one.
-They log to run_dir/servers. The kernel ends a server with the *thread* that has started it, so that a trainer that is
-killed leaves no process on a GPU: start them in a thread that lives as long as they shall.
+They log to run_dir/servers. The kernel ends a server with the *thread* that has started it (PR_SET_PDEATHSIG), so that
+a trainer that is killed leaves no process on a GPU: start them in a thread that outlives them.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class ServerProcess(ABC):
         return self.exit_code is None
 
     def start_if_ended(self) -> bool:
-        """Whether there was need to. A sync and a rollout may both have seen that it has ended; called by one thread at
-        a time, it is started once, and no process is lost sight of."""
+        """Whether it had ended. A sync and a rollout may both have seen that; called by one thread at a time, it is
+        started once, and no process is lost sight of."""
         if self.is_running:
             return False
         self.start()
@@ -76,7 +76,7 @@ class ServerProcess(ABC):
             problem = ""
         except Exception as error:
             problem = str(error) or type(error).__name__
-        if not self.is_running:  # somebody else may have answered
+        if not self.is_running:  # another program may have answered
             return False
         if problem and time.monotonic() > deadline:
             limit = f"rollout.limits.start_timeout_s = {timeout_s:g} s"
@@ -103,8 +103,7 @@ class LaunchedServer(ServerProcess):
 
     Args:
         command: its command line; {port} in it is replaced.
-        variables: environment beside the trainer's own. The place for its key: command lines can be read by everybody
-            on the machine.
+        variables: environment beside the trainer's. Holds its key: all users of the machine can read command lines.
         log: file that takes its output.
         api_key: what it asks for; empty if it asks for nothing.
         host: address that it listens on, and no other one.
@@ -139,15 +138,17 @@ class LaunchedServer(ServerProcess):
         """See `ServerProcess`. Raises UserError if the address is not this machine's, the log cannot be written, or the
         interpreter is not there."""
         self.starts += 1
-        self.port, self.is_starting = self.port or _free_port(self.host), True
-        self._reserved = self._reserved or _reserve(self.host, self.port)
+        self.is_starting = True
+        if self._reserved is None:
+            self._reserved = _reserve(self.host)
+            self.port = self._reserved.getsockname()[1]
         try:
             make_directory(self.log.parent)
             log = append_to(self.log)
         except OSError as error:
             raise UserError(f"run_dir: '{self.log}', a server's log, cannot be written: {error.strerror}") from None
         inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
-        if self.host == "127.0.0.1":  # its processes and whoever sends it weights are here
+        if self.host == "127.0.0.1":  # its processes and the rank that sends it weights are on this machine
             inherited |= loopback_interface()
         command = [part.replace("{port}", str(self.port)) for part in self.command]
         with log:
@@ -168,20 +169,10 @@ class LaunchedServer(ServerProcess):
         stop_all([self])
 
     def tail(self) -> str:
-        """See `ServerProcess`; lines that speak of errors first."""
+        """See `ServerProcess`; lines with errors first."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line or "error:" in line]
         return hidden("\n".join([*errors[-3:], *lines[-5:]]), self.api_key)[-2000:]
-
-
-def start_all(servers: Sequence[LaunchedServer]) -> None:
-    """Start all, without waiting for them. Raises UserError, with none left, if one cannot be started."""
-    try:
-        for server in servers:
-            server.start()
-    except BaseException:
-        stop_all(servers)
-        raise
 
 
 def stop_all(servers: Iterable[ServerProcess]) -> None:
@@ -214,32 +205,23 @@ def address_toward(host: str) -> str:
 
     Example: on a node with 10.0.0.7 in the cluster's network, address_toward("10.0.0.1") == "10.0.0.7"
     """
-    # a datagram socket only asks the routing table: nobody need answer, nor even live
+    # connecting a datagram socket only reads the routing table: `host` need not answer
     family, kind, *_, address = socket.getaddrinfo(host, 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
 
 
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError as error:
-            raise UserError(f"rollout servers cannot listen on {host}, this machine says: {error.strerror}") from None
-        return int(probe.getsockname()[1])
-
-
-def _reserve(host: str, port: int) -> socket.socket | None:
-    """Bound, and not listened at: no other program is given the port while a server takes a minute to get there. The
-    server can bind it too, since both ends set SO_REUSEADDR. None if the port is taken, as the server will log."""
+def _reserve(host: str) -> socket.socket:
+    """Bound to a free port, and not listened at: the kernel gives the port to no other program in the minute before the
+    server binds it, which it can, since both set SO_REUSEADDR. Raises UserError for an address of another machine."""
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        held.bind((host, port))
-    except OSError:
+        held.bind((host, 0))
+    except OSError as error:
         held.close()
-        return None
+        raise UserError(f"rollout servers cannot listen on {host}, this machine says: {error.strerror}") from None
     return held
 
 

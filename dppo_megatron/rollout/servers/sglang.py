@@ -26,8 +26,7 @@ from dppo_megatron.rollout.servers.protocol import (
     ServerInfo,
     TensorNote,
     architecture_of,
-    is_older,
-    too_old,
+    check_version,
 )
 from dppo_megatron.rollout.transfer.groups import Broadcast, BroadcastGroup, Meeting
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer, pickled
@@ -40,7 +39,7 @@ _PAUSE_MODE: dict[InFlight, str] = {"finish": "retract", "abort": "abort", "cont
 has already waited for them where the policy is `finish`."""
 
 _SPARE = 2
-"""Positions of its context that SGLang never fills: it cuts a completion, as `length`, where prompt and completion
+"""Positions of its context that SGLang never fills: it truncates a completion, as `length`, where prompt and completion
 together are two short of --context-length (0.5.23)."""
 
 _FLUSH = {"flush_cache": True, "torch_empty_cache": False}
@@ -49,8 +48,8 @@ CPU) or empty the device's allocator, and cannot be asked not to: on a CPU it co
 
 
 _OWN_NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""What SGLang 0.5.23 sets in itself where nobody has set it (srt/entrypoints/engine.py). A server that was not started
-with our file does not say."""
+"""What SGLang 0.5.23 sets where the variables are not set (srt/entrypoints/engine.py): assumed of a server that was not
+started with our file, which reports them."""
 
 
 @dataclass
@@ -66,7 +65,7 @@ class SGLangServer:
     """The server runs our path for answers without JSON."""
     _group: str = field(default="", init=False)
     _hashes_bytes: bool = field(default=False, init=False)
-    """/weights_checker hashes with SHA-256 on a CPU; on a GPU with a kernel of its own that we cannot repeat."""
+    """/weights_checker hashes with SHA-256 on a CPU; on a GPU with a kernel of SGLang's, which we cannot repeat."""
 
     def describe(self, *, timeout_s: float) -> ServerInfo:
         """Raises UserError for a server that is no SGLang or too old."""
@@ -74,8 +73,7 @@ class SGLangServer:
         model = self.http.find("/model_info", answers.Model, timeout_s=timeout_s)
         if info is None or model is None:
             raise UserError(f"{self.http.url} answers, but is no SGLang server (no /server_info)")
-        if is_older(info.version, MINIMUM_VERSION):
-            raise too_old("SGLang", info.version, MINIMUM_VERSION, self.http.url)
+        check_version("SGLang", info.version, MINIMUM_VERSION, self.http.url)
         self._seeded = bool(info.enable_deterministic_inference)
         self._arrays = self.http.find(SGLANG_ARRAYS_PATH, dict[str, int], timeout_s=timeout_s) == {"form": 1}
         self._hashes_bytes = info.device == "cpu"
@@ -101,7 +99,7 @@ class SGLangServer:
     def healthy(self, *, timeout_s: float) -> None:
         """/server_info asks the scheduler for its state. /health has a token generated instead, which one that an
         interrupted sync has left paused never does: it would stay out for good."""
-        self.http.find("/server_info", Done, timeout_s=timeout_s)  # 404: no SGLang, `describe` says so
+        self.http.find("/server_info", Done, timeout_s=timeout_s)  # 404: no SGLang, which `describe` reports
 
     @property
     def dialect(self) -> SGLangDialect:
@@ -190,7 +188,7 @@ class SGLangServer:
 
 
 def _longest(info: answers.ServerArgs) -> int | None:
-    """Prompt and completion together that it generates in full; the longest prompt is 4 shorter where it tells that."""
+    """Prompt and completion together that it generates in full; max_req_input_len is 4 less."""
     if info.context_length is not None:
         return info.context_length - _SPARE
     return info.max_req_input_len + 4 if info.max_req_input_len is not None else None
@@ -221,7 +219,7 @@ def sglang_command(
 def sglang_environment(cpu: bool) -> dict[str, str]:
     """Variables of a launched server. NCCL's are the trainer's: SGLang turns both off where they are not set (0.5.23,
     entrypoints/engine.py), and one communicator cannot have them on at one end."""
-    # the spare positions may lie beyond the model's; no token ever takes them
+    # the spare positions may be beyond the model's; no token ever takes them
     variables = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     nccl = {name: os.environ.get(name, default) for name, default in dppo_nccl.DEFAULTS.items()}
     return variables | ({"SGLANG_USE_CPU_ENGINE": "1"} if cpu else nccl)

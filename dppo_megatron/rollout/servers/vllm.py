@@ -2,7 +2,7 @@
 
 Checked against 0.32.0. A server must be started with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and
 --logprobs-mode processed_logprobs (vLLM's default, raw_logprobs, leaves the temperature out); docs/engines.md has the
-whole command, `launch.py` builds it.
+whole command, `vllm_command` builds it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from dppo_megatron.rollout.servers.protocol import (
     ServerInfo,
     TensorNote,
     architecture_of,
-    is_older,
-    too_old,
+    check_version,
 )
 from dppo_megatron.rollout.transfer.groups import CHUNK_BYTES, Broadcast, BroadcastGroup, Chain, Meeting
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
@@ -38,8 +37,8 @@ _IN_ENGINE = Path(__file__).parent / "in_engine"
 MINIMUM_VERSION = "0.32"
 _PAUSE_MODE: dict[InFlight, str] = {"finish": "wait", "abort": "abort", "continue": "keep"}
 _WHOLE_PREFILL = ("--no-enable-chunked-prefill",)
-"""On a CPU a request with a seed whose prefill is cut in two ends vLLM 0.32.0's engine: it rewinds the generator of the
-discarded sample by `set_offset`, which torch has for CUDA only."""
+"""On a CPU a request with a seed whose prefill is split in two ends vLLM 0.32.0's engine: it rewinds the generator of
+the discarded sample by `set_offset`, which torch has for CUDA only."""
 _RPC = "/collective_rpc"
 _RL_CALLS = "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (docs/engines.md)"
 
@@ -62,9 +61,9 @@ class VLLMServer:
         engine = http.find("/version", answers.VLLMVersion, timeout_s=timeout_s)
         if engine is None:
             raise UserError(f"{http.url} answers, but is no vLLM server (no /version)")
-        if is_older(engine.version, MINIMUM_VERSION):
-            raise too_old("vLLM", engine.version, MINIMUM_VERSION, http.url)
+        check_version("vLLM", engine.version, MINIMUM_VERSION, http.url)
         card = http.get("/v1/models", answers.Cards, timeout_s=timeout_s).data[0]
+        # at the first call vLLM collects a description of its machine (0.32, `_get_system_env_info_cached`)
         settings = http.find("/server_info?config_format=json", answers.Settings, timeout_s=max(60.0, timeout_s))
         if settings is None or http.find("/weight_info", answers.NamedWeights, timeout_s=timeout_s) is None:
             raise UserError(f"{http.url}: vLLM without its RL endpoints; {_RL_CALLS}")
@@ -135,7 +134,14 @@ class VLLMServer:
         return own_chain(meeting) if meeting.backend == "gloo" else Broadcast(meeting, as_torch_does=False)
 
     def begin_update(self, *, timeout_s: float) -> None:
-        self._after_an_interruption("/start_weight_update", timeout_s)
+        """An update that was left half-way stays open and bars the next; ended, its mixed weights have a name that no
+        run accepts."""
+        try:
+            self.http.do("/start_weight_update", timeout_s=timeout_s)
+        except Refused:
+            with contextlib.suppress(Refused):  # the reason was another one: the second answer names it
+                self.http.do("/finish_weight_update", {"weight_version": "interrupted"}, timeout_s=timeout_s)
+            self.http.do("/start_weight_update", timeout_s=timeout_s)
 
     def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
         self.http.do("/update_weights", {"update_info": _update_info(tensors)}, timeout_s=timeout_s)
@@ -176,23 +182,13 @@ class VLLMServer:
         """Weights before the sync, the cache after it: both at once would not fit beside the actor."""
         self.http.do(f"/wake_up?tags={quote(what)}", timeout_s=timeout_s)
 
-    def _after_an_interruption(self, path: str, timeout_s: float) -> None:
-        """An update that was left half-way stays open and bars these calls; ended, its mixed weights have a name that
-        no run accepts."""
-        try:
-            self.http.do(path, timeout_s=timeout_s)
-        except Refused:
-            with contextlib.suppress(Refused):  # it was refused for another reason: the second answer says which
-                self.http.do("/finish_weight_update", {"weight_version": "interrupted"}, timeout_s=timeout_s)
-            self.http.do(path, timeout_s=timeout_s)
-
     def _forget_prefixes(self, timeout_s: float) -> None:
         """Refused while blocks are still held."""
         self.http.do("/reset_prefix_cache?reset_running_requests=true", timeout_s=timeout_s)
 
     def _workers(self, timeout_s: float) -> list[answers.Worker]:
-        """What each worker says of itself (`in_engine`), replica by replica; nothing without our extension. Raises
-        UserError for replicas of which not all workers answer: the others would be left without weights."""
+        """Each worker's `dppo_model` (`in_engine`), replica by replica; empty without our extension. Raises UserError
+        for replicas of which not all workers answer: the others would be left without weights."""
         models: list[answers.Worker] = []
         if self._extended and self._arrays:
             replicas = self.http.get(VLLM_WORKERS_PATH, answers.Models, timeout_s=timeout_s).replicas
@@ -249,6 +245,7 @@ def vllm_command(
         *("--middleware", "dppo_vllm_guard.RequireKey", "--middleware", "dppo_vllm_arrays.Arrays"),
         *("--weight-transfer-config", '{"backend": "dppo"}'),
         *(["--enable-sleep-mode"] if config.servers.colocate and not cpu else []),
+        # without chunked prefill vLLM refuses fewer batched tokens than --max-model-len; 2048 is its default
         *(["--enforce-eager", *_WHOLE_PREFILL, "--max-num-batched-tokens", str(max(2048, max_tokens))] if cpu else []),
         *config.servers.args,
     ]
@@ -258,7 +255,7 @@ def vllm_environment(cpu: bool, servers: int = 1) -> dict[str, str]:
     """Variables of a launched server, one of `servers` on this machine."""
     variables = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_IN_ENGINE), os.environ.get("PYTHONPATH")])),
-        "PYTHONSAFEPATH": "1",  # the working directory may be a model's: its Python files are none of ours
+        "PYTHONSAFEPATH": "1",  # the working directory may be a model's, with Python files in it
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -270,14 +267,14 @@ def vllm_environment(cpu: bool, servers: int = 1) -> dict[str, str]:
 def _cpu_environment(servers: int) -> dict[str, str]:
     """A server on a CPU is two processes: HTTP, and the engine with its only worker in it. As three, which is vLLM's
     default there, it starts in 1.7 times the CPU seconds (another process imports torch and vLLM), and the workers of
-    all servers are bound to the same cores. With two tensor-parallel workers or replicas each is a process of its own
-    again; vLLM would bind every replica to the first cores.
+    all servers are bound to the same cores. With two tensor-parallel workers or replicas each is a process again; vLLM
+    would bind every replica to the first cores.
 
     Example: two servers on 16 logical cores compute with 4 threads each
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

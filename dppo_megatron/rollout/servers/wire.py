@@ -1,8 +1,7 @@
 """A request for completions and what a good answer to it is: one check of every answer, whichever engine gave it.
 
-Pure: no socket and no torch, so that the rollout clients, which do nothing else all day, start fast and stay small.
-An answer with status 200 is a claim. `checked` holds it against what was asked; what does not hold is a `BadAnswer`:
-a failure of that server, never something to train on.
+Pure: no socket and no torch, so that the rollout clients start fast and stay small. `checked` compares an answer with
+status 200 with its request; a contradiction is a `BadAnswer`: a failure of that server, never something to train on.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """With the end of sequence."""
     reads_logprobs: bool = True
     replica: int | None = None
-    """Which of the server's data-parallel replicas is to answer; None: whichever has least to do."""
+    """Which of the server's data-parallel replicas is to answer; None: the engine balances."""
 
     @property
     def cost(self) -> int:
@@ -54,7 +53,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
     @property
     def answer_bytes(self) -> int:
-        """More than an answer to it can honestly have. SGLang lists the kept tokens of a cut for every position."""
+        """More than a right answer can have. SGLang lists the tokens kept by top_k for every position."""
         mask = 12 * self.top_k if self.reads_logprobs else 0
         return _ANSWER_BYTES + self.count * self.max_tokens * (_TOKEN_BYTES + mask)
 
@@ -71,19 +70,19 @@ class Sampled:
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """What every good answer agrees with, beside its request."""
+    """What every good answer agrees with, besides its request."""
 
     vocab_size: int
     oldest_version: int
     newest_version: int
     """Weights versions that tokens may have: that of the rollout's start, and the next where a sync comes between."""
     run: str = ""
-    """What this run's names of versions begin with; see `version_name`."""
+    """Prefix of this run's version names; see `version_name`."""
 
 
 def version_name(run: str, number: int) -> str:
-    """What a server is told that its weights are called. Another run that has the same server, and an earlier one of
-    which a router still knows a worker, count from 1 too: their names differ.
+    """The name of weights at the servers. Another run with the same server, and an earlier one whose worker a router
+    still has, count from 1 too: the prefix keeps them apart.
 
     Example:
         version_name("3f9a01c2", 7) == "3f9a01c2.7"
@@ -92,7 +91,7 @@ def version_name(run: str, number: int) -> str:
 
 
 def version_number(name: str) -> int:
-    """7 for 3f9a01c2.7; -1 for what is no name of ours."""
+    """7 for 3f9a01c2.7; -1 for what is not such a name."""
     digits = name.rpartition(".")[2]
     return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < 19 else -1
 
@@ -150,7 +149,7 @@ def _raise_if_wrong(one: Sampled, group: GenerateRequest, expected: Expected) ->
 
 def _raise_if_falsely_certain(sampled: Sequence[Sampled], group: GenerateRequest) -> None:
     """Log-probabilities that are all exactly 0: where each token had probability 1, no other completion of the prompt
-    can have taken another one. Honest ones are alike (a cut to one token, a model that has collapsed) or short."""
+    can have taken another one. Right ones of this kind are alike (top_k = 1, a model that has collapsed) or short."""
     most = _MOST_CERTAIN if group.top_p == 1 and group.top_k == 0 else group.max_tokens
     for one in sampled:
         count = len(one.token_ids)

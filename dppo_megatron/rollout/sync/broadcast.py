@@ -1,15 +1,13 @@
 """Weights by broadcast: one group of this rank and the workers of all servers, so that one copy leaves the trainer.
 
-What a common group costs is that one server's death breaks it for all. The rules:
+The price of a common group: one server's death breaks it for all. The rules:
 
 - A group is kept from sync to sync while those to be synced are the same and none has been out. Else it is made anew,
   of exactly those: a broadcast needs all of its members.
-- A pass in which somebody fails is broken: the rest of it is not sent, its members stay stale, and `WeightSync` begins
-  another without the one that failed. Nobody is left with a part of the weights: a pass starts with tensor one.
-- Who failed? A server whose connection breaks or times out. Those that answer "the weights stopped coming" are its
+- A pass in which a member fails is broken: the rest of it is not sent, its members stay stale, and `WeightSync` begins
+  another without the one that failed. No server keeps a part of the weights: a pass starts with tensor one.
+- A server whose connection breaks or times out has failed. Those that answer "the weights stopped coming" are its
   neighbours in the group, and are not to blame. If every server answers, those that refuse are.
-
-Servers give up a broadcast before the request for it times out (`_SHORTER`), so that they can say that they live.
 """
 
 from __future__ import annotations
@@ -28,28 +26,15 @@ from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.server_process import address_toward
-from dppo_megatron.rollout.sync.channels import (
-    FAILURES,
-    Bucket,
-    BucketChannel,
-    Offers,
-    Tensors,
-    at_once,
-    in_thread,
-    receiver,
-)
-from dppo_megatron.rollout.transfer.groups import (
-    BroadcastBackend,
-    BroadcastGroup,
-    Meeting,
-    Sending,
-    listening_store,
-)
+from dppo_megatron.rollout.sync.channels import FAILURES, Bucket, BucketChannel, Offers, Tensors, at_once, in_thread
+from dppo_megatron.rollout.transfer.groups import BroadcastBackend, BroadcastGroup, Meeting, listening_store
 
 _SHORTER = 0.75
+"""Of the timeout of a request: servers give up a broadcast before it, and so can still answer that they live."""
 _JOINING_S = 60.0
-"""Those who wait for a member that does not join can do nothing else meanwhile."""
+"""Members that wait for one that does not join are blocked."""
 _MARGIN_S = 5.0
+"""Of the request to join over `_JOINING_S`: the server's own timeout comes first, and names the reason."""
 
 
 class BroadcastChannel(BucketChannel):
@@ -69,7 +54,7 @@ class BroadcastChannel(BucketChannel):
         self._group, self._joined = None, []
 
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
-        """As for every bucket channel, but that a pass in which somebody fails is nobody's."""
+        """See `BucketChannel.push`; a pass in which a member fails counts for none."""
         took = super().push(tensors, members, version)
         self.not_to_blame = [member.name for member in members if member not in took and member.state != "out"]
         return took
@@ -100,10 +85,10 @@ class BroadcastChannel(BucketChannel):
         first_ranks, following = {}, 1
         for member in members:
             first_ranks[member.name], following = following, following + member.server.world_size
-        own = in_thread(lambda: receiver(members[0]).own_group(meeting))
+        own = in_thread(lambda: members[0].server.own_group(meeting))
         answers = at_once(
             members,
-            lambda m: receiver(m).join_group(meeting, first_ranks[m.name], timeout_s=joining_s + _MARGIN_S),
+            lambda m: m.server.join_group(meeting, first_ranks[m.name], timeout_s=joining_s + _MARGIN_S),
         )
         begun: list[Future[Any]] = [own, *(answer for _, answer in answers)]
         wait(begun, return_when=FIRST_EXCEPTION)
@@ -115,8 +100,8 @@ class BroadcastChannel(BucketChannel):
         return own.result()
 
     def _blame(self, answers: Sequence[tuple[Member, Future[Any]]], doing: str = "") -> bool:
-        """Mark out who broke the group, if any of `answers` is a failure: servers that cannot be reached, or, if all
-        answer, those that refuse."""
+        """Mark out the servers that broke the group, if any of `answers` is a failure: those that cannot be reached,
+        or, if all answer, those that refuse."""
         failed = {member: error for member, answer in answers if (error := answer.exception()) is not None}
         for error in failed.values():
             if not isinstance(error, FAILURES):
@@ -127,26 +112,37 @@ class BroadcastChannel(BucketChannel):
         return bool(failed)
 
     def _hand_over(self, members: Sequence[Member], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
-        if not members or self._group is None:
+        """The broadcast and the requests to take part in it go at the same time: over NCCL the first one begins when
+        the workers are there. A server that breaks the group is out, and none has taken the bucket."""
+        group = self._group
+        if not members or group is None:
             return []
-        if self._broadcast(members, bucket.flat(), bucket):
-            return list(members)
-        self.close()
-        return []
-
-    def _broadcast(self, members: Sequence[Member], flat: Tensor, bucket: Bucket) -> bool:
-        """One bucket to all; False if the group is broken, and who broke it is out. The broadcast and the requests to
-        take part in it go at the same time: over NCCL the first one begins when the workers are there."""
-        assert self._group is not None
-        sending = Sending(self._group, flat)
-        answers = at_once(members, lambda m: receiver(m).receive(bucket.notes, timeout_s=self._timeout_s))
+        flat = bucket.flat()
+        sending = in_thread(lambda: _sent(group, flat), "broadcast")
+        answers = at_once(members, lambda m: m.server.receive(bucket.notes, timeout_s=self._timeout_s))
         wait([answer for _, answer in answers], return_when=FIRST_EXCEPTION)
         if any(answer.done() and answer.exception() for _, answer in answers):
-            self._group.abandon()  # lets go of those that wait for a member that will not come
+            group.abandon()  # releases those that wait for a member that will not come
         if self._blame(answers):
-            return False
-        sending.wait(self._timeout_s)  # all have it, so it has left
-        return True
+            self.close()
+            return []
+        try:
+            problem = sending.result(self._timeout_s)  # all have it, so it has left
+        except TimeoutError:
+            problem = f"the broadcast was not taken in {self._timeout_s:g} s"
+        if problem:
+            raise RuntimeError(problem)
+        return list(members)
+
+
+def _sent(group: BroadcastGroup, memory: Tensor) -> str:
+    """Send; blocks until the other ends have connected (NCCL's first send) or, if one hangs, until the group's timeout.
+    Returns what went wrong as text: a traceback would keep the group alive, and others wait until our sockets close."""
+    try:
+        group.send(memory)
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _own_address(urls: Sequence[str]) -> str:

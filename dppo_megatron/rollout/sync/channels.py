@@ -1,7 +1,7 @@
 """The ways for weights into servers: through files or by broadcast; through shared memory is `colocated.py`.
 
-All walk the actor's stream of full tensors in buckets, so that no rank holds the model, and hand bucket k over in a
-thread while bucket k + 1 is put together:
+All walk the actor's stream of full tensors in buckets, so that no rank holds the model, and send bucket k in a thread
+while bucket k + 1 is gathered:
 
     this thread     gather 0 | gather 1      | gather 2      | ...    (the stream: collective over the actor's ranks)
     sender thread            | hand over 0   | hand over 1   | ...    (all servers at the same time)
@@ -13,13 +13,14 @@ tensors, so no request meets mixed weights.
 from __future__ import annotations
 
 import shutil
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -29,14 +30,14 @@ from dppo_megatron.files import remove_tree
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
-from dppo_megatron.rollout.servers.protocol import BucketServer, Offer, TensorNote
+from dppo_megatron.rollout.servers.protocol import Offer, TensorNote
 from dppo_megatron.rollout.servers.wire import version_number
 from dppo_megatron.weights.hf_files import assets
 
 T = TypeVar("T")
 Tensors = Iterable[tuple[str, Tensor]]
 Offers: TypeAlias = dict[tuple[str, int], Offer]
-"""Where a bucket lies for each reader, by server and worker."""
+"""How each reader maps a bucket, by server and worker."""
 FAILURES = (Unreachable, Refused, RuntimeError)
 """What a server's failure looks like here; torch reports a broken group as RuntimeError."""
 
@@ -52,7 +53,7 @@ class Channel(ABC):
     receivers: Sequence[int] = (0,)
     """Ranks of the actor that must be given the stream."""
     not_to_blame: Collection[str] = ()
-    """Servers, by address, that the last pass has not served though they did nothing wrong."""
+    """Servers, by address, that did not get the last pass because of another server's failure."""
 
     def __init__(self, fleet: Fleet | None, bucket_bytes: int, timeout_s: float) -> None:
         self._all, self._bucket_bytes, self._timeout_s = fleet, bucket_bytes, timeout_s
@@ -102,7 +103,7 @@ class Bucket:
 
 def buckets(tensors: Tensors, max_bytes: int) -> Iterator[Bucket]:
     """Consecutive tensors of one dtype, together at most `max_bytes` unless one alone is larger. None spans two pieces
-    of memory that the stream has filled end to end, so that each can be sent as it lies."""
+    of memory that the stream has filled end to end, so that each can be sent without a copy."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:
@@ -124,7 +125,7 @@ def _breaks(last: Tensor, following: Tensor) -> bool:
 def write_snapshot(tensors: Tensors, target: Path, hf_path: str | Path, bucket_bytes: int) -> None:
     """Safetensors shards and config.json in `target`, which appears only when it is complete.
 
-    Not fsynced: a snapshot is read at once and replaced by the next; checkpoints are made elsewhere.
+    Not fsynced: a snapshot is read at once and replaced by the next.
     """
     aside = target.with_name(target.name + ".incomplete")
     remove_tree(aside)
@@ -153,7 +154,7 @@ class DiskChannel(Channel):
 
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
         """Write once, then all servers read at the same time. The previous snapshot is deleted."""
-        target = self._directory / f"weights_{version_number(version)}"  # what a killed run has left is written over
+        target = self._directory / f"weights_{version_number(version)}"  # a killed run's is overwritten
         stream = iter(tensors)
         try:
             write_snapshot(stream, target, self._hf_path, self._bucket_bytes)
@@ -190,13 +191,13 @@ class BucketChannel(Channel):
         try:
             timeout_s = self._timeout_s
             took = handed.result()
-            return on_each(self._fleet, took, lambda m: receiver(m).end_update(version, timeout_s=timeout_s))
+            return on_each(self._fleet, took, lambda m: m.server.end_update(version, timeout_s=timeout_s))
         finally:
             self._end()
 
     def _begin(self, members: Sequence[Member]) -> list[Member]:
         timeout_s = self._timeout_s
-        return self._prepare(on_each(self._fleet, members, lambda m: receiver(m).begin_update(timeout_s=timeout_s)))
+        return self._prepare(on_each(self._fleet, members, lambda m: m.server.begin_update(timeout_s=timeout_s)))
 
     def _go_on(self, before: Future[list[Member]], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
         """In the sender thread. Raises what the bucket before has raised."""
@@ -228,11 +229,17 @@ def drain(tensors: Iterable[object]) -> None:
         pass
 
 
-def in_thread(action: Callable[[], T]) -> Future[T]:
-    """Begin `action` in a thread of its own, which lives as long as it does."""
-    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="server")
-    future = pool.submit(action)
-    pool.shutdown(wait=False)
+def in_thread(action: Callable[[], T], name: str = "server") -> Future[T]:
+    """Begin `action` in a new thread. A daemon: the process may end while a server hangs, unlike with an executor."""
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 
@@ -244,7 +251,10 @@ def at_once(members: Sequence[Member], action: Callable[[Member], T]) -> list[tu
 def on_each(
     fleet: Fleet, members: Sequence[Member], action: Callable[[Member], None], doing: str = "weight sync"
 ) -> list[Member]:
-    """Run `action` at the same time on all that are not out; who fails at what we were `doing` is marked out.
+    """Run `action` at the same time on all that are not out; a server that fails is marked out.
+
+    Args:
+        doing: what failed, for the log.
 
     Returns:
         Those for which it succeeded.
@@ -258,8 +268,3 @@ def on_each(
         else:
             succeeded.append(member)
     return succeeded
-
-
-def receiver(member: Member) -> BucketServer:
-    """Its calls for buckets: both engines have them."""
-    return cast(BucketServer, member.server)

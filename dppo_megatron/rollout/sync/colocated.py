@@ -1,14 +1,14 @@
 """Weights through memory that servers on this machine map: CUDA IPC on GPUs, a shared anonymous file on CPUs.
 
-Every rank that shares a device with a worker hands over a buffer of its own, so that nothing crosses between GPUs and a
-tensor-parallel server reads from all of its GPUs at the same time. Rank 0 alone speaks to the servers:
+Every rank that shares a device with a worker offers its own buffer, so that nothing crosses between GPUs and a
+tensor-parallel server reads from all of its GPUs at the same time. Rank 0 alone calls the servers:
 
     rank 0     fill A(k) | take the offers of k |  ask servers to read A(k) (thread)  | take the offers of k + 1 | ...
                          |                      |  fill B(k + 1)                      |
     rank r     fill A(k) | offer k              |  fill B(k + 1)                      | offer k + 1              | ...
 
-Each rank has two buffers in turn. The exchange of offers is where ranks wait for each other: rank 0 comes to that of
-k + 1 when all servers have read k, so whoever leaves it may fill again the buffer that k was in.
+Each rank has two buffers in turn. Ranks wait for each other in the exchange of offers: rank 0 enters that of k + 1 when
+all servers have read k, so a rank that leaves it may fill the buffer of k again.
 """
 
 from __future__ import annotations
@@ -25,16 +25,7 @@ from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Offer, TensorNote
 from dppo_megatron.rollout.servers.seats import Seats
-from dppo_megatron.rollout.sync.channels import (
-    Bucket,
-    BucketChannel,
-    Offers,
-    Tensors,
-    buckets,
-    drain,
-    on_each,
-    receiver,
-)
+from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, Offers, Tensors, buckets, drain, on_each
 from dppo_megatron.rollout.transfer.shared_memory import SharedBuffer
 
 MakeOffer: TypeAlias = Callable[[SharedBuffer, Sequence[TensorNote]], Offer]
@@ -46,7 +37,7 @@ class SharedMemoryChannel(BucketChannel):
 
     Args:
         fleet: on rank 0.
-        offer: how this engine's workers are told where tensors lie.
+        offer: makes the handle by which this engine's workers map tensors.
     """
 
     name = "ipc"
@@ -74,10 +65,9 @@ class SharedMemoryChannel(BucketChannel):
 
     def close(self) -> None:
         """Give the buffers back."""
-        for turn, buffer in enumerate(self._buffers):
-            if buffer is not None:
-                buffer.close()
-            self._buffers[turn] = None
+        for buffer in filter(None, self._buffers):
+            buffer.close()
+        self._buffers = [None, None]
 
     def _offer(self, bucket: Bucket, turn: int) -> Offers | str:
         """Fill a buffer; how each worker that reads here finds it."""
@@ -116,7 +106,7 @@ class SharedMemoryChannel(BucketChannel):
             own = [places.get((member.name, worker)) for worker in range(len(self._seats[member.name]))]
             if any(offer is None for offer in own):
                 raise RuntimeError(failures)
-            receiver(member).receive_shared(own, bucket.notes, timeout_s=self._timeout_s)  # type: ignore[arg-type]
+            member.server.receive_shared(own, bucket.notes, timeout_s=self._timeout_s)  # type: ignore[arg-type]
 
         return on_each(self._fleet, members, read)
 

@@ -5,9 +5,9 @@ multiplies with a packed copy of a weight, which can be old while the parameter 
 keys and values to one), so the actor's are joined the same way before they are hashed; SHA-256 takes about a second
 for a gigabyte, so it runs in threads beside the stream.
 
-No answer is no proof: a receipt that no server has answered is not taken, which is said; it is due again at the next
-sync, and after `MOST_MISSED` in a row the run stops. Nor is it an outage: a server that is late with a canary may have
-other work, and whether it is alive is the health probes' question.
+No answer is no proof: a receipt that no server has answered is logged as not taken; it is due again at the next sync,
+and after `MOST_MISSED` in a row the run stops. Nor is it an outage: a server that is late with a canary may have other
+work, and health probes decide whether it is alive.
 """
 
 from __future__ import annotations
@@ -47,21 +47,23 @@ _PER_TOKEN = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64
 """Engines pad the vocabulary to this with rows of zeros."""
 _EMPTY = hashlib.sha256().hexdigest()
+"""What vLLM shows of a packed weight: a tensor without elements."""
+_MOST_WAITING_BYTES = 1 << 30
 
 
 class Receipt:
-    """Whether one kind of proof has been taken of late."""
+    """How often in a row one kind of proof was not taken."""
 
     def __init__(self, name: str) -> None:
         self._name, self._missed = name, 0
 
     @property
     def is_overdue(self) -> bool:
-        """Nobody answered the last time."""
+        """No server answered the last time."""
         return self._missed > 0
 
     def settle(self, answered: int, asked: int, say: Callable[[str], None]) -> None:
-        """Note how many of the servers that were asked have answered. Raises GuardStop for none too often."""
+        """Record how many servers have answered. Raises GuardStop after `MOST_MISSED` times none in a row."""
         if answered or not asked:
             self._missed = 0
             return
@@ -79,13 +81,13 @@ class Receipt:
 
 class Digests:
     """SHA-256 of a stream of tensors, by the engine's joined names. Hashed in threads, which hold up the stream only
-    when more than `max_waiting_bytes` wait for them."""
+    when more than `_MOST_WAITING_BYTES` wait for them."""
 
-    def __init__(self, max_waiting_bytes: int = 1 << 30) -> None:
+    def __init__(self) -> None:
         self._parts: dict[str, list[Tensor]] = {}
         self._found: dict[str, Future[tuple[str, ...]]] = {}
         self._waiting: deque[tuple[int, Future[tuple[str, ...]]]] = deque()
-        self._waiting_bytes, self._max_waiting_bytes = 0, max_waiting_bytes
+        self._waiting_bytes = 0
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="digests")
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
@@ -112,7 +114,7 @@ class Digests:
 
     def _hash(self, name: str, parts: list[Tensor]) -> None:
         num_bytes = sum(part.nbytes for part in parts)
-        while self._waiting and self._waiting_bytes + num_bytes > self._max_waiting_bytes:
+        while self._waiting and self._waiting_bytes + num_bytes > _MOST_WAITING_BYTES:
             done_bytes, future = self._waiting.popleft()
             future.result()
             self._waiting_bytes -= done_bytes
@@ -152,7 +154,7 @@ class Canary:
     """The canary of a run: a few short completions of one prompt from every server, scored by the actor.
 
     Its sampling is its own: `CANARY_TOKENS` at most, whatever a step's completions may have, and uncut, since the
-    actor's log-probabilities are. Made on every rank; all count alike, because all are told the same answers.
+    actor's log-probabilities are. Made on every rank; all count alike, because all get the same answers.
     """
 
     def __init__(self, rollout: RolloutConfig, seed: int, stop_token_ids: tuple[int, ...], say: Callable[[str], None]):
@@ -163,23 +165,23 @@ class Canary:
         self._receipt, self._say = Receipt("canary"), say
         self._prompt: Prompt | None = None
         self._answers: list[tuple[str, Completion]] = []
-        """What servers said last, until it is judged."""
+        """Of the last `ask`, until they are judged."""
 
     @property
     def is_overdue(self) -> bool:
-        """Nobody answered the last one."""
+        """No server answered the last one."""
         return self._receipt.is_overdue
 
     def ask(self, engine: Engine, prompt: Prompt) -> None:
-        """Ask all servers at once. Collective. Raises GuardStop if nobody answers time after time."""
+        """Ask all servers at once. Collective. Raises GuardStop as `Receipt.settle`."""
         asked = sum(state == "live" for state in engine.health().values())
         requests = [Request(prompt, index, 0) for index in range(self._count)]
         self._prompt, self._answers = prompt, engine.probe(requests, self._sampling)
         self._receipt.settle(len({server for server, _ in self._answers}), asked, self._say)
 
     def judge(self, score: Score) -> dict[str, float]:
-        """Compare what the last `ask` got; nothing if that was judged already. Collective, and before the actor's
-        weights change: where they have left the device to the servers, this waits until those sleep.
+        """Compare the answers of the last `ask`; nothing if they were judged already. Collective, and before the
+        actor's weights change: where they are offloaded for the servers, after those have gone to sleep.
 
         Returns:
             `rollout/canary_servers`, how many answered, and `rollout/canary_logprob_diff` if any did.

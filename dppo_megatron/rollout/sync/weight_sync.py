@@ -1,26 +1,27 @@
-"""All of a weight sync: who gets the weights, in what order a server is asked, when it counts as up to date, and what
-proves it.
+"""All of a weight sync: which servers get the weights, the order of calls, when one is up to date, and the proof.
 
 One sync is one or more passes over the actor's stream. Every rank walks every pass, because the stream is collective;
 rank 0 speaks to the servers, all of them at the same time in each step of the line:
 
     reviving ─▶ waking ─▶ pausing ─▶ sending ─▶ handed over ─▶ finishing ─▶ proving ─▶ done
        ▲                                                                       │
-       └──────────────── somebody stale answers: another pass ─────────────────┘
+       └──────────────── a stale server answers: another pass ─────────────────┘
 
-All ranks meet at `handed over`: each has walked the stream to its end, and an actor that shares its device gives its
-weights up there. Only then do servers take memory for their caches.
+All ranks meet at `handed over`: each has walked the stream to its end, and an actor that shares its device offloads its
+weights there. Only then do servers take memory for their caches.
 
-A server is live when it names the version that it was sent, and no sooner. Who failed in a pass gets one more chance in
-this sync if it answers, and the next at the next sync; who only lost a pass because a neighbour in the broadcast failed
-has not failed. (A colocated server waits for the next sync if another is live: that one's cache is where the actor's
-weights would have to be.) With nobody live, the sync waits `limits.engine_wait_s` for somebody, then stops the run.
+A server is live when it reports the version that it was sent, and no sooner. A server that failed in a pass gets a
+second pass in this sync if it answers, and else the next sync; a pass that was lost because a neighbour in the
+broadcast failed does not count. (A colocated server waits for the next sync if another is live: that one's cache has
+the memory that the actor's weights would need.) With none live, the sync waits `limits.engine_wait_s`, then stops the
+run.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 from dppo_megatron.config.rollout import RolloutConfig
@@ -48,13 +49,13 @@ class WeightSync:
         settle_requests: called on rank 0 where requests are to finish first, with servers live as before: requests that
             still wait for room must be asked under the old weights too.
         spans: gets the stages, on rank 0.
-        run: what the servers' names of versions begin with (`wire.version_name`).
+        run: prefix of the versions' names at the servers (`wire.version_name`).
 
     Example:
         sync = WeightSync(rollout, channel, fleet, settle_requests)
         sync.sleep()                          # the actor needs the memory; only colocated servers
         proven = sync.to(actor.weights)       # version 1; wakes them, live ones generate with it
-        sync.again()                          # the same version to who has come back meanwhile
+        sync.again()                          # the same version to servers that have come back meanwhile
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class WeightSync:
         self._release: Callable[[], None] = lambda: None
         self._checksums = Receipt("checksums")
         self._proves = False
-        """The present sync is proven: the first, every `verify_every`-th, one after a proof that nobody answered."""
+        """The present sync is proven: the first, every `verify_every`-th, one after a proof without an answer."""
         self.run = run
         self.version = 0
         """Number of the last sync that was begun; the one counter of syncs."""
@@ -100,7 +101,7 @@ class WeightSync:
             Whether this sync is one of those that are proven: checksums were asked for, and the canary is due.
 
         Raises:
-            GuardStop: nobody has the weights in the end, or a server holds others than it was sent.
+            GuardStop: no server has the weights in the end, or one holds others than it was sent.
         """
         self.version += 1
         self._weights, self._release = weights, release
@@ -114,19 +115,14 @@ class WeightSync:
         return self._proves
 
     def again(self) -> None:
-        """Passes over the present weights until whoever can have them has them."""
+        """Passes over the present weights until every server that answers has them."""
         assert self._weights is not None, "a sync comes first"
-        started, wait_until, passes, is_over = time.perf_counter(), 0.0, 0, False
-        while not is_over:
+        started, wait_until, passes, goes_on = time.perf_counter(), 0.0, 0, True
+        while goes_on:
             problem = self._pass_to_the_end(self._weights)
             passes += 1
             wait_until = wait_until or time.monotonic() + self._rollout.limits.engine_wait_s
-
-            def decide(problem: Exception | None = problem, passes: int = passes, until: float = wait_until) -> bool:
-                """On rank 0."""
-                return not self._needs_another_pass(problem, passes, until)
-
-            is_over = from_rank_zero(decide)
+            goes_on = from_rank_zero(partial(self._needs_another_pass, problem, passes, wait_until))
         self._reach("done")
         self._sync_s = time.perf_counter() - started
 
@@ -148,7 +144,7 @@ class WeightSync:
         """Those of `members` that sleep now."""
 
         def sleep(member: Member) -> None:
-            """One server. On a timeout we assume that it sleeps."""
+            """On a timeout it counts as asleep."""
             awake = DEVICE_MEMORY - member.asleep
             if not awake:
                 return
@@ -159,8 +155,8 @@ class WeightSync:
         return on_each(self._fleet, members, sleep, doing="going to sleep")
 
     def _pause(self, members: Sequence[Member]) -> None:
-        """On rank 0: running requests are treated as `sync.in_flight` says, leftovers of an outage are ended, since
-        their ids come back; new ones wait at the server."""
+        """On rank 0: running requests are treated by `sync.in_flight`, leftovers of an outage are ended, since their
+        ids come back; new ones wait at the server."""
         on_each(
             self._fleet,
             members,
@@ -219,13 +215,13 @@ class WeightSync:
         return members
 
     def _send(self, tensors: Tensors, members: list[Member]) -> None:
-        """On rank 0: leaves those in `members` that took everything."""
+        """On rank 0: keeps those in `members` that took everything."""
         self._reach("sending")
         members[:] = self._channel.push(tensors, tuple(members), version_name(self.run, self.version))
         self._reach("handed over")
 
     def _finish(self, took: Sequence[Member], digests: Digests | None) -> None:
-        """On rank 0: who took the weights generates, and proves it if a proof is due."""
+        """On rank 0: servers that took the weights generate, and prove it if a proof is due."""
         self._reach("finishing")
         self._wake(took, "kv_cache")
         self._open(took, version_name(self.run, self.version))
@@ -237,7 +233,6 @@ class WeightSync:
         """Weights before an update and the cache after it: both beside the actor's update would not fit."""
 
         def wake(member: Member) -> None:
-            """One server."""
             member.server.wake(what, timeout_s=self._timeout_s)
             with self._fleet.lock:
                 member.woke(what)
@@ -248,7 +243,7 @@ class WeightSync:
         """Generate again, and read the version back. Those that agree are live."""
 
         def finish(member: Member) -> None:
-            """One server; Refused if it names other weights than it was sent."""
+            """Refused if it reports other weights than it was sent."""
             member.server.resume(timeout_s=self._timeout_s)
             found = member.server.weights_version(timeout_s=self._timeout_s)
             if found != version:
@@ -280,7 +275,7 @@ class WeightSync:
         self._checksums.settle(answered, len(live), self._fleet.say)
 
     def _needs_another_pass(self, problem: Exception | None, passes: int, wait_until: float) -> bool:
-        """On rank 0. Raises GuardStop if nobody has the weights and nobody has come for them."""
+        """On rank 0. Raises GuardStop if no server has the weights and none has come for them."""
         if isinstance(problem, GuardStop):
             raise problem
         if problem is not None:

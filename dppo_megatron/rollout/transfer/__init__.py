@@ -1,1 +1,1 @@
-"""Bytes between two processes: broadcast groups and shared memory. The ground of the rollout wing."""
+"""Bytes between two processes: broadcast groups and shared memory."""

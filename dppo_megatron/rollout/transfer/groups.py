@@ -45,7 +45,7 @@ class Meeting:
     store: TCPStore
     world_size: int
     joining: timedelta
-    """For everybody to come."""
+    """For all members to join."""
     timeout: timedelta
     """For one transfer."""
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
@@ -93,7 +93,7 @@ class Chain(BroadcastGroup):
         parts = torch.split(memory.cpu(), CHUNK_BYTES)  # gloo sends from the host
         begun = [self._backend.send([part], 1, tag) for tag, part in enumerate(parts)]
         deadline = time.monotonic() + self._timeout.total_seconds()
-        for work in begun:  # untold, gloo waits for the time for joining; 0 would be untold
+        for work in begun:  # without a timeout gloo waits for the join timeout, and timedelta(0) counts as none
             work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
     def abandon(self) -> None:
@@ -125,38 +125,13 @@ class Broadcast(BroadcastGroup):
 
     def abandon(self) -> None:
         """NCCL's is aborted. Its destructor waits for pending broadcasts, and where a killed receiver never answers
-        torch's watchdog would end this whole process after the group's timeout; the members' kernels are told through
-        the store."""
+        torch's watchdog would end this whole process after the group's timeout. A key in the store has the members
+        abort theirs."""
         backend, self._backend = self._backend, None
         if backend is not None and backend.name() == "nccl":  # gloo's ends with its sockets
             with contextlib.suppress(RuntimeError):
                 self._store.set(_GIVEN_UP, "")
             threading.Thread(target=_abort, args=(backend,), name="abandoned group", daemon=True).start()
-
-
-class Sending:
-    """One `BroadcastGroup.send` in a thread of its own: NCCL connects in the first one, and blocks until the other ends
-    do too; and a send to somebody who has hung blocks until the group's timeout."""
-
-    def __init__(self, group: BroadcastGroup, memory: Tensor) -> None:
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._send, args=(group, memory), name="broadcast", daemon=True)
-        self._thread.start()
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when all has left. Raises RuntimeError if that fails or takes longer."""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise RuntimeError(f"the broadcast was not taken in {timeout_s:g} s")
-        if self._error is not None:
-            raise RuntimeError(str(self._error)) from self._error
-
-    def _send(self, group: BroadcastGroup, memory: Tensor) -> None:
-        try:
-            group.send(memory)
-        except Exception as error:
-            # its words only: the traceback would keep the group alive, and others wait until our sockets close
-            self._error = RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _abort(backend: Any) -> None:
@@ -172,7 +147,7 @@ def _backend(meeting: Meeting, store: PrefixStore) -> Any:
         return dist.ProcessGroupNCCL(store, 0, meeting.world_size, options)
     if "GLOO_SOCKET_IFNAME" in os.environ:  # the user knows the network
         group = dist.ProcessGroupGloo(store, 0, meeting.world_size, meeting.joining)
-    else:  # by itself gloo would listen on the address of the host's name, whoever may reach that
+    else:  # gloo's default is the address of the host's name, which other networks may reach
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.host)]
         options._timeout = meeting.joining

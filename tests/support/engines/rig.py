@@ -15,7 +15,7 @@ from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, t
 from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, Work, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.http import Http
+from dppo_megatron.rollout.servers.http import Http, Peer
 from dppo_megatron.rollout.servers.intake import Ask, Event
 from dppo_megatron.rollout.servers.router import RouterServer
 from dppo_megatron.rollout.servers.sglang import SGLangServer
@@ -51,9 +51,9 @@ class Rig:
         self.engines = [engine for engine, _ in addresses]
         self.urls = [url for _, url in addresses]
         dialects = {"vllm": VLLMDialect(), "sglang": SGLangDialect(VOCABULARY, seeded=True)}
-        known = [Address(i, url, dialects[engine]) for i, (engine, url) in enumerate(addresses)]
+        known = [Address(i, Peer(url), dialects[engine]) for i, (engine, url) in enumerate(addresses)]
         known += [
-            Address(len(addresses) + i, router.http.url, router.dialect, "", tuple(router.named))
+            Address(len(addresses) + i, Peer(router.http.url), router.dialect, tuple(map(Peer, router.named)))
             for i, router in enumerate(routers)
         ]
         self.known = known
@@ -139,9 +139,10 @@ def right(arrived: list[Arrived], count: int, size: int, limit: int = 12) -> boo
     """Every completion once, and the one that its request draws."""
     places = sorted((one.index, one.position) for one in arrived)
     assert places == [(index, position) for index in range(count) for position in range(size)]
-    for one in arrived:
-        tokens, logprobs, reason = completion(1000 * one.index + one.position, limit)
-        assert one.token_ids.tolist() == tokens and one.reason == reason
+    for each in arrived:
+        tokens, logprobs, reason = completion(1000 * each.index + each.position, limit)
+        one = each.completion
+        assert one.token_ids.tolist() == tokens and one.finish_reason == reason
         np.testing.assert_allclose(one.logprobs, logprobs, rtol=1e-6)
-        assert one.spans == [(1, len(tokens))]
+        assert one.weights_spans == ((1, len(tokens)),)
     return True

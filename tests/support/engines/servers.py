@@ -20,7 +20,7 @@ from dppo_megatron.rollout.engine import Request
 from dppo_megatron.rollout.hf import cut
 from dppo_megatron.rollout.servers.connect import make_servers
 from dppo_megatron.rollout.servers.http import Done, Http
-from dppo_megatron.rollout.servers.server_process import LaunchedServer, start_all
+from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.types import Completion
 from support.job import job_config
 
@@ -65,7 +65,8 @@ def local_settings(engine: str, *more_arguments: str) -> dict[str, Any]:
 def launch_servers(config: Config) -> list[LaunchedServer]:
     """Of this machine, started and not waited for."""
     servers = make_servers(config)
-    start_all(servers)
+    for server in servers:
+        server.start()
     return servers
 
 

@@ -5,7 +5,7 @@
     int32   [n]      token ids of all completions, one after the other
     float32 [n]      log-probability of each
 
-all little-endian. A file of its own, importing nothing, because it runs in the engines' environments.
+all little-endian. Imports nothing of the package, because it runs in the engines' environments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 FORM = {"form": 1}
-"""What GET says, so that a trainer knows that the path is there."""
+"""The answer to GET, by which a trainer finds that the path is there."""
 
 
 def packed(header: dict[str, Any], completions: Iterable[tuple[Sequence[int], Sequence[float]]]) -> bytes:

@@ -20,7 +20,7 @@ def settings() -> dict[str, str]:
 
 
 def difference(theirs: dict[str, str]) -> str:
-    """Why `theirs` and this process cannot be in one communicator; empty if they can, or if one says nothing. NCCL
+    """Why `theirs` and this process cannot be in one communicator; empty if they can, or if one is empty. NCCL
     refuses another version when it connects; with cuMem on at one end only it fails in the first transfer."""
     own = settings()
     if not own or not theirs:

@@ -8,7 +8,7 @@ alone, before SGLang starts it. POST /generate_arrays takes what /generate takes
 `dppo_arrays.py`, with the header {"answers": [{"id", "tokens", "finish_reason", "weight_versions"}, ...]}. Nothing of
 SGLang is patched.
 
-A file of its own, beside the check that it shares with vLLM, because it runs in the engine's environment.
+Imports nothing of the package, because it runs in the engine's environment.
 """
 
 from __future__ import annotations

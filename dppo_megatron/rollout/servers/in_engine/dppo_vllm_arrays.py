@@ -11,10 +11,10 @@ replica that is to answer. The answer has the form of `dppo_arrays.py`, with the
 
     {"request_id", "choices": [{"index", "tokens", "finish_reason", "weight_versions"}, ...]}
 
-GET /dppo_workers has every worker of every replica say what `dppo_model` says: with --data-parallel-size, vLLM's
-/collective_rpc calls all replicas and gives the answer of the first one only (`DPLBAsyncMPClient.call_utility_async`).
+GET /dppo_workers gives `dppo_model` of every worker of every replica: with --data-parallel-size, vLLM's /collective_rpc
+calls all replicas and returns the answer of the first one only (`DPLBAsyncMPClient.call_utility_async`).
 
-A file of its own, because it runs in the engine's environment.
+Imports nothing of the package, because it runs in the engine's environment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What runs inside vLLM's workers: a receiver of weights by broadcast or shared memory, and a repair of packed ones.
 
-A file of its own, importing nothing of this package, because the engine lives in another Python environment: the
-launcher puts this directory on PYTHONPATH and passes
+Imports nothing of the package, because it runs in the engine's environment: the launcher puts this directory on
+PYTHONPATH and passes
 
     --worker-extension-cls dppo_vllm_extension.WorkerExtension --weight-transfer-config '{"backend": "dppo"}'
 
@@ -61,7 +61,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     shapes: list[list[int]]
     dtype: str
     memory: dict[str, Any] | None = None
-    """Where they lie end to end in memory of the trainer (`shared_memory.py`); None: they are broadcast as one."""
+    """Handle of the trainer's memory that holds them end to end (`shared_memory.py`); None: they are broadcast."""
 
 
 class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -102,7 +102,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """One bucket: receive, cut, hand to the model's own loader."""
+        """One bucket: receive, split, give to the model's loader."""
         dtype = getattr(torch, update_info.dtype)
         shapes = [torch.Size(shape) for shape in update_info.shapes]
         sizes = [shape.numel() * dtype.itemsize for shape in shapes]
@@ -116,7 +116,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             tensors = [part.view(dtype).view(shape) for part, shape in zip(memory.split(sizes), shapes, strict=True)]
             self.model.load_weights(zip(update_info.names, _arriving(tensors, arrival), strict=True))
         except RuntimeError:
-            self._group = arrival = None  # closes our sockets, so that whoever waits for us learns of it
+            self._group = arrival = None  # closes our sockets, which ends the waits of other members
             raise
         keep_what_waits(self.model, memory)
         if self.device.type == "cuda":
@@ -186,13 +186,13 @@ def place_of(config: Any, rank: int) -> int:
 
 
 def device_name(device: torch.device, place: int) -> str:
-    """By what the trainer knows it: a GPU's UUID. `place` is for rehearsals on CPUs, which make names up."""
+    """As the trainer knows it: a GPU's UUID. `place` is for rehearsals on CPUs, which invent names."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
 
 
 def keep_what_waits(model: torch.nn.Module, memory: torch.Tensor) -> None:
-    """Copy out of `memory` what vLLM still wants of it: a layer that is cut by the end of a bucket, or whose padding is
-    never loaded, keeps references to its tensors until it is complete, and the next bucket overwrites them."""
+    """Copy out of `memory` what vLLM still refers to: a layer that the end of a bucket splits, or whose padding is not
+    loaded, keeps references to its tensors until it is complete, and the next bucket overwrites them."""
     place = memory.untyped_storage().data_ptr()
     for layer in model.modules():
         for _, call in get_layerwise_info(layer).loaded_weights:

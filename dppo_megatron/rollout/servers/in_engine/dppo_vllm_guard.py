@@ -1,13 +1,13 @@
 """Asks for the server's key at every endpoint, where vLLM's own check guards generation and the model list only.
 
-In development mode vLLM takes weights, and calls of its workers' methods, from whoever reaches the port; its key guards
-/v1, /v2, /inference and /cohere (0.32.0). This is vLLM's public way to add such a check:
+In development mode vLLM accepts weights, and calls of its workers' methods, from any program that reaches the port; its
+key guards /v1, /v2, /inference and /cohere (0.32.0). This is vLLM's public way to add such a check:
 
     VLLM_API_KEY=... vllm serve ... --middleware dppo_vllm_guard.RequireKey
 
 One path needs no key: there the server proves that it has it (`proof`), before a client shows its own.
 
-A file of its own, importing nothing, because it runs in the engine's environment.
+Imports nothing of the package, because it runs in the engine's environment.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _NONCE_DIGITS = 64
 
 
 def proof(key: str, nonce: bytes, address: tuple[str, int]) -> bytes:
-    """What only a holder of `key` can say, in hexadecimal digits. `address` is the server's end of the connection, as
-    both kernels tell it: who passes a question on to another server of the same key gets that one's proof."""
+    """The HMAC that shows possession of `key`, in hexadecimal digits. `address` is the server's end of the connection,
+    which both kernels report: a relay to another server of the same key would get that one's proof."""
     return hmac.new(key.encode(), b"%s %s %d" % (nonce, address[0].encode(), address[1]), "sha256").hexdigest().encode()
 
 

@@ -3,16 +3,16 @@
     trainer ──▶ worker 1 ──▶ worker 2 ──▶ ... ──▶ worker n          gloo: a chain, in chunks
 
 Over gloo every worker passes each chunk on as soon as it has it, so that one copy of the weights leaves the trainer
-however many servers there are (gloo's own broadcast is a tree: log2(n) copies). Who waits for whom: worker i for the
-chunks of worker i - 1. If that one dies, the kernel closes its sockets, the wait ends with an error, and leaving the
-group closes ours, so the next one down the chain learns of it in its turn. What is behind us never makes us fail.
-Over NCCL a broadcast is such a chain already. Its kernel does not notice that a member has died, so a thread waits for
-the trainer to say so in the group's store, and aborts.
+however many servers there are (gloo's own broadcast is a tree: log2(n) copies). Worker i waits for the chunks of worker
+i - 1. If that one dies, the kernel closes its sockets, the wait ends with an error, and leaving the group closes ours,
+so the next worker of the chain fails in its turn. A failure behind a worker never makes it fail. Over NCCL a broadcast
+is such a chain already. Its kernel does not notice that a member has died, so a thread waits for a key that the trainer
+then sets in the group's store, and aborts.
 
 The members of a gloo group know each other by a secret that came with the request to join. Without it another program
-could take a worker's place and be sent the weights. Torch's store lets everybody who reaches its port list, read and
-replace the members' addresses (`Sealed`), and gloo takes for a member whoever connects first with the number that
-stands there (`prove`). Both ends use these two.
+could take a worker's place and be sent the weights: torch's store lets every program that reaches its port list, read
+and replace the members' addresses (`Sealed`), and gloo accepts as a member the first connection with the number in them
+(`prove`). Both ends use these two.
 
 Imports torch only: it runs in the engine's environment, in the trainer, and in the receivers of benchmarks/data_plane.
 """
@@ -39,7 +39,7 @@ GIVEN_UP = "given up"
 
 
 class Sealed(Store):
-    """A store in which only values of those count who know `secret`. C++ calls it: keep it as long as what uses it."""
+    """A store whose values carry a tag made with `secret`. C++ calls it: keep it as long as what uses it."""
 
     def __init__(self, store: Store, secret: str) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Sealed(Store):
 
 
 def prove(group: Any, secret: str, rank: int, peer: int, timeout: timedelta) -> None:
-    """Show the group's member `peer` that we know the secret. Raises RuntimeError unless it shows the same."""
+    """Prove to the group's member `peer` that we know the secret. Raises RuntimeError unless it proves the same."""
 
     def swapped(mine: bytes) -> bytes:
         theirs = torch.empty(32, dtype=torch.uint8)
@@ -136,8 +136,8 @@ class Chain:
 
 
 class _Passing(threading.Thread):
-    """Receives chunks and passes each on, while another thread loads what has come. Nobody waits for them to be passed
-    on: a neighbour that has died may leave that open until the group's timeout."""
+    """Receives chunks and passes each on, while another thread loads what has come. No thread waits for them to be
+    passed on: a neighbour that has died may leave that open until the group's timeout."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class _Passing(threading.Thread):
         try:
             self._pass_on()
         finally:
-            self._group, self._arriving = None, []  # the group's sockets close with the last who knows it
+            self._group, self._arriving = None, []  # the group's sockets close with its last reference
 
     def _pass_on(self) -> None:
         leaving = []
@@ -172,7 +172,7 @@ class _Passing(threading.Thread):
                 work.wait(self._left())
             except Exception as error:
                 with self._changed:
-                    self._error = str(error) or type(error).__name__  # not itself: its traceback knows the group
+                    self._error = str(error) or type(error).__name__  # the text: a traceback would keep the group
                     self._changed.notify_all()
                 return
             if self._following is not None:
@@ -188,8 +188,8 @@ class _Passing(threading.Thread):
                 work.wait(self._left())
 
     def _left(self) -> timedelta:
-        """Of the time for the whole bucket. Said at each wait: what gloo waits for without being told is the time for
-        joining, whatever `set_timeout` was given. Never 0, which means untold."""
+        """Of the time for the whole bucket. Given to each wait: without a timeout gloo uses the join timeout, whatever
+        `set_timeout` was given. Never 0, which counts as none."""
         return timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
 
     def wait_for(self, num_bytes: int) -> None:
@@ -203,7 +203,7 @@ class _Passing(threading.Thread):
 
 
 class Broadcast:
-    """One worker's end of an NCCL group. Not run by us for want of GPUs."""
+    """One worker's end of an NCCL group. No GPU has run it."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
@@ -237,7 +237,7 @@ class _Whole:
 
     def finish(self) -> None:
         self._work.wait()
-        torch.cuda.synchronize(self.memory.device)  # an aborted broadcast says so here
+        torch.cuda.synchronize(self.memory.device)  # raises for an aborted broadcast
 
 
 def _abort_when_given_up(store: Store, group: Any) -> None:
