@@ -10,7 +10,7 @@ import pytest
 from support.job import REPOSITORY, settings, write_job_files
 
 from dppo_megatron.config import Config, load_config, save_config
-from dppo_megatron.config.hints import all_keys
+from dppo_megatron.config.reference import all_keys
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_every_field_is_explained() -> None:
                     seen.add(ast.unparse(item.target))
                     explained = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
                     assert explained, f"{path.name}: {node.name}.{ast.unparse(item.target)} has no docstring"
-    assert {key.rpartition(".")[2] for key in all_keys(Config)} <= seen
+    assert {key.rpartition(".")[2] for key in all_keys()} <= seen
 
 
 def test_no_two_settings_share_a_section_and_name() -> None:

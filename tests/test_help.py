@@ -16,9 +16,8 @@ import pytest
 from support.job import REPOSITORY
 from support.readers import readings
 
-from dppo_megatron.config.hints import all_keys
 from dppo_megatron.config.load import config_values, read_config
-from dppo_megatron.config.reference import Setting, all_settings, find, page_for
+from dppo_megatron.config.reference import Setting, all_keys, all_settings, find, page_for
 from dppo_megatron.config.schema import Config
 from dppo_megatron.workbench.cli import main, program
 from dppo_megatron.workbench.commands.completion import settings
@@ -36,7 +35,7 @@ def _by_key(one: Setting) -> str:
 
 def test_the_list_is_the_schema() -> None:
     """Key for key, beside what stands under names that the user chooses."""
-    assert [one.key for one in all_settings() if "<name>" not in one.key] == all_keys(Config)
+    assert [one.key for one in all_settings() if "<name>" not in one.key] == all_keys()
 
 
 def test_every_default_is_read_back_as_the_default() -> None:

@@ -76,7 +76,7 @@ class Layer:
             for name, (_, node, _) in self._at.items()
             if name.startswith(f"{key}.") and not isinstance(node, MappingNode)
         ]
-        return unknown_key(self.where(key), key, under[:20], section, Config)
+        return unknown_key(self.where(key), key, under[:20], section)
 
     def refuse(self, key: str, wanted: str = "", more: str = "") -> UserError:
         """The error for the value of `key`, which is not of its type unless `wanted` has another reason."""

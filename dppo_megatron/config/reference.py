@@ -67,6 +67,11 @@ def all_settings() -> tuple[Setting, ...]:
     return tuple(_walk(Config, "", Config.page))
 
 
+def all_keys() -> list[str]:
+    """Every key that is not under a name of the user's own."""
+    return [one.key for one in all_settings() if "<name>" not in one.key]
+
+
 def find(key: str) -> list[Setting]:
     """The setting `key` or all of the section `key`; else every setting that has `key` somewhere in its name.
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from dppo_megatron.children import package_environment, python_command
 from dppo_megatron.config import load_config
 from dppo_megatron.config.checks import check_world_size
-from dppo_megatron.config.paths import check_writable
-from dppo_megatron.config.shipped import shipped
+from dppo_megatron.config.paths import check_writable, shipped
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import Commands, add_command, add_settings, check_number
 

@@ -37,8 +37,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-    from dppo_megatron.workbench.watch.frame import View, frame
-    from dppo_megatron.workbench.watch.latest import Latest
+    from dppo_megatron.workbench.watch.frame import Latest, View, frame
 
     latest, console = Latest(arguments.watched), Console()
 

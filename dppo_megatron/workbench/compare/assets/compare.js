@@ -37,7 +37,7 @@ function ends() {
   return section("ends", "Final accuracy", "pass@1 over the last two evaluations.", grid(chartCard({ title: `Final accuracy minus ${verdict.baseline}'s`, note: "Points, over the same problems, with the 95 % interval of a paired bootstrap over seeds and problems. A difference whose interval contains 0 is within noise.", traces, layout: { ...plain(""), yaxis: { zeroline: true }, hovermode: "closest" } })));
 }
 
-/** Centred mean over three evaluations, at the ends over two: statistics.py has the same, by which the times are read off. */
+/** Centred mean over three evaluations, at the ends over two: verdict.py has the same, by which the times are read off. */
 const movingMean = (values) => values.map((_, i) => { const near = values.slice(Math.max(0, i - 1), i + 2); return near.reduce((sum, value) => sum + value, 0) / near.length; });
 
 /** Of each method the mean over seeds of the smoothed curves with its standard error, and the seeds as evaluated, faint. */
