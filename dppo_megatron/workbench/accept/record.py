@@ -154,7 +154,7 @@ def write_page(path: Path, record: Record) -> None:
         head = _line("th", ("what", "measured", "predicted", "bar", "verdict", "note", "why this bar"))
         parts.append(
             f'<section id="{step.name}"><h2>{_text(step.what)}</h2><p class="lead"><code>{step.name}</code>{took}</p>'
-            f'<div class="card scroll"><table>{head}{"".join(own)}</table></div></section>'
+            f'<div class="card scroll"><table class="figures">{head}{"".join(own)}</table></div></section>'
         )
     machine = "".join(_line("td", (_text(what), _text(found))) for what, found in record.facts.get("report", []))
     parts.append(f'<section><h2>Machine</h2><div class="card scroll"><table>{machine}</table></div></section>')

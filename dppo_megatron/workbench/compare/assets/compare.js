@@ -2,11 +2,7 @@
 const { verdict, text, notes, about, title } = report;
 const arms = verdict.arms, arm_runs = (name) => runs.filter((run) => run.arm === name);
 const rgba = (number, alpha) => colour(number) + Math.round(alpha * 255).toString(16).padStart(2, "0");
-const grid = (...cards) => make("div", { class: "grid" }, ...cards);
 const plain = (label, extra = {}) => ({ xaxis: { title: { text: label, standoff: 4, font: { size: 11 } }, ...extra } });
-function section(id, name, lead, ...children) {
-  return make("section", { id, "aria-labelledby": `${id}-title` }, make("h2", { id: `${id}-title`, tabindex: "-1" }, name), make("p", { class: "lead" }, lead), ...children);
-}
 
 function overview() {
   return section("overview", title, notes.join(" "), make("div", { class: "card scroll" }, make("pre", {}, text)));
