@@ -144,7 +144,7 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
 
 
 def _check_fewer_bits(config: Config) -> None:
-    """Megatron's precision-aware optimizer has conditions of its own, and fails in the middle of building it."""
+    """Megatron's precision-aware optimizer has further conditions, and fails in the middle of building it."""
     optimizer = config.actor.optimizer
     for key in ("moments", "main_parameters"):
         if (kind := getattr(optimizer, key)) == "float32":

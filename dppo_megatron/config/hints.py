@@ -1,8 +1,8 @@
 """Suggests what an unknown key was meant to be.
 
 Most unknown keys are typing mistakes or another trainer's names. For the first a close name is suggested; for the
-second the tables of docs/migrating.md have ours. A wrong hint is worse than none, so where neither is clear the message
-only lists the known keys.
+second the tables of docs/migrating.md have the equivalent. A wrong hint is worse than none, so where neither is clear
+the message only lists the known keys.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def unknown_key(where: str, key: str, under: list[str], section: type) -> UserEr
 
 
 def _nearest(key: str, known: list[str]) -> list[str]:
-    """Known keys that `key` most likely stands for, at most two."""
+    """Known keys that `key` most likely means, at most two."""
     ending = [name for name in known if name.endswith(f".{key}")]
     if not ending and (last := key.rpartition(".")[2]) != key:
         ending = [name for name in known if name.endswith(f".{last}")]

@@ -2,7 +2,7 @@
 
 One section with choices instead of a class for each named algorithm: GRPO, DAPO, Dr.GRPO, GSPO, CISPO, RLOO and
 REINFORCE++ differ in three or four words of it (docs/objectives.md lists them as `key=value` lines). The price is that
-some combinations make no sense; `check_objective` says which, and why.
+some combinations make no sense; `check_objective` names them, with the reason.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class ResolvedSet:
     key: str
     """The settings that name it, for messages and permissions: `data.train_path`, `data.eval_sets.aime24`."""
     path: str
-    """As in `SetConfig`; so are the fields below without a description of their own."""
+    """As in `SetConfig`; so are the fields below without a description."""
     split: str
     """Empty: the only one."""
     subset: str
@@ -202,7 +202,11 @@ def check_data(config: Config, *, trains: bool = True) -> None:
         for name, entry in entries.items():
             _check_layer(f"data.{section}.{name}", entry)
     for name, entry in data.train_sets.items():
-        _check_weight(f"data.train_sets.{name}.weight", entry.weight, data.mixing)
+        if data.mixing != "weighted" and entry.weight != 1.0:
+            raise UserError(
+                f"data.train_sets.{name}.weight = {entry.weight} has no effect while data.mixing = {data.mixing};"
+                " set data.mixing=weighted"
+            )
     sets: list[ResolvedSet] = [*eval_set_configs(config).values()]
     if trains:
         sets = [*train_set_configs(config).values(), *sets]
@@ -269,11 +273,6 @@ def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
             raise UserError(f"{key}.{name} is empty: it must name a field of the rows")
     for name in (layer.chat_template_kwargs or {}).keys() & _RESERVED:
         raise UserError(f"{key}.chat_template_kwargs.{name} is not for the chat template: the trainer sets it itself")
-
-
-def _check_weight(key: str, weight: float, mixing: str) -> None:
-    if mixing != "weighted" and weight != 1.0:
-        raise UserError(f"{key} = {weight} has no effect while data.mixing = {mixing}; set data.mixing=weighted")
 
 
 def _check_resolved(one: ResolvedSet) -> None:

@@ -50,6 +50,7 @@ _START_S = 120.0
 _CHUNK_S = 0.02
 """Work in a chunk. Between two chunks a process waits for some 0.2 ms, 1 % of it."""
 _CHUNK_BYTES = 4 << 20
+"""Characters of the completions in a chunk, which is pickled and sent as a whole."""
 _SLOW_S = 0.05
 """A sample that takes longer has those behind it taken away."""
 _DYING_S = 0.5
@@ -98,7 +99,7 @@ class _Sample:
 class Grader:
     """Processes that grade. They start when they are first needed. Any thread may call it.
 
-    After a fork the child has processes of its own.
+    After a fork the child starts other processes.
 
     Args:
         functions: the grader, or several whose weighted sum is the reward.

@@ -114,7 +114,7 @@ def read_record(directory: Path, options: dict[str, str]) -> Record:
 
 
 def read_figures(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What a step's process has written; a line that a kill has cut off is left out."""
+    """What a step's process has written; a line that a kill has truncated is left out."""
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
             values = json.loads(line)

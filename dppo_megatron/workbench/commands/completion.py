@@ -58,7 +58,7 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(prefix: str) -> Iterator[str]:
-    """What may stand for `prefix` on a command line: `key=` of settings, or, after an `=`, `key=choice`.
+    """What may complete `prefix` on a command line: `key=` of settings, or, after an `=`, `key=choice`.
 
     Example: `model.d` -> `model.dtype=`; `model.dtype=b` -> `model.dtype=bfloat16`.
     """

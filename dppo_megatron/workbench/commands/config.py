@@ -1,4 +1,4 @@
-"""`dppo-megatron config [KEY]`: every setting, told by the schema itself."""
+"""`dppo-megatron config [KEY]`: every setting, described by the schema itself."""
 
 from __future__ import annotations
 

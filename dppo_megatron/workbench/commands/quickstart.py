@@ -1,6 +1,6 @@
 """`dppo-megatron quickstart`: makes the arithmetic task and its tiny model, trains, and writes the report.
 
-Each part is a command of its own in a process of its own, so a quickstart does what a user would do and nothing else.
+Each part is a separate command in a separate process, so a quickstart does what a user would do and nothing else.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yields a function that waits for so many seconds and says whether `q` was pressed."""
+    """Yields a function that waits for so many seconds and returns whether `q` was pressed."""
     descriptor = sys.stdin.fileno() if sys.stdin.isatty() else None
     before = termios.tcgetattr(descriptor) if descriptor is not None else None
 

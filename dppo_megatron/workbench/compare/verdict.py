@@ -9,7 +9,7 @@ The rules, chosen so that a sceptic would choose them:
 - Where a noisy curve first touches a level is luck: the more evaluations, the earlier. So every curve is a moving mean
   over three evaluations before anything is read from it, the baseline's too.
 - A level is a seed's own: its start plus a share of the gain that the best baseline made on that seed.
-- Ends are compared problem by problem. Seeds are resampled as well as problems, since a run has noise of its own; what
+- Ends are compared problem by problem. Seeds are resampled as well as problems, since runs differ by noise too; what
   the interval cannot tell from 0 is within noise.
 """
 

@@ -2,8 +2,8 @@
 
 What a pruning method saves is `simulate`'s replay, of a recorded run or of assumed outcomes. Without a trace nothing is
 known of the prompts. The replay then runs over made-up ones: pass rates from Beta(1/2, 1/2), which leaves 39 % of
-groups of eight without variance (real sets: a third to four fifths), and log-normal lengths. So the table says what the
-methods do to such a population, and a trace says what they do to yours.
+groups of eight without variance (real sets: a third to four fifths), and log-normal lengths. So the table shows what
+the methods do to such a population, and a trace what they do to yours.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def _seconds(plan: Plan) -> Iterator[str]:
         f"seconds of a step without pruning, {plan.lengths.completion:.0f} tokens a completion:"
         f" {timing.step_s:.0f} ({parts})"
     )
-    saved = ", ".join(f"{timing.rollout.saved(timing.tokens_generated, share):.0%}" for share in SKIPPED)
+    saved = ", ".join(f"{one:.0%}" for one in _saved(timing).values())
     skipped = ", ".join(f"{share:.0%}" for share in SKIPPED)
     yield f"  skipping {skipped} of the prompts saves {saved} of generation: what is left waits for its longest"
     for one in plan.faster[:_ADVICE]:
@@ -290,7 +290,7 @@ def predict(
         trace = made_up_trace(config, lengths)
     tokens = float(np.mean([step.rollouts.lengths.sum() for step in trace.steps]))
     seconds, scale = timing.seconds, tokens / timing.tokens_generated
-    # a replayed step has fewer tokens than a real one: each stands for 1 / `scale` of them
+    # a replayed step has fewer tokens than a real one: each counts as 1 / `scale` of them
     update_s = seconds["log-probs"] + seconds["update"]
     fixed_s = seconds["sync"] + seconds["checkpoint"] + seconds["other"]
     update_s_per_1k = update_s / scale / timing.tokens_trained * 1000
