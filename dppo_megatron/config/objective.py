@@ -152,14 +152,14 @@ def check_objective(config: ObjectiveConfig, *, prompts_per_step: int, max_compl
     if config.zero_advantage_slope and not config.function:
         raise UserError(
             f"objective.zero_advantage_slope = {config.zero_advantage_slope} describes a loss of your own, but"
-            f" objective.function is not set; the KL and entropy terms are known"
+            " objective.function is not set; the KL and entropy terms are known"
         )
     correction = config.correction
     if correction.level != "none":
         if config.old_logprobs == "behaviour":
             raise UserError(
                 f"objective.correction.level = {correction.level} compares the actor with the engine, but"
-                f" objective.old_logprobs = behaviour takes both from the engine; use auto"
+                " objective.old_logprobs = behaviour takes both from the engine; use auto"
             )
         if config.loss == "divergence_tv" and not config.function:
             raise UserError(
