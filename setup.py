@@ -1,5 +1,5 @@
 """All metadata is in pyproject.toml. This file puts configs/, examples/ and the page whose tables name other trainers'
-settings, which lie beside the package in a checkout, into it in a wheel: `dppo_megatron.config.shipped` finds them in
+settings, which lie beside the package in a checkout, into it in a wheel: `dppo_megatron.config.paths` finds them in
 either place."""
 
 import shutil

@@ -30,6 +30,7 @@ from dppo_megatron.types import GuardStop, UserError
 T = TypeVar("T")
 
 _ROUND_TRIPS = 8
+"""To compare two clocks; the shortest counts."""
 _PEER_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Socket closed")
 
 
@@ -72,7 +73,7 @@ NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 def check_interfaces(*, uses_nccl: bool, names: Collection[str] | None = None) -> None:
     """Raise UserError if this machine (`names`: its interfaces) lacks one that gloo has to use (all that are named), or
-    has none that NCCL may use: NCCL 2.27 then connects to an address that it has not initialised, and says so."""
+    has none that NCCL may use: NCCL 2.27 then connects to an address that it has not initialised, and logs that."""
     names = [name for _, name in socket.if_nameindex()] if names is None else names
     gloo, nccl = os.environ.get(GLOO_INTERFACE, ""), os.environ.get(NCCL_INTERFACE, "") if uses_nccl else ""
     rest = nccl.removeprefix("^")
@@ -109,12 +110,12 @@ def connect(groups: Sequence[dist.ProcessGroup], device: torch.device, timeout_s
     NCCL makes a group's communicator in its first call, which all members have to make, and waits for ever for one that
     does not: the first message of a weight sync goes between some ranks only. (gloo connects a group when it is made.)
     Every rank names its groups in the same order, and those at the same place share no ranks, so no two ranks wait for
-    each other. Another thread connects: while a peer does not answer, NCCL blocks, with no limit of its own.
+    each other. Another thread connects: while a peer does not answer, NCCL blocks without a limit.
 
     `device_id` of `init_process_group` would connect too, but in that mode single messages go through the group's
     communicator, one after the other in the order of calls, and Megatron's pipeline counts on two at the same time; and
     it sends nothing, so a port that is dead to data would be found later. Two ranks that send outside a batch still
-    make a communicator of their own in their first message, where both ends are.
+    make another communicator in their first message, where both ends are.
 
     Raises:
         UserError: two ranks use one GPU.
@@ -246,7 +247,7 @@ def clock_offset(clock: Callable[[], float]) -> tuple[float, float]:
 
 def _tree() -> tuple[int, list[int]]:
     """This rank's parent and children on the way to rank 0, log2 of all ranks at most: in gloo's own gather rank 0
-    connects to everybody. A child at r + 2^k stands for ranks r + 2^k to r + 2^(k + 1) - 1."""
+    connects to every rank. A child at r + 2^k stands for ranks r + 2^k to r + 2^(k + 1) - 1."""
     me, world = rank(), _world_size()
     steps = [1 << bit for bit in range(world.bit_length())]
     return me & (me - 1), [me + step for step in steps if me + step < world and (me == 0 or step < me & -me)]
@@ -255,7 +256,7 @@ def _tree() -> tuple[int, list[int]]:
 def is_peer_lost(error: BaseException) -> bool:
     """Whether an error means that another rank is gone, rather than a failure of this one.
 
-    gloo raises a plain RuntimeError, so its text is matched; NCCL and the store have exception types of their own.
+    gloo raises a plain RuntimeError, so its text is matched; NCCL and the store have their own exception types.
     """
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True

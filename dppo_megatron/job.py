@@ -13,10 +13,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
-from dppo_megatron.config.checks import check_world_size
+from dppo_megatron.config.checks import check_world_size, planned_prompts
 from dppo_megatron.config.plugins import load_function
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.selection import planned_prompts
 from dppo_megatron.config.sets import eval_set_configs, example_set_config, longest_sequence
 from dppo_megatron.data.fingerprint import data_fingerprint
 from dppo_megatron.data.report import report_lines

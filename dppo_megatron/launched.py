@@ -1,7 +1,7 @@
 """This process's place in the job, as the launcher's environment says. Without torch, which help must not wait for.
 
-torchrun sets all of these variables, or none is set and there is one process. What a script of one's own has set wrong
-is said in a sentence before the ranks meet, which would otherwise wait minutes for each other.
+torchrun sets all of these variables, or none is set and there is one process. Wrong variables of a hand-written
+launcher are reported before rendezvous, where the ranks would wait minutes for each other.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def set_cuda_variables() -> None:
     """What Megatron needs of the environment, before anything asks CUDA for a device: CUDA reads it then.
 
-    Megatron overlaps tensor-parallel communication in the order of launches, which one queue keeps. Whoever has set it
-    knows better.
+    Megatron overlaps tensor-parallel communication in the order of launches, which one queue keeps. An existing
+    value is kept.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
@@ -104,13 +104,13 @@ def place_from_slurm() -> None:
         "LOCAL_RANK": os.environ.get("SLURM_LOCALID", ""),
         "LOCAL_WORLD_SIZE": str(here[_number("SLURM_NODEID", 0, least=0)]),
         "MASTER_ADDR": "".join(part or "" for part in first.groups()) if first else "",
-        "MASTER_PORT": str(20_000 + job % 10_000),
+        "MASTER_PORT": str(20_000 + job % 10_000),  # below 32768, where Linux begins to hand out ports
     }
     os.environ.update({name: value for name, value in found.items() if name not in os.environ})
 
 
 def _check_srun() -> None:
-    """Raise UserError where srun has started several of these, each of which would be a job of its own."""
+    """Raise UserError where srun has started several of these, each of which would be a separate job."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")  # of a job step: a batch shell has none
     is_terminal = "SLURM_PTY_WIN_COL" in os.environ  # of `srun --ntasks=8 --pty bash` only the first shell goes on
     if tasks.isdecimal() and int(tasks) > 1 and not is_terminal:

@@ -25,8 +25,7 @@ from support.processes import running
 from dppo_megatron.types import UserError, unwatched
 from dppo_megatron.workbench.accept import child, runner
 from dppo_megatron.workbench.accept.bars import STEPS
-from dppo_megatron.workbench.accept.page import write_page
-from dppo_megatron.workbench.accept.record import Ran, Record, read_figures, read_record
+from dppo_megatron.workbench.accept.record import Ran, Record, read_figures, read_record, write_page
 from dppo_megatron.workbench.accept.workload import Lengths
 from dppo_megatron.workbench.cli import main
 

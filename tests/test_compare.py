@@ -27,9 +27,8 @@ from dppo_megatron.types import GuardStop, UserError
 from dppo_megatron.workbench.compare.arms import parse_arms
 from dppo_megatron.workbench.compare.record import MethodRun, Point, read_method_run
 from dppo_megatron.workbench.compare.runs import check_end, in_a_process, run_all, shared_task, task_settings
-from dppo_megatron.workbench.compare.statistics import Curve, accuracy_at, cost_to, median_over_seeds, moving_mean
 from dppo_megatron.workbench.compare.table import results, table, write_page
-from dppo_megatron.workbench.compare.verdict import judge
+from dppo_megatron.workbench.compare.verdict import Curve, accuracy_at, cost_to, judge, median_over_seeds, moving_mean
 from dppo_megatron.workbench.quickstart.make import Recipe, read_recipe, write_quickstart
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
@@ -149,7 +148,7 @@ def test_the_factor_is_what_was_built_in() -> None:
             assert dppo.by_seed[clock][share] == pytest.approx([2.0] * 3)
     assert dppo.end_difference is not None and dppo.end_difference.within_noise
     assert (dppo.end_difference.low, dppo.end_difference.high) == (0.0, 0.0)
-    curve = runs[0].against("train_s").smoothed()
+    curve = Curve.of(runs[0], "train_s").smoothed()
     assert dppo.at_budget["0.50"] == pytest.approx(curve.accuracy[-1])
 
 

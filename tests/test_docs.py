@@ -20,10 +20,9 @@ import yaml
 from support.job import REPOSITORY, settings, write_job_files
 from support.record import write_record
 
-from dppo_megatron.config.hints import all_keys, other_names
+from dppo_megatron.config.hints import other_names
 from dppo_megatron.config.load import load_config, read_config
-from dppo_megatron.config.reference import all_settings
-from dppo_megatron.config.schema import Config
+from dppo_megatron.config.reference import all_keys, all_settings
 from dppo_megatron.pruning.methods import METHODS
 from dppo_megatron.workbench.cli import parse, program
 from dppo_megatron.workbench.compare.record import MethodRun, Point
@@ -193,13 +192,13 @@ def test_the_tables_are_read() -> None:
     """Every row that begins with a name, and no name is a setting of ours."""
     tables = _text(DOCS / "migrating.md").split("\n## verl")[1]
     assert set(re.findall(r"^\| `([^`]+)`", tables, re.MULTILINE)) == NAMES.keys()
-    assert len(NAMES) > 170 and not NAMES.keys() & set(all_keys(Config))
+    assert len(NAMES) > 170 and not NAMES.keys() & set(all_keys())
 
 
 @pytest.mark.parametrize("theirs", sorted(NAMES))
 def test_every_target_is_a_setting(theirs: str) -> None:
     """Each dotted word of an entry is a key of the schema; a value is one that the key takes."""
-    ours, known = NAMES[theirs], set(all_keys(Config))
+    ours, known = NAMES[theirs], set(all_keys())
     for word in re.findall(r"\b(?:[a-z_]+\.)+[a-z_]+\b", ours):
         assert word in known, word
     given = re.match(r"([a-z_.]+)=(\[[^\]]*\]|[^ ,]+)", ours)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.job import REPOSITORY
 
-from dppo_megatron.config.shipped import shipped
+from dppo_megatron.config.paths import shipped
 
 pytestmark = pytest.mark.slow
 SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")

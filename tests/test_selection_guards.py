@@ -14,9 +14,9 @@ from support.job import job_config, write_job_files
 from support.settings import rollout_config
 
 from dppo_megatron.algorithms.advantages import group_advantages
+from dppo_megatron.config.checks import check_selection, planned_prompts
 from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.selection import check_selection, planned_prompts
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import CompletionBatch, StepCost, make_completion_policy
 from dppo_megatron.pruning.designs import count_kept, floor_kept

@@ -35,7 +35,7 @@ from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth
 from dppo_megatron.rollout.servers.http import brief, excerpt
 from dppo_megatron.texts import entry, guard_errors, one_line, plain, reason, show
 from dppo_megatron.types import Grade, GuardStop, UserError, unwatched
-from dppo_megatron.workbench.accept import page as accept_page
+from dppo_megatron.workbench.accept import record as accept_page
 from dppo_megatron.workbench.accept.bars import STEPS
 from dppo_megatron.workbench.accept.record import Ran, Record
 from dppo_megatron.workbench.cli import main, program

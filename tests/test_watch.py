@@ -28,8 +28,7 @@ from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HEALTH, HealthFile, read_health
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.runs.record import read_run
-from dppo_megatron.workbench.watch.frame import BLOCKS, View, duration, frame, seconds_left, sparkline, widths
-from dppo_megatron.workbench.watch.latest import Latest
+from dppo_megatron.workbench.watch.frame import BLOCKS, Latest, View, duration, frame, seconds_left, sparkline, widths
 
 
 def _shown(run: Path, view: View | None = None) -> str:

@@ -23,8 +23,7 @@ from rich.console import Console
 
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.samples import SAMPLES, rewind_samples
-from dppo_megatron.workbench.watch.frame import View, frame
-from dppo_megatron.workbench.watch.latest import Latest
+from dppo_megatron.workbench.watch.frame import Latest, View, frame
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ All of it runs before a process group or a model is made, so a mistake costs sec
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Literal
@@ -12,12 +13,11 @@ from typing import Literal
 from dppo_megatron.config.objective import check_objective
 from dppo_megatron.config.observe import check_observe
 from dppo_megatron.config.paths import check_directory, check_writable, shown
-from dppo_megatron.config.pruning import check_pruning
+from dppo_megatron.config.pruning import check_pruning, prompts_multiplier
 from dppo_megatron.config.ranges import check_ranges, texts
 from dppo_megatron.config.reward import check_reward
 from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import Config, OptimizerConfig
-from dppo_megatron.config.selection import check_selection
 from dppo_megatron.config.sets import check_data, longest_prompt_tokens
 from dppo_megatron.types import UserError
 
@@ -92,6 +92,45 @@ def check_run_dir(config: Config) -> None:
         )
 
 
+def planned_prompts(config: Config) -> int:
+    """Nominal prompts of a step: `rollout.prompts_per_step`, or floor of it / (1 - rate) with CPPO's allocation.
+
+    Example: 16 prompts at rate 0.95 plan 16 / 0.05 = 320, where floating point has 319.
+    """
+    return math.floor(config.rollout.prompts_per_step * prompts_multiplier(config.pruning.completion))
+
+
+def check_selection(config: Config) -> None:
+    """Check the sections against each other.
+
+    Raises:
+        UserError: the key path, what is wrong with its value, and what would be right.
+    """
+    planned, updates = planned_prompts(config), config.objective.updates_per_step
+    by_allocation = " by pruning.completion.allocation" if planned != config.rollout.prompts_per_step else ""
+    if updates < 1 or planned % updates:
+        raise UserError(
+            f"objective.updates_per_step = {updates}: the {planned} nominal prompts of a step{by_allocation} do not"
+            " divide by it, and mini-batches hold whole groups"
+        )
+
+
+def too_few_prompts(config: Config, num_prompts: int, where: str = "the prompt set") -> str:
+    """Why `num_prompts` are not enough; empty if they are.
+
+    A step that planned N prompts but found only P would still divide by N: a bias that no ledger label shows.
+    """
+    planned = planned_prompts(config)
+    if num_prompts >= planned:
+        return ""
+    nominal = config.rollout.prompts_per_step
+    how = "" if planned == nominal else f", of which pruning.completion.allocation makes {planned}"
+    return (
+        f"rollout.prompts_per_step = {nominal}{how}, but {where} holds only {num_prompts} problems: a step needs as"
+        " many different ones as it plans"
+    )
+
+
 def _check_optimizer(optimizer: OptimizerConfig) -> None:
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise UserError(
@@ -105,7 +144,7 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
 
 
 def _check_fewer_bits(config: Config) -> None:
-    """Megatron's precision-aware optimizer has conditions of its own, and fails in the middle of building it."""
+    """Megatron's precision-aware optimizer has further conditions, and fails in the middle of building it."""
     optimizer = config.actor.optimizer
     for key in ("moments", "main_parameters"):
         if (kind := getattr(optimizer, key)) == "float32":

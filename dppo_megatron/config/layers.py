@@ -76,7 +76,7 @@ class Layer:
             for name, (_, node, _) in self._at.items()
             if name.startswith(f"{key}.") and not isinstance(node, MappingNode)
         ]
-        return unknown_key(self.where(key), key, under[:20], section, Config)
+        return unknown_key(self.where(key), key, under[:20], section)
 
     def refuse(self, key: str, wanted: str = "", more: str = "") -> UserError:
         """The error for the value of `key`, which is not of its type unless `wanted` has another reason."""
@@ -134,7 +134,7 @@ def merged(layers: Sequence[Layer], *, keep_references: bool = False) -> Config:
     """The configuration that `layers` make, each over those before it.
 
     Args:
-        keep_references: leave references to the environment as they stand, for settings that are only compared.
+        keep_references: leave references to the environment as written, for settings that are only compared.
 
     Raises:
         UserError: a setting that is unknown, or of a wrong type, or refers to what is not there.
@@ -279,7 +279,7 @@ def read_setting(item: str) -> Layer:
 
 
 def _split(item: str) -> tuple[list[str], str]:
-    """The names in the dotted key, without quotes, and what stands after the equals sign."""
+    """The names in the dotted key, without quotes, and the text after the equals sign."""
     names, position = [], 0
     while match := _PART.match(item, position):
         names.append(match[match.lastindex or 0])

@@ -2,7 +2,7 @@
 
 One section with choices instead of a class for each named algorithm: GRPO, DAPO, Dr.GRPO, GSPO, CISPO, RLOO and
 REINFORCE++ differ in three or four words of it (docs/objectives.md lists them as `key=value` lines). The price is that
-some combinations make no sense; `check_objective` says which, and why.
+some combinations make no sense; `check_objective` names them, with the reason.
 """
 
 from __future__ import annotations
@@ -134,51 +134,49 @@ def zero_advantage_slope(config: ObjectiveConfig) -> float:
     return config.kl.coef + config.entropy_coef + config.zero_advantage_slope
 
 
-def check_objective(
-    config: ObjectiveConfig, *, prompts_per_step: int, max_completion_tokens: int, prefix: str = "objective"
-) -> None:
+def check_objective(config: ObjectiveConfig, *, prompts_per_step: int, max_completion_tokens: int) -> None:
     """Check the section.
 
     Raises:
         UserError: the key path, what is wrong with its value, and what would be right.
     """
-    check_ranges(config, f"{prefix}.")
+    check_ranges(config, "objective.")
     if config.clip_low == 1 and config.loss != "cispo":
-        raise UserError(f"{prefix}.clip_low = 1.0: must be below 1 (the ratio is positive); 1 is for loss=cispo only")
+        raise UserError("objective.clip_low = 1.0: must be below 1 (the ratio is positive); 1 is for loss=cispo only")
     if config.loss == "clip" and config.dual_clip and config.dual_clip <= 1 + config.clip_high:
         raise UserError(
-            f"{prefix}.dual_clip = {config.dual_clip}: must be 0 (off) or above 1 + clip_high = {1 + config.clip_high}"
+            f"objective.dual_clip = {config.dual_clip}: must be 0 (off) or above 1 + clip_high = {1 + config.clip_high}"
         )
     if config.dual_clip and config.loss != "clip":
-        raise UserError(f"{prefix}.dual_clip = {config.dual_clip} is read by loss=clip only, not loss={config.loss}")
+        raise UserError(f"objective.dual_clip = {config.dual_clip} is read by loss=clip only, not loss={config.loss}")
     if config.zero_advantage_slope and not config.function:
         raise UserError(
-            f"{prefix}.zero_advantage_slope = {config.zero_advantage_slope} describes a loss of your own, but"
-            f" {prefix}.function is not set; the KL and entropy terms are known"
+            f"objective.zero_advantage_slope = {config.zero_advantage_slope} describes a loss of your own, but"
+            " objective.function is not set; the KL and entropy terms are known"
         )
     correction = config.correction
     if correction.level != "none":
         if config.old_logprobs == "behaviour":
             raise UserError(
-                f"{prefix}.correction.level = {correction.level} compares the actor with the engine, but"
-                f" {prefix}.old_logprobs = behaviour takes both from the engine; use auto"
+                f"objective.correction.level = {correction.level} compares the actor with the engine, but"
+                " objective.old_logprobs = behaviour takes both from the engine; use auto"
             )
         if config.loss == "divergence_tv" and not config.function:
             raise UserError(
-                f"{prefix}.correction.level = {correction.level} with loss=divergence_tv would count the mismatch"
+                f"objective.correction.level = {correction.level} with loss=divergence_tv would count the mismatch"
                 " twice: its ratio is already the one to the behaviour; use correction.level=none"
             )
         if correction.min_ratio > correction.max_ratio:
             raise UserError(
-                f"{prefix}.correction.min_ratio = {correction.min_ratio} is above max_ratio = {correction.max_ratio}"
+                f"objective.correction.min_ratio = {correction.min_ratio} is above max_ratio = {correction.max_ratio}"
             )
     if config.overlong.buffer_tokens > max_completion_tokens:
         raise UserError(
-            f"{prefix}.overlong.buffer_tokens = {config.overlong.buffer_tokens}: must be at most"
+            f"objective.overlong.buffer_tokens = {config.overlong.buffer_tokens}: must be at most"
             f" rollout.sampling.max_completion_tokens = {max_completion_tokens}"
         )
     if prompts_per_step % config.updates_per_step:
         raise UserError(
-            f"{prefix}.updates_per_step = {config.updates_per_step}: rollout.prompts_per_step = {prompts_per_step}"
+            f"objective.updates_per_step = {config.updates_per_step}: rollout.prompts_per_step = {prompts_per_step}"
             " does not divide by it, and mini-batches hold whole groups"
         )

@@ -1,7 +1,7 @@
-"""Checks that a path can be read or written before any work is done; errors name the setting.
+"""Where what comes with the package is, and checks that a path can be read or written, before any work is done.
 
-An output directory is tested by writing to it: permissions say nothing about a full or read-only disk. Nothing is left
-behind.
+Errors name the setting. An output directory is tested by writing to it: permissions say nothing about a full or
+read-only disk. Nothing is left behind.
 """
 
 from __future__ import annotations
@@ -13,6 +13,17 @@ from pathlib import Path
 from dppo_megatron.config.references import escaped
 from dppo_megatron.texts import shortened
 from dppo_megatron.types import UserError
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def shipped(*parts: str) -> Path:
+    """A file of configs/, examples/ or docs/migrating.md: beside the package in a checkout, inside a wheel (setup.py).
+
+    Example: `shipped("configs", "quickstart.yaml")`.
+    """
+    checkout = _PACKAGE.parent.joinpath(*parts)
+    return checkout if checkout.exists() else _PACKAGE.joinpath("shipped", *parts)
 
 
 def check_file(key: str, path: str) -> None:

@@ -188,28 +188,28 @@ def prompts_multiplier(config: CompletionPruningConfig) -> Fraction:
     return 1 / (1 - exact_rate(rate)) if config.allocation else Fraction(1)
 
 
-def check_pruning(config: PruningConfig, prefix: str = "pruning") -> None:
+def check_pruning(config: PruningConfig) -> None:
     """Check both sections.
 
     Raises:
         UserError: the key path, what is wrong with its value, and what would be right.
     """
-    check_prompt(config.prompt, f"{prefix}.prompt")
-    check_completion(config.completion, f"{prefix}.completion")
+    check_prompt(config.prompt)
+    check_completion(config.completion)
 
 
-def check_prompt(config: PromptPruningConfig, prefix: str = "pruning.prompt") -> None:
+def check_prompt(config: PromptPruningConfig) -> None:
     """Check the prompt section except its method, which `pruning/` knows; raises `UserError`."""
-    check_ranges(config, f"{prefix}.")
-    check_choice(f"{prefix}.score", config.score, PROMPT_SCORES)
-    _check_shared(config, prefix)
+    check_ranges(config, "pruning.prompt.")
+    check_choice("pruning.prompt.score", config.score, PROMPT_SCORES)
+    _check_shared(config, "pruning.prompt")
 
 
-def check_completion(config: CompletionPruningConfig, prefix: str = "pruning.completion") -> None:
+def check_completion(config: CompletionPruningConfig) -> None:
     """Check the completion section except its method; raises `UserError`."""
-    check_ranges(config, f"{prefix}.")
-    check_choice(f"{prefix}.score", config.score, COMPLETION_SCORES)
-    _check_shared(config, prefix)
+    check_ranges(config, "pruning.completion.")
+    check_choice("pruning.completion.score", config.score, COMPLETION_SCORES)
+    _check_shared(config, "pruning.completion")
 
 
 def _check_shared(config: PromptPruningConfig | CompletionPruningConfig, prefix: str) -> None:

@@ -1,6 +1,6 @@
 """What there is to say about each setting: its type, default, range, meaning, page, and the file that defines it.
 
-All of it is taken from the schema as it stands: defaults and ranges from the fields, meanings from the text under
+All of it is taken from the schema itself: defaults and ranges from the fields, meanings from the text under
 each field, which Python does not keep and which is therefore read from the source. `dppo-megatron config`, the shell
 completion and the reference of the documentation site are made from this list, so none of them can go out of date.
 """
@@ -34,7 +34,7 @@ class Setting:
     kind: str
     """Its type, as a user would say it; a section's is `section`."""
     default: str
-    """As it stands in YAML; empty for a section."""
+    """As YAML; empty for a section."""
     allowed: str
     """The range or the choices; empty: anything of its type."""
     why: str
@@ -65,6 +65,11 @@ class Setting:
 def all_settings() -> tuple[Setting, ...]:
     """Every setting and section, in the order of the schema."""
     return tuple(_walk(Config, "", Config.page))
+
+
+def all_keys() -> list[str]:
+    """Every key that is not under a name of the user's own."""
+    return [one.key for one in all_settings() if "<name>" not in one.key]
 
 
 def find(key: str) -> list[Setting]:

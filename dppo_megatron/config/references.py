@@ -43,7 +43,7 @@ def escaped(text: str) -> str:
 
 
 def references(text: str) -> list[str]:
-    """What stands between the braces of each reference in `text`; an odd number of backslashes makes it plain text."""
+    """The text between the braces of each reference in `text`; an odd number of backslashes makes it plain text."""
     return [match[2] for match in _TOKEN.finditer(text) if len(match[1]) % 2 == 0]
 
 

@@ -36,7 +36,7 @@ class RewardConfig:
     timeout_s: float = ranged(30.0, SECONDS, free_at_resume=True)
     """A grading that takes longer is given up and its process replaced; it counts in reward/failed, not as a 0."""
     processes: int = ranged(1, "[1, 1024]", free_at_resume=True)
-    """Grader processes of each rank; up to twice as many once samples have come near `timeout_s`."""
+    """Grader processes of each rank."""
     memory_mb: int = ranged(2048, "[0, 100000000]", free_at_resume=True)
     """Writable memory that a grader process may take beyond what it has when the grader is imported (RLIMIT_DATA);
     0: no limit. A grading that needs more is a failure."""

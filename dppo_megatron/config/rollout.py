@@ -35,7 +35,7 @@ _OWN_OPTIONS = (
     *("--model-path", "--served-model-name", "--weight-transfer-config", "--tokenizer-worker-num"),
 )
 _NOT_SHORT = ("--reasoning-parser", "--tokenizer")
-"""Options of their own that begin as one of those above does."""
+"""Other options, whose names begin as one of those above does."""
 
 
 @dataclass

@@ -1,17 +1,66 @@
-"""Problem sets with all that they inherit, and what may be wrong with their settings."""
+"""Problem sets with all that they inherit, prompt templates by name, and what may be wrong with their settings.
+
+A preset fixes all four template settings, so a set that names one is independent of the templates in `data`. The texts
+ask for the final answer in a box because the `math` grader reads the last box.
+"""
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dppo_megatron.config.data import DataConfig, EvalSetConfig, SetConfig, TrainSetConfig
 from dppo_megatron.config.paths import check_file_or_directory
 from dppo_megatron.config.schema import Config, EvalConfig
-from dppo_megatron.config.templates import PLAIN, TEMPLATES, Template
 from dppo_megatron.types import UserError
+
+_BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The four settings of a template; the defaults apply where a job sets none."""
+
+    prompt_template: str = "{problem}"
+    """{problem} stands for the problem."""
+    system_prompt: str = ""
+    """Empty: no system turn."""
+    apply_chat_template: bool = False
+    """Wrap as a user turn of the tokenizer's chat template."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Handed to the chat template."""
+
+
+PLAIN = Template()
+TEMPLATES: dict[str, Template] = {
+    # Qwen3's hybrid models think unless they are told not to, and then rarely finish within 4,096 tokens
+    "qwen3_nothink": Template(
+        prompt_template=f"{{problem}}\n{_BOXED}",
+        apply_chat_template=True,
+        chat_template_kwargs={"enable_thinking": False},
+    ),
+    "qwen3_think": Template(
+        prompt_template=f"{{problem}}\n{_BOXED}",
+        apply_chat_template=True,
+        chat_template_kwargs={"enable_thinking": True},
+    ),
+    # any other chat model: Qwen2.5-Instruct, Llama-3-Instruct, Qwen3-Instruct-2507
+    "chat_boxed": Template(prompt_template=f"{{problem}}\n{_BOXED}", apply_chat_template=True),
+    # base models, whose chat template (if they have one) means nothing to them
+    "plain_boxed": Template(prompt_template=f"Problem:\n{{problem}}\n\n{_BOXED}\n\nSolution:\n"),
+    # the conversation of R1-Zero, opened for the model; the box is for the grader
+    "r1": Template(
+        prompt_template=(
+            "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The"
+            " assistant first thinks about the reasoning process in the mind and then provides the user with the"
+            " answer. The reasoning process and answer are enclosed within <think> </think> and <answer> </answer>"
+            " tags, respectively, and the final answer is put within \\boxed{}.\n"
+            "User: {problem}\nAssistant: <think>"
+        ),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +70,7 @@ class ResolvedSet:
     key: str
     """The settings that name it, for messages and permissions: `data.train_path`, `data.eval_sets.aime24`."""
     path: str
-    """As in `SetConfig`; so are the fields below without a description of their own."""
+    """As in `SetConfig`; so are the fields below without a description."""
     split: str
     """Empty: the only one."""
     subset: str
@@ -153,7 +202,11 @@ def check_data(config: Config, *, trains: bool = True) -> None:
         for name, entry in entries.items():
             _check_layer(f"data.{section}.{name}", entry)
     for name, entry in data.train_sets.items():
-        _check_weight(f"data.train_sets.{name}.weight", entry.weight, data.mixing)
+        if data.mixing != "weighted" and entry.weight != 1.0:
+            raise UserError(
+                f"data.train_sets.{name}.weight = {entry.weight} has no effect while data.mixing = {data.mixing};"
+                " set data.mixing=weighted"
+            )
     sets: list[ResolvedSet] = [*eval_set_configs(config).values()]
     if trains:
         sets = [*train_set_configs(config).values(), *sets]
@@ -220,11 +273,6 @@ def _check_layer(key: str, layer: SetConfig | DataConfig) -> None:
             raise UserError(f"{key}.{name} is empty: it must name a field of the rows")
     for name in (layer.chat_template_kwargs or {}).keys() & _RESERVED:
         raise UserError(f"{key}.chat_template_kwargs.{name} is not for the chat template: the trainer sets it itself")
-
-
-def _check_weight(key: str, weight: float, mixing: str) -> None:
-    if mixing != "weighted" and weight != 1.0:
-        raise UserError(f"{key} = {weight} has no effect while data.mixing = {mixing}; set data.mixing=weighted")
 
 
 def _check_resolved(one: ResolvedSet) -> None:

@@ -2,7 +2,7 @@
 
 YAML 1.1 takes `no` for false, `010` for 8, `1:30` for 90 and 2026-11-22 for a date, and the last of two equal keys
 counts. Here a plain word is true, false, null or a number only in YAML 1.2's spelling, in decimal; what YAML 1.1 alone
-converts is text, marked so that a setting of any type can refuse it. Tags are refused, keys are text and stand once.
+converts is text, marked so that a setting of any type can refuse it. Tags are refused; keys are text and occur once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Dumper(yaml.SafeDumper):
 
 
 class Source:
-    """Where settings stand, for messages: a file, with the line, or one setting of the command line."""
+    """Where settings come from, for messages: a file, with the line, or one setting of the command line."""
 
     def __init__(self, name: str, *, has_lines: bool) -> None:
         self.name, self.has_lines = name, has_lines
@@ -93,7 +93,7 @@ def parse(text: str, source: Source, called: str = "") -> Node | None:
 
 
 def text_node(text: str, source: Source) -> ScalarNode:
-    """`text` as it would stand between quotes."""
+    """`text` as if it were quoted."""
     node = ScalarNode(TEXT, text, style='"')
     _check_size(node, source)
     return node
@@ -118,7 +118,7 @@ def _check_size(document: Node, source: Source) -> None:
 
 
 def entries(node: MappingNode, source: Source) -> dict[str, tuple[Node, Node]]:
-    """Name -> key and value, what `<<` brings included; raises UserError for a key that is no text or stands twice."""
+    """Name -> key and value, what `<<` brings included; raises UserError for a key that is no text or occurs twice."""
     own: dict[str, tuple[Node, Node]] = {}
     merged: dict[str, tuple[Node, Node]] = {}
     for key, value in node.value:

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from dppo_megatron.config.checks import planned_prompts, too_few_prompts
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.selection import planned_prompts, too_few_prompts
 from dppo_megatron.config.sets import ResolvedSet, eval_set_configs, train_set_configs, train_set_weights
 from dppo_megatron.data.fields import Messages, answer_of, check_text, get_field, kind, level_of, problem_of, source_of
 from dppo_megatron.data.hub import read_directory, read_hub

@@ -20,8 +20,8 @@ from dppo_megatron.checkpoint.shelf import named
 from dppo_megatron.config.changes import saved_values
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import load_config
+from dppo_megatron.config.paths import shipped
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.shipped import shipped
 from dppo_megatron.types import UserError
 
 _SET_KEYS = tuple(item.name for item in fields(EvalSetConfig))

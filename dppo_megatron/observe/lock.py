@@ -75,7 +75,7 @@ class RunLock:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise UserError if the lock is no longer this process's: somebody removed or replaced lock.json."""
+        """Raise UserError if the lock is no longer this process's: lock.json was removed or replaced."""
         try:
             theirs = os.stat(self._path).st_ino != os.fstat(self._descriptor).st_ino
         except OSError:

@@ -103,7 +103,7 @@ class Summary:
     warm_start_s: float = 0.0
     train_s: float = 0.0
     train_cpu_s: float = 0.0
-    """CPU seconds of rank 0's process in the RL steps; graders and servers are processes of their own."""
+    """CPU seconds of rank 0's process in the RL steps; graders and servers are other processes."""
     eval_before: dict[str, float | None] = field(default_factory=dict)
     """pass@1 by set; None where every grading failed."""
     eval_after: dict[str, float | None] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Progress of whatever takes more than two seconds: a live bar on a terminal, plain lines now and then in a pipe.
 
-A task that ends sooner leaves no trace. In a log file a line each 15 s would bury what a day-long run says, so lines
+A task that ends sooner leaves no trace. In a log file a line each 15 s would bury what a day-long run logs, so lines
 come at 5 s and then ever more rarely, up to a minute apart; each has the time that is left, where that is known. Bars
 are rich's, which moves what anything else prints above them; it is imported when the first bar is drawn.
 
@@ -57,8 +57,8 @@ class Progress:
         say: takes a plain line; None: printed to `stream`.
         visible: False on ranks that say nothing; the environment variable DPPO_PROGRESS=off silences all.
         beat_s: how often the thread looks; 0: no thread, for a test whose clock stands still meanwhile.
-        phase_of_step: a line of its own follows, so a log gets no line before a minute and no closing one.
-        bars: where a bar is added, below the others; None: one of its own.
+        phase_of_step: the step has a line too, so a log gets no line before a minute and no closing one.
+        bars: where a bar is added, below the others; None: a separate display.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class RunProgress:
     def __init__(self, total_steps: int, *, visible: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._visible, self._clock = total_steps, visible, clock
         self._first: tuple[int, float] | None = None
-        """The first step that ended, and when: a resumed run has done others before, as fast as nobody knows."""
+        """The first step that ended, and when: a resumed run has done others before, at an unknown speed."""
         live = visible and _is_terminal(sys.stderr)
         self._bars = _bars(sys.stderr, transient=False) if live else None
         if self._bars is not None:

@@ -59,7 +59,7 @@ class JsonLines:
         """Write the waiting lines. A line that was written only in part is removed again before OSError is raised.
 
         Returns:
-            Whether somebody had deleted or replaced the file meanwhile; all of its lines are there again.
+            Whether the file had been deleted or replaced meanwhile; all of its lines are there again.
         """
         restored = self._restore()
         while self._waiting:

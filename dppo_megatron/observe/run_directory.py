@@ -220,7 +220,7 @@ def _begin_identity(path: Path) -> str:
 
 def _check_names(path: Path) -> None:
     """Raise OSError now for what a run could not write to: a pipe, on which reading would block, or a link, which may
-    lead to a file of anybody's."""
+    lead to any file."""
     for name in RECORDS:
         if os.path.lexists(path / name):
             os.close(open_own(path / name, os.O_RDWR))

@@ -1,7 +1,7 @@
 """samples/: each recorded completion, what was decided about it and why, as parquet that pandas and polars read.
 
 A file holds complete steps of one rank, and gets its final name only when it is complete. Each step is written to a
-file of its own, so a killed run still has its last step. Every 64 such files are merged into one, because parallel file
+separate file, so a killed run still has its last step. Every 64 such files are merged into one, because parallel file
 systems handle few large files better than many small ones.
 
     loop (every rank)          thread "samples"
@@ -212,9 +212,9 @@ def rewind_samples(directory: Path, last_step: int, old: Path) -> list[str]:
             if table is None:
                 said.append(wrong)
                 continue
-            cut = one.path.with_name(_name(one.first, last_step, one.rank))
-            _store([table.filter(table["step"].to_numpy() <= last_step)], cut)
-            whole.add(cut)
+            kept = one.path.with_name(_name(one.first, last_step, one.rank))
+            _store([table.filter(table["step"].to_numpy() <= last_step)], kept)
+            whole.add(kept)
     for path in directory.iterdir():
         ours = NAME.fullmatch(path.name) or _INCOMPLETE.fullmatch(path.name)
         if ours and path not in whole and path.is_file():
@@ -286,7 +286,7 @@ def _store(tables: Sequence[Any], path: Path) -> None:
 
 
 def _read_or_move(path: Path, old: Path) -> tuple[Any, str]:
-    """The table of a file and an empty text; of one that cannot be read None, and a line that says where it is now."""
+    """The table of a file and an empty text; of one that cannot be read None, and a log line with its new place."""
     import pyarrow.parquet as pq
 
     try:

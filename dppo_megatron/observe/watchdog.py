@@ -1,9 +1,9 @@
 """What ends a run early: a signal asks for the end of the step; a rank that dies or hangs is named, and the others stop
 instead of waiting for it.
 
-A collective whose peer is gone fails at once or waits for the process group's timeout, and never says who is missing.
-Here a thread of each rank increments a key in the job's store. Rank 0 watches all others and the others watch rank 0,
-so the load on the store grows with the number of ranks and not with its square.
+A collective whose peer is gone fails at once or waits for the process group's timeout, and does not name the
+missing rank. Here a thread of each rank increments a key in the job's store. Rank 0 watches all others and the others
+watch rank 0, so the load on the store grows with the number of ranks and not with its square.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Watchdog:
     """Runs from `start` to `stop`.
 
     Args:
-        store: torch's key-value store of the job; this keeps a connection of its own.
+        store: torch's key-value store of the job; this opens a second connection.
         timeout_s: silence after which a rank counts as dead.
         leave: ends this process with a message. Tests replace it.
     """

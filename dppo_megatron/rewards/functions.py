@@ -5,7 +5,7 @@ imports them.
 
 How a grader is called. It is handed the row if it has a third positional parameter without a default, or a parameter
 named `row`. A third parameter with a default and another name (`strict=False`), `*args` and `**kwargs` do not ask for
-it: a two-argument function that somebody has given an option, or wrapped in a decorator, goes on working.
+it: a two-argument function that was given an option, or wrapped in a decorator, goes on working.
 
 What may come back. A finite number of any kind: bool, int, float, Decimal, Fraction, a numpy scalar, a tensor without
 dimensions (whatever has `.item()` and no dimensions). Or a `Grade`. All else is a failure that says what it was.
@@ -72,7 +72,7 @@ class Rewards:
             if "failure" in fields:
                 return fields | {"failure": f"{fields['failure']}, in its part '{item.name}'"}
             first = first or fields
-            facts = fields.get("facts", {}) | facts  # the first one's stand
+            facts = fields.get("facts", {}) | facts  # the first one's are kept
             parts[item.name] = fields["reward"]
             total += item.weight * fields["reward"]
         if not math.isfinite(total):
@@ -86,7 +86,7 @@ def _load(item: NamedFunction) -> tuple[Callable[..., Any], str]:
     try:
         function: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module_name))
     except BaseException as error:  # a module that calls sys.exit() or fails in any other way
-        raise ValueError(f"{item.key} cannot be imported: {_told(error)}") from None
+        raise ValueError(f"{item.key} cannot be imported: {_described(error)}") from None
     if not callable(function):
         raise ValueError(f"{item.key} is not callable, it is {_shown(function)}")
     try:
@@ -136,10 +136,10 @@ def _graded(function: Callable[..., Any], calling: str, completion: str, answer:
     except Failed as failure:
         return {"failure": str(failure)}
     except MemoryError as error:
-        return {"failure": f"raised {_told(error)}", "memory": True}
+        return {"failure": f"raised {_described(error)}", "memory": True}
     except BaseException as error:  # SystemExit too: it is the sample that ends, not the process
         trace = "".join(traceback.format_exception(error, limit=-4))
-        return {"failure": f"raised {_told(error)}", "trace": trace[-4000:]}
+        return {"failure": f"raised {_described(error)}", "trace": trace[-4000:]}
 
 
 def _fields(result: Any) -> Any:
@@ -152,13 +152,13 @@ def _fields(result: Any) -> Any:
     if types is None or not isinstance(result, types.Grade):
         return _number(result, "")
     if result.failure:
-        raise Failed(_cut(str(result.failure), _LONGEST_REASON))
+        raise Failed(_truncated(str(result.failure), _LONGEST_REASON))
     reward, extracted, why = result.reward, result.extracted, result.why
     fields: dict[str, Any] = {"reward": reward if _is_float(reward) else _number(reward, "a Grade with the reward ")}
     if extracted is not None:
-        fields["extracted"] = _cut(str(extracted), _LONGEST_TEXT)
+        fields["extracted"] = _truncated(str(extracted), _LONGEST_TEXT)
     if why:
-        fields["why"] = _cut(str(why), _LONGEST_TEXT)
+        fields["why"] = _truncated(str(why), _LONGEST_TEXT)
     for name, held in (("facts", result.facts), ("parts", result.parts)):
         if not held and type(held) is dict:
             continue
@@ -180,25 +180,25 @@ def _is_float(value: Any) -> bool:
 def _number(value: Any, where: str) -> float:
     if _is_float(value):
         return float(value)
-    told = f"returned {where}{_shown(value)}"
+    found = f"returned {where}{_shown(value)}"
     if isinstance(value, (bool, numbers.Real, Decimal)):
         number = value
     elif callable(getattr(value, "item", None)) and getattr(value, "ndim", 0) == 0:
         number = value.item()
         if not isinstance(number, (bool, int, float)):
-            raise Failed(told)
+            raise Failed(found)
     else:
-        raise Failed(told)
+        raise Failed(found)
     try:
         as_float = float(number)
     except (OverflowError, ValueError):
-        raise Failed(f"{told}, which is too large") from None
+        raise Failed(f"{found}, which is too large") from None
     if not math.isfinite(as_float):
-        raise Failed(told)
+        raise Failed(found)
     return as_float
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     """`ZeroDivisionError: division by zero (grader.py:12)`."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith("<frozen") and frame.filename != __file__]
@@ -207,7 +207,7 @@ def _told(error: BaseException) -> str:
         text = str(error).strip().partition("\n")[0]
     except Exception:
         text = "(its text cannot be shown)"
-    return _cut(type(error).__name__ + (f": {text}" if text else ""), _LONGEST_REASON) + place
+    return _truncated(type(error).__name__ + (f": {text}" if text else ""), _LONGEST_REASON) + place
 
 
 def _shown(value: Any) -> str:
@@ -217,9 +217,9 @@ def _shown(value: Any) -> str:
     except Exception:
         text = ""
     if value is None or type(value) in (bool, int, float):
-        return _cut(text, 80)
-    return f"{type(value).__name__} {_cut(text, 80)}".strip()
+        return _truncated(text, 80)
+    return f"{type(value).__name__} {_truncated(text, 80)}".strip()
 
 
-def _cut(text: str, length: int) -> str:
+def _truncated(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."

@@ -9,7 +9,7 @@ BUILT_IN = {
     "math_boxed": "dppo_megatron.rewards.math.grader:grade_math_boxed",
     "final_answer": "dppo_megatron.rewards.graders:final_answer",
 }
-"""Names that may stand in the config instead of `module:function`."""
+"""Names that the config may have instead of `module:function`."""
 
 _BOX = re.compile(r"\\boxed\s*\{")
 _MARKED = re.compile(r"####?\s*([^\n]*)")
@@ -18,9 +18,9 @@ _MARKED = re.compile(r"####?\s*([^\n]*)")
 def final_answer(completion: str, answer: str) -> float:
     """1.0 if the completion's last marked final answer equals the reference, else 0.0.
 
-    A final answer is marked by `\\boxed{...}` or, as in GSM8K, stands behind `####`. Spaces, a closing period and
+    A final answer is marked by `\\boxed{...}` or, as in GSM8K, follows `####`. Spaces, a closing period and
     thousands separators are ignored; nothing else is: `math` is the grader for what people write. A completion without
-    a mark scores 0, and so does one whose last box is not closed, whatever stands in an earlier one.
+    a mark scores 0, and so does one whose last box is not closed, whatever an earlier one holds.
     """
     boxes = list(_BOX.finditer(completion))
     if boxes:
@@ -31,7 +31,7 @@ def final_answer(completion: str, answer: str) -> float:
 
 
 def _inside(text: str, start: int) -> str | None:
-    """What stands before the brace that closes the one before `start`; None if none does."""
+    """The text before the brace that closes the one before `start`; None if none does."""
     depth = 1
     for match in re.finditer(r"\\.|[{}]", text[start:]):
         depth += {"{": 1, "}": -1}.get(match.group(), 0)

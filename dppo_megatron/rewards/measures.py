@@ -78,7 +78,7 @@ class FailureGuard:
     """Stops the run in a step in which too many gradings failed.
 
     Too many is more than `reward.max_failed_share` of the step's gradings so far, but never a single one, unless the
-    share is 0: in a step of four completions one failure is 25 %, and says nothing about the grader.
+    share is 0: in a step of four completions one failure is 25 %, and no sign of a broken grader.
     """
 
     def __init__(self, reward: RewardConfig) -> None:

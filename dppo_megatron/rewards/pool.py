@@ -50,6 +50,7 @@ _START_S = 120.0
 _CHUNK_S = 0.02
 """Work in a chunk. Between two chunks a process waits for some 0.2 ms, 1 % of it."""
 _CHUNK_BYTES = 4 << 20
+"""Characters of the completions in a chunk, which is pickled and sent as a whole."""
 _SLOW_S = 0.05
 """A sample that takes longer has those behind it taken away."""
 _DYING_S = 0.5
@@ -98,7 +99,7 @@ class _Sample:
 class Grader:
     """Processes that grade. They start when they are first needed. Any thread may call it.
 
-    After a fork the child has processes of its own.
+    After a fork the child starts other processes.
 
     Args:
         functions: the grader, or several whose weighted sum is the reward.
@@ -259,8 +260,6 @@ class _Lane:
     def __init__(self, pool: Grader) -> None:
         self._pool = pool
         self.process: GraderProcess | None = None
-        self._spare: GraderProcess | None = None
-        """Started when a sample had used half of its time: it replaces a process that is killed without a wait."""
         self.chunk: list[_Sample] = []
         """What it has taken and neither settled nor put back; `Grader.take` fills it."""
         self._thread = threading.Thread(target=self._run, name="grades", daemon=True)
@@ -282,8 +281,6 @@ class _Lane:
                     self._grade(self.process)
         except BaseException as raised:  # else the callers would wait for ever
             error = raised
-        self._discard()
-        self.process, self._spare = self._spare, None
         self._discard()
         self._pool.leave(self, error)
 
@@ -310,8 +307,7 @@ class _Lane:
     def _wait_ready(self) -> str:
         """Start it; what went wrong, or nothing. Raises OSError."""
         pool = self._pool
-        self.process = process = self._spare or GraderProcess(pool.functions, pool.memory_mb)
-        self._spare = None
+        self.process = process = GraderProcess(pool.functions, pool.memory_mb)
         if pool.is_closing:  # `kill` came before there was a process
             process.kill()
         deadline = time.monotonic() + _START_S
@@ -355,11 +351,6 @@ class _Lane:
                 self._pool.put_back(self.chunk[at + 1 :])
                 del self.chunk[at + 1 :]
             until_s = since_s + timeout_s
-            if self._spare is None and now >= since_s + timeout_s / 2:
-                with suppress(OSError):  # no room for it: then it is started when it is needed, if there is room
-                    self._spare = GraderProcess(self._pool.functions, self._pool.memory_mb)
-            elif self._spare is None:
-                until_s = since_s + timeout_s / 2
             if len(self.chunk) > process.answered + 1:
                 until_s = min(until_s, now + _SLOW_S)
             try:

@@ -21,8 +21,8 @@ from dppo_megatron.rewards.functions import NamedFunction
 from dppo_megatron.rewards.wire import AT, BEGUN, CANNOT_ANSWER, LIMIT, NONE, SINCE_NS, Message, board_file, map_board
 
 _READ_BYTES = 1 << 16
-"""What a pipe holds, unless it is told to hold more."""
-_READS = 256
+"""What a pipe holds on Linux by default."""
+_READS = 256  # of 64 KiB: at most 16 MiB in one look
 _REQUEST_BYTES = 1 << 18
 """That the pipe of requests is to hold: most chunks whole, so that the trainer need not wait until half is read."""
 _DECODER = msgspec.msgpack.Decoder(Message)

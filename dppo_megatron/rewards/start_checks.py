@@ -53,11 +53,12 @@ def check_grader(grader: Grader, prompt: Prompt, bounds: Bounds | None = None) -
     grades = grader.grade(
         [GradeTask(text, prompt.answer, prompt.row, f"{what} (check at start)") for what, text in texts.items()]
     )
+    origin = f" ({prompt.origin})" if prompt.origin else ""
     for (what, text), grade in zip(texts.items(), grades, strict=True):
         if grade.failure:
             raise UserError(
                 f"{grader.key}: the grader fails on {what}: called with completion = {_short(text)} and"
-                f" answer = {_short(prompt.answer)}{_origin(prompt)} it {grade.failure}."
+                f" answer = {_short(prompt.answer)}{origin} it {grade.failure}."
                 " It must return a finite number or a Grade for any text, 0 where there is no answer in it"
             )
         if bounds and not bounds.least <= grade.reward <= bounds.most:
@@ -121,10 +122,6 @@ def _verdict(grade: Grade) -> str:
 
 def _place(prompt: Prompt) -> str:
     return prompt.origin or f"row {prompt.index}"
-
-
-def _origin(prompt: Prompt) -> str:
-    return f" ({prompt.origin})" if prompt.origin else ""
 
 
 def _percent(part: int, whole: int) -> str:

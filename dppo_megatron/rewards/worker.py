@@ -51,7 +51,7 @@ _FLUSH_NS = 5_000_000
 
 
 def main() -> None:
-    """The first frame says what to grade with; then each frame is a chunk, until the pipe ends."""
+    """The first frame names the graders; then each frame is a chunk, until the pipe ends."""
     requests, answers = _take_over_streams()
     first = read_frame(requests.read)
     if first is None:
@@ -135,7 +135,7 @@ def _take_over_streams() -> tuple[IO[bytes], IO[bytes]]:
 class _Printed(io.TextIOWrapper):
     """What graders print, for the trainer's terminal or log: nothing that a terminal obeys, and not without end."""
 
-    left = 64 << 20
+    left = 64 << 20  # characters, over the life of the process
 
     def write(self, text: str) -> int:
         kept = entry(text.removesuffix("\n")[: max(0, self.left)]) + "\n" * text.endswith("\n")

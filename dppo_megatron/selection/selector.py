@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from dppo_megatron.config.checks import check_selection, planned_prompts, too_few_prompts
 from dppo_megatron.config.objective import zero_advantage_slope
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.selection import check_selection, planned_prompts, too_few_prompts
 from dppo_megatron.config.sets import train_set_weights
 from dppo_megatron.data.order import Order, make_order
 from dppo_megatron.pruning import (

@@ -1,4 +1,4 @@
-"""The command line: finds the command, and says mistakes in one line with the right exit code.
+"""The command line: finds the command, and reports mistakes in one line with the right exit code.
 
 Help and mistakes must not wait for torch and Megatron, so each command is imported when it is asked for, and
 imports what it needs when it runs.
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None, watch: Watch = show_progress) -> int:
     _open_what_is_closed()
     argv = sys.argv[1:] if argv is None else argv
     try:
-        if "_ARGCOMPLETE" in os.environ:  # a shell asks what could stand here
+        if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
             from dppo_megatron.workbench.commands.completion import complete
 
             complete(program())
@@ -110,7 +110,7 @@ def _output_is_full(error: OSError) -> bool:
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
-    """As `parse_args`, but settings may stand before and after options.
+    """As `parse_args`, but settings may come before and after options.
 
     argparse's `parse_intermixed_args` does that only for parsers without subcommands, so subcommands are resolved here.
     """
@@ -129,7 +129,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
 
 
 def _meant(unknown: list[str], parser: argparse.ArgumentParser) -> str:
-    """What may stand in place of the first: a setting, an option of a similar name, or else any option."""
+    """What may replace the first: a setting, an option of a similar name, or else any option."""
     options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     name, given, value = unknown[0].lstrip("-").partition("=")
     from dppo_megatron.config.reference import all_settings

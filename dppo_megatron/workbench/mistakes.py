@@ -1,8 +1,8 @@
 """The page in docs/ that explains a mistake, so that every message can end with it.
 
 A message that names a setting is explained where that setting is. Other messages are about a file, an option or a
-machine: for those the package that refused is the subject, and where that one serves all commands (the readers of
-settings and paths), the command is.
+machine: for those the package that raised it decides, and where that one serves all commands (the readers of
+settings and paths), the command does.
 """
 
 from __future__ import annotations

@@ -24,13 +24,13 @@ from support.job import REPOSITORY
 
 from dppo_megatron.config import Config, save_config
 from dppo_megatron.config.checks import check_values
-from dppo_megatron.config.hints import all_keys
 from dppo_megatron.config.load import config_from_values, config_values, read_config
+from dppo_megatron.config.reference import all_keys
 from dppo_megatron.types import UserError
 
 BASES = [path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "configs").rglob("*.yaml"))]
 BASES = ["\n".join(line for line in text.splitlines() if not line.startswith("defaults:")) for text in BASES]
-KEYS = all_keys(Config)
+KEYS = all_keys()
 SCALARS = [
     *("0", "1", "-1", "2", "8", "1.5", "0.5", "-0.0", "1e3", "1e-6", "1.0e-6", "1E+4", "1e400", "1e309", ".5", "5."),
     *("1_000", "1_0.5", "010", "0x10", "0b11", "0o17", "1:30", "190:20:30.15", "+3", "1099511627776", "9" * 400),

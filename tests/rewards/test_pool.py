@@ -23,7 +23,6 @@ from dppo_megatron.config.reward import RewardConfig, RewardFunctionConfig
 from dppo_megatron.rewards.functions import NamedFunction
 from dppo_megatron.rewards.grading import deciding_reward, make_grader
 from dppo_megatron.rewards.pool import Grader
-from dppo_megatron.rewards.process import GraderProcess
 from dppo_megatron.types import Grade, GradeTask, UserError
 
 MEMORY_MB = 64
@@ -195,26 +194,6 @@ def test_what_utf8_does_not_have_comes_back_escaped() -> None:
     with pool_of("odd_graders:echo", processes=1) as pool:
         grades = pool.grade(tasks_of(["a\ud800b", "ü"]))
     assert [(g.reward, g.extracted) for g in grades] == [(1.0, "a\\ud800b"), (1.0, "ü")]
-
-
-@pytest.mark.slow
-def test_a_successor_starts_before_a_hung_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And takes its place: no sample waits for a start."""
-    events: list[str] = []
-    with pool_of(processes=1, timeout_s=4.0) as pool:
-        (first,) = pool.grade(tasks_of(["pid"]))
-        start, end = GraderProcess.__init__, GraderProcess.end
-        monkeypatch.setattr(
-            GraderProcess,
-            "__init__",
-            lambda self, *a: (start(self, *a), events.append(f"start {self.pid}"))[:0] or None,
-        )
-        monkeypatch.setattr(GraderProcess, "end", lambda self, *a: (events.append(f"end {self.pid}"), end(self, *a))[1])
-        hung, second = pool.grade(tasks_of(["hang", "pid"]))
-        monkeypatch.undo()
-    assert hung.failure.startswith("timed out")
-    assert events[0] == f"start {second.reward:.0f}" and events[1] == f"end {first.reward:.0f}"
-    assert not any(event.startswith("start") for event in events[1:])
 
 
 @pytest.mark.slow

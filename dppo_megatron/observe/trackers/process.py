@@ -1,12 +1,12 @@
 """The process of one tracker: takes messages from stdin, hands them to the tool, answers each.
 
-A process and not a thread of the trainer, because the tools are what they are: mlflow imports for six seconds, wandb
+A process and not a thread of the trainer, because mlflow imports for six seconds, wandb
 and trackio keep global state, print, and wait for the network when Python exits. Here none of it is the trainer's. When
 the trainer is killed, stdin ends, and what was sent is still delivered. One process for each tool: what one of them
 breaks, the others do not see.
 
 Steps that the tool has already are not sent to it again: the run was resumed from a checkpoint and does them again,
-with the same result (docs/checkpoints.md). `trackers/NAME.json` says how far the tool is.
+with the same result (docs/checkpoints.md). `trackers/NAME.json` records how far the tool is.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def table(groups: Sequence[RecordedGroup], rows: int) -> list[list[Cell]]:
                 [
                     one.position,
                     index,
-                    *(_cut(text) for text in texts),
+                    *(_truncated(text) for text in texts),
                     reward if math.isfinite(reward) else None,
                     float(one.advantages[index]),
                     float(one.weights[index]),
@@ -234,6 +234,6 @@ def table(groups: Sequence[RecordedGroup], rows: int) -> list[list[Cell]]:
     return found
 
 
-def _cut(text: str | None) -> str | None:
+def _truncated(text: str | None) -> str | None:
     plain = unicode_text(text)
     return plain if plain is None or len(plain) <= _LONGEST_TEXT else plain[: _LONGEST_TEXT - 3] + "..."

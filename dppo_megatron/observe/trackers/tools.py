@@ -38,7 +38,7 @@ class Tracker(Protocol):
 class TensorBoard:
     """An event file in `trackers/tensorboard`, by torch's writer.
 
-    Metrics are grouped by what stands before the first slash, as ours are. A resumed run opens a new file that begins
+    Metrics are grouped by the part before the first slash, as ours are. A resumed run opens a new file that begins
     with the step it resumes at: TensorBoard drops what older files have from there on (`purge_step`). tensorboardX
     would need less memory in this process than torch, but writes `pass@1` as `pass_1`.
     """
@@ -83,7 +83,7 @@ class Wandb(_Rows):
 
     wandb takes steps in rising order only, so a resumed run goes on where its server says it is; offline, where the
     mark says, in a second `offline-run-*` directory of the same id, which `wandb sync` adds to the first. What wandb
-    would take of its own account (console, git, code, command line) stays here: it may contain secrets.
+    would collect by itself (console, git, code, command line) stays here: it may contain secrets.
     """
 
     _how = {"commit": True}  # else a row waits for the next one

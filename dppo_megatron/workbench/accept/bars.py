@@ -1,7 +1,7 @@
 """What is measured, in order of worth for the time, and what must come out.
 
-Each figure stands here once with its bar and where the bar comes from. The page shows all of them, whatever has run:
-a figure without a value says why. Without torch: the command's help reads this table.
+Each figure is listed once, with its bar and where the bar comes from. The page shows all of them, whatever has run:
+a figure without a value has the reason. Without torch: the command's help reads this table.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 Need: TypeAlias = Literal["cuda", "transformer_engine", "two_gpus", "no_single_gpu", "tests", "server"]
 """`no_single_gpu`: two ranks share a CPU over gloo, but NCCL refuses two on one GPU."""
 OnCpu: TypeAlias = Literal["judged", "shown", ""]
-"""Whether a machine without CUDA measures it; `shown`: tiny, so it says that it runs and nothing about speed."""
+"""Whether a machine without CUDA measures it; `shown`: tiny, which shows that it runs and nothing about speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Figure:
     """Where the bound comes from."""
     on_cpu: OnCpu = ""
     predicted: float | None = None
-    """What is expected everywhere; else `plan` or the step itself says it."""
+    """What is expected everywhere; else `plan` or the step itself has it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class Sheet:
     server_python: str
 
     def note(self, figure: str, value: float | None, prediction: float | None = None, note: str = "") -> None:
-        """A figure of `bars.py`; without a value the note says why. `prediction` only where the table has none."""
+        """A figure of `bars.py`; without a value the note is the reason. `prediction` only where the table has none."""
         assert figure in self.step.figures, (self.step.name, figure)  # without a row it would be lost
         self._write(figure, value=None if value is None else float(value), prediction=prediction, note=note)
 

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from dppo_megatron.actor.layout import start_process_group, stop_process_group
 from dppo_megatron.children import python_command
 from dppo_megatron.config import load_config
-from dppo_megatron.config.shipped import shipped
+from dppo_megatron.config.paths import shipped
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine

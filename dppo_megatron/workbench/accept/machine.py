@@ -56,7 +56,7 @@ def _product_flops() -> float:
 
 
 def _predictions(model: str) -> dict[str, dict[str, float]]:
-    """Of the steps that only a device can measure, what `plan` says for this one, or else for an H200."""
+    """Of the steps that only a device can measure, what `plan` predicts for this one, or else for an H200."""
     site = this_site()
     shape = shape_named(model)
     architecture = architecture_of(shape)
@@ -80,7 +80,7 @@ def this_site() -> Site:
     if torch.cuda.is_available():
         card = torch.cuda.get_device_properties(torch.cuda.current_device())
         memory_bytes, peak = float(card.total_memory), peak_flops(card.name) or float("nan")
-    return Site(1, 8, memory_bytes, peak, 1e15)
+    return Site(1, 8, memory_bytes, peak, 1e15)  # host memory without a limit
 
 
 def ipc(sheet: Sheet) -> None:

@@ -51,7 +51,7 @@ def against_references(sheet: Sheet, spec: LayerSpec, *dtypes: str) -> None:
     """One rank in each number format. Transformer Engine's attention has no packs in float32."""
     for dtype in dtypes:
         if dtype == "bfloat16" and not sheet.cuda:
-            continue  # a CPU's own rounding, which says nothing about a device's
+            continue  # a CPU rounds differently from a device
         far = differences(measure("dense", LayoutConfig(), getattr(torch, dtype), spec), "dense")
         for name, value in far.items():
             sheet.note(f"{dtype} {spec}_{name}", value)

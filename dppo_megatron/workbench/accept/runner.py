@@ -1,8 +1,7 @@
 """Runs each step in a separate process group with a time limit, and keeps the record.
 
 A step that hangs or crashes is a row. This process imports no torch and holds no memory of a device: it waits for the
-child and ends its whole group at its limit. Servers are in groups of their own and end with the child that started
-them.
+child and ends its whole group at its limit. Servers are in other groups and end with the child that started them.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def _run(step: Step, directory: Path, limit_s: float, record: Record) -> Ran:
     remove_tree(own)
     own.mkdir(parents=True)
     options = json.dumps(record.options | {"cuda": bool(record.facts.get("gpus"))})
-    allocator = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # a step says its own
+    allocator = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # only what the step itself sets
     inherited = {name: value for name, value in package_environment().items() if name not in allocator}
     # torchrun's processes do not inherit -P
     environment = inherited | step.environment | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
@@ -146,5 +145,7 @@ def _last_words(log: Path) -> str:
     """The last line that speaks of an error, or the last one."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line or line.startswith(("error:", "stopped:"))]
-    ours = [line for line in errors if "torch.distributed.elastic" not in line]  # torchrun only says that a rank failed
+    ours = [
+        line for line in errors if "torch.distributed.elastic" not in line
+    ]  # torchrun only reports that a rank failed
     return (ours or lines or [""])[-1][:300]

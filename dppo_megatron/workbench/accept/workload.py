@@ -129,7 +129,7 @@ class Lengths:
 def random_samples(lengths: Lengths, vocab_size: int, seed: int = 0) -> list[TrainSample]:
     """Random tokens with GRPO's denominators (samples * completion length) and weight 1.
 
-    The behaviour's log-probabilities lie around those of a uniform policy, which a model with `RandomWeights` nearly
+    The behaviour's log-probabilities are around those of a uniform policy, which a model with `RandomWeights` nearly
     is, widely enough that a part of the tokens is clipped.
     """
     rng = np.random.default_rng(seed)

@@ -44,8 +44,7 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
 
 
 def _accept(arguments: argparse.Namespace) -> int:
-    from dppo_megatron.workbench.accept.page import write_page
-    from dppo_megatron.workbench.accept.record import read_record
+    from dppo_megatron.workbench.accept.record import read_record, write_page
     from dppo_megatron.workbench.accept.runner import run_steps
 
     check_number("--hours", arguments.hours, "(0, 100]")

@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dppo_megatron.config.reference import all_settings
+from dppo_megatron.config.reference import all_keys, all_settings
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES
 from dppo_megatron.workbench.commands.parser import Commands, add_command
 
@@ -58,7 +58,7 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(prefix: str) -> Iterator[str]:
-    """What may stand for `prefix` on a command line: `key=` of settings, or, after an `=`, `key=choice`.
+    """What may complete `prefix` on a command line: `key=` of settings, or, after an `=`, `key=choice`.
 
     Example: `model.d` -> `model.dtype=`; `model.dtype=b` -> `model.dtype=bfloat16`.
     """
@@ -66,9 +66,8 @@ def settings(prefix: str) -> Iterator[str]:
     if given:
         yield from (f"{key}={one}" for one in _choices(key) if one.startswith(value))
         return
-    for one in all_settings():
-        if not one.is_section and "<" not in one.key and one.key.startswith(key):
-            yield f"{one.key}="
+    sections = {one.key for one in all_settings() if one.is_section}
+    yield from (f"{one}=" for one in all_keys() if one not in sections and one.startswith(key))
 
 
 def keys(prefix: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`dppo-megatron config [KEY]`: every setting, told by the schema itself."""
+"""`dppo-megatron config [KEY]`: every setting, described by the schema itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
 def _config(arguments: argparse.Namespace) -> int:
     chosen = find(arguments.key) if arguments.key else list(all_settings())
     if not chosen:
-        raise unknown_key("config", arguments.key, [], Config, Config)
+        raise unknown_key("config", arguments.key, [], Config)
     width = min(120, max(60, shutil.get_terminal_size((100, 0)).columns))
     show(*"\n\n".join("\n".join(describe(one, width)) for one in chosen).split("\n"))
     return 0

@@ -24,7 +24,7 @@ Run = Callable[[argparse.Namespace], int]
 def add_command(
     commands: Commands[argparse.ArgumentParser], name: str, run: Run, *, summary: str, description: str
 ) -> argparse.ArgumentParser:
-    """Add `dppo-megatron NAME`: `summary` stands in the list of commands, `description` on top of its own help."""
+    """Add `dppo-megatron NAME`: `summary` is for the list of commands, `description` for its help."""
     command = commands.add_parser(
         name,
         help=summary,
@@ -51,7 +51,7 @@ def add_settings(command: argparse.ArgumentParser, settings: str = _SETTINGS) ->
 
 
 def check_comes_first(path: str) -> None:
-    """Raise UserError if a setting stands where a command expects its config file."""
+    """Raise UserError if a setting is given where a command expects its config file."""
     if "=" in path and not os.path.exists(path):
         raise UserError(f"'{path}' stands where CONFIG should: the file comes first, settings (key=value) after it")
 

@@ -113,8 +113,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with watch("loading libraries", 0, ""):
         from dppo_megatron.job import check_settings
         from dppo_megatron.weights.architecture import read_architecture
-        from dppo_megatron.workbench.planning.plan import make_plan
-        from dppo_megatron.workbench.planning.text import lines
+        from dppo_megatron.workbench.planning.plan import lines, make_plan
         from dppo_megatron.workbench.planning.timing import speeds_for
         from dppo_megatron.workbench.runs.trace import read_trace
     architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)

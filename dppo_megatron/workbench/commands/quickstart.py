@@ -1,6 +1,6 @@
 """`dppo-megatron quickstart`: makes the arithmetic task and its tiny model, trains, and writes the report.
 
-Each part is a command of its own in a process of its own, so a quickstart does what a user would do and nothing else.
+Each part is a separate command in a separate process, so a quickstart does what a user would do and nothing else.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from pathlib import Path
 from dppo_megatron.children import package_environment, python_command
 from dppo_megatron.config import load_config
 from dppo_megatron.config.checks import check_world_size
-from dppo_megatron.config.paths import check_writable
-from dppo_megatron.config.shipped import shipped
+from dppo_megatron.config.paths import check_writable, shipped
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import Commands, add_command, add_settings, check_number
 

@@ -1,4 +1,4 @@
-"""What commands print, and what libraries must not: rank 0 speaks, the others are silent."""
+"""What commands print, and what libraries must not: rank 0 prints, the others are silent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def drop(stream: TextIO) -> None:
 
 
 def show_progress(what: str, total: int, unit: str) -> AbstractContextManager[Advance]:
-    """Progress on the terminal or log of who may `say` something; see `types.Watch`."""
+    """Progress on the terminal or log of the rank that prints (`say`); see `types.Watch`."""
     if not _speaks():
         return unwatched(what, total, unit)
     from dppo_megatron.observe.progress import Progress

@@ -37,8 +37,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-    from dppo_megatron.workbench.watch.frame import View, frame
-    from dppo_megatron.workbench.watch.latest import Latest
+    from dppo_megatron.workbench.watch.frame import Latest, View, frame
 
     latest, console = Latest(arguments.watched), Console()
 
@@ -65,7 +64,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yields a function that waits for so many seconds and says whether `q` was pressed."""
+    """Yields a function that waits for so many seconds and returns whether `q` was pressed."""
     descriptor = sys.stdin.fileno() if sys.stdin.isatty() else None
     before = termios.tcgetattr(descriptor) if descriptor is not None else None
 

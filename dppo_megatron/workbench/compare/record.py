@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-import numpy as np
 
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.compare.statistics import Curve
-from dppo_megatron.workbench.runs.lines import decoded
+from dppo_megatron.workbench.runs.trace import decoded
 
 Cost: TypeAlias = Literal["step", "train_s", "train_cpu_s", "tokens_generated", "tokens_trained"]
 _LABELS = ("exact", "unbiased", "ratio", "biased")
@@ -46,10 +44,6 @@ class MethodRun:
     grading failed."""
     phase_s: dict[str, float]
     """Seconds of each phase of the steps."""
-
-    def against(self, cost: Cost) -> Curve:
-        costs = np.array([getattr(point, cost) for point in self.curve], dtype=np.float64)
-        return Curve(costs, np.array([point.accuracy for point in self.curve]))
 
 
 def read_method_run(arm: str, seed: int, run_dir: Path) -> MethodRun:

@@ -1,4 +1,4 @@
-"""Starts the runs of a comparison, one process after another, and says how far they are.
+"""Starts the runs of a comparison, one process after another, and logs how far they are.
 
 Each run is a separate process, as a user would start it. For each seed there is one warm start, and all arms begin
 from its checkpoint with the same data order and evaluation. The order of the arms rotates from seed to seed, so that a
@@ -133,8 +133,8 @@ def run_all(
 
 
 def in_a_process(run_dir: Path, arguments: list[str], line: Callable[[str], None]) -> None:
-    """Run `dppo-megatron` with `arguments` in a process of its own; `line` takes what it prints."""
-    with tempfile.TemporaryFile() as errors:  # a pipe that nobody empties would stop the run when it is full
+    """Run `dppo-megatron` with `arguments` in another process; `line` takes what it prints."""
+    with tempfile.TemporaryFile() as errors:  # a full pipe without a reader would block the run
         with start_python(
             "dppo_megatron", *arguments, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8", errors="replace"
         ) as process:
@@ -167,7 +167,7 @@ def _train(
 
 
 def _make_room(run_dir: Path) -> None:
-    """A place for a run, empty but for the file that says whose it is. Raises UserError for what is not ours."""
+    """An empty directory with the marker of compare. Raises UserError if it holds what compare has not made."""
     if run_dir.exists():
         if any(run_dir.iterdir()) and not (run_dir / _KEPT).exists():
             raise UserError(f"--out: {run_dir} holds something that compare has not made; name another directory")
@@ -184,7 +184,7 @@ def check_end(run_dir: Path, code: int, said: str) -> None:
         GuardStop: a guard stopped it, or it crashed; then with the last line of what it said, all of which is kept.
     """
     if code == 2:
-        # it is the last that is said; lines of progress or of libraries may stand before it
+        # the last line; progress and libraries may have printed before it
         raise UserError(f"\n{said.strip()}".rpartition("\nerror: ")[2].strip())
     if code == 3:
         raise GuardStop(f"{run_dir}: {said.strip().rpartition('stopped: ')[2]}")
@@ -218,8 +218,8 @@ def _finished_as(run_dir: Path) -> str | None:
 def shared_task(config: Config) -> str | None:
     """Why all seeds share one task, or None: each gets its own.
 
-    Runs that share a task share its luck: their spread over seeds says how much the draws matter, not how much the task
-    does. A directory with a `task.json` says how it was made, so the same can be made with another seed.
+    Runs that share a task share its luck: their spread over seeds shows how much the draws matter, not how much the
+    task does. A `task.json` records how a directory was made, so the same can be made with another seed.
     """
     if not config.data.train_path:
         return "the task is not one file with a task.json beside it"
@@ -229,7 +229,7 @@ def shared_task(config: Config) -> str | None:
 
 
 def task_settings(config: Config, seed: int, directory: Path) -> list[str]:
-    """Make the task of `seed` in `directory`; returns the settings that use it: every path of the job that lies in the
+    """Make the task of `seed` in `directory`; returns the settings that use it: every path of the job that is in the
     task's directory, in the new one. The job's own seed has its task already, whatever seed that was made with."""
     home = _home(config)
     recipe = read_recipe(home)

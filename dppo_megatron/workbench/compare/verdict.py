@@ -6,8 +6,10 @@ The rules, chosen so that a sceptic would choose them:
   the seconds. `grpo_nonzero` is an arm like any other.
 - A factor is the baseline's own cost to a level over the arm's cost to the same level, on curves smoothed alike. It is
   given for 90 and 95 % of the gain, by the clock and in CPU seconds; the latter hardly feel what else the machine does.
+- Where a noisy curve first touches a level is luck: the more evaluations, the earlier. So every curve is a moving mean
+  over three evaluations before anything is read from it, the baseline's too.
 - A level is a seed's own: its start plus a share of the gain that the best baseline made on that seed.
-- Ends are compared problem by problem. Seeds are resampled as well as problems, since a run has noise of its own; what
+- Ends are compared problem by problem. Seeds are resampled as well as problems, since runs differ by noise too; what
   the interval cannot tell from 0 is within noise.
 """
 
@@ -20,15 +22,100 @@ from dataclasses import dataclass
 import numpy as np
 
 from dppo_megatron.evaluation.bootstrap import Difference, bootstrap_over_seeds
+from dppo_megatron.randomness import generator
+from dppo_megatron.types import FloatArray
 from dppo_megatron.workbench.compare.arms import BASELINE, Arm
 from dppo_megatron.workbench.compare.record import Cost, MethodRun
-from dppo_megatron.workbench.compare.statistics import Interval, accuracy_at, cost_to, median_over_seeds
 
 SHARES = (0.9, 0.95)
 """Of the baseline's gain: the levels."""
 BUDGETS = (1 / 2, 1 / 3)
 """Of the baseline's seconds: where accuracies are compared."""
+WINDOW = 3
+"""Evaluations in a moving mean."""
+RESAMPLES = 10_000
 CLOCKS: tuple[Cost, ...] = ("train_s", "train_cpu_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Accuracy against one kind of cost."""
+
+    cost: FloatArray
+    """[n] seconds, tokens or steps up to each evaluation; grows, from 0."""
+    accuracy: FloatArray
+    """[n] in [0, 1]."""
+
+    @staticmethod
+    def of(run: MethodRun, cost: Cost) -> Curve:
+        """A run's evaluations against `cost`."""
+        costs = np.array([getattr(point, cost) for point in run.curve], dtype=np.float64)
+        return Curve(costs, np.array([point.accuracy for point in run.curve]))
+
+    def smoothed(self) -> Curve:
+        """The same with a moving mean of the accuracies."""
+        return Curve(self.cost, moving_mean(self.accuracy))
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A median over seeds."""
+
+    median: float
+    low: float
+    """2.5 % quantile of the median over resampled seeds."""
+    high: float
+    """97.5 % quantile."""
+
+    def times(self) -> str:
+        """Example: `2.10x (1.85-2.42)`."""
+        return f"{self.median:.2f}x ({self.low:.2f}-{self.high:.2f})" if self.median else "not reached"
+
+
+def moving_mean(values: FloatArray) -> FloatArray:
+    """Centred mean over `WINDOW` values; at the ends over those that there are.
+
+    Example:
+        [0, 3, 6, 9] -> [1.5, 3, 6, 7.5]
+    """
+    half = WINDOW // 2
+    return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
+
+
+def cost_to(curve: Curve, level: float) -> float | None:
+    """The cost at which a curve first is at `level`, interpolated between its points; None if it never is.
+
+    Example:
+        cost [0, 10, 20], accuracy [.2, .4, .8], level .6 -> 15
+    """
+    above = np.flatnonzero(curve.accuracy >= level)
+    if not len(above):
+        return None
+    i = int(above[0])
+    if i == 0:
+        return float(curve.cost[0])
+    share = (level - curve.accuracy[i - 1]) / (curve.accuracy[i] - curve.accuracy[i - 1])
+    return float(curve.cost[i - 1] + share * (curve.cost[i] - curve.cost[i - 1]))
+
+
+def accuracy_at(curve: Curve, cost: float) -> float:
+    """The accuracy at `cost`, interpolated; a run that had ended by then stays at its last."""
+    return float(np.interp(cost, curve.cost, curve.accuracy))
+
+
+def median_over_seeds(values: Sequence[float]) -> Interval:
+    """Median with its bootstrap interval: as many seeds drawn with replacement, again and again.
+
+    With few seeds the interval is hardly narrower than smallest to largest, and that is the truth about few seeds.
+
+    Args:
+        values: one a seed, at least one; 0 for a factor of a run that never got there, since it is slower than any
+            that did.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    draws = generator(0, "bootstrap over seeds", len(array)).integers(len(array), size=(RESAMPLES, len(array)))
+    low, high = np.quantile(np.median(array[draws], axis=1), (0.025, 0.975))
+    return Interval(float(np.median(array)), float(low), float(high))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +226,7 @@ def _arm_verdict(
 
 def _end(run: MethodRun) -> float:
     """The smoothed accuracy at the end."""
-    return float(run.against("step").smoothed().accuracy[-1])
+    return float(Curve.of(run, "step").smoothed().accuracy[-1])
 
 
 def _level(run: MethodRun, end: float, share: float) -> float | None:
@@ -153,7 +240,7 @@ def _typical_cost(runs: dict[int, MethodRun], ends: dict[int, float]) -> float:
     costs = []
     for seed, run in runs.items():
         level = _level(run, ends[seed], SHARES[-1])
-        cost = None if level is None else cost_to(run.against("train_cpu_s").smoothed(), level)
+        cost = None if level is None else cost_to(Curve.of(run, "train_cpu_s").smoothed(), level)
         costs.append(float("inf") if cost is None else cost)
     return statistics.median(costs)
 
@@ -168,10 +255,10 @@ def _factors(
     factors = []
     for seed, run in runs.items():
         level = _level(base[seed], ends[seed], share)
-        theirs = None if level is None else cost_to(base[seed].against(clock).smoothed(), level)
+        theirs = None if level is None else cost_to(Curve.of(base[seed], clock).smoothed(), level)
         if level is None or not theirs:
             continue
-        curve = run.against(clock)
+        curve = Curve.of(run, clock)
         ours = cost_to(curve.smoothed(), level)
         if ours == 0:  # smoothing lifts the start too: it was there by the first evaluation, no sooner is known
             ours = float(curve.cost[1])
@@ -183,7 +270,7 @@ def _at_budgets(runs: dict[int, MethodRun], base: dict[int, MethodRun], clock: C
     found = {}
     for budget in BUDGETS:
         values = [
-            accuracy_at(run.against(clock).smoothed(), budget * getattr(base[seed].curve[-1], clock))
+            accuracy_at(Curve.of(run, clock).smoothed(), budget * getattr(base[seed].curve[-1], clock))
             for seed, run in runs.items()
         ]
         found[f"{budget:.2f}"] = statistics.median(values)

@@ -131,7 +131,7 @@ def _meet(store: Any, timeout_s: float) -> None:
 def _findings(config: Config | None, until: float) -> Iterator[str | Row]:
     """This rank's, and before what may hang or fail a name for it. Collective."""
     local, device = launched_local_rank(), torch.device("cpu")
-    if local < torch.cuda.device_count():  # else the process group says so
+    if local < torch.cuda.device_count():  # else the process group reports it
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     yield "this machine"

@@ -31,7 +31,7 @@ from dppo_megatron.weights.architecture import Architecture
 _SAMPLES = 24
 _DELAYED_WARMUPS = 2
 """Passes that only fill the `delayed` recipe's history of maxima. Its scales are 1 at first, and gradients of 1e-5 to
-1e-4 lie at or below E5M2's smallest number, 1.5e-5: a first backward pass says nothing about the second."""
+1e-4 lie at or below E5M2's smallest number, 1.5e-5: a first backward pass does not predict the second."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,10 @@ from dppo_megatron.workbench.doctor.rows import Row, Verdict
 _DOCKERS_SHM, _ENOUGH_SHM = 64 << 20, 1 << 30
 """What Docker gives by default; NCCL's segments beside vLLM's ring of 10 chunks of 16 MiB a server."""
 _OWN_FILES = 512
-"""Of a rank without its peers."""
+"""Open files of a rank without its peers."""
 _GPU_FIELDS = "index,clocks.sm,clocks.max.sm,clocks_event_reasons.active,ecc.errors.uncorrected.volatile.total"
 _SLOWED = {0x08: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake"}
-"""NVML's bits. The others are no trouble: idle, the power cap under load, clocks that somebody has set."""
+"""NVML's bits. The others are no trouble: idle, the power cap under load, clocks set by hand."""
 
 
 def machine_rows(world_size: int, *, first_here: bool) -> list[Row]:

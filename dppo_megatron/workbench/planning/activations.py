@@ -110,7 +110,7 @@ def _dropped(one: Pass, module: str) -> tuple[str, ...]:
         return _EXPERTS  # their input is the router's
     if module == "moe_act" and experts:
         return ("gate, up and scaled", "input of fc2")
-    if module == "layernorm" and fused_norms:  # only the experts' norm is a module of its own
+    if module == "layernorm" and fused_norms:  # only the experts' norm is a separate module
         return ("input of the router", _ROOTS[1]) if experts else ()
     if module == "layernorm":
         return ("input norm", "norm before the MLP", "input of qkv", "input of fc1", "input of the router", *_ROOTS)
@@ -149,7 +149,7 @@ def _qkv(one: Pass) -> float:
 def _copied(one: Pass, queries: float, keys: float) -> float:
     """Elements of the queries that are no view of qkv's output.
 
-    Megatron lays it out by groups: queries, keys, values of one, then of the next. So the queries lie in it together
+    Megatron lays it out by groups: queries, keys, values of one, then of the next. So the queries are adjacent in it
     where there is one group, and evenly spaced where each group has one head (as many key-value heads as heads).
     """
     together = keys <= one.local * one.architecture.head_dim or queries == keys

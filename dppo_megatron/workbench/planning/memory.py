@@ -208,7 +208,7 @@ class _Stage:
 
     def phases(self) -> list[Phase]:
         """In the order of a step."""
-        state, asleep = self.state, self._asleep()
+        state, engine, asleep = self.state, self._engine, self._asleep()
         away = leaves_for_servers(self._config)
         stays = {part: size for part, size in state.items() if part not in away}
         scores = {"weights": state["weights"]} | {p: s for p, s in stays.items() if p != "weights"}
@@ -216,7 +216,7 @@ class _Stage:
         kept, layer, head = self._kept(), self._layer(), self._head
         forward, backward = head(backward=False), head(backward=True)
         rows = [
-            ("generate", stays | {"engine": self._generating(), "other": CONTEXT_BYTES}),
+            ("generate", stays | {"engine": engine.budget if engine.colocated else 0.0, "other": CONTEXT_BYTES}),
             ("sync", scores | {"engine": self._holding_weights(), "other": CONTEXT_BYTES + self._buckets()}),
             ("log-probs", forth | self._working(0.0, layer[0], forward) | asleep),
             ("forward", state | self._working(kept, layer[0], forward) | asleep),
@@ -256,9 +256,6 @@ class _Stage:
         if not engine.colocated:
             return {}
         return {"engine": engine.weights if engine.kind == "hf" else SLEEPING_BYTES}
-
-    def _generating(self) -> float:
-        return self._engine.budget if self._engine.colocated else 0.0
 
     def _holding_weights(self) -> float:
         engine = self._engine

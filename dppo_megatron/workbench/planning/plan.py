@@ -1,39 +1,41 @@
-"""A whole plan: memory, seconds, what pruning saves, and whether it fits.
+"""A whole plan: memory, seconds, what pruning saves, and whether it fits; as text for a terminal, as JSON.
 
 What a pruning method saves is `simulate`'s replay, of a recorded run or of assumed outcomes. Without a trace nothing is
 known of the prompts. The replay then runs over made-up ones: pass rates from Beta(1/2, 1/2), which leaves 39 % of
-groups of eight without variance (real sets: a third to four fifths), and log-normal lengths. So the table says what the
-methods do to such a population, and a trace says what they do to yours.
+groups of eight without variance (real sets: a third to four fifths), and log-normal lengths. So the table shows what
+the methods do to such a population, and a trace what they do to yours.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from dppo_megatron.config.checks import check_world_size
+from dppo_megatron.config.checks import check_world_size, planned_prompts
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.selection import planned_prompts
 from dppo_megatron.config.sets import longest_prompt_tokens
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts
 from dppo_megatron.types import UserError, Watch, unwatched
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.workbench.planning.advice import Advice, advise, advise_speed
-from dppo_megatron.workbench.planning.memory import MemoryPlan, Phase, plan_memory
-from dppo_megatron.workbench.planning.roofline import SPREAD, Lengths, capped
+from dppo_megatron.workbench.planning.memory import PARTS, MemoryPlan, Phase, plan_memory
+from dppo_megatron.workbench.planning.roofline import ROOFLINE, SPREAD, Lengths, capped
 from dppo_megatron.workbench.planning.shares import active_parameters, whole_model
-from dppo_megatron.workbench.planning.site import GIB, Site
+from dppo_megatron.workbench.planning.site import CONTEXT_BYTES, ENGINE_WORK_BYTES, GIB, SLEEPING_BYTES, Site
 from dppo_megatron.workbench.planning.timing import Speeds, Timing, plan_timing
 from dppo_megatron.workbench.runs.trace import Trace, TracedStep
-from dppo_megatron.workbench.simulate import CostModel, Prediction, simulate
+from dppo_megatron.workbench.simulate import CostModel, Prediction, like_for_like, simulate
 
 _PROMPT_TOKENS = 150
 """Of a problem of mathematics in a chat template. An assumption."""
 
+_ADVICE = 4
+"""Changes of a kind that are printed; --json has all."""
 SKIPPED = (0.15, 0.3, 0.5)
 """Shares of prompts for which a plan says what skipping them saves."""
 
@@ -167,6 +169,109 @@ def make_plan(
     )
 
 
+def lines(plan: Plan, name: str) -> list[str]:
+    site = plan.site
+    mixture = "" if plan.active >= 0.8 * plan.parameters else f", {plan.active / 1e9:.2f}e9 of them for each token"
+    return [
+        f"{name}: {plan.parameters / 1e9:.2f}e9 parameters{mixture}; {site.gpus} GPUs of"
+        f" {site.gpu_memory / GIB:.1f} GiB, {site.ranks_per_node} a node",
+        *_gpu(plan),
+        *_engine(plan),
+        *_host(plan),
+        *_seconds(plan),
+        *_savings(plan),
+        *_assumed(plan),
+        *(f"does not fit: {problem}" for problem in plan.problems),
+    ]
+
+
+def _gpu(plan: Plan) -> Iterator[str]:
+    yield ""
+    parts = [part for part in PARTS if part != "fp8 copies" or any(part in p.parts for p in plan.memory.phases)]
+    yield f"{'GiB of a GPU':<14}" + "".join(f"{part:>12}" for part in parts) + f"{'total':>9}{'a node':>9}"
+    for phase, node in zip(plan.memory.phases, plan.memory.host, strict=True):
+        over = "  <- does not fit" if phase.total > plan.site.gpu_memory else ""
+        stage = f"  (stage {phase.stage})" if any(p.stage for p in plan.memory.phases) else ""
+        cells = "".join(f"{_gib(phase, part):>12}" for part in parts)
+        yield f"{phase.name:<14}{cells}{phase.total / GIB:>9.1f}{node.total / GIB:>9.0f}{stage}{over}"
+    largest = plan.memory.largest
+    yield f"largest: {largest.name}, {largest.total / GIB:.1f} GiB, most of it {most(largest)}"
+    for one in plan.advice[:_ADVICE]:
+        yield f"  {one.change}: {one.total / GIB:.1f} GiB; costs {one.price}"
+
+
+def _gib(phase: Phase, part: str) -> str:
+    return f"{phase.parts[part] / GIB:.1f}" if phase.parts.get(part) else "-"
+
+
+def _engine(plan: Plan) -> Iterator[str]:
+    engine = plan.memory.engine
+    if engine.kind == "hf":
+        yield "engine: hf, embedded in every rank"
+    elif not engine.gpus:
+        yield f"engine: {engine.kind} at rollout.servers.endpoints; --engine-gpus says on how many GPUs"
+    else:
+        where = "the trainer's GPUs" if engine.colocated else "GPUs of its own"
+        yield (
+            f"engine: {engine.kind} on {engine.gpus} of {where}, {engine.tensor} a replica: {engine.budget / GIB:.1f}"
+            f" GiB of each, {engine.weights / GIB:.1f} weights, {engine.cache / GIB:.1f} for"
+            f" {engine.cache / engine.cache_per_token:,.0f} tokens, {engine.sequences:.0f} of the longest sequences"
+        )
+
+
+def _host(plan: Plan) -> Iterator[str]:
+    for phase in plan.memory.on_host:
+        parts = ", ".join(f"{name} {size / GIB:.0f}" for name, size in phase.parts.items())
+        whole = f"{phase.total / GIB:.0f} of {plan.site.host_memory / GIB:.0f}"
+        yield f"GiB of a node's memory, {phase.name}: {whole} ({parts})"
+
+
+def _seconds(plan: Plan) -> Iterator[str]:
+    timing = plan.timing
+    yield ""
+    if timing is None:
+        unknown, full = "the number of generating GPUs is not known", "the servers' cache holds less than one sequence"
+        yield f"seconds of a step: not estimated, {full if plan.memory.engine.gpus else unknown}"
+        return
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in timing.seconds.items() if seconds)
+    yield (
+        f"seconds of a step without pruning, {plan.lengths.completion:.0f} tokens a completion:"
+        f" {timing.step_s:.0f} ({parts})"
+    )
+    saved = ", ".join(f"{one:.0%}" for one in _saved(timing).values())
+    skipped = ", ".join(f"{share:.0%}" for share in SKIPPED)
+    yield f"  skipping {skipped} of the prompts saves {saved} of generation: what is left waits for its longest"
+    for one in plan.faster[:_ADVICE]:
+        yield f"  {one.change}: {timing.step_s - one.step_s:.0f} s faster a step, and {one.total / GIB:.1f} GiB at most"
+
+
+def _savings(plan: Plan) -> Iterator[str]:
+    if not plan.predictions:
+        return
+    whence = "the trace" if plan.has_trace else "made-up outcomes (docs/plan.md); --trace takes those of a run"
+    yield f"pruning, from {whence}:"
+    base = plan.predictions[0]
+    for one in plan.predictions:
+        alike = like_for_like(one, base)
+        between = "" if alike is None else f", {alike[0]:.2f}-{alike[1]:.2f}x to the same result"
+        yield f"  {one.method:<17} {one.label:<9} {one.step_s:>7.0f} s a step, {base.step_s / one.step_s:.2f}x{between}"
+
+
+def _assumed(plan: Plan) -> Iterator[str]:
+    yield ""
+    units = {"decode": "tokens/s a GPU", "sync_gb_per_s": "GB/s", "save_gb_per_s": "GB/s", "other_s": "s"}
+    for item in fields(plan.speeds):
+        if (speed := getattr(plan.speeds, item.name)) is None:
+            yield ROOFLINE
+            continue
+        what = item.name.partition("_")[0]
+        yield f"{what} {speed.value:g} {units.get(item.name, '')}: {speed.source}".replace(" : ", ": ")
+    yield (
+        f"assumed: {CONTEXT_BYTES / GIB:.0f} GiB a process for CUDA and NCCL, {ENGINE_WORK_BYTES / GIB:.0f} for a"
+        f" server's own work, {SLEEPING_BYTES / GIB:.0f} while it sleeps; 5 % of activations lost to fragments"
+    )
+
+
 _STEPS = 32
 _PROMPTS = 64
 """Of a replayed step: enough for the averages, and a large batch would only take longer."""
@@ -185,7 +290,7 @@ def predict(
         trace = made_up_trace(config, lengths)
     tokens = float(np.mean([step.rollouts.lengths.sum() for step in trace.steps]))
     seconds, scale = timing.seconds, tokens / timing.tokens_generated
-    # a replayed step has fewer tokens than a real one: each stands for 1 / `scale` of them
+    # a replayed step has fewer tokens than a real one: each counts as 1 / `scale` of them
     update_s = seconds["log-probs"] + seconds["update"]
     fixed_s = seconds["sync"] + seconds["checkpoint"] + seconds["other"]
     update_s_per_1k = update_s / scale / timing.tokens_trained * 1000

@@ -56,7 +56,7 @@ class Lengths:
 def capped(shape: FloatArray, mean: float, cap: int) -> IntArray:
     """`shape` times the factor at which its mean is `mean` once nothing is above `cap`; at least 1 each."""
     low, high = 0.0, cap / float(shape.min())
-    for _ in range(60):
+    for _ in range(60):  # halvings: more than the 53 bits of a float64
         middle = (low + high) / 2
         low, high = (middle, high) if np.minimum(shape * middle, cap).mean() < mean else (low, middle)
     return np.clip(np.round(shape * high), 1, cap).astype(np.int64)

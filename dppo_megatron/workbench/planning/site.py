@@ -24,7 +24,7 @@ PROCESS_HOST_BYTES = 6 * GIB
 @dataclass(frozen=True, slots=True)
 class Chip:
     memory_bytes: float
-    """What programs see; less than the name says."""
+    """What programs see; less than the name suggests."""
     peak_flops: float
     """Dense bfloat16, NVIDIA's data sheets."""
     bandwidth: float

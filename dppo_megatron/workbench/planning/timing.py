@@ -125,6 +125,7 @@ def plan_timing(
         "log-probs": passes * forward_s,
         "update": update_s,
         "sync": parameters * each / (speeds.sync_gb_per_s.value * 1e9),
+        # bfloat16 weights (2 bytes) and float32 main parameters and moments (12)
         "checkpoint": parameters * 14 / (speeds.save_gb_per_s.value * 1e9) / every if every else 0.0,
         "other": speeds.other_s.value,
     }
@@ -158,7 +159,7 @@ def _recomputed(config: Config, architecture: Architecture, lengths: Lengths) ->
         return 1.0 if actor.recompute == "full" else 0.0
     cost, tokens = cost_model(architecture), lengths.sequence
     width = experts.ffn_size * experts.per_token if experts else architecture.ffn_size
-    parts = {
+    parts = {  # three matrices, of 2 FLOPs forwards and 4 backwards for each element: 18
         "core_attn": cost.quadratic * tokens**2,
         "moe" if experts else "mlp": 18.0 * architecture.num_layers * architecture.hidden_size * width * tokens,
     }

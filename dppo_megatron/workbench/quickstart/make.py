@@ -1,4 +1,4 @@
-"""The quickstart's directory: arithmetic problems, a tiny Qwen3 model, and `task.json`, which says how both were made.
+"""The quickstart's directory: arithmetic problems, a tiny Qwen3 model, and in `task.json` how both were made.
 
 They are made, not downloaded, so that the quickstart needs no network after installation and every seed is another
 task and another model. `dppo-megatron compare` reads task.json to make the same for its other seeds. A second run with

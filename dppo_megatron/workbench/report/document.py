@@ -28,20 +28,21 @@ def write_html(
     """Write the page.
 
     Args:
-        template: with `{{title}}`, `{{style}}`, `{{plotly}}`, `{{data}}` and `{{script}}`.
-        data: elements from `script_data`.
+        template: of the body, with `{{plotly}}`, `{{data}}` and `{{script}}`.
+        data: elements from `script_data`, or markup of a page without scripts.
 
     Raises:
         UserError: `path` cannot be written.
     """
     inside = {
         "title": html.escape(one_line(title)),
+        "policy": "; script-src 'unsafe-inline'; img-src data: blob:; font-src data:" if scripts else "",
         "style": (ASSETS / "style.css").read_text(encoding="utf-8"),
         "plotly": (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8"),
         "data": "\n".join(data),
         "script": "\n".join(script.read_text(encoding="utf-8") for script in scripts),
     }
-    page = template.read_text(encoding="utf-8")
+    page = (ASSETS / "head.html").read_text(encoding="utf-8") + template.read_text(encoding="utf-8")
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: inside[match[1]], page)  # one pass: what is put in may hold braces
     try:
         write_text(path, page)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.observe.samples import SAMPLES, SampleFile, sample_files
+from dppo_megatron.observe.samples import SAMPLES, SampleFile, sample_files, to_table
 from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
 from dppo_megatron.workbench.report.findings import findings
 from dppo_megatron.workbench.runs.record import RunRecord, default_settings
@@ -24,12 +24,6 @@ _SCRIPTS = ("data.js", "charts.js", "sections.js", "samples.js", "page.js")
 SAMPLE_BYTES = 16_000_000
 """Limit for the samples of all runs together: a browser opens a page of this size without delay."""
 _STEPS = 40
-_COLUMNS = (
-    "step", "group", "completion", "prompt_index", "source", "prompt", "reference", "text", "extracted", "reward",
-    "reward_why", "advantage", "kept", "why", "prompt_prob", "prompt_weight", "completion_prob", "completion_weight",
-    "weight", "tokens", "finish_reason", "weights_version_first", "weights_version_last", "token_ids", "logprobs",
-    "actor_logprobs",
-)  # fmt: skip
 _OF_THE_GROUP = ("group", "prompt_index", "source", "prompt", "reference", "prompt_prob", "prompt_weight")
 _HIDDEN = ("step", *_OF_THE_GROUP)
 
@@ -147,7 +141,7 @@ def _groups(files: list[SampleFile], step: int, unreadable: set[str]) -> tuple[l
         if not one.first <= step <= one.last:
             continue
         try:
-            rows = read_rows(one.path, _COLUMNS, step)
+            rows = read_rows(one.path, to_table(0, []).schema.names, step)
         except FileNotFoundError:
             continue  # a run that goes on has merged it
         except (OSError, ValueError):

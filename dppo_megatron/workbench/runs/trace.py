@@ -4,21 +4,22 @@ and ranges that the trainer writes (`steps/trace.py`)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
+from dppo_megatron.config.checks import too_few_prompts
 from dppo_megatron.config.load import config_from_values
-from dppo_megatron.config.paths import check_file
+from dppo_megatron.config.paths import check_file, json_reason
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.selection import too_few_prompts
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.selection import Rollouts
 from dppo_megatron.steps.trace import FORMAT
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError, Watch, counted, unwatched
-from dppo_megatron.workbench.runs.lines import decoded
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,20 @@ class Trace:
     features: PromptFeatures | None
     """What the prompts' rows say; None in older traces."""
     steps: list[TracedStep]
+
+
+def decoded(line: bytes, kind: type[_T], where: str) -> _T:
+    """A line as msgspec reads it, which takes neither NaN nor a number in quotes.
+
+    Raises:
+        UserError: it is no such line; `where`, such as `path:line`, begins the message.
+    """
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{where}: not as a run writes it: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON: {json_reason(error)}") from None
 
 
 def read_trace(path: str, watch: Watch = unwatched) -> Trace:

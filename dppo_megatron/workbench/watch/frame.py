@@ -1,14 +1,18 @@
-"""One look at a run as a picture for the terminal: rich's tables and texts, made from values alone.
+"""One look at a run as a picture for the terminal: what is new in its files, and rich's tables and texts of it.
 
 What models wrote is shown without control characters: a completion could hold escape sequences, and a terminal obeys.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 from rich.box import ASCII, ROUNDED
 from rich.console import Group, OverflowMethod, RenderableType
@@ -17,11 +21,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dppo_megatron.rollout.servers.health_file import ServerHealth
+from dppo_megatron.observe.samples import SAMPLES
+from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth, read_health
 from dppo_megatron.texts import one_line
 from dppo_megatron.workbench.report.findings import findings
-from dppo_megatron.workbench.runs.record import RunRecord, finite_number
-from dppo_megatron.workbench.watch.latest import Latest, Sampled
+from dppo_megatron.workbench.runs.record import Follow, RunRecord, finite_number, read_settings
+from dppo_megatron.workbench.runs.samples import newest_sample_file, read_rows
 
 _STATE = {"finished": "green", "running": "cyan", "stopped": "yellow", "crashed": "bold red"}
 _SERVER = {"live": "green", "stale": "yellow", "out": "bold red"}
@@ -33,6 +38,7 @@ PLAIN = "_.-~=+*#"
 """For a terminal that cannot show blocks."""
 _RECENT = 20
 """Steps that the time left and the split of the time are taken from."""
+_SAMPLE_COLUMNS = ("step", "group", "prompt", "text", "reward", "kept", "why", "tokens", "weight", "extracted")
 _CURVES = (
     ("reward", "reward/mean", ".3f"),
     ("length", "rollout/completion_tokens_mean", ".0f"),
@@ -41,6 +47,73 @@ _CURVES = (
     ("gradient norm", "train/grad_norm", ".2f"),
     ("seconds per step", "time/step_s", ".2f"),
 )
+
+
+@dataclass
+class Sampled:
+    """One group of the newest step with samples."""
+
+    step: int = 0
+    prompt: str = ""
+    members: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Latest:
+    """A run as it is now; files are read only when they have changed. Raises UserError as `Follow`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._follow = Follow(path)
+        self.samples = Sampled()
+        self._sample_file: Path | None = None
+
+    @property
+    def record(self) -> RunRecord:
+        return self._follow.record
+
+    def look(self) -> RunRecord:
+        record = self._follow.look()
+        if not record.settings:
+            record.settings = read_settings(self._path / "config.yaml", [])
+        newest = newest_sample_file(self._path / SAMPLES)
+        if newest is not None and newest != self._sample_file and (read := _read_samples(newest)) is not None:
+            self.samples, self._sample_file = read, newest
+        return record
+
+    def servers(self) -> tuple[list[ServerHealth], float]:
+        """The run's servers, and how many seconds ago they were looked at."""
+        servers, at = read_health(self._path / HEALTH)
+        return servers, max(0.0, time.time() - at)
+
+    def idle_s(self) -> float | None:
+        """Seconds since the last line of the record."""
+        try:
+            return max(0.0, time.time() - (self._path / "metrics.jsonl").stat().st_mtime)
+        except OSError:
+            return None
+
+
+def _read_samples(path: Path) -> Sampled | None:
+    """The group of the file's last step whose rewards differ most, the first of equals.
+
+    None if the file cannot be read: it may be merged into another one at this moment.
+    """
+    try:
+        rows = read_rows(path, _SAMPLE_COLUMNS)
+    except (OSError, ValueError):
+        return None
+    if not rows:
+        return None
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["group"], []).append(row)
+    chosen = max(groups.values(), key=_spread)
+    return Sampled(chosen[0]["step"], chosen[0]["prompt"] or "", chosen)
+
+
+def _spread(group: list[dict[str, Any]]) -> float:
+    rewards = [row["reward"] for row in group if row["reward"] is not None and math.isfinite(row["reward"])]
+    return statistics.pvariance(rewards) if rewards else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,7 @@
 const { verdict, text, notes, about, title } = report;
 const arms = verdict.arms, arm_runs = (name) => runs.filter((run) => run.arm === name);
 const rgba = (number, alpha) => colour(number) + Math.round(alpha * 255).toString(16).padStart(2, "0");
-const grid = (...cards) => make("div", { class: "grid" }, ...cards);
 const plain = (label, extra = {}) => ({ xaxis: { title: { text: label, standoff: 4, font: { size: 11 } }, ...extra } });
-function section(id, name, lead, ...children) {
-  return make("section", { id, "aria-labelledby": `${id}-title` }, make("h2", { id: `${id}-title`, tabindex: "-1" }, name), make("p", { class: "lead" }, lead), ...children);
-}
 
 function overview() {
   return section("overview", title, notes.join(" "), make("div", { class: "card scroll" }, make("pre", {}, text)));
@@ -37,7 +33,7 @@ function ends() {
   return section("ends", "Final accuracy", "pass@1 over the last two evaluations.", grid(chartCard({ title: `Final accuracy minus ${verdict.baseline}'s`, note: "Points, over the same problems, with the 95 % interval of a paired bootstrap over seeds and problems. A difference whose interval contains 0 is within noise.", traces, layout: { ...plain(""), yaxis: { zeroline: true }, hovermode: "closest" } })));
 }
 
-/** Centred mean over three evaluations, at the ends over two: statistics.py has the same, by which the times are read off. */
+/** Centred mean over three evaluations, at the ends over two: verdict.py has the same, by which the times are read off. */
 const movingMean = (values) => values.map((_, i) => { const near = values.slice(Math.max(0, i - 1), i + 2); return near.reduce((sum, value) => sum + value, 0) / near.length; });
 
 /** Of each method the mean over seeds of the smoothed curves with its standard error, and the seeds as evaluated, faint. */

@@ -21,6 +21,11 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+function section(id, title, lead, ...children) {
+  return make("section", { id, "aria-labelledby": `${id}-title` }, make("h2", { id: `${id}-title`, tabindex: "-1" }, title), lead ? make("p", { class: "lead" }, lead) : null, ...children);
+}
+const grid = (...cards) => make("div", { class: "grid" }, ...cards.filter(Boolean));
+
 function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (value === 0) return "0";

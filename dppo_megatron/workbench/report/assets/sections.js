@@ -7,10 +7,6 @@ const log = { yaxis: { type: "log", exponentformat: "power" } };
 function metric(title, note, keys, layout) {
   return keys.some(({ key, of }) => of || has(key)) ? chartCard({ title, note, traces: () => lines(keys), layout }) : null;
 }
-function section(id, title, lead, ...children) {
-  return make("section", { id, "aria-labelledby": `${id}-title` }, make("h2", { id: `${id}-title`, tabindex: "-1" }, title), lead ? make("p", { class: "lead" }, lead) : null, ...children);
-}
-const grid = (...cards) => make("div", { class: "grid" }, ...cards.filter(Boolean));
 
 function overview() {
   const head = ["run", "state", "steps", "reward, last", "evaluation", "RL time", "generated", "trained", "s / step"];
