@@ -48,6 +48,11 @@ def _not_ours(status: os.stat_result, directory: Path, *, written: bool) -> str:
     return ""
 
 
+def open_to_read(path: Path) -> IO[bytes]:
+    """The file `path`. Raises OSError as `open_own`."""
+    return open(open_own(path, os.O_RDONLY), "rb")
+
+
 def append_to(path: Path) -> IO[bytes]:
     """The file `path`, made if missing, unbuffered. Raises OSError as `open_own`."""
     return open(open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b", buffering=0)

@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dppo_megatron.files import write_text
+import msgspec
+
+from dppo_megatron.files import open_to_read, write_text
 
 if TYPE_CHECKING:  # a reader needs no torch, which the servers' dialects do
     from dppo_megatron.rollout.servers.member import Endpoint
@@ -38,6 +40,11 @@ class ServerHealth:
     completions: int
     """In flight there."""
     asleep: bool
+
+
+class _Content(msgspec.Struct):
+    at: float
+    servers: list[ServerHealth]
 
 
 class HealthFile:
@@ -69,7 +76,8 @@ class HealthFile:
 def read_health(path: Path) -> tuple[list[ServerHealth], float]:
     """The servers and when they were looked at, in seconds since 1970; none where there is no such file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        return [ServerHealth(**server) for server in value["servers"]], float(value["at"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        with open_to_read(path) as file:
+            found = msgspec.json.decode(file.read(), type=_Content)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return [], 0.0
+    return found.servers, found.at

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dppo_megatron.children import die_with_parent
+from dppo_megatron.observe.record import finite
 from dppo_megatron.workbench.accept.bars import STEPS, Step
 
 
@@ -32,6 +34,8 @@ class Sheet:
     def note(self, figure: str, value: float | None, prediction: float | None = None, note: str = "") -> None:
         """A figure of `bars.py`; without a value the note says why. `prediction` only where the table has none."""
         assert figure in self.step.figures, (self.step.name, figure)  # without a row it would be lost
+        if value is not None and not math.isfinite(value):
+            value, note = None, ""  # JSON has no NaN; without a note a missing value has failed
         self._write(figure, value=None if value is None else float(value), prediction=prediction, note=note)
 
     def facts(self, **facts: Any) -> None:
@@ -40,7 +44,7 @@ class Sheet:
 
     def _write(self, figure: str, **values: Any) -> None:
         with (self.directory / "figures.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"figure": figure} | values) + "\n")
+            file.write(json.dumps(finite({"figure": figure} | values), allow_nan=False) + "\n")
 
 
 def measure(sheet: Sheet) -> None:
