@@ -242,10 +242,10 @@ def _task(sample: EvalSample) -> GradeTask:
 def _read_results(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw["format"] != _FORMAT or not isinstance(raw["sets"], dict):
+        if raw["format"] != _FORMAT or not all(isinstance(of, dict) for of in raw["sets"].values()):
             raise ValueError("another format")
         RewardConfig(**raw["reward"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         said = one_line(f"{type(error).__name__}: {error}")
         raise UserError(f"'{path}' is no results of an evaluation: {said}") from None
     found: dict[str, Any] = raw

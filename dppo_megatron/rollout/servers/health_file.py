@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from dppo_megatron.files import open_to_read, write_text
 
 if TYPE_CHECKING:  # a reader needs no torch, which the servers' dialects do
@@ -40,11 +38,6 @@ class ServerHealth:
     completions: int
     """In flight there."""
     asleep: bool
-
-
-class _Content(msgspec.Struct):
-    at: float
-    servers: list[ServerHealth]
 
 
 class HealthFile:
@@ -77,7 +70,7 @@ def read_health(path: Path) -> tuple[list[ServerHealth], float]:
     """The servers and when they were looked at, in seconds since 1970; none where there is no such file."""
     try:
         with open_to_read(path) as file:
-            found = msgspec.json.decode(file.read(), type=_Content)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            value = json.loads(file.read())
+        return [ServerHealth(**server) for server in value["servers"]], float(value["at"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return [], 0.0
-    return found.servers, found.at

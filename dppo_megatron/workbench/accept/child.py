@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +33,7 @@ class Sheet:
     def note(self, figure: str, value: float | None, prediction: float | None = None, note: str = "") -> None:
         """A figure of `bars.py`; without a value the note says why. `prediction` only where the table has none."""
         assert figure in self.step.figures, (self.step.name, figure)  # without a row it would be lost
-        if value is not None and not math.isfinite(value):
-            value, note = None, ""  # JSON has no NaN; without a note a missing value has failed
+        note = note if value is None or finite(float(value)) is not None else ""  # a NaN becomes null, and has failed
         self._write(figure, value=None if value is None else float(value), prediction=prediction, note=note)
 
     def facts(self, **facts: Any) -> None:

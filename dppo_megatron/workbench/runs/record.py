@@ -18,6 +18,7 @@ import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -141,9 +142,7 @@ class Follow:
                     self._read_to += len(added)
                     *lines, self._rest = (self._rest + added).split(b"\n")
                     self._damaged += sum(not self._take(line) for line in lines)
-        except FileNotFoundError:
-            pass  # the run is starting
-        except OSError as error:  # else a file system that hangs: what is known is shown, with its age
+        except OSError as error:  # else the run is starting or a file system hangs: what is known is shown, with its age
             if error.errno in (errno.EACCES, errno.EPERM, errno.ELOOP):
                 raise UserError(f"'{self._path / 'metrics.jsonl'}' cannot be read: {error.strerror}") from None
         self.record.status = run_status(self._path)
@@ -180,7 +179,8 @@ def read_run(path: Path) -> RunRecord:
     run = Follow(path).look_to_the_end()
     if not run.steps:
         raise UserError(f"'{path}/metrics.jsonl' holds no step yet")
-    _add_trace(run, path / "trace.jsonl")
+    with suppress(OSError):
+        _add_trace(run, path / "trace.jsonl")
     run.summary = _json(path / "summary.json", run.notes)
     run.settings = read_settings(path / "config.yaml", run.notes)
     for name, missed in _json(path / TRACKERS / FAILURES, run.notes).items():
@@ -262,18 +262,11 @@ class _TraceRow(msgspec.Struct):
 
 def _add_trace(run: RunRecord, path: Path) -> None:
     """Add standard errors and percentiles, which need the individual rollouts."""
-    try:
-        file = open_to_read(path)
-    except FileNotFoundError:
-        return
-    except OSError:
-        run.notes.append(f"{path.name} cannot be read")
-        return
     place = {step: index for index, step in enumerate(run.steps)}
     names = ("reward/se", "length/p10", "length/p50", "length/p90")
     columns: dict[str, list[float | None]] = {name: [None] * len(place) for name in names}
     decode = msgspec.json.Decoder(_TraceRow).decode
-    with file:
+    with open_to_read(path) as file:
         for line in file:
             try:
                 row = decode(line)

@@ -37,8 +37,7 @@ def read_rows(path: Path, columns: Sequence[str], step: int | None = None) -> li
         ValueError: it is no parquet, or not as a run writes it: another column, type or null.
     """
     try:
-        with open_to_read(path) as source:
-            file = pq.ParquetFile(source)
+        with open_to_read(path) as source, pq.ParquetFile(source) as file:
             groups = range(file.num_row_groups) if step is not None else range(file.num_row_groups)[-1:]
             rows: list[dict[str, Any]] = []
             for index in groups:
