@@ -142,7 +142,7 @@ class Follow:
                     self._read_to += len(added)
                     *lines, self._rest = (self._rest + added).split(b"\n")
                     self._damaged += sum(not self._take(line) for line in lines)
-        except OSError as error:  # else the run is starting or a file system hangs: what is known is shown, with its age
+        except OSError as error:  # else it is starting, or a file system hangs: what is known is shown, with its age
             if error.errno in (errno.EACCES, errno.EPERM, errno.ELOOP):
                 raise UserError(f"'{self._path / 'metrics.jsonl'}' cannot be read: {error.strerror}") from None
         self.record.status = run_status(self._path)
