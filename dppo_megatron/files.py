@@ -1,8 +1,8 @@
 """Files in directories where others may write: a run's on a shared file system, one under /tmp.
 
-There anybody can put a link in the place of a file that is about to be written. So a new file replaces what has its
-name and never opens it; a file that is written in place is opened without following a link, and has one name only; a
-directory that is written to is no link. Who may exchange whole directories meanwhile has the files in them anyway.
+There anybody can put a link in the place of a file, also of one that is about to be written. A new file replaces what
+has its name and never opens it; any other is opened without following a link, and written to only if it has no second
+name; a directory that is written to is no link. Who may exchange whole directories has the files in them anyway.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ def _not_ours(status: os.stat_result, directory: Path, *, written: bool) -> str:
     return ""
 
 
+def open_to_read(path: Path) -> IO[bytes]:
+    """The file `path`. Raises OSError as `open_own`."""
+    return open(open_own(path, os.O_RDONLY), "rb")
+
+
 def append_to(path: Path) -> IO[bytes]:
     """The file `path`, made if missing, unbuffered. Raises OSError as `open_own`."""
     return open(open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b", buffering=0)
@@ -60,8 +65,7 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterat
     Raises OSError if it cannot be written.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.new")
-    with suppress(FileNotFoundError):
-        aside.unlink()  # of a process that was killed
+    aside.unlink(missing_ok=True)  # of a process that was killed
     try:
         with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
             yield file

@@ -99,8 +99,9 @@ def test_the_page_of_the_documentation_has_the_same_steps_and_limits() -> None:
     assert sorted(said) == sorted(ours)
 
 
-def test_what_is_judged() -> None:
-    """By the table alone: absolute and relative bounds, a NaN, a CPU's tiny figures, a machine without a prediction."""
+def test_what_is_judged(tmp_path: Path) -> None:
+    """By the table alone: absolute and relative bounds, a CPU's tiny figures, a machine without a prediction; a NaN has
+    failed whatever its note, and is null in the file."""
     record = Record(OPTIONS, dict(ON_H200))
     found = {
         "matmul": {"value": 740.0, "prediction": 989.0, "note": ""},
@@ -116,13 +117,21 @@ def test_what_is_judged() -> None:
     over = {"value": 3.0, "prediction": 3.8, "note": "tiny"}
     record.steps["packed"] = Ran("done", figures={"over_padded": over})
     assert _row(record, "packed", "padded")[0] == "fail"
-    assert _row(record, "packed", "sorted") == ("fail", "the step ended without it")
+    assert _row(record, "packed", "sorted") == ("fail", "the step ended without a number for it")
     record.facts = dict(ON_CPU)
     assert _row(record, "packed", "padded") == ("shown", "tiny")
-    record.steps["parity"] = Ran("done", figures={"float32 local_before": {"value": math.nan, "prediction": 0.0}})
-    assert _row(record, "parity", "float32 local: mean")[0] == "fail"
-    assert _row(record, "parity", "bfloat16 local: mean") == ("not run", "no CUDA device")
     assert _row(record, "job", "on record") == ("not run", "not asked for")
+    (parity,) = (step for step in STEPS if step.name == "parity")
+    sheet = child.Sheet(parity, tmp_path, cuda=False, model="", server_python="")
+    sheet.note("float32 local_before", math.nan, 0.0, "on record")
+    sheet.facts(best=math.inf)
+    measured = dict(read_figures(tmp_path / "figures.jsonl"))
+    record.facts |= measured.pop("facts")
+    record.steps["parity"] = Ran("done", figures=measured)
+    assert _row(record, "parity", "float32 local: mean") == ("fail", "the step ended without a number for it")
+    assert _row(record, "parity", "bfloat16 local: mean") == ("not run", "no CUDA device")
+    record.write(tmp_path)
+    json.loads((tmp_path / "accept.json").read_text(), parse_constant=pytest.fail)
 
 
 def test_one_gpu_two_gpus_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,14 @@ does its work on files of its own.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,12 @@ from support.damage import obstructed
 from support.job import QUICK, job_config
 from support.killing import run_whole
 from support.launch import run_ranks
+from support.record import write_record
 from support.tiny import write_model
 from torch import float32
 
 from dppo_megatron.files import append_to
+from dppo_megatron.rollout.servers.health_file import ServerHealth
 from dppo_megatron.types import UserError, unwatched
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import HFWriter, assets, copy_assets
@@ -32,6 +36,7 @@ from dppo_megatron.workbench.cli import main
 pytestmark = pytest.mark.slow
 
 SETTINGS = QUICK | {"steps": 2, "checkpoint__every_steps": 1, "rollout__prompts_per_step": 8}
+SHOWN = (("report",), ("watch", "--once"))
 PLANTED = (
     *(".config.yaml.new", ".run.json.new", ".metrics.jsonl.new", ".trace.jsonl.new", ".summary.json.new"),
     *(".servers.json.new", ".report.html.new", "report.html", "hf.incomplete", "hf.replaced", "servers.json"),
@@ -180,6 +185,34 @@ def _open_many(files: Path, original: Path, run_dir: Path, seeds: range) -> dict
             came_to = _quiet(outside, opened)
             taken["done" if came_to == "done" else "refused"] += 1
     return taken
+
+
+def test_what_links_lead_to_is_not_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By `report` and `watch`, which show a copy of the same file: a page is handed on, and what it shows with it."""
+    mark, run_dir, other = "onlyoutside", write_record(tmp_path / "run", 3), tmp_path / "other"
+    samples = sorted((run_dir / "samples").iterdir())[-1].relative_to(run_dir)
+    write_record(other, 3, text=mark)
+    (run_dir / "summary.json").unlink()  # `watch` shows the servers of a run that has not finished
+    with (other / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, mark: 0.5, "eval/x/pass@1": 0.5}) + "\n")
+    (other / "config.yaml").write_text(json.dumps({"model": {"hf_path": mark}}))
+    servers = {"at": 1e9, "servers": [asdict(ServerHealth("http://h:1", "out", mark, 1, 0, False))]}
+    (other / "servers.json").write_text(json.dumps(servers))
+    (other / "trackers").mkdir()
+    (other / "trackers" / "failures.json").write_text(json.dumps({mark: {"failures": 1, "first": "x"}}))
+    for name in ("metrics.jsonl", "config.yaml", "servers.json", "trackers/failures.json", samples):
+        for put in (shutil.copy, os.symlink):
+            shutil.rmtree(tmp_path / "shown", ignore_errors=True)
+            shutil.copytree(run_dir, tmp_path / "shown")
+            (tmp_path / "shown" / name).parent.mkdir(exist_ok=True)
+            (tmp_path / "shown" / name).unlink(missing_ok=True)
+            put(other / name, tmp_path / "shown" / name)
+            codes = {main([command, str(tmp_path / "shown"), *rest], watch=unwatched) for command, *rest in SHOWN}
+            printed, page = capfd.readouterr(), tmp_path / "shown" / "report.html"
+            text = printed.out + printed.err + (page.read_text(encoding="utf-8") if page.exists() else "")
+            assert (mark in text) == (put is shutil.copy), (name, put)
+            refused = put is os.symlink and name == "metrics.jsonl"
+            assert codes == ({2} if refused else {0}) and ("symbolic link" in printed.err) == refused, (name, put)
 
 
 # -------------------------------------------------------------------------------------------------- a model's files

@@ -139,7 +139,7 @@ def read_samples(path: Path) -> list[EvalSample]:
         raise UserError(f"'{path}' is no {SAMPLES}: name the one beside it, or the directory of the evaluation")
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: also a name that no file can have
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"'{path}' cannot be read: {reason}; expected the {SAMPLES} of an evaluation") from None
     samples = [_sample(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]

@@ -35,7 +35,7 @@ from dppo_megatron.rewards.start_checks import check_grader
 from dppo_megatron.rollout.engine import Engine
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.texts import show
+from dppo_megatron.texts import one_line, show
 from dppo_megatron.types import Prompt, UserError, Watch, counted, unwatched
 
 _FORMAT = "dppo_megatron evaluation 1"
@@ -224,11 +224,12 @@ def _engine(job: Job, watch: Watch) -> Engine:
 def _read_results(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw["format"] != _FORMAT or not isinstance(raw["sets"], dict):
+        if raw["format"] != _FORMAT or not all(isinstance(of, dict) for of in raw["sets"].values()):
             raise ValueError("another format")
         RewardConfig(**raw["reward"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"'{path}' is no results of an evaluation: {error!r}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        said = one_line(f"{type(error).__name__}: {error}")
+        raise UserError(f"'{path}' is no results of an evaluation: {said}") from None
     found: dict[str, Any] = raw
     return found
 

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.files import append_to, make_directory, move_into, open_own, replacing
+from dppo_megatron.files import append_to, make_directory, move_into, open_to_read, replacing
 
 OLD = "old"
 """Directory beside the record for lines and files that are no longer part of it."""
@@ -193,7 +193,7 @@ def _read_own(path: Path) -> bytes:
     anything that this user can read, is an OSError."""
     if not os.path.lexists(path):
         return b""
-    with open(open_own(path, os.O_RDONLY), "rb") as file:
+    with open_to_read(path) as file:
         return file.read()
 
 

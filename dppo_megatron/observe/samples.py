@@ -1,4 +1,4 @@
-"""samples/: each recorded completion, what was decided about it and why, as parquet that pandas and polars read.
+"""samples/: each recorded completion, what was decided about it and why, as parquet.
 
 A file holds complete steps of one rank, and gets its final name only when it is complete. Each step is written to a
 separate file, so a killed run still has its last step. Every 64 such files are merged into one, because parallel file

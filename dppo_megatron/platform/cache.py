@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from types import CodeType
 
-from dppo_megatron.files import open_own, replacing
+from dppo_megatron.files import open_to_read, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class CodeCache:
         if self._root is None:
             return None
         try:
-            with open(open_own(self._file(name, path), os.O_RDONLY), "rb") as file:
+            with open_to_read(self._file(name, path)) as file:
                 if not _only_ours(os.fstat(file.fileno())):
                     return None
                 entry = file.read()

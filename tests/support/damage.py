@@ -77,7 +77,11 @@ def listed(run_dir: Path) -> dict[str, bytes | str]:
 
 
 def _same(mine: Path, theirs: Path) -> bool:
-    return mine.is_file() and mine.read_bytes() == theirs.read_bytes()
+    if not mine.is_file():
+        return False
+    if theirs.name == "manifest.json":  # a line more or less at its end changes nothing of what it says
+        return mine.read_bytes().strip() == theirs.read_bytes().strip()
+    return mine.read_bytes() == theirs.read_bytes()
 
 
 def _any_file(run_dir: Path, rng: random.Random) -> Path | None:

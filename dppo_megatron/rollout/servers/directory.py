@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from dppo_megatron.config.paths import shown
-from dppo_megatron.files import open_own, replacing
+from dppo_megatron.files import open_to_read, replacing
 from dppo_megatron.types import UserError
 
 HEARTBEAT_S = 5.0
@@ -139,7 +139,7 @@ class Directory:
 
 def _read(path: Path) -> tuple[int, Entry | None]:
     """Its time stamp in ns and its content; None for a file of something else."""
-    with open(open_own(path, os.O_RDONLY), "rb") as file:
+    with open_to_read(path) as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise UserError(

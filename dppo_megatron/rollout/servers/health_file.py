@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dppo_megatron.files import write_text
+from dppo_megatron.files import open_to_read, write_text
 
 if TYPE_CHECKING:  # a reader needs no torch, which the servers' dialects do
     from dppo_megatron.rollout.servers.member import Endpoint
@@ -68,7 +68,8 @@ class HealthFile:
 def read_health(path: Path) -> tuple[list[ServerHealth], float]:
     """The servers and when they were looked at, in seconds since 1970; none where there is no such file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        with open_to_read(path) as file:
+            value = json.loads(file.read())
         return [ServerHealth(**server) for server in value["servers"]], float(value["at"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return [], 0.0

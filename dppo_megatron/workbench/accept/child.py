@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.children import die_with_parent
+from dppo_megatron.observe.record import finite
 from dppo_megatron.workbench.accept.bars import STEPS, Step
 
 
@@ -32,6 +33,7 @@ class Sheet:
     def note(self, figure: str, value: float | None, prediction: float | None = None, note: str = "") -> None:
         """A figure of `bars.py`; without a value the note is the reason. `prediction` only where the table has none."""
         assert figure in self.step.figures, (self.step.name, figure)  # without a row it would be lost
+        note = note if value is None or finite(float(value)) is not None else ""  # a NaN becomes null, and has failed
         self._write(figure, value=None if value is None else float(value), prediction=prediction, note=note)
 
     def facts(self, **facts: Any) -> None:
@@ -40,7 +42,7 @@ class Sheet:
 
     def _write(self, figure: str, **values: Any) -> None:
         with (self.directory / "figures.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"figure": figure} | values) + "\n")
+            file.write(json.dumps(finite({"figure": figure} | values), allow_nan=False) + "\n")
 
 
 def measure(sheet: Sheet) -> None:

@@ -85,7 +85,7 @@ class Record:
             return "not run", ran.why
         if not self.facts.get("gpus") and not figure.on_cpu and self.facts:
             return "not run", "no CUDA device"
-        return "fail", ran.why or "the step ended without it"
+        return "fail", ran.why or "the step ended without a number for it"
 
     def write(self, directory: Path) -> None:
         """Replace the file in one move, so that a kill leaves the old or the new one."""

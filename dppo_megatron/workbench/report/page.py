@@ -8,6 +8,7 @@ ids, with one table of their texts: the same few thousand tokens occur over and 
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -184,7 +185,7 @@ def _texts(ids: set[int], places: list[Path]) -> dict[int, str]:
         return {}
     for place in places:
         path = place / "tokenizer.json"
-        if path.is_file():
+        if os.path.isfile(path):  # unlike Path's it takes a name that is too long
             try:
                 tokenizer = Tokenizer.from_file(str(path))
             except Exception:  # the library raises plain Exception for a file that it cannot read

@@ -11,12 +11,14 @@ record that became shorter or was replaced (a resume truncates it) is read again
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +30,7 @@ import yaml
 from dppo_megatron.config.changes import flat
 from dppo_megatron.config.load import config_values
 from dppo_megatron.config.schema import Config
+from dppo_megatron.files import open_to_read
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.record import finite
 from dppo_megatron.observe.trackers.sink import FAILURES, TRACKERS
@@ -129,7 +132,7 @@ class Follow:
     def look(self) -> RunRecord:
         """Read what is new; returns the same record, longer."""
         try:
-            with open(self._path / "metrics.jsonl", "rb") as file:
+            with open_to_read(self._path / "metrics.jsonl") as file:
                 found = os.fstat(file.fileno())
                 if found.st_ino != self._file_id or found.st_size < self._read_to:
                     self._begin()
@@ -139,12 +142,9 @@ class Follow:
                     self._read_to += len(added)
                     *lines, self._rest = (self._rest + added).split(b"\n")
                     self._damaged += sum(not self._take(line) for line in lines)
-        except FileNotFoundError:
-            pass  # the run is starting
-        except PermissionError:
-            raise UserError(f"'{self._path / 'metrics.jsonl'}' may not be read by you") from None
-        except OSError:
-            pass  # a file system that hangs: what is known is shown, with its age
+        except OSError as error:  # else it is starting, or a file system hangs: what is known is shown, with its age
+            if error.errno in (errno.EACCES, errno.EPERM, errno.ELOOP):
+                raise UserError(f"'{self._path / 'metrics.jsonl'}' cannot be read: {error.strerror}") from None
         self.record.status = run_status(self._path)
         self.record.notes = [f"metrics.jsonl: {self._damaged} damaged lines are left out"] if self._damaged else []
         return self.record
@@ -179,7 +179,8 @@ def read_run(path: Path) -> RunRecord:
     run = Follow(path).look_to_the_end()
     if not run.steps:
         raise UserError(f"'{path}/metrics.jsonl' holds no step yet")
-    _add_trace(run, path / "trace.jsonl")
+    with suppress(OSError):
+        _add_trace(run, path / "trace.jsonl")
     run.summary = _json(path / "summary.json", run.notes)
     run.settings = read_settings(path / "config.yaml", run.notes)
     for name, missed in _json(path / TRACKERS / FAILURES, run.notes).items():
@@ -261,13 +262,11 @@ class _TraceRow(msgspec.Struct):
 
 def _add_trace(run: RunRecord, path: Path) -> None:
     """Add standard errors and percentiles, which need the individual rollouts."""
-    if not path.is_file():
-        return
     place = {step: index for index, step in enumerate(run.steps)}
     names = ("reward/se", "length/p10", "length/p50", "length/p90")
     columns: dict[str, list[float | None]] = {name: [None] * len(place) for name in names}
     decode = msgspec.json.Decoder(_TraceRow).decode
-    with open(path, "rb") as file:
+    with open_to_read(path) as file:
         for line in file:
             try:
                 row = decode(line)
@@ -293,9 +292,8 @@ def _mapping(path: Path, parse: Callable[[str], Any], notes: list[str]) -> dict[
     if not os.path.lexists(path):
         return {}
     try:
-        if not path.is_file():
-            raise OSError(f"{path} is not a file")  # on a pipe, reading would block
-        value = parse(path.read_text(encoding="utf-8"))
+        with open_to_read(path) as file:
+            value = parse(file.read().decode())
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         notes.append(f"{path.name} cannot be read")
         return {}

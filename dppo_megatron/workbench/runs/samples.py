@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from dppo_megatron.files import open_to_read
 from dppo_megatron.observe.samples import NAME, to_table
 
 
@@ -36,16 +37,16 @@ def read_rows(path: Path, columns: Sequence[str], step: int | None = None) -> li
         ValueError: it is no parquet, or not as a run writes it: another column, type or null.
     """
     try:
-        file = pq.ParquetFile(path)
-        groups = range(file.num_row_groups) if step is not None else range(file.num_row_groups)[-1:]
-        rows: list[dict[str, Any]] = []
-        for index in groups:
-            statistics = file.metadata.row_group(index).column(0).statistics
-            if step is not None and statistics is not None and not statistics.min <= step <= statistics.max:
-                continue
-            table = file.read_row_group(index, columns=list(columns))
-            _check_table(table, columns)
-            rows += [row for row in table.to_pylist() if step is None or row["step"] == step]
+        with open_to_read(path) as source, pq.ParquetFile(source) as file:
+            groups = range(file.num_row_groups) if step is not None else range(file.num_row_groups)[-1:]
+            rows: list[dict[str, Any]] = []
+            for index in groups:
+                statistics = file.metadata.row_group(index).column(0).statistics
+                if step is not None and statistics is not None and not statistics.min <= step <= statistics.max:
+                    continue
+                table = file.read_row_group(index, columns=list(columns))
+                _check_table(table, columns)
+                rows += [row for row in table.to_pylist() if step is None or row["step"] == step]
     except OSError:
         raise
     except (pa.ArrowException, ValueError, TypeError, LookupError, OverflowError) as error:
