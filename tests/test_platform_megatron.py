@@ -132,7 +132,7 @@ class Job:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        from dppo_megatron.actor.torch_adam import repair
+        from dppo_megatron.actor.optimizer import repair
 
         torch.manual_seed(1)
         module = build_gpt()
@@ -175,12 +175,15 @@ def save_and_resume(folder: Path, steps_before: int) -> tuple[list[float], list[
     """
     from megatron.core import dist_checkpointing
 
+    from dppo_megatron.checkpoint.writers import use_own_writers
+
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         folder.mkdir()
     initialise()
     going_on = Job()
     for index in range(steps_before):
         going_on.step(index)
+    use_own_writers()
     dist_checkpointing.save(going_on.state(is_loading=False), str(folder))
     resumed = Job()
     loaded = dist_checkpointing.load(resumed.state(is_loading=True), str(folder))

@@ -7,58 +7,34 @@ None of them changes a path that a GPU machine takes: the whole package is inact
 from __future__ import annotations
 
 import logging
-import multiprocessing
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
 
 # moe_utils imports this name from Transformer Engine inside try/except and then reads it whether or not that worked.
 # (Mended in 0.19. On CUDA without Transformer Engine `capabilities.check_experts` refuses experts for the same reason.)
 _DEFAULTS: dict[str, dict[str, object]] = {"megatron.core.transformer.moe.moe_utils": {"te_general_gemm": None}}
+_LOGS_TO_WANDB = "megatron.core.inference.contexts.dynamic_context"
 
 
-def before(module: ModuleType) -> None:
-    """What must be so before the module's own code runs."""
+@contextmanager
+def applied(module: ModuleType) -> Iterator[None]:
+    """Around the execution of a module's own code."""
     _quiet()
     vars(module).update(_DEFAULTS.get(module.__name__, {}))
-
-
-def after(module: ModuleType) -> None:
-    """Repairs to a module that has just been imported."""
-    if fix := _FIXES.get(module.__name__):
-        fix(module)
-
-
-def _no_jit_fuser(module: ModuleType) -> None:
-    # torch.compile would want a C++ compiler, and on a small model spends minutes to save milliseconds.
-    module.disable_jit_fuser()
-
-
-def _forked_checkpoint_queue(module: ModuleType) -> None:
-    """Checkpoint writers report through a manager process that is spawned, because forking would break CUDA.
-
-    A spawned one imports `__main__` and torch again on every rank: the first save takes 4-10 s, forked 0.3 s. Without
-    CUDA, forking is safe.
-    """
-
-    names = vars(module)
-
-    def write_results_queue(*_: Any) -> Any:  # 0.17 and newer name a way to start processes
-        if names["_results_queue"] is None:
-            names["_results_queue"] = multiprocessing.get_context("fork").Manager().Queue()
-        return names["_results_queue"]
-
-    # Fails here, by name, should upstream rename it again: a replacement that nobody calls would go unnoticed.
-    name = next(name for name in ("_get_write_results_queue", "get_write_results_queue") if name in names)
-    assert callable(names[name])
-    names[name] = write_results_queue
-
-
-_FIXES: dict[str, Callable[[ModuleType], None]] = {
-    "megatron.core.jit": _no_jit_fuser,
-    "megatron.core.dist_checkpointing.strategies.filesystem_async": _forked_checkpoint_queue,
-}
+    hides_wandb = module.__name__ == _LOGS_TO_WANDB and "wandb" not in sys.modules
+    if hides_wandb:  # 0.5 of 5.3 CPU s of a rank's imports, for an inference engine that is not used here
+        sys.modules["wandb"] = None  # type: ignore[assignment]  # import then raises, which this module expects
+    try:
+        yield
+    finally:
+        if hides_wandb:
+            del sys.modules["wandb"]
+    if module.__name__ == "megatron.core.jit":
+        # torch.compile would want a C++ compiler, and on a small model spends minutes to save milliseconds.
+        module.disable_jit_fuser()
 
 
 def _quiet() -> None:

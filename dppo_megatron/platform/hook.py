@@ -58,9 +58,8 @@ class Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         """Run the module with the facade in its globals, then apply the fixes it needs."""
         setattr(module, FACADE, ACCELERATOR)
-        fixes.before(module)
-        super().exec_module(module)
-        fixes.after(module)
+        with fixes.applied(module):
+            super().exec_module(module)
 
 
 class Finder(importlib.abc.MetaPathFinder):

@@ -42,8 +42,17 @@ from dppo_megatron import safe_pickle
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import CheckpointReader, WeightReader, check_shapes, holds_safetensors
-from dppo_megatron.weights.mapping import PADDED_TO_VOCAB, Place, hf_names, split, table
-from dppo_megatron.weights.shapes import full_shape, in_layer_order, stacked_axes, stacked_shape
+from dppo_megatron.weights.mapping import (
+    PADDED_TO_VOCAB,
+    Place,
+    full_shape,
+    hf_names,
+    in_layer_order,
+    split,
+    stacked_axes,
+    stacked_shape,
+    table,
+)
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
