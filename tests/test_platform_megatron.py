@@ -171,7 +171,7 @@ class Job:
 def save_and_resume(folder: Path, steps_before: int) -> tuple[list[float], list[float], bool, set[str]]:
     """Gradient norms of a job that goes on after saving and of one that was loaded.
 
-    Also whether their weights end equal, and how the processes that saving started were started.
+    Also whether their weights end equal, and which processes saving has left running.
     """
     from megatron.core import dist_checkpointing
 
@@ -207,7 +207,7 @@ def test_distributed_optimizer_resumes_exactly(tmp_path: Path, steps_before: int
         assert resumed == going_on
         assert weights_equal
     started = set().union(*(kinds for *_, kinds in results))
-    assert started == {"ForkProcess"}, "a spawned manager would import torch again on every rank"
+    assert not started, "a manager would be one more process for every rank, and a spawned one would import torch again"
 
 
 # ---- the launcher

@@ -62,7 +62,6 @@ def transformer_config(
 
 
 def ddp_config(config: ActorConfig, dtype: torch.dtype) -> DistributedDataParallelConfig:
-    """Megatron's settings of data parallelism."""
     made: DistributedDataParallelConfig = build(
         "actor.ddp", DistributedDataParallelConfig, _ddp_settings(config, dtype), config.ddp, config.fp8
     )
@@ -97,7 +96,6 @@ def check_settings(
         data_parallel_rank=0,
         context=ContextShare(0, sizes.context_parallel),
         sequence_parallel=sizes.sequence_parallel and sizes.tensor_parallel > 1,
-        is_last_stage=False,
         reports=False,
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
     )

@@ -100,7 +100,7 @@ def use_own_writers() -> None:
 def write_files(
     transform_list: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], global_results_queue: Any
 ) -> None:
-    """Write each bucket to its file in a process of its own, and report what each has written, or the first failure.
+    """Write each bucket to its file in a separate process, and report what each has written, or the first failure.
 
     In place of the method of Megatron's `FileSystemWriterAsync`, whose parameters these are.
     """
@@ -127,7 +127,6 @@ def write_files(
 
 
 def _write_one(transforms: list[Any], use_msc: bool, number: int, bucket: Any, result: Results) -> None:
-    """In a writer."""
     filesystem_async.FileSystemWriterAsync.write_preloaded_data(
         transforms,
         local_proc_idx=number,
@@ -157,15 +156,13 @@ def _result_of(process: Any, result: Results) -> list[Any]:
 class _Uncounted:
     """The queue by which Megatron counts writers that have ended."""
 
-    def get(self) -> None:
-        """Take a number."""
+    def get(self) -> None: ...
 
-    def task_done(self) -> None:
-        """Report it done."""
+    def task_done(self) -> None: ...
 
 
 def _done_by_one_rank() -> list[tuple[Any, str]]:
-    """Functions of Megatron that may fail on one rank and say nothing to the others: files of rank 0, and a fork."""
+    """Functions of Megatron that may fail on one rank without the others noticing: files of rank 0, and a fork."""
     found: list[tuple[Any, str]] = [
         (filesystem_async.FileSystemWriterAsync, "finish"),
         (serialization, "save_config"),

@@ -35,7 +35,6 @@ class CpuEvent:
         self._recorded_at_s = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Remember the time, for `elapsed_time`."""
         self._recorded_at_s = time.perf_counter()
 
     def elapsed_time(self, end: CpuEvent) -> float:
@@ -120,7 +119,6 @@ class Accelerator:
         return CPU
 
     def device_count(self) -> int:
-        """One."""
         return 1
 
     set_device = synchronize = empty_cache = ipc_collect = _nothing
@@ -156,11 +154,9 @@ class Accelerator:
     manual_seed_all = manual_seed
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """State of the CPU generator."""
         return torch.get_rng_state()
 
     def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
-        """Set the CPU generator."""
         torch.set_rng_state(new_state)
 
     _lazy_init = _nothing

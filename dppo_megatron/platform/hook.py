@@ -1,6 +1,6 @@
 """The import hook: loads the modules of `megatron.core` through the rewrite, everything else as ever.
 
-It sits in `sys.meta_path` only after `dppo_megatron.platform.enable`, which refuses where CUDA is. A loader of our own
+It sits in `sys.meta_path` only after `dppo_megatron.platform.enable`, which refuses where CUDA is. A loader
 is the least intrusive place: the file, its path, its source for `inspect` and its line numbers stay those of the
 installed package, and other importers are not slowed (one string comparison for each module).
 """

@@ -62,7 +62,7 @@ def weigh(
 ) -> Selection:
     """Weights of a random draw by the estimator's name, capped at `max_weight` if that is not 0, with its ledger row.
 
-    The caller vouches that pi = 0 only where there is no gradient.
+    Precondition, not checked here: pi = 0 only where there is no gradient.
 
     Args:
         label: of the settings, where the probabilities are themselves the outcome of an earlier draw; None: from the

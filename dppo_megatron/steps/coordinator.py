@@ -134,7 +134,6 @@ class Coordinator:
         return {"selector": self._selector.state_dict(), "batch": self._advisor.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it."""
         self._selector.load_state_dict(state["selector"])
         if "batch" in state:  # a checkpoint of before there was advice has none
             self._advisor.load_state_dict(state["batch"])

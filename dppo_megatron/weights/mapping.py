@@ -2,7 +2,7 @@
 
 Keys are those of Megatron's sharded state dict: global, the same for every tensor / pipeline split and for the
 local and the Transformer Engine layer specs. So one row serves loading, saving and the weight sync in every layout;
-Megatron itself knows where a shard lies in the full tensor (`sharded.py`).
+Megatron itself knows the offset of a shard in the full tensor (`sharded.py`).
 
 Shapes are written once, for Megatron's full (unsharded) tensors. Those of the Hugging Face tensors are derived by
 splitting an empty tensor, so the two sides cannot disagree.
@@ -135,12 +135,12 @@ def places(key: str, architecture: Architecture) -> list[Place]:
 
 
 def stacked_shape(key: str, architecture: Architecture) -> Shape:
-    """Shape of `key` in a distributed checkpoint, where all layers (and experts) lie behind leading axes."""
+    """Shape of `key` in a distributed checkpoint, where all layers (and experts) are stacked along leading axes."""
     return _stacked(key, architecture) + full_shape(key, architecture)
 
 
 def stacked_axes(key: str, architecture: Architecture) -> int:
-    """How many leading axes of `stacked_shape` stand for layers and experts: 0, 1 or 2."""
+    """How many leading axes of `stacked_shape` are layers and experts: 0, 1 or 2."""
     return len(_stacked(key, architecture))
 
 
