@@ -23,7 +23,7 @@ import torch
 
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import HFWriter
-from dppo_megatron.weights.shapes import hf_shapes
+from dppo_megatron.weights.mapping import hf_shapes
 
 _CHILD = """
 import json, resource, sys, time

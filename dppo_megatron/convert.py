@@ -2,7 +2,7 @@
 
 `dppo-megatron convert`, `tools/convert_hf_to_megatron.py` and `tools/convert_megatron_to_hf.py` call this. Neither
 direction needs a process group, Megatron or the whole model in memory: names and shapes come from
-`weights/mapping.py` and `weights/shapes.py`, the tables that the trainer and the weight sync use.
+`weights/mapping.py`, the table that the trainer and the weight sync use.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from dppo_megatron.weights.hf_files import (
     copy_assets,
     publish,
 )
-from dppo_megatron.weights.mapping import Place, hf_names, join, table
+from dppo_megatron.weights.mapping import Place, hf_names, hf_shapes, in_layer_order, join, table
 from dppo_megatron.weights.pipeline import uneven_hint
-from dppo_megatron.weights.shapes import hf_shapes, in_layer_order
 from dppo_megatron.weights.torch_dist import TorchDistReader, is_torch_dist, write_torch_dist
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

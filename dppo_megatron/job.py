@@ -174,7 +174,7 @@ def _check_grading(
 ) -> tuple[Grader, list[str]]:
     """Start the grader and try it on made-up answers and on the references of every set; returns it and log lines.
 
-    Evaluation sets with graders of their own are checked with those, which are closed again.
+    Evaluation sets that name graders are checked with those, which are closed again.
     """
     reward, settings = config.reward, eval_set_configs(config)
     grader, bounds = make_grader(reward), _reward_bounds(config) if train_sets else None

@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
-from dppo_megatron.weights.mapping import table
-from dppo_megatron.weights.shapes import full_shape, hf_shapes
+from dppo_megatron.weights.mapping import full_shape, hf_shapes, table
 
 
 def by_checkpoint_name(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
 
-LAYOUT_OF_ONE = Layout(0, 1, 1, 1, 1, 0, ContextShare(0, 1), False, True, True, torch.device("cpu"))
+LAYOUT_OF_ONE = Layout(0, 1, 1, 1, 1, 0, ContextShare(0, 1), False, True, torch.device("cpu"))
 TWO = Parallel(dp=2, distributed_optimizer=True)
 
 

@@ -25,7 +25,7 @@ from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.layout import build_layout
 from dppo_megatron.config.schema import ActorConfig
 from dppo_megatron.weights.architecture import read_architecture
-from dppo_megatron.weights.shapes import hf_shapes
+from dppo_megatron.weights.mapping import hf_shapes
 from dppo_megatron.weights.torch_dist import open_checkpoint
 from dppo_megatron.workbench.cli import main
 
@@ -64,6 +64,8 @@ def _reload_and_save(source: Path, converted: Path, resaved: Path, parallel: Par
     from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+    from dppo_megatron.checkpoint.writers import use_own_writers
+
     architecture = read_architecture(source)
     shapes = hf_shapes(architecture)
     config = ActorConfig(layout=parallel.layout, megatron=dict(parallel.uneven))
@@ -80,6 +82,7 @@ def _reload_and_save(source: Path, converted: Path, resaved: Path, parallel: Par
     if layout.rank == 0:
         resaved.mkdir()
     torch.distributed.barrier()
+    use_own_writers()
     dist_checkpointing.save({name: actor.sharded_state()[name] for name in names}, str(resaved))
     return actor.logprobs(SAMPLES, plan_for(SAMPLES, parallel))
 

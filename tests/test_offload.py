@@ -13,6 +13,7 @@ from support.tiny import Parallel, build_actor, plan_for, random_samples, write_
 
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.algorithms.objectives import supervised
+from dppo_megatron.checkpoint.writers import use_own_writers
 
 
 def _device_bytes(actor: Actor) -> dict[str, int]:
@@ -43,6 +44,7 @@ def _save(actor: Actor, directory: Path) -> None:
     if torch.distributed.get_rank() == 0:
         directory.mkdir(parents=True)
     torch.distributed.barrier()
+    use_own_writers()
     dist_checkpointing.save({"actor": actor.sharded_state()}, str(directory))
 
 

@@ -23,7 +23,7 @@ from dppo_megatron.pruning.designs import count_kept, floor_kept
 from dppo_megatron.pruning.methods import METHODS, with_method
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES, check_methods
 from dppo_megatron.selection import Decision, Rollouts, Selector
-from dppo_megatron.steps.ledger import aborted_row, straggler_row
+from dppo_megatron.steps.coordinator import aborted_row, straggler_row
 from dppo_megatron.types import GuardStop, UserError
 
 N, G = 16, 4

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from dppo_megatron.config.pruning import CompletionPruningConfig
 from dppo_megatron.packing.alignment import PackingLayout
-from dppo_megatron.packing.planner import plan_microbatches
-from dppo_megatron.packing.slack import TokenCapacity
+from dppo_megatron.packing.planner import TokenCapacity, plan_microbatches
 from dppo_megatron.pruning import CompletionBatch, make_completion_policy
 from dppo_megatron.pruning.completion_dppo import DppoCompletionPolicy, fill_slack
 from dppo_megatron.pruning.designs import Draw, WaterFiller, design_effect, systematic

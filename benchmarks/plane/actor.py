@@ -56,8 +56,8 @@ def one_rank(rank: int, world: int, model: Path) -> dict[str, Any]:
     from dppo_megatron.actor.layout import build_layout
     from dppo_megatron.config.schema import ActorConfig, LayoutConfig
     from dppo_megatron.weights.architecture import read_architecture
+    from dppo_megatron.weights.mapping import hf_shapes
     from dppo_megatron.weights.routes import Told
-    from dppo_megatron.weights.shapes import hf_shapes
 
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())

@@ -107,7 +107,7 @@ def _count_gather(model: str, bucket_bytes: int) -> tuple[int, int]:
     assert dist.batch_isend_irecv is not within
     for _ in actor.weights([0], bucket_bytes):
         pass
-    return calls[0], actor.num_weight_buckets(bucket_bytes)
+    return calls[0], actor._stream.num_buckets(bucket_bytes)
 
 
 def run(smoke: bool) -> list[Bar]:

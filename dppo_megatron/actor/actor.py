@@ -259,10 +259,6 @@ class Actor:
         self._bring_weights()
         return self._stream.tensors(to, bucket_bytes)
 
-    def num_weight_buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> int:
-        """Exchanges of one pass of `weights`."""
-        return self._stream.num_buckets(bucket_bytes)
-
     def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
         """Megatron's sharded state dict of model, optimizer and schedule, for saving or as a template to load into."""
         self._gather_weights()

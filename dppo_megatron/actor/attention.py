@@ -49,7 +49,7 @@ class Attending(NamedTuple):
 
     buckets: tuple[LengthBucket, ...]
     row_of_token: Tensor
-    """[T / CP] where each of this rank's tokens lies among the query rows of all buckets."""
+    """[T / CP] position of each of this rank's tokens among the query rows of all buckets."""
 
 
 @dataclass
@@ -97,7 +97,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
 
     @cached_property
     def whole_pack_index(self) -> Tensor:
-        """[T] where each token of the pack lies among the ranks' shares, concatenated."""
+        """[T] position of each token of the pack among the ranks' shares, concatenated."""
         shares = [replace(self.context, rank=rank).indices(self.slots) for rank in range(self.context.size)]
         return to_device(torch.argsort(torch.cat(shares)), self.device)
 

@@ -40,7 +40,7 @@ class Microbatch:
     advantages: Tensor
     """[T] float64."""
     sequence: Tensor
-    """[T] int64, position of the token's sequence in this pack; a closing dummy segment is a sequence of its own."""
+    """[T] int64, position of the token's sequence in this pack; a closing dummy segment counts as a sequence."""
     local: Tensor
     """[T / CP] int64, positions in the pack of the tokens that this context-parallel rank holds."""
     trained: Tensor
@@ -48,7 +48,7 @@ class Microbatch:
     local_trained: Tensor
     """int64, likewise among `local`."""
     trained_lengths: tuple[int, ...]
-    """How many of `trained` belong to each sample, in the order of `samples`, in which they lie in the pack."""
+    """How many of `trained` belong to each sample, in the order of `samples`, in which the pack has them."""
 
     @property
     def local_tokens(self) -> Tensor:
@@ -130,5 +130,5 @@ class _HostBatch:
         self.floats = torch.zeros(6, num_tokens, dtype=torch.float64, pin_memory=pinned)
 
     def send(self) -> tuple[Tensor, Tensor]:
-        """Both on the device. From pinned memory, which torch keeps until the copy is done, nobody waits for it."""
+        """Both on the device. From pinned memory, which torch keeps until the copy is done, the host does not wait."""
         return tuple(tensor.to(self._device, non_blocking=True) for tensor in (self.integers, self.floats))  # type: ignore[return-value]

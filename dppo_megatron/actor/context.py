@@ -1,6 +1,6 @@
 """Which tokens of a pack a context-parallel rank holds, and how the ranks' shares become one pack again.
 
-Each sequence is cut into 2 CP chunks and rank r takes chunks r and 2 CP - 1 - r, the order that Megatron's rotary
+Each sequence is split into 2 CP chunks and rank r takes chunks r and 2 CP - 1 - r, the order that Megatron's rotary
 embedding and Transformer Engine use: causal attention then costs every rank the same.
 """
 
@@ -46,7 +46,7 @@ def gather_pack(local: Tensor, index: Tensor, group: dist.ProcessGroup) -> Tenso
     Every rank then computes the same loss from it, so the backward pass takes this rank's rows and sums nothing.
 
     Args:
-        index: [T] where each token of the pack lies among the ranks' shares, concatenated.
+        index: [T] position of each token of the pack among the ranks' shares, concatenated.
     """
     if group.size() == 1:
         return local

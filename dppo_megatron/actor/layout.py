@@ -34,10 +34,8 @@ class Layout:
     data_parallel_rank: int
     context: ContextShare
     sequence_parallel: bool
-    is_last_stage: bool
-    """Holds the output layer, so it computes the loss."""
     reports: bool
-    """One rank of each data-parallel replica's last stage: its sums count once."""
+    """One rank of each data-parallel replica's last stage, which computes the loss: its sums count once."""
     device: torch.device
 
 
@@ -61,7 +59,7 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
     if dist.is_initialized():
         return
     raise_file_limit()  # a socket for each rank that this one talks to, and 1,024 are usual
-    # gloo beside NCCL: plans, scalars and tokens travel on the host, and nobody waits in a kernel (distributed.py)
+    # gloo beside NCCL: plans, scalars and tokens travel on the host, and no wait is inside a kernel (distributed.py)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         set_cuda_variables()
@@ -121,7 +119,6 @@ def build_layout(config: LayoutConfig, seed: int) -> Layout:
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         context=context,
         sequence_parallel=config.sequence_parallel and config.tensor_parallel > 1,
-        is_last_stage=last,
         reports=last and parallel_state.get_tensor_model_parallel_rank() == 0 and context.rank == 0,
         device=_this_device(),
     )
@@ -165,6 +162,5 @@ def _this_device() -> torch.device:
 
 
 def stop_process_group() -> None:
-    """Destroy the process groups."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -3,7 +3,7 @@
 The hook returns sum_t coefficient_t * loss_t, with coefficient = weight / frozen denominator carried by the sample.
 Megatron's schedule then divides by the number of micro-batches and its data-parallel wrapper averages over ranks,
 so the hook multiplies by both: the gradient is exactly that of the weighted full-batch objective, however the
-samples were packed, split over ranks or cut into pipeline micro-batches. (Under context parallelism every rank of the
+samples were packed, split over ranks or into pipeline micro-batches. (Under context parallelism every rank of the
 group computes the same loss and differentiates its own tokens; the schedule's factor cp undoes the average over them.)
 """
 

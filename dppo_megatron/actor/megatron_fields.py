@@ -1,6 +1,6 @@
 """Which fields of Megatron's dataclasses do what here: decided, refused, tested.
 
-A field in none of the lists is accepted and said to be not tried. Read in the sources of megatron-core 0.16.1 and
+A field in none of them is accepted, and the log names it as not tried. Read in the sources of megatron-core 0.16.1 and
 0.19.2; tests/test_actor_settings.py goes through all fields of the installed version. Most that are refused would be
 accepted by Megatron and then do nothing, because its training program, its loss or its attention is not what runs here,
 or train another model than the one that servers get.

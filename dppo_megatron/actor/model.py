@@ -31,12 +31,25 @@ from dppo_megatron.actor.attention import PackedAttention, RMSNorm
 from dppo_megatron.actor.context import ContextShare
 from dppo_megatron.actor.layout import Layout
 from dppo_megatron.actor.overrides import build, overridden, untested
-from dppo_megatron.actor.precision import fp8_settings
 from dppo_megatron.actor.rotary import Rotary, Rotating
 from dppo_megatron.config.schema import ActorConfig
 from dppo_megatron.platform.capabilities import LayerSpec, this_machine
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
+
+_RECIPES: dict[str, dict[str, Any]] = {
+    "off": {},
+    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "delayed": {
+        "fp8": "hybrid",
+        "fp8_recipe": "delayed",
+        "fp8_amax_history_len": 1024,
+        "fp8_amax_compute_algo": "max",
+    },
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+    "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+}
+"""`actor.fp8` to Megatron's settings; the token multiples of each are in packing/alignment.py."""
 
 
 def transformer_config(
@@ -49,7 +62,6 @@ def transformer_config(
 
 
 def ddp_config(config: ActorConfig, dtype: torch.dtype) -> DistributedDataParallelConfig:
-    """Megatron's settings of data parallelism."""
     made: DistributedDataParallelConfig = build(
         "actor.ddp", DistributedDataParallelConfig, _ddp_settings(config, dtype), config.ddp, config.fp8
     )
@@ -84,7 +96,6 @@ def check_settings(
         data_parallel_rank=0,
         context=ContextShare(0, sizes.context_parallel),
         sequence_parallel=sizes.sequence_parallel and sizes.tensor_parallel > 1,
-        is_last_stage=False,
         reports=False,
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
     )
@@ -174,9 +185,21 @@ def _settings(
         persist_layer_norm=False,
         **_recomputation(config),
         **_experts(architecture, config, spec),
-        **fp8_settings(config),
+        **_fp8_settings(config),
     )
     return settings
+
+
+def _fp8_settings(config: ActorConfig) -> dict[str, Any]:
+    """Fields of Megatron's TransformerConfig for `actor.fp8`; nothing when it is off."""
+    settings = dict(_RECIPES[config.fp8])
+    if settings and config.fp8_bf16_layers:
+        settings |= {
+            "first_last_layers_bf16": True,
+            "num_layers_at_start_in_bf16": config.fp8_bf16_layers,
+            "num_layers_at_end_in_bf16": config.fp8_bf16_layers,
+        }
+    return settings | {"fp8_param": True} if settings and config.fp8_param else settings
 
 
 def _recomputation(config: ActorConfig) -> dict[str, Any]:

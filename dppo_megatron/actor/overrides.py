@@ -1,8 +1,8 @@
 """`actor.megatron` and `actor.ddp`: fields of Megatron's own dataclasses, checked before a model is built.
 
 Megatron has some 250 of them and every release adds more, so they are not copied into the schema. `megatron_fields.py`
-says of each that is known what it does here: one that something else decides, or that would be without effect or wrong,
-is refused with the reason. Any other is accepted, and said to be not tried unless a test trains with it.
+lists what each known one does here: one that another setting decides, or that would have no effect or a wrong one, is
+refused with the reason. Any other is accepted, and the log names it as not tried unless a test trains with it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ class ScheduleTimers:
         self._timers: dict[str, _Timer] = {}
 
     def __call__(self, name: str, log_level: int | None = None) -> _Timer:
-        """The timer of a name."""
         if name not in self._timers:
             self._timers[name] = _Timer(name, self._spans, self._device)
         return self._timers[name]
@@ -42,7 +41,6 @@ class _Timer:
         self._start = self._now()
 
     def stop(self, barrier: bool = False) -> None:
-        """Keep the span."""
         compute = _COMPUTE.get(self._name)
         track, name = ("micro-batches", f"{compute} {self._count}") if compute else ("pipeline", self._name)
         self._spans.add(track, name, self._start, self._now())

@@ -87,7 +87,6 @@ class Line:
     xy: float = 0.0
 
     def add(self, x: float, y: float) -> None:
-        """One step."""
         self.count += 1
         self.weight = 1.0 + 0.98 * self.weight
         share = 1.0 / self.weight
@@ -200,7 +199,6 @@ class BatchAdvisor:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

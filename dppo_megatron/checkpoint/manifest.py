@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: its files with sizes and SHA-256 sums, written last, so that it marks completeness.
 
 Ranks hash the files that they wrote and share the work of verifying, so neither waits for one rank to read a whole
-checkpoint. The manifest has a checksum of its own: it holds run and step, and a flipped digit there would make a run
+checkpoint. The manifest has its own checksum: it holds run and step, and a flipped digit there would make a run
 resume at the wrong step.
 """
 
@@ -51,7 +51,6 @@ def step_name(step: int) -> str:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest of `directory`."""
     raw = {"format": _FORMAT} | asdict(manifest)
     text = json.dumps(raw | {"sha256": _own_sum(raw)}, indent=1)
     (directory / FILE).write_text(text + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
 """The checkpoints of one run: written atomically, verified when read, and pruned to the newest `keep`.
 
 A checkpoint is written under a temporary name; when every rank has written, hashed and synced its part, rank 0 writes
-the manifest and renames. A directory named step_NNNNNN was therefore complete; its checksums tell if it still is.
+the manifest and renames. A directory named step_NNNNNN was therefore complete; its checksums show whether it still is.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class CheckpointStore:
 
     def _begin(self, step: int, num_bytes: int) -> Path:
         make_directory(self._root)
-        shelf.sweep(self._root)  # what a full disk has left takes the room that this one needs
+        shelf.sweep(self._root)  # half-written files that a full disk left take space that this save needs
         check_space(self._root, num_bytes + (1 << 20))
         # a new name each time: writers that outlive a killed run must not write into the resumed run's checkpoint
         aside = self._root / f"{step_name(step)}.incomplete.{os.urandom(4).hex()}"
@@ -297,7 +297,7 @@ def _check_kinds(template: dict[str, Any], metadata: Metadata, directory: Path) 
 
 
 def _writer_options() -> dict[str, str]:
-    """From 0.17 on Megatron's asynchronous writer is by default one that needs a package of its own (nvrx)."""
+    """From 0.17 on Megatron's asynchronous writer is by default one that needs another package (nvrx)."""
     has_choice = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
     return {"async_strategy": "mcore"} if has_choice else {}
 

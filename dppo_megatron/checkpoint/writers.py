@@ -16,8 +16,11 @@ from __future__ import annotations
 import gc
 import inspect
 import multiprocessing
+import os
+import pickle
 import queue
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -26,11 +29,42 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import async_utils, common, filesystem_async
 
-from dppo_megatron.checkpoint.results import Results
-
 _REPLACED = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
 """Until 0.16 and from 0.19 on: its threads' failures leave ranks waiting too."""
+_LENGTH_BYTES = 8
 _PARAMETERS = ["transform_list", "use_msc", "rank", "write_buckets", "global_results_queue"]
+
+
+class Results:
+    """The methods that Megatron calls on the queue through which a writer returns its result, for one save.
+
+    Megatron uses a queue of `multiprocessing.Manager`: one more process of about 100 MB for every rank, and a directory
+    /tmp/pymp-* that stays behind when the rank is killed. A pipe would deadlock: the trainer reads only after the
+    writer has ended, and a writer with more results than a pipe holds (64 KiB) blocks. The writer is forked, so an
+    unnamed file that both have open is enough.
+    """
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open until the save is over
+        if hasattr(os, "memfd_create"):  # in memory on Linux: works with a full /tmp too
+            self._file.close()
+            self._file = os.fdopen(os.memfd_create("checkpoint-results"), "w+b")
+
+    def put(self, result: Any) -> None:
+        """In the writer: leave the result."""
+        payload = pickle.dumps(result)
+        os.pwrite(self._file.fileno(), payload, _LENGTH_BYTES)
+        # last: if the writer is killed before, there is no result rather than half a pickle
+        os.pwrite(self._file.fileno(), len(payload).to_bytes(_LENGTH_BYTES, "little"), 0)
+
+    def get_nowait(self) -> Any:
+        """In the trainer, once the writer has ended: take the result. Raises queue.Empty if there is none."""
+        length = int.from_bytes(os.pread(self._file.fileno(), _LENGTH_BYTES, 0), "little")
+        if not length:
+            raise queue.Empty
+        payload = os.pread(self._file.fileno(), length, _LENGTH_BYTES)
+        os.ftruncate(self._file.fileno(), 0)
+        return pickle.loads(payload)
 
 
 @contextmanager
@@ -66,7 +100,7 @@ def use_own_writers() -> None:
 def write_files(
     transform_list: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], global_results_queue: Any
 ) -> None:
-    """Write each bucket to its file in a process of its own, and report what each has written, or the first failure.
+    """Write each bucket to its file in a separate process, and report what each has written, or the first failure.
 
     In place of the method of Megatron's `FileSystemWriterAsync`, whose parameters these are.
     """
@@ -93,7 +127,6 @@ def write_files(
 
 
 def _write_one(transforms: list[Any], use_msc: bool, number: int, bucket: Any, result: Results) -> None:
-    """In a writer."""
     filesystem_async.FileSystemWriterAsync.write_preloaded_data(
         transforms,
         local_proc_idx=number,
@@ -123,15 +156,13 @@ def _result_of(process: Any, result: Results) -> list[Any]:
 class _Uncounted:
     """The queue by which Megatron counts writers that have ended."""
 
-    def get(self) -> None:
-        """Take a number."""
+    def get(self) -> None: ...
 
-    def task_done(self) -> None:
-        """Report it done."""
+    def task_done(self) -> None: ...
 
 
 def _done_by_one_rank() -> list[tuple[Any, str]]:
-    """Functions of Megatron that may fail on one rank and say nothing to the others: files of rank 0, and a fork."""
+    """Functions of Megatron that may fail on one rank without the others noticing: files of rank 0, and a fork."""
     found: list[tuple[Any, str]] = [
         (filesystem_async.FileSystemWriterAsync, "finish"),
         (serialization, "save_config"),

@@ -44,7 +44,7 @@ class PromptOrder:
 
 
 class WeightedOrder:
-    """Several sets side by side, each in its share of every step and with epochs of its own.
+    """Several sets side by side, each in its share of every step and with its own epochs.
 
     Sets take turns in a fixed pattern: slot by slot the set whose next item is due first, item j of a set with share w
     being due at (j + 1/2) / w. After one pattern the shares are exact, and at any time each set is within a few items

@@ -1,4 +1,4 @@
-"""Reads problem files of any format into rows, or says in one line what is wrong with a file.
+"""Reads problem files of any format into rows, or raises one line that names what is wrong with a file.
 
 Files may hold anything: text in another encoding, numbers of 10,000 digits, objects nested a thousand deep, half a
 download. Everything that a parser can raise becomes a `UserError` here, with the line if known, so that the rest of
@@ -265,7 +265,7 @@ def _parse(text: str, origin: str, *, exact: bool = False) -> Any:
         raise UserError(f"{origin}: not valid JSON: {error}") from None
     except RecursionError:
         raise UserError(f"{origin}: nested too deep; at most {_DEEPEST} levels") from None
-    except ValueError as error:  # an integer of more than 4,300 digits, or a key that stands twice
+    except ValueError as error:  # an integer of more than 4,300 digits, or a duplicate key
         raise UserError(f"{origin}: not usable JSON: {json_reason(error)}") from None
     # counting brackets is cheaper than walking every row
     if text.count("[") + text.count("{") > _DEEPEST and _depth(value) > _DEEPEST + 2:

@@ -134,7 +134,7 @@ def read_set(settings: ResolvedSet, advance: Advance) -> Iterator[list[Row]]:
     """The set's rows from any source, in batches, at most `limit` in all.
 
     Args:
-        advance: is told how many the caller has done with.
+        advance: called with the number of rows that the caller has finished.
 
     Raises:
         UserError: it cannot be read.
@@ -219,7 +219,7 @@ class _SetHash:
 class _Repeats:
     """Finds problems that occur in a set more than once.
 
-    Texts are told apart by 128 bits of hash: a million of them as text would be a second copy of the set.
+    Texts are compared by 128 bits of hash: a million of them as text would be a second copy of the set.
     """
 
     def __init__(self, prompts: list[Prompt]) -> None:

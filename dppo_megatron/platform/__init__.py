@@ -4,7 +4,7 @@ megatron-core expects CUDA in some 400 expressions. `enable` installs an import 
 in memory, while `megatron.core` is imported. `torch` is not touched, nothing is vendored, and tracebacks point at the
 true lines. On a machine with CUDA none of it is ever active: `enable` refuses, `prepare` does nothing.
 
-Whoever imports megatron-core calls `prepare` first. Reading order: rewrite.py (the rules), accelerator.py (what they
+Call `prepare` before importing megatron-core. Reading order: rewrite.py (the rules), accelerator.py (what they
 aim at), hook.py, cache.py, fixes.py.
 """
 

@@ -19,6 +19,15 @@ import torch
 CPU = torch.device("cpu")
 
 
+def _nothing(self: object, *args: Any, **kwargs: Any) -> None:
+    """Nothing to wait for, to switch or to free: work is synchronous, on one device."""
+
+
+def _no_context(self: object, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+    """Nothing to switch."""
+    return contextlib.nullcontext()
+
+
 class CpuEvent:
     """A point in time. Work is synchronous, so it has always been reached once it was recorded."""
 
@@ -26,7 +35,6 @@ class CpuEvent:
         self._recorded_at_s = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Remember the time, for `elapsed_time`."""
         self._recorded_at_s = time.perf_counter()
 
     def elapsed_time(self, end: CpuEvent) -> float:
@@ -37,11 +45,7 @@ class CpuEvent:
         """Whether the work before this event is done."""
         return True
 
-    def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    wait = synchronize = _nothing
 
 
 class CpuStream:
@@ -51,14 +55,7 @@ class CpuStream:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    wait_stream = wait_event = synchronize = _nothing
 
     def query(self) -> bool:
         """Whether the work in this stream is done."""
@@ -95,14 +92,8 @@ class _Generators:
 class _Nvtx:
     """`torch.cuda.nvtx`: there is no profiler that would read the marks."""
 
-    def range_push(self, message: str) -> None: ...
-
-    def range_pop(self) -> None: ...
-
-    def mark(self, message: str) -> None: ...
-
-    def range(self, message: str, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    range_push = range_pop = mark = _nothing
+    range = _no_context
 
 
 class Accelerator:
@@ -128,20 +119,10 @@ class Accelerator:
         return CPU
 
     def device_count(self) -> int:
-        """One."""
         return 1
 
-    def set_device(self, device: Any) -> None: ...
-
-    def device(self, device: Any) -> contextlib.AbstractContextManager[None]:
-        """Nothing to switch."""
-        return contextlib.nullcontext()
-
-    def synchronize(self, device: Any = None) -> None: ...
-
-    def empty_cache(self) -> None: ...
-
-    def ipc_collect(self) -> None: ...
+    set_device = synchronize = empty_cache = ipc_collect = _nothing
+    device = _no_context
 
     def memory_allocated(self, device: Any = None) -> int:
         """Device memory: none."""
@@ -161,11 +142,8 @@ class Accelerator:
 
     default_stream = current_stream
 
-    def set_stream(self, stream: Any) -> None: ...
-
-    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
-        """Nothing to switch."""
-        return contextlib.nullcontext()
+    set_stream = _nothing
+    stream = _no_context
 
     # ---- the one generator: the CPU's plays both the host's and the device's part
 
@@ -176,14 +154,12 @@ class Accelerator:
     manual_seed_all = manual_seed
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """State of the CPU generator."""
         return torch.get_rng_state()
 
     def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
-        """Set the CPU generator."""
         torch.set_rng_state(new_state)
 
-    def _lazy_init(self) -> None: ...
+    _lazy_init = _nothing
 
     def _lazy_call(self, callback: Any, **kwargs: Any) -> None:
         callback()

@@ -4,7 +4,7 @@ Python's own `.pyc` files cannot be used: they would mix rewritten code with the
 test run and every rank of a CPU job imports megatron-core, and without a cache each would parse some 120 files again.
 
 Entries hold marshalled code, which is run as it is, so the directory is trusted like a directory of programs: it and
-every entry must belong to the current user and be writable by nobody else, or it is not used. An entry that is damaged,
+every entry must belong to the current user and be writable by no other, or it is not used. An entry that is damaged,
 or was made from another source, by other rules or by another Python, is a miss and is written anew. Whatever is wrong
 with the cache, the import works without it.
 """

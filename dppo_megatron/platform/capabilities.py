@@ -42,7 +42,6 @@ class Machine:
 
     @property
     def has_transformer_engine(self) -> bool:
-        """Whether its layers can be imported."""
         return not self.lacks_transformer_engine
 
     def choose_layer_spec(self, wanted: str, fp8: str) -> tuple[LayerSpec, str]:
@@ -166,7 +165,7 @@ def hide_what_cannot_run(on_cuda: bool) -> None:
     if problem and importlib.util.find_spec("transformer_engine") is not None:
         for name in [name for name in sys.modules if name.startswith("transformer_engine.")]:
             del sys.modules[name]
-        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # import then says: not found
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # import then raises
 
 
 def transformer_engine_warning() -> str:
@@ -180,7 +179,7 @@ def transformer_engine_warning() -> str:
 
 
 def outside_range(transformer_engine: str, megatron: str) -> str:
-    """What is to be said of these two versions; empty if they go together. Newer megatron-cores than 0.16 name no
+    """A warning about these two versions; empty if they go together. Newer megatron-cores than 0.16 name no
     upper end."""
     wanted = TRANSFORMER_ENGINE_RANGE
     if Version(megatron) >= Version("0.17"):

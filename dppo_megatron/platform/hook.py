@@ -1,6 +1,6 @@
 """The import hook: loads the modules of `megatron.core` through the rewrite, everything else as ever.
 
-It sits in `sys.meta_path` only after `dppo_megatron.platform.enable`, which refuses where CUDA is. A loader of our own
+It sits in `sys.meta_path` only after `dppo_megatron.platform.enable`, which refuses where CUDA is. A loader
 is the least intrusive place: the file, its path, its source for `inspect` and its line numbers stay those of the
 installed package, and other importers are not slowed (one string comparison for each module).
 """
@@ -58,9 +58,8 @@ class Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         """Run the module with the facade in its globals, then apply the fixes it needs."""
         setattr(module, FACADE, ACCELERATOR)
-        fixes.before(module)
-        super().exec_module(module)
-        fixes.after(module)
+        with fixes.applied(module):
+            super().exec_module(module)
 
 
 class Finder(importlib.abc.MetaPathFinder):

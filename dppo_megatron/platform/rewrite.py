@@ -31,7 +31,7 @@ def rules_version() -> bytes | None:
 
 
 def concerns(source: bytes) -> bool:
-    """Whether any rule can apply, told without parsing."""
+    """Whether any rule can apply, without parsing."""
     return b"cuda" in source or b"pin_memory" in source
 
 

@@ -40,8 +40,8 @@ class NoiseReference:
         """Of a finished step to an unpruned one; None before there was one. An unpruned step has 1 by definition.
 
         That 1 is what lets a rate return that had fallen to nothing: every step is then unpruned, and a ratio that is
-        never told could never rise above it. A step without any gradient (all answers wrong) says nothing: nothing in
-        it was left to chance, and a mean that counted it would blame the gradient of the others on pruning.
+        never reported could never rise above it. A step without any gradient (all answers wrong) has no information:
+        nothing in it was left to chance, and a mean that counted it would attribute the others' gradient to pruning.
 
         Example: unpruned steps of 1.0 and 2.0 make a mean of 1.1; a pruned step of 3.3 then has a ratio of 3.
         """

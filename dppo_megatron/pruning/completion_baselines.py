@@ -17,7 +17,7 @@ from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.designs import Draw, count_kept, deterministic, floor_kept
 from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, keep_all
 from dppo_megatron.pruning.prompt_baselines import keep_share, two_class
-from dppo_megatron.pruning.weights import label_of_settings, weigh, weigh_biased
+from dppo_megatron.pruning.weights import label_of_settings, weigh, weigh_biased, weigh_by
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
 
 
@@ -187,16 +187,9 @@ class InfoBatchCompletionPolicy(CompletionPolicy):
     def _prune_sorted(
         self, batch: CompletionBatch, counters: tuple[int, int], capacity: StepCapacity | None
     ) -> Selection:
-        config, score = self.config, np.abs(batch.advantages)
+        score = np.abs(batch.advantages)
         drawn = self._draw(batch, two_class(score < score.mean(), self.rate), counters)
-        return weigh(
-            drawn,
-            name=self.name,
-            estimator=config.estimator,
-            max_weight=config.max_weight,
-            label=self.label,
-            score=score,
-        )
+        return weigh_by(self, drawn, label=self.label, score=score)
 
 
 class MaxVariancePolicy(CompletionPolicy):

@@ -21,10 +21,10 @@ import numpy as np
 from dppo_megatron.config.pruning import CompletionPruningConfig, check_auto_rule, check_floor
 from dppo_megatron.pruning.budget import RateControl
 from dppo_megatron.pruning.completion_base import CompletionPolicy
-from dppo_megatron.pruning.designs import WaterFiller, count_kept, design_effect
+from dppo_megatron.pruning.designs import WaterFiller, bisect, count_kept, design_effect
 from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity, StepCost, figures, keep_all
 from dppo_megatron.pruning.scores import budgeted_probabilities, completion_score, efficient_probabilities
-from dppo_megatron.pruning.weights import label_of_settings, weigh
+from dppo_megatron.pruning.weights import label_of_settings, weigh_by
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
 
 _READS = (
@@ -124,14 +124,7 @@ class DppoCompletionPolicy(CompletionPolicy):
             if pi.sum() > before.sum():
                 filled = f"slack filled: rate {1 - before.mean():.3f} -> {1 - pi.mean():.3f}"
                 note = f"{note}; {filled}" if note else filled
-        selection = weigh(
-            self._draw(batch, pi, counters),
-            name=self.name,
-            estimator=config.estimator,
-            max_weight=config.max_weight,
-            note=note,
-            label=self.label,
-        )
+        selection = weigh_by(self, self._draw(batch, pi, counters), note=note, label=self.label)
         return replace(
             selection,
             kept_cost=float(np.sum(pi * cost) / np.sum(cost)),
@@ -268,13 +261,5 @@ def fill_slack(filler: WaterFiller, pi: FloatArray, holds: Callable[[FloatArray]
     everything = filler.solve(full)
     if holds(everything):
         return everything
-    low, high = 0.0, full - spent
-    filled = pi
-    while high - low > least_step:
-        middle = low + (max(round((high - low) / 2), 1) if whole else (high - low) / 2)
-        raised = filler.solve(spent + middle)
-        if holds(raised):
-            low, filled = middle, raised
-        else:
-            high = middle
-    return filled
+    more, _ = bisect(0.0, full - spent, least_step, lambda more: holds(filler.solve(spent + more)), whole=whole)
+    return filler.solve(spent + more) if more else pi

@@ -32,7 +32,7 @@ from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.designs import Draw
 from dppo_megatron.pruning.interface import CompletionBatch, Selection, StepCapacity
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
-from dppo_megatron.pruning.weights import label_of_settings, weigh, weigh_biased
+from dppo_megatron.pruning.weights import label_of_settings, weigh_biased, weigh_by
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserError
 
 Choice = FloatArray | BoolArray | Draw
@@ -63,8 +63,7 @@ class CustomPromptPolicy(PromptPolicy):
         choice = _checked(self.choose(ids, step=step, minibatch=minibatch), len(ids), self.config.method)
         if isinstance(choice, Draw):
             _check_support(choice, np.ones(len(ids), dtype=np.bool_), self.config.method)
-            config = self.config
-            return weigh(choice, name=self.name, estimator=config.estimator, max_weight=config.max_weight)
+            return weigh_by(self, choice)
         if choice.dtype == np.bool_:
             return _picked(choice.astype(np.bool_), self.name)
         pi = np.maximum(choice, self.config.p_min)
@@ -112,14 +111,7 @@ class CustomCompletionPolicy(CompletionPolicy):
             return _picked(choice.astype(np.bool_), self.name, score)
         else:
             drawn = self._draw(batch, np.where(live, np.maximum(choice, config.p_min), 0.0), counters)
-        return weigh(
-            drawn,
-            name=self.name,
-            estimator=config.estimator,
-            max_weight=config.max_weight,
-            label=self._label_of(choice),
-            score=score,
-        )
+        return weigh_by(self, drawn, label=self._label_of(choice), score=score)
 
     def _label_of_nothing(self, batch: CompletionBatch, counters: tuple[int, int]) -> Label:
         return self._label_of(self._chosen(batch, *counters))

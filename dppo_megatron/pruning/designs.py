@@ -10,6 +10,7 @@ estimated without bias; the Poisson formula is reported instead.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,6 +117,19 @@ class WaterFiller:
             spent = float(np.sum(np.where(self.size > 0, self.cost, 0.0)))
             pi[rest] = WaterFiller(self.lower[rest], self.lower[rest], self.cost[rest]).solve(target - spent)
         return pi
+
+
+def bisect(
+    low: float, high: float, tolerance: float, is_low: Callable[[float], bool], *, whole: bool
+) -> tuple[float, float]:
+    """Narrow [low, high] to `tolerance`; whole: by steps of whole numbers, with a tolerance of 1.
+
+    `is_low` says of a value whether what is looked for is above it. Returns both ends.
+    """
+    while high - low > (1.0 if whole else tolerance):
+        middle = low + (max(round((high - low) / 2), 1) if whole else (high - low) / 2)
+        low, high = (middle, high) if is_low(middle) else (low, middle)
+    return low, high
 
 
 def systematic(inclusion_prob: FloatArray, *, order: IntArray, start: float) -> Draw:

@@ -237,7 +237,7 @@ class Policy:
 
 
 class StepCapacity(Protocol):
-    """What packing tells pruning: how much fits into a step's micro-batches. Depends on no draw."""
+    """How much fits into a step's micro-batches. Depends on no draw: else the probabilities would, and be biased."""
 
     def microbatches(self, tokens: IntArray, inclusion_prob: FloatArray) -> int:
         """Micro-batches that candidates of `tokens` [n] need when each is drawn with its probability [n]."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Protocol, TypeVar
 
 from dppo_megatron.config.plugins import is_plugin, load_function
-from dppo_megatron.config.pruning import PruningConfig
+from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning.policies import (
     COMPLETION_POLICIES,
     PROMPT_POLICIES,
@@ -15,15 +14,6 @@ from dppo_megatron.pruning.policies import (
 )
 from dppo_megatron.pruning.prompt_base import PromptPolicy
 from dppo_megatron.types import UserError
-
-
-class HasPruning(Protocol):
-    """A whole configuration, as far as it is read here."""
-
-    pruning: PruningConfig
-
-
-C = TypeVar("C", bound=HasPruning)
 
 METHODS: dict[str, tuple[str, str]] = {
     "grpo": ("none", "none"),
@@ -69,7 +59,7 @@ def method_overrides(name: str) -> list[str]:
     ]
 
 
-def with_method(config: C, name: str) -> C:
+def with_method(config: Config, name: str) -> Config:
     """A copy of `config` that uses this method."""
     changed = copy.deepcopy(config)
     for level, key, value in _settings(name):

@@ -1,4 +1,4 @@
-"""Figures that show within a step whether pruning does what it says, as `prune/*` metrics without NaN.
+"""Figures that show within a step whether pruning is unbiased, as `prune/*` metrics without NaN.
 
 Two of them must stay near 1 whatever the method keeps: the weights' sum over the nominal count, and the same by
 tokens. A weight forgotten, applied twice, or a divisor taken from the survivors moves them at once, long before a

@@ -1,4 +1,4 @@
-"""From a method's name in the config to a policy object; the names themselves stand in the policies' classes."""
+"""From a method's name in the config to a policy object; each class lists its names."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def check_methods(config: PruningConfig, *, group_size: int = 0, minibatch_size:
 
 
 def bounds_noise(config: PruningConfig) -> bool:
-    """Whether either level has a `max_noise_ratio`. Both then rest while there is nothing to compare with: the norm of
-    one estimate has the noise of both."""
+    """Whether either level has a `max_noise_ratio`. Both levels then stop pruning until
+    unpruned steps exist to compare with, because one gradient norm mixes the noise of both."""
     return config.prompt.max_noise_ratio > 0 or config.completion.max_noise_ratio > 0
 
 

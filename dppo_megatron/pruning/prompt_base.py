@@ -23,7 +23,7 @@ from dppo_megatron.pruning.interface import (
     keep_all,
     scatter,
 )
-from dppo_megatron.pruning.weights import weigh
+from dppo_megatron.pruning.weights import weigh_by
 from dppo_megatron.randomness import generator, uniforms
 from dppo_megatron.types import FloatArray, IntArray
 
@@ -191,8 +191,7 @@ class PromptPolicy(Policy):
             start=float(generator(self.seed, "prompt start", step, minibatch).random()),
             uniform=uniforms(self.seed, "prompt coin", ids, step, minibatch),
         )
-        config = self.config
-        return weigh(drawn, name=self.name, estimator=config.estimator, max_weight=config.max_weight, note=note)
+        return weigh_by(self, drawn, note=note)
 
     def _ties(self, ids: IntArray, step: int, minibatch: int) -> FloatArray:
         return uniforms(self.seed, "prompt tie", ids, step, minibatch)

@@ -25,7 +25,7 @@ from dppo_megatron.pruning.designs import Draw, design_effect
 from dppo_megatron.pruning.interface import Selection, check_state, figures, keep_all
 from dppo_megatron.pruning.prompt_base import PromptPolicy, Visits
 from dppo_megatron.pruning.scores import spread
-from dppo_megatron.pruning.weights import weigh, weigh_biased
+from dppo_megatron.pruning.weights import weigh_biased, weigh_by
 from dppo_megatron.randomness import uniforms
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError
 
@@ -216,7 +216,7 @@ class WeightedGresoPolicy(GresoPolicy):
         return self.config.p_min
 
     def _weighed(self, drawn: Draw) -> Selection:
-        return weigh(drawn, name=self.name, estimator=self.config.estimator, max_weight=self.config.max_weight)
+        return weigh_by(self, drawn)
 
 
 class InfoBatchPolicy(PromptPolicy):

@@ -128,7 +128,7 @@ class DppoPromptPolicy(PromptPolicy):
         return replace(selection, metrics=metrics, kept_cost=kept_cost, effect=self.monitor.effect())
 
     def _plan(self, ids: IntArray, step: int) -> _Plan | None:
-        """The probabilities of a step in which prompts are skipped; None while nothing says how many."""
+        """The probabilities of a step in which prompts are skipped; None before a cost is measured."""
         score, cost = self._score(ids, step), self._relative_cost(ids, step)
         size = score / np.sqrt(cost) if self._divides_by_cost else score
         lower = np.where(self._may_skip(ids), self.config.p_min, 1.0)
@@ -163,7 +163,7 @@ class DppoPromptPolicy(PromptPolicy):
         return float(max(by_rate, _least(lower)))
 
     def _may_skip(self, ids: IntArray) -> BoolArray:
-        """[n]: something is known that tells the prompt from others."""
+        """[n]: whether a prompt's score rests on anything of its own; the others are always kept."""
         if self.fitted is None:
             return self.history.seen(ids)
         if not self.fitted.is_ready:

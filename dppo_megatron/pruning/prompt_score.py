@@ -10,7 +10,7 @@ A second regression, of the outcome on what the first had predicted, holds the f
 that fit the past by chance are worth less on the next step, and a slope below 1 says by how much. It also knows the
 expected cost: probabilities divide by that, so an error that goes with it would not average out.
 
-The cost, tokens of a group, has a regression of its own on the same columns. It is what a fixed average of the last
+The cost, tokens of a group, has a separate regression on the same columns. It is what a fixed average of the last
 visits is not: right for prompts never seen, and quick where answers grow or shrink all at once.
 """
 
@@ -43,7 +43,7 @@ _TOKENS_COLUMN = 8
 _WIDEST = 6.0
 """Predicted moments of one batch are within exp(-6) and exp(6) of their geometric mean."""
 _MOST_CLASSES = 16
-"""Classes of a column beyond the commonest 16 are told apart by nothing."""
+"""Rarer classes of a column share the all-zero code: each would have too few rows to be estimated."""
 
 
 class FittedScore:
@@ -74,7 +74,7 @@ class FittedScore:
 
     @property
     def tells_unseen_apart(self) -> bool:
-        """Whether rows say anything about prompts that were never visited."""
+        """Whether rows have any column by which prompts that were never visited differ."""
         return self._rows is not None and self._rows.count > 0
 
     def expected(self, ids: IntArray, step: int) -> FloatArray:
@@ -111,7 +111,7 @@ class FittedScore:
             return
         x = self._columns(ids, step)
         mean = float(np.sum(weight * moment) / np.sum(weight))
-        # a batch without any gradient says nothing about which prompts have more of it
+        # a batch without any gradient has no information on which prompts have more of it
         if mean > np.finfo(np.float64).tiny:
             if self.is_ready:
                 # 1 / pi^2 as in the design effect that it has to get right: once for the draw, once for the effect
@@ -172,7 +172,7 @@ class FittedScore:
             # of a prompt that was left alone for long, it matters less what it came to then
             np.where(seen & (kind != _MIXED), np.log(epochs), 0.0),
             np.where(tokens > 0, np.log(np.maximum(tokens, 1e-9) / usual), 0.0),
-            # all that tells groups apart where each has gradient: graded rewards, large groups
+            # the only distinction where every group has gradient: graded rewards, large groups
             np.where(kind == _MIXED, _MOMENT * _logs_over_usual(arrays["moment"][ids]), 0.0),
         ]
         known = np.stack(columns, axis=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from dppo_megatron.pruning.designs import WaterFiller, design_effect
+from dppo_megatron.pruning.designs import WaterFiller, bisect, design_effect
 from dppo_megatron.types import FloatArray
 
 
@@ -121,14 +121,11 @@ def budgeted_probabilities(
     if max_design_effect == 0 or design_effect(score, pi) <= bound:
         return pi
     full = float(np.sum(filler.cost[filler.support]))
-    low, high = 0.0, full - target
-    while high - low > (1.0 if whole else 1e-3 * full):
-        middle = low + (max(round((high - low) / 2), 1) if whole else (high - low) / 2)
-        if design_effect(score, filler.solve(target + middle)) <= bound:
-            high = middle
-        else:
-            low = middle
-    return filler.solve(target + high)
+
+    def is_beyond(more: float) -> bool:
+        return design_effect(score, filler.solve(target + more)) > bound
+
+    return filler.solve(target + bisect(0.0, full - target, 1e-3 * full, is_beyond, whole=whole)[1])
 
 
 def spread(rewards: FloatArray) -> FloatArray:

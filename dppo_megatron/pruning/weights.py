@@ -14,11 +14,12 @@ the label of the worst batch that its settings admit.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from dppo_megatron.pruning.designs import Draw, design_effect
-from dppo_megatron.pruning.interface import LedgerRow, Selection, figures
+from dppo_megatron.pruning.interface import LedgerRow, Policy, Selection, figures
 from dppo_megatron.types import FloatArray, Label
 
 
@@ -61,7 +62,7 @@ def weigh(
 ) -> Selection:
     """Weights of a random draw by the estimator's name, capped at `max_weight` if that is not 0, with its ledger row.
 
-    The caller vouches that pi = 0 only where there is no gradient.
+    Precondition, not checked here: pi = 0 only where there is no gradient.
 
     Args:
         label: of the settings, where the probabilities are themselves the outcome of an earlier draw; None: from the
@@ -73,15 +74,16 @@ def weigh(
     if max_weight > 0:
         weight = np.minimum(weight, max_weight)
         notes += _cap_notes(draw, estimator, max_weight)
-    return Selection(
-        kept=draw.kept,
-        inclusion_prob=draw.inclusion_prob,
-        weight=weight,
-        ledger=(
-            LedgerRow(name, kept_fraction(draw), label or label_of_draw(draw, estimator, max_weight), "; ".join(notes)),
-        ),
-        metrics=_figures(draw, score),
-    )
+    return _selection(draw, name, weight, label or label_of_draw(draw, estimator, max_weight), "; ".join(notes), score)
+
+
+def weigh_by(
+    policy: Policy, draw: Draw, *, note: str = "", label: Label | None = None, score: FloatArray | None = None
+) -> Selection:
+    """`weigh` with the estimator and the cap of a policy's settings."""
+    settings: Any = policy.config
+    given = {"estimator": settings.estimator, "max_weight": settings.max_weight}
+    return weigh(draw, name=policy.name, note=note, label=label, score=score, **given)
 
 
 def weigh_biased(
@@ -100,23 +102,16 @@ def weigh_biased(
     """
     everything = bool(np.all(draw.inclusion_prob == 1.0) and np.all(np.asarray(scale) == 1.0))
     given: Label = label or ("exact" if everything else "biased")
-    return Selection(
-        kept=draw.kept,
-        inclusion_prob=draw.inclusion_prob,
-        weight=np.where(draw.kept, scale, 0.0),
-        ledger=(LedgerRow(name, kept_fraction(draw), given, "" if given == "exact" else note),),
-        metrics=_figures(draw, score),
-    )
+    weight = np.where(draw.kept, scale, 0.0)
+    return _selection(draw, name, weight, given, "" if given == "exact" else note, score)
 
 
-def _figures(draw: Draw, score: FloatArray | None) -> dict[str, float]:
-    pi = draw.inclusion_prob
-    return figures(pi, design_effect(np.ones(len(pi)) if score is None else score, pi))
-
-
-def kept_fraction(draw: Draw) -> float:
-    """Kept over offered; 1 if nothing was offered."""
-    return float(draw.kept.mean()) if len(draw.kept) else 1.0
+def _selection(
+    draw: Draw, name: str, weight: FloatArray, label: Label, note: str, score: FloatArray | None
+) -> Selection:
+    pi, kept_fraction = draw.inclusion_prob, float(draw.kept.mean()) if len(draw.kept) else 1.0
+    effect = design_effect(np.ones(len(pi)) if score is None else score, pi)
+    return Selection(draw.kept, pi, weight, (LedgerRow(name, kept_fraction, label, note),), figures(pi, effect))
 
 
 def _cap_notes(draw: Draw, estimator: str, max_weight: float) -> list[str]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dppo_megatron.algorithms.advantages import make_advantages, overlong_penalty
-from dppo_megatron.algorithms.denominators import denominators, token_sums
+from dppo_megatron.algorithms.advantages import denominators, make_advantages, overlong_penalty, token_sums
 from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning import LedgerRow, Selection
 from dppo_megatron.selection.arrays import Rollouts

@@ -4,8 +4,8 @@ No model, no process group and no text, only arrays: the training loop runs it o
 and `dppo-megatron simulate` runs the same code on a recorded trace.
 
 With several optimizer updates a step, nominal prompts are assigned to mini-batches by their position before anything is
-selected. Each mini-batch has its own draws, made independently, and its own denominators: a later update then moves a
-policy that knows nothing of the draws that it is about to use, which is what keeps it unbiased (docs/objectives.md).
+selected. Each mini-batch has its own draws, made independently, and its own denominators: the draws of update 2 are
+then independent of the policy that update 1 produced, which keeps update 2 unbiased (docs/objectives.md).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Step:
     position: int
     """Of the order, before its first prompt."""
     rest: str = ""
-    """Why nothing is pruned in it, where that is not for the policies to say."""
+    """Why nothing is pruned in it, beside the policies' own reasons (warm-up, annealing); empty: no reason."""
     rounds: int = 0
     offered: list[IntArray] = field(default_factory=list)
     selections: list[Selection] = field(default_factory=list)
@@ -159,7 +159,7 @@ class Selector:
         """Steps that a prompt policy's feedback comes late: a step that begins ahead cannot know what the one before it
         cost, and one that does not, because a checkpoint is due, must choose the same."""
         self._costs: list[StepCost] = []
-        """Feedback that the prompt policy has still to hear."""
+        """Feedback that has not been passed to the prompt policy yet."""
         self._said: list[str] = []
         self._open: list[_Step] = []
         """Steps that have begun and have had no feedback, oldest first; at most two."""

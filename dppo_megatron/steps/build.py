@@ -14,13 +14,12 @@ import torch
 from dppo_megatron.config.schema import Config, PackingConfig
 from dppo_megatron.job import Job
 from dppo_megatron.packing.alignment import PackingLayout
-from dppo_megatron.packing.slack import TokenCapacity
+from dppo_megatron.packing.planner import TokenCapacity
 from dppo_megatron.rewards.grading import GradeInClient
 from dppo_megatron.rollout.engine import Engine, Sampling
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.spans import Spans
-from dppo_megatron.steps.cost import cost_model as cost_model
 from dppo_megatron.types import Watch
 
 

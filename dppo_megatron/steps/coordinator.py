@@ -15,17 +15,18 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.algorithms.batch_size import BatchAdvisor
+from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.job import Job
 from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.packing.planner import Packable, plan_microbatches
+from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.pruning.interface import PromptFeatures, StepCost
 from dppo_megatron.rewards.measures import FailureGuard, grading_metrics
 from dppo_megatron.rollout.engine import RolloutStats
 from dppo_megatron.selection import Chosen, Decision, Selector
 from dppo_megatron.steps.build import token_capacity
 from dppo_megatron.steps.cost import cost_model
-from dppo_megatron.steps.ledger import aborted_row, overlong_row, straggler_row
 from dppo_megatron.steps.outcomes import Outcomes
 from dppo_megatron.steps.step import Step, UpdatePlan, sizes_of
 from dppo_megatron.steps.trace import trace_row
@@ -133,7 +134,6 @@ class Coordinator:
         return {"selector": self._selector.state_dict(), "batch": self._advisor.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it."""
         self._selector.load_state_dict(state["selector"])
         if "batch" in state:  # a checkpoint of before there was advice has none
             self._advisor.load_state_dict(state["batch"])
@@ -145,3 +145,31 @@ class Coordinator:
         return UpdatePlan(
             rows, tokens, decision.advantages[rows], decision.weight[rows], decision.denominator[rows], pack
         )
+
+
+def overlong_row(job: Job) -> tuple[LedgerRow, ...]:
+    """The row for problems left out because their prompts are too long; empty if there are none."""
+    filtered, kept = sum(one.filtered for one in job.train_sets.values()), len(job.train_prompts)
+    if not filtered:
+        return ()
+    note = f"{filtered} problems have prompts above max_prompt_tokens and are left out of the training data"
+    return (LedgerRow("data/overlong_prompts", kept / (kept + filtered), "biased", note),)
+
+
+def straggler_row(config: RolloutConfig, cut: float, total: int) -> tuple[LedgerRow, ...]:
+    """The row of `limits.straggler_share`, in every step in which servers may cut, whether or not they did.
+
+    A label must not depend on the outcome.
+    """
+    if config.engine == "hf" or config.limits.straggler_share >= 1:
+        return ()
+    note = f"{cut:.0f} completions were cut off by rollout.limits.straggler_share and count as truncated"
+    return (LedgerRow("rollout/stragglers", 1.0 - cut / max(total, 1), "biased", note),)
+
+
+def aborted_row(config: RolloutConfig) -> tuple[LedgerRow, ...]:
+    """The row of `sync.in_flight=abort`, in every step that a weight sync may have met while it was generated."""
+    if config.engine == "hf" or not config.async_steps or config.sync.in_flight != "abort":
+        return ()
+    note = "completions that a weight sync interrupts are sampled again, so those that end early are more likely"
+    return (LedgerRow("rollout/aborted", 1.0, "biased", note),)

@@ -95,7 +95,6 @@ class _Parcels:
 
     @staticmethod
     def of(plans: Sequence[UpdatePlan], holders: IntArray, group_size: int) -> _Parcels:
-        """Computed from the plans."""
         columns = []
         for index, plan in enumerate(plans):
             replica = np.zeros(len(plan.rows), np.int64)
@@ -209,5 +208,5 @@ def _send(
 
 
 def _bits(column: Column) -> npt.NDArray[np.int32]:
-    """What is sent of it. As integers: nobody on the way may take an id for a number and change it."""
+    """What is sent of it. As integers: a transport may canonicalise the NaN payloads of floats."""
     return np.ascontiguousarray(column, dtype=np.float32).view(np.int32)

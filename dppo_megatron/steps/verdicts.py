@@ -88,7 +88,7 @@ def reasons_of(config: Config, decision: Decision, rollouts: Rollouts) -> np.nda
     """[K * G] one word for why each completion was kept or not (docs/run_directory.md lists them).
 
     A policy reports the probability with which it keeps a completion, not the reason. A probability between the floor
-    and 1 is attributed to the score, and one of 0 to the rank: what no draw can keep was cut by a fixed rule.
+    and 1 is attributed to the score, and one of 0 to the rank: what no draw can keep was dropped by a fixed rule.
     """
     truncated: BoolArray = np.zeros(decision.kept.shape, dtype=np.bool_)
     if config.objective.overlong.filter:

@@ -30,7 +30,7 @@ from dppo_megatron.files import remove_tree
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.json_files import plain, read_object, shown
-from dppo_megatron.weights.shapes import Shape, hf_shapes
+from dppo_megatron.weights.mapping import Shape, hf_shapes
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -21,7 +21,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`.
 
     Raises:
-        UserError: no such file, not readable, not JSON, a key that stands twice, or no object.
+        UserError: no such file, not readable, not JSON, a duplicate key, or no object.
     """
     try:
         if not path.is_file():  # not a pipe, on which reading would block

@@ -1,7 +1,7 @@
 """How many layers each pipeline stage holds, uneven splits included.
 
-A model is built by what Megatron says of a rank (`get_num_layers_to_build`), which needs process groups and answers
-what cannot be with assertions. Checks and plans need all stages on one process, and a sentence; tests/test_pipeline.py
+A model is built by Megatron's `get_num_layers_to_build`, which needs process groups and refuses impossible splits by
+assertions. Checks and plans need all stages on one process, and a sentence; tests/test_pipeline.py
 compares the two for thousands of splits.
 """
 

@@ -1,4 +1,4 @@
-"""Who sends a piece of the weights to whom, so that a node takes it from the network once.
+"""Which rank sends a piece of the weights to which, so that a node takes it from the network once.
 
     a holder ──▶ the receivers of its own node that lack it                first hop, inside the node
     a holder ──▶ one receiver of each node without a holder                first hop, the only one over the network
@@ -34,7 +34,7 @@ Item: TypeAlias = tuple[str, Place]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Shards that lie alike in the full tensors of one key. The same ranks hold all of them."""
+    """Shards at the same offsets in the full tensors of one key. The same ranks hold all of them."""
 
     key: str
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class Block:
 
 
 class Told(NamedTuple):
-    """What a rank tells the others."""
+    """What a rank reports to all others when the stream is made."""
 
     node: int
     """The first rank on its node."""
@@ -199,7 +199,7 @@ class Catalogue:
         route_of = [routes[held] for held in self._holders]
         concerns = [me in receivers or me in held for held in self._holders]
         sizes = [block.numel for block in self.blocks]
-        turns = list(range(len(self.blocks)))  # from numbers of their own: blocks of the same holders are staggered
+        turns = list(range(len(self.blocks)))  # each starts at its number: blocks of the same holders are staggered
         plan = []
         for items in self.buckets(max_numel):
             largest = math.ceil(sum(self._numel[key] for key, _ in items) / _PIECES)

@@ -111,7 +111,7 @@ class WeightStream:
         mine = _blocks_of(model)
         parameter = next(iter(model[0].parameters()))
         self._dtype, self._device = parameter.dtype, parameter.device
-        # as text: what many ranks tell alike is read once, not once a rank
+        # as bytes: what many ranks report alike is unpickled once, not once a rank
         told = [Told(launched_node(self._me), [pickle.dumps(block) for block in mine])]
         if dist.get_world_size() > 1:
             told = told * dist.get_world_size()
@@ -133,10 +133,10 @@ class WeightStream:
 
         Args:
             to: ranks that are given tensors; None: all.
-            bucket_bytes: size of an exchange, the same on every rank. A tensor that is larger makes one of its own.
+            bucket_bytes: size of an exchange, the same on every rank. A larger tensor is an exchange by itself.
 
         Yields:
-            (name, full tensor) in a fixed order. Tensors of a bucket lie end to end in one piece of memory, which is
+            (name, full tensor) in a fixed order. Tensors of a bucket are contiguous in one piece of memory, which is
             the receiver's to keep.
         """
         receivers = tuple(sorted(set(range(dist.get_world_size()) if to is None else to)))

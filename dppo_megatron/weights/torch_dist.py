@@ -1,7 +1,7 @@
 """Reads and writes Megatron distributed checkpoints (`torch_dist`) tensor by tensor in one process.
 
 Megatron's own save needs the whole model in memory and a process group. The format underneath is PyTorch's distributed
-checkpoint: one global tensor per key, cut into chunks with offsets. So a converter needs neither: it describes all
+checkpoint: one global tensor per key, split into chunks with offsets. So a converter needs neither: it describes all
 chunks first and supplies each in turn, and it can read any slice of any key. Here a chunk is one tensor of one layer
 (and expert), and a file is one layer; each layout that loads it reads the slices it needs. Only public interfaces of
 torch.distributed.checkpoint are used.
@@ -42,8 +42,17 @@ from dppo_megatron import safe_pickle
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import CheckpointReader, WeightReader, check_shapes, holds_safetensors
-from dppo_megatron.weights.mapping import PADDED_TO_VOCAB, Place, hf_names, split, table
-from dppo_megatron.weights.shapes import full_shape, in_layer_order, stacked_axes, stacked_shape
+from dppo_megatron.weights.mapping import (
+    PADDED_TO_VOCAB,
+    Place,
+    full_shape,
+    hf_names,
+    in_layer_order,
+    split,
+    stacked_axes,
+    stacked_shape,
+    table,
+)
 
 _FORMAT = {
     "sharded_backend": "torch_dist",

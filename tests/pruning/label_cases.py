@@ -25,7 +25,7 @@ from label_configs import check_sections, make_config, make_features, make_outco
 from dppo_megatron import randomness
 from dppo_megatron.config.schema import Config
 from dppo_megatron.packing.alignment import PackingLayout
-from dppo_megatron.packing.slack import TokenCapacity
+from dppo_megatron.packing.planner import TokenCapacity
 from dppo_megatron.pruning import StepCost, completion_base, prompt_base, prompt_baselines
 from dppo_megatron.selection import Decision, Rollouts, Selector
 from dppo_megatron.types import UserError

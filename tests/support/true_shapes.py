@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.weights.architecture import read_architecture
-from dppo_megatron.weights.shapes import hf_shapes
+from dppo_megatron.weights.mapping import hf_shapes
 from support.chat_model import train_tokenizer
 
 _COMMON: dict[str, Any] = {

@@ -25,7 +25,7 @@ from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.steps.cost import cost_model
 from dppo_megatron.types import PackedMicrobatch, PackPlan, TrainSample
 from dppo_megatron.weights.architecture import Architecture, read_architecture
-from dppo_megatron.weights.shapes import hf_shapes
+from dppo_megatron.weights.mapping import hf_shapes
 
 Shape = dict[str, Any]
 """The sizes of a Qwen3 config.json; of a mixture of experts, if it names experts."""

@@ -1,6 +1,6 @@
 """How many parameters one rank holds: the sizes that every estimate begins with.
 
-Counted from the table of weights that the trainer loads by (`weights/shapes.py`), so a new model family is planned as
+Counted from the table of weights that the trainer loads by (`weights/mapping.py`), so a new model family is planned as
 soon as it can be trained.
 """
 
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from dppo_megatron.config.schema import LayoutConfig
 from dppo_megatron.weights.architecture import Architecture
-from dppo_megatron.weights.mapping import EMBEDDING, OUTPUT, table
-from dppo_megatron.weights.shapes import full_shape, stacked_axes
+from dppo_megatron.weights.mapping import EMBEDDING, OUTPUT, full_shape, stacked_axes, table
 
 _ON_EVERY_RANK = ("layer_norm_weight", "layernorm.weight", "router.weight")
 """Endings of the keys that tensor parallelism does not split."""
