@@ -44,7 +44,7 @@ from dppo_megatron.observe.trackers.sink import COLUMNS, TRACKERS, Trackers, num
 from dppo_megatron.observe.watchdog import StopRequests, Watchdog
 from dppo_megatron.pruning import LedgerRow, biased_rows
 from dppo_megatron.pruning.interface import PromptFeatures
-from dppo_megatron.spans import Spans
+from dppo_megatron.spans import recorded_by
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import Step
 from dppo_megatron.steps.trace import trace_header, trace_seconds
@@ -75,6 +75,8 @@ class Run:
         self.progress = RunProgress(job.config.steps, visible=self._writes, clock=clock)
         self._watch = self.progress.watch
         self._stop_requests, self._watchdog = StopRequests(), _watchdog(job.config.guard.watchdog_s)
+        self._reached = ExitStack()
+        """What code reaches without being given it, until the run ends."""
         self._files: RunDirectory | None = None
         """The run directory, on rank 0."""
         with ExitStack() as undo:  # undone in reverse order if a later line raises
@@ -94,10 +96,11 @@ class Run:
                 self.progress.say if self._writes else show,
             )
             self.say(job.data_report)  # before waiting for servers, so that a wrong template is seen early
-            spans = Spans()
-            self._recorder = StepRecorder(job.config.observe, self._directory, spans, self.progress.say)
+            self._recorder = StepRecorder(job.config.observe, self._directory, self.progress.say)
+            undo.callback(self._reached.close)
+            self._reached.enter_context(recorded_by(self._recorder.spans))
             shown = self.progress.say, self._watch, self.progress.phases
-            self.loop = Loop(job, *shown, spans, self._recorder)
+            self.loop = Loop(job, *shown, self._recorder)
             undo.pop_all()
         self.summary = Summary()
         self._warned: set[str] = set()
@@ -118,6 +121,7 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         with ExitStack() as leaving:  # undone in reverse order, the rest too if one raises
             leaving.push(lambda failed, *_: self._part(failed or kind))
+            leaving.callback(self._reached.close)
             leaving.callback(self.progress.close)
             leaving.callback(self._close_files)
             leaving.callback(self._end_processes, finished=kind in (None, Stopped))

@@ -38,7 +38,7 @@ from dppo_megatron.algorithms.objectives import Objective
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
 from dppo_megatron.distributed import to_rank_zero
 from dppo_megatron.platform.capabilities import this_machine
-from dppo_megatron.spans import Spans
+from dppo_megatron.spans import recorder
 from dppo_megatron.types import PackPlan, TrainSample, UpdateResult
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.sharded import DEFAULT_BUCKET_BYTES, WeightStream, load_hf_weights
@@ -50,7 +50,6 @@ class Actor:
     Args:
         get_weight: returns a full Hugging Face tensor by name; read shard by shard.
         dtype: parameters and activations; torch.float64 computes gradients but has no optimizer.
-        spans: gets each micro-batch, while it is on.
     """
 
     def __init__(
@@ -61,10 +60,8 @@ class Actor:
         get_weight: Callable[[str], Tensor],
         *,
         dtype: torch.dtype,
-        spans: Spans | None = None,
     ) -> None:
         self.layout = layout
-        self._spans = spans or Spans()
         self._config = config
         self._architecture = architecture
         self._dtype = dtype
@@ -376,7 +373,7 @@ class Actor:
             return output, partial(hook, pack)
 
         interleaved = len(self._model) > 1
-        timers = ScheduleTimers(self._spans, self.layout.device) if self._spans.on else None
+        timers = ScheduleTimers(recorder(), self.layout.device) if recorder().on else None
         for chunk in self._chunks:
             chunk.config.timers = timers
         get_forward_backward_func()(

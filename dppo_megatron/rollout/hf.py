@@ -27,7 +27,7 @@ from dppo_megatron.rollout.client.grading import Detokenizer
 from dppo_megatron.rollout.decoder import Decoder
 from dppo_megatron.rollout.engine import Engine, Request, Sampling, Weights, own_requests
 from dppo_megatron.rollout.kv_cache import Moves
-from dppo_megatron.spans import Spans
+from dppo_megatron.spans import recorder
 from dppo_megatron.types import Completion, FinishReason, Grade, GradeTask, Watch, counted, unwatched
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import WeightReader, check_finite
@@ -53,9 +53,7 @@ class HFEngine(Engine):
         device: torch.device,
         max_concurrent_sequences: int,
         grade: Callable[[Sequence[GradeTask]], Future[list[Grade]]] | None = None,
-        spans: Spans | None = None,
     ) -> None:
-        self._spans = spans or Spans()
         self._decoder = Decoder(architecture, dtype=dtype, device=device)
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer.of(tokenizer)
@@ -89,7 +87,7 @@ class HFEngine(Engine):
             order.sort(key=lambda i: len(requests[i].prompt.token_ids))
             for start in range(0, len(order), self._batch):
                 chunk = order[start : start + self._batch]
-                with self._spans.span("generation", f"{len(chunk)} completions"):
+                with recorder().span("generation", f"{len(chunk)} completions"):
                     for row, completion in self._generate([requests[i] for i in chunk], how):
                         yield chunk[row], completion
 

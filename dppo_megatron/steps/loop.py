@@ -45,7 +45,6 @@ from dppo_megatron.rewards.grading import grade_groups
 from dppo_megatron.rollout.engine import Request
 from dppo_megatron.rollout.sync.receipts import Canary
 from dppo_megatron.selection import Chosen
-from dppo_megatron.spans import Spans
 from dppo_megatron.steps.build import make_engine, make_sampling, what_to_offload
 from dppo_megatron.steps.coordinator import Coordinator
 from dppo_megatron.steps.exchange import Replicas, exchange
@@ -75,7 +74,6 @@ class Loop:
         say: takes log lines, on rank 0.
         watch: shows the progress of what takes long, on rank 0.
         phases: shows which phase a step is in, on rank 0.
-        spans: what is on timelines.
         recorder: records steps; None: none.
     """
 
@@ -85,24 +83,23 @@ class Loop:
         say: Callable[[str], None] = show,
         watch: Watch = unwatched,
         phases: ShowPhases | None = None,
-        spans: Spans | None = None,
         recorder: StepRecorder | None = None,
     ) -> None:
         config = job.config
         self.job, self.say, self._watch, self._phases = job, say, watch, phases
-        self._spans, self._recorder = spans or Spans(), recorder
+        self._recorder = recorder
         dtype = getattr(torch, config.model.dtype)
         layout = build_layout(config.actor.layout, config.seed)
         connect_groups(config.actor, job.architecture, config.guard.rendezvous_timeout_s)
         # first: reports a bad server at once
-        self._engine = make_engine(job, dtype, layout.device, say, watch, self._spans)
+        self._engine = make_engine(job, dtype, layout.device, say, watch)
         with ExitStack() as undo:
             undo.callback(self._engine.close)  # a model that cannot be built leaves no servers behind
             self._engine.rest()  # gives the actor the device
             self._offload = what_to_offload(config, layout.device.type)
             with watch("building the actor", len(job.checkpoint.names), "tensors read") as advance:
                 get = _told(job.checkpoint.get, advance)
-                self.actor = Actor(config.actor, layout, job.architecture, get, dtype=dtype, spans=self._spans)
+                self.actor = Actor(config.actor, layout, job.architecture, get, dtype=dtype)
             undo.pop_all()
         self.objective = make_objective(config.objective, job.policy_loss)
         self._replicas = Replicas.agree(layout.data_parallel_rank)
@@ -347,7 +344,7 @@ class Loop:
     # ---------------------------------------------------------------------------------------- inside
 
     def _new(self, number: int) -> Step:
-        return Step(number, record=StepRecord(timers=Timers(self._spans)))
+        return Step(number, record=StepRecord(timers=Timers()))
 
     def _release_weights(self) -> None:
         """The engine has copies of the actor's weights."""
