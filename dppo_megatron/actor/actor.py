@@ -127,15 +127,15 @@ class Actor:
         objective: Objective,
         *,
         temperature: float = 1.0,
-        watch: LogprobStore | None = None,
+        logprobs_out: LogprobStore | None = None,
     ) -> UpdateResult:
         """One optimizer step on the weighted objective of `samples`.
 
         Args:
             samples: at least those of this rank's data-parallel replica.
-            watch: takes the log-probabilities before the step, on the last pipeline stage.
+            logprobs_out: takes the log-probabilities before the step, on the last pipeline stage.
         """
-        sums = self.accumulate(samples, plan, objective, temperature=temperature, watch=watch)
+        sums = self.accumulate(samples, plan, objective, temperature=temperature, logprobs_out=logprobs_out)
         tokens = max(sums.pop("tokens", 0.0), 1.0)
         loss = sums.pop("loss", 0.0)
         # checked before the step: Megatron looks for infinities only when it scales an fp16 loss
@@ -162,7 +162,7 @@ class Actor:
         objective: Objective,
         *,
         temperature: float = 1.0,
-        watch: LogprobStore | None = None,
+        logprobs_out: LogprobStore | None = None,
     ) -> dict[str, float]:
         """Forward and backward over the whole plan, gradients reduced and left in the buffers; no optimizer step.
 
@@ -175,7 +175,7 @@ class Actor:
             model.train()
         if self._optimizer is not None:
             self._optimizer.zero_grad()
-        hook = LossHook(objective, self._scorer(temperature), self.layout, plan.num_microbatches, watch)
+        hook = LossHook(objective, self._scorer(temperature), self.layout, plan.num_microbatches, logprobs_out)
         self._run_schedule(samples, plan, hook, forward_only=False)
         return reduce_sums(hook.sums, self.layout)
 

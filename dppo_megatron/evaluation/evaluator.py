@@ -17,9 +17,10 @@ from dppo_megatron.distributed import gather_all
 from dppo_megatron.evaluation.samples import EvalSample, problem_ids
 from dppo_megatron.evaluation.statistics import EvalScores, score
 from dppo_megatron.job import Job
+from dppo_megatron.progress import progress
 from dppo_megatron.rewards.grading import Grader, GradeTask, deciding_reward, make_grader
 from dppo_megatron.rollout.engine import Engine, Request, Sampling, own_requests
-from dppo_megatron.types import Completion, Grade, Prompt, Watch, unwatched
+from dppo_megatron.types import Completion, Grade, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +57,12 @@ class Evaluator:
         self.sets = eval_sets(job)
         self._graders = SetGraders(job.config.reward, job.grade)
 
-    def evaluate(
-        self, engine: Engine, names: Collection[str] | None = None, watch: Watch = unwatched
-    ) -> list[EvalScores]:
+    def evaluate(self, engine: Engine, names: Collection[str] | None = None) -> list[EvalScores]:
         """Scores of every set, or of those in `names`, on every rank. Collective.
 
         Ranks exchange outcomes, not texts: 2,000 answers of 8,000 tokens are 60 MB.
         """
-        samples, items = self._sample(engine, names, watch)
+        samples, items = self._sample(engine, names)
         mine = [(position, item.set, sample.outcome) for (position, item), sample in zip(items, samples, strict=True)]
         outcomes = [(of, outcome) for _, of, outcome in sorted(gather_all(mine), key=lambda each: each[0])]
         return [
@@ -72,16 +71,16 @@ class Evaluator:
             if names is None or one.name in names
         ]
 
-    def sample(self, engine: Engine, watch: Watch = unwatched) -> list[EvalSample]:
+    def sample(self, engine: Engine) -> list[EvalSample]:
         """This rank's samples of every set, graded; without other ranks, all samples."""
-        return self._sample(engine, None, watch)[0]
+        return self._sample(engine, None)[0]
 
     def close(self) -> None:
         """End the graders that only evaluation sets use."""
         self._graders.close()
 
     def _sample(
-        self, engine: Engine, names: Collection[str] | None, watch: Watch
+        self, engine: Engine, names: Collection[str] | None
     ) -> tuple[list[EvalSample], list[tuple[int, _Item]]]:
         """This rank's samples, and which item of the evaluation each is of."""
         items = [
@@ -96,14 +95,14 @@ class Evaluator:
         tokens = 0
         fallback = Sampling(1, 0.0, 0)  # each request carries its own sampling
         total = len(requests) if engine.has_servers else len(own_requests(requests))
-        with watch("evaluation", total, "answers") as advance:
+        with progress("evaluation", total, "answers") as advance:
             for position, completion in engine.stream(requests, fallback):
                 completions[position] = completion
                 tokens += len(completion.token_ids)
                 advance(len(completions), tokens)
         mine = [(position, items[position]) for position in sorted(completions)]
         done = [completions[position] for position, _ in mine]
-        with watch("evaluation: grading", 0, ""):
+        with progress("evaluation: grading"):
             grades = self._grade([item for _, item in mine], [completion.text for completion in done])
         each = zip(mine, done, grades, strict=True)
         return [self._record(item, completion, grade) for (_, item), completion, grade in each], mine

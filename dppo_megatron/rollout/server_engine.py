@@ -60,7 +60,7 @@ from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
 from dppo_megatron.texts import show
-from dppo_megatron.types import Completion, Grade, GuardStop, Watch, unwatched
+from dppo_megatron.types import Completion, Grade, GuardStop
 from dppo_megatron.weights.architecture import Architecture
 
 _PROBE_S = 120.0
@@ -72,7 +72,6 @@ class ServerEngine(Engine):
     Args:
         say: prints a log line; used on rank 0.
         client_hook: makes what grades completions in the rollout clients; picklable.
-        watch: shows how long launched servers take to start.
 
     Raises:
         UserError: a server cannot be reached, serves another model, is too old, or was started without what is needed.
@@ -87,7 +86,6 @@ class ServerEngine(Engine):
         tokenizer: PreTrainedTokenizerBase,
         say: Callable[[str], None] = show,
         client_hook: HookFactory | None = None,
-        watch: Watch = unwatched,
     ) -> None:
         self._config = config
         self._detokenizer, self._vocab_size = Detokenizer.of(tokenizer), architecture.vocab_size
@@ -110,7 +108,7 @@ class ServerEngine(Engine):
 
             def connected() -> tuple[Meeting, list[int], str, ChannelName, Seats]:
                 """On rank 0: reach every server, and wait for the clients from now on."""
-                found = connect(config, architecture, say, devices, launched, watch)
+                found = connect(config, architecture, say, devices, launched)
                 self._head = head = _Head(config, architecture, say, found, launched, self._nodes.count)
                 return head.meeting, head.nodes, found.description, found.channel, found.seats
 

@@ -20,10 +20,9 @@ from dppo_megatron.rollout.engine import Engine, Sampling
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.steps.cost import cost_model as cost_model
-from dppo_megatron.types import Watch
 
 
-def make_engine(job: Job, dtype: torch.dtype, device: torch.device, say: Callable[[str], None], watch: Watch) -> Engine:
+def make_engine(job: Job, dtype: torch.dtype, device: torch.device, say: Callable[[str], None]) -> Engine:
     """The engine of `rollout.engine`. Raises UserError for servers that cannot be used."""
     config = job.config
     if config.rollout.engine == "hf":
@@ -36,7 +35,7 @@ def make_engine(job: Job, dtype: torch.dtype, device: torch.device, say: Callabl
             grade=job.grade.submit,
         )
     grades = GradeInClient(config.reward, tuple(sys.path))
-    engine = ServerEngine(config, job.architecture, job.tokenizer, say, client_hook=grades, watch=watch)
+    engine = ServerEngine(config, job.architecture, job.tokenizer, say, client_hook=grades)
     say(engine.description)
     return engine
 

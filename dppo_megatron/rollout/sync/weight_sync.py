@@ -194,7 +194,7 @@ class WeightSync:
         from_rank_zero(lambda: attempt(lambda: members.extend(self._prepare())))
         if self._all is None:
             self._channel.take_part(stream)
-        attempt(lambda: self._send(digests.watch(stream) if digests else stream, members))
+        attempt(lambda: self._send(digests.tee(stream) if digests else stream, members))
         drain(stream)
         self._release()
         gather_all([self._channel.name])  # all have handed over

@@ -14,10 +14,11 @@ from dppo_megatron.config.paths import check_file
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import too_few_prompts
+from dppo_megatron.progress import counted, progress
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.selection import Rollouts
 from dppo_megatron.steps.trace import FORMAT
-from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError, Watch, counted, unwatched
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError
 from dppo_megatron.workbench.runs.lines import decoded
 
 
@@ -45,14 +46,14 @@ class Trace:
     steps: list[TracedStep]
 
 
-def read_trace(path: str, watch: Watch = unwatched) -> Trace:
+def read_trace(path: str) -> Trace:
     """Read a trace file.
 
     Raises:
         UserError: no such file, not a trace, a broken line (named), or no steps.
     """
     check_file("trace", path)
-    with open(path, "rb") as file, watch(f"reading {path}", 0, "lines") as advance:
+    with open(path, "rb") as file, progress(f"reading {path}", 0, "lines") as advance:
         lines = counted(file, advance)
         head = _read_head(next(iter(lines), b""), path)
         config = _read_config(head, path)
