@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig
-from dppo_megatron.types import UserError, Watch, unwatched
+from dppo_megatron.progress import progress
+from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import (
     MAX_SHARD_BYTES,
@@ -45,7 +46,6 @@ def hf_to_megatron(
     *,
     ignored: Collection[str] = (),
     verify: bool = False,
-    watch: Watch = unwatched,
 ) -> list[str]:
     """Write `source`, a Hugging Face checkpoint, as a distributed checkpoint that loads at any layout.
 
@@ -55,7 +55,6 @@ def hf_to_megatron(
         tp, pp, ep: a layout to check the model against; the files are the same for every layout.
         ignored: see `read_architecture`.
         verify: read the result back and compare every tensor byte for byte.
-        watch: shows the progress.
 
     Returns:
         Lines to print.
@@ -87,14 +86,14 @@ def hf_to_megatron(
         advance(next(read_so_far))
         return join(key, [reader.get(name) for name in hf_names(key, place, architecture)], architecture)
 
-    with _aside(target, watch) as directory:
+    with _aside(target) as directory:
         check_space(directory, sum(path.stat().st_size for path in set(reader.files.values())))
         copy_assets(source, directory)
-        with watch("converting", len(list(in_layer_order(architecture))), "tensors") as advance:
+        with progress("converting", len(list(in_layer_order(architecture))), "tensors") as advance:
             write_torch_dist(directory, architecture, dtypes, read)
         if verify:
             written = TorchDistReader(directory, architecture).get
-            said.append(_verify(reader, written, "the converted checkpoint", watch))
+            said.append(_verify(reader, written, "the converted checkpoint"))
     said.append(f"{target}: {len(reader.names)} tensors of {architecture.name}, loadable at any layout")
     return said
 
@@ -108,7 +107,6 @@ def megatron_to_hf(
     shard_gb: float = MAX_SHARD_BYTES / 1e9,
     ignored: Collection[str] = (),
     verify: bool = False,
-    watch: Watch = unwatched,
 ) -> list[str]:
     """Write a distributed checkpoint, converted or from training, as one that `transformers` loads.
 
@@ -141,7 +139,7 @@ def megatron_to_hf(
     with _disk_errors(target):
         writer = HFWriter(target, assets, architecture, dtypes, max_shard_bytes=int(shard_gb * 1e9))
         try:
-            with watch("converting", len(reader.names), "tensors") as advance:
+            with progress("converting", len(reader.names), "tensors") as advance:
                 for done, (name, tensor) in enumerate(reader.tensors(), start=1):
                     writer.put(name, tensor)
                     advance(done)
@@ -156,7 +154,7 @@ def megatron_to_hf(
         def stored_as_written(name: str) -> Tensor:
             return reader.get(name).to(dtypes[name])
 
-        said.append(_verify(written, stored_as_written, "the checkpoint it came from", watch))
+        said.append(_verify(written, stored_as_written, "the checkpoint it came from"))
     return [*said, f"{target}: {len(reader.names)} tensors of {architecture.name}"]
 
 
@@ -205,7 +203,7 @@ def _check_target(target: Path) -> None:
 
 
 @contextmanager
-def _aside(target: Path, watch: Watch) -> Iterator[Path]:
+def _aside(target: Path) -> Iterator[Path]:
     """A directory that gets the name `target` if the block succeeds, and is removed if not."""
     directory = target.with_name(target.name + ".incomplete")
     with _disk_errors(target):
@@ -213,7 +211,7 @@ def _aside(target: Path, watch: Watch) -> Iterator[Path]:
         directory.mkdir(parents=True)
         try:
             yield directory
-            with watch(f"flushing {target} to the disk", 0, ""):
+            with progress(f"flushing {target} to the disk"):
                 publish(directory, target)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
@@ -260,9 +258,9 @@ def _fits(name: str, pattern: str) -> bool:
     )
 
 
-def _verify(reader: CheckpointReader, other: Callable[[str], Tensor], what: str, watch: Watch) -> str:
+def _verify(reader: CheckpointReader, other: Callable[[str], Tensor], what: str) -> str:
     wrong = []
-    with watch("verifying", len(reader.names), "tensors") as advance:
+    with progress("verifying", len(reader.names), "tensors") as advance:
         for done, name in enumerate(reader.names, start=1):
             if not _same_bytes(reader.get(name), other(name)):
                 wrong.append(name)

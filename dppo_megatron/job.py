@@ -21,11 +21,12 @@ from dppo_megatron.data.fingerprint import data_fingerprint
 from dppo_megatron.data.report import report_lines
 from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_examples, load_train_sets, stop_token_ids
 from dppo_megatron.platform.capabilities import Machine, this_machine
+from dppo_megatron.progress import progress
 from dppo_megatron.pruning.interface import LARGEST_REWARD
 from dppo_megatron.pruning.policies import check_methods, prompt_policy_class
 from dppo_megatron.rewards.grading import Grader, make_grader
 from dppo_megatron.rewards.start_checks import Bounds, check_grader, check_references
-from dppo_megatron.types import Prompt, TrainSample, UserError, Watch, unwatched
+from dppo_megatron.types import Prompt, TrainSample, UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import WeightReader, assets
 from dppo_megatron.weights.tokenizer import load_tokenizer
@@ -78,14 +79,12 @@ def prepare_job(
     world_size: int,
     *,
     trains: bool = True,
-    watch: Watch = unwatched,
     machine: Machine | None = None,
 ) -> Job:
     """Load the data and read the checkpoint's headers.
 
     Args:
         trains: False for an evaluation alone: no training data, and the actor's settings are not checked.
-        watch: shows the progress of reading and of checks.
         machine: what the job will run on; None: this machine.
 
     Raises:
@@ -96,10 +95,10 @@ def prepare_job(
     if trains:
         assets(config.model.hf_path)  # refuses what no checkpoint may have a copy of
     _check_positions(config, architecture)
-    with watch(f"opening {config.model.hf_path}", 0, ""):
+    with progress(f"opening {config.model.hf_path}"):
         checkpoint = open_checkpoint(config.model.hf_path, architecture)
         tokenizer = load_tokenizer(config.model.hf_path, architecture)
-    train_sets = load_train_sets(config, tokenizer, watch) if trains else {}
+    train_sets = load_train_sets(config, tokenizer) if trains else {}
     examples: list[TrainSample] = []
     if trains and config.warm_start.steps:
         examples = load_examples(
@@ -107,16 +106,15 @@ def prepare_job(
             config.warm_start.completion_field,
             tokenizer,
             max_tokens=min(config.packing.max_tokens_per_microbatch, architecture.max_positions),
-            watch=watch,
         )
         if len(examples) < config.warm_start.examples_per_step:
             raise UserError(
                 f"warm_start.examples_per_step = {config.warm_start.examples_per_step}, but"
                 f" {config.warm_start.examples_path} holds only {len(examples)} examples"
             )
-    eval_sets = load_eval_sets(config, tokenizer, watch)
+    eval_sets = load_eval_sets(config, tokenizer)
     policy_loss = _load_policy_loss(config) if trains else None
-    grader, notes = _check_grading(config, train_sets, eval_sets, watch)
+    grader, notes = _check_grading(config, train_sets, eval_sets)
     return Job(
         config=config,
         architecture=architecture,
@@ -170,7 +168,7 @@ def _check_pruning(config: Config) -> list[str]:
 
 
 def _check_grading(
-    config: Config, train_sets: Mapping[str, ProblemSet], eval_sets: Mapping[str, ProblemSet], watch: Watch
+    config: Config, train_sets: Mapping[str, ProblemSet], eval_sets: Mapping[str, ProblemSet]
 ) -> tuple[Grader, list[str]]:
     """Start the grader and try it on made-up answers and on the references of every set; returns it and log lines.
 
@@ -190,10 +188,10 @@ def _check_grading(
     try:
         for name, used, prompts in sets:
             if used.key not in checked and prompts:
-                with watch(f"starting and trying {used.key}", 0, ""):
+                with progress(f"starting and trying {used.key}"):
                     check_grader(used, prompts[0], bounds if used is grader else None)
                 checked.add(used.key)
-            notes.append(check_references(used, reward, name, prompts, watch))
+            notes.append(check_references(used, reward, name, prompts))
     except BaseException:
         grader.close()
         raise

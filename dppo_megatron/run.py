@@ -42,14 +42,15 @@ from dppo_megatron.observe.timeline import StepRecorder
 from dppo_megatron.observe.trackers.messages import Begin, StepLine
 from dppo_megatron.observe.trackers.sink import COLUMNS, TRACKERS, Trackers, numbers, settings, table
 from dppo_megatron.observe.watchdog import StopRequests, Watchdog
+from dppo_megatron.progress import counted, progress, shown_by
 from dppo_megatron.pruning import LedgerRow, biased_rows
 from dppo_megatron.pruning.interface import PromptFeatures
-from dppo_megatron.spans import Spans
+from dppo_megatron.spans import recorded_by
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import Step
 from dppo_megatron.steps.trace import trace_header, trace_seconds
 from dppo_megatron.texts import one_line, show
-from dppo_megatron.types import GuardStop, UserError, counted
+from dppo_megatron.types import GuardStop, UserError
 from dppo_megatron.weights.hf_files import write_checkpoint
 
 
@@ -73,11 +74,14 @@ class Run:
             start_process_group(job.config.guard.rendezvous_timeout_s)
         self._writes = dist.get_rank() == 0
         self.progress = RunProgress(job.config.steps, visible=self._writes, clock=clock)
-        self._watch = self.progress.watch
         self._stop_requests, self._watchdog = StopRequests(), _watchdog(job.config.guard.watchdog_s)
+        self._reached = ExitStack()
+        """What code reaches without being given it, until the run ends."""
         self._files: RunDirectory | None = None
         """The run directory, on rank 0."""
         with ExitStack() as undo:  # undone in reverse order if a later line raises
+            undo.callback(self._reached.close)
+            self._reached.enter_context(shown_by(self.progress.part))
             undo.callback(self.progress.close)
             if self._watchdog:
                 self._watchdog.start()
@@ -94,10 +98,10 @@ class Run:
                 self.progress.say if self._writes else show,
             )
             self.say(job.data_report)  # before waiting for servers, so that a wrong template is seen early
-            spans = Spans()
-            self._recorder = StepRecorder(job.config.observe, self._directory, spans, self.progress.say)
-            shown = self.progress.say, self._watch, self.progress.phases
-            self.loop = Loop(job, *shown, spans, self._recorder)
+            self._recorder = StepRecorder(job.config.observe, self._directory, self.progress.say)
+            self._reached.enter_context(recorded_by(self._recorder.spans))
+            shown = self.progress.say, self.progress.phases
+            self.loop = Loop(job, *shown, self._recorder)
             undo.pop_all()
         self.summary = Summary()
         self._warned: set[str] = set()
@@ -118,6 +122,7 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         with ExitStack() as leaving:  # undone in reverse order, the rest too if one raises
             leaving.push(lambda failed, *_: self._part(failed or kind))
+            leaving.callback(self._reached.close)
             leaving.callback(self.progress.close)
             leaving.callback(self._close_files)
             leaving.callback(self._end_processes, finished=kind in (None, Stopped))
@@ -125,7 +130,7 @@ class Run:
                 self._keep_what_is_done()
 
     def _end_processes(self, *, finished: bool) -> None:
-        with self._watch("ending the engine, the graders and the trackers", 0, ""), ExitStack() as ending:
+        with progress("ending the engine, the graders and the trackers"), ExitStack() as ending:
             if self._trackers:
                 ending.callback(self._trackers.close, finished=finished)
             ending.callback(self._samples.close)
@@ -160,7 +165,7 @@ class Run:
         """Take over the state of the checkpoint that this run resumes or begins from. Collective."""
         assert self._origin is not None
         self.loop.start_rl()
-        with self._watch(f"loading {self._origin.directory}", 0, ""):
+        with progress(f"loading {self._origin.directory}"):
             state = load_checkpoint(self._origin.directory, self.loop.actor)
         try:
             self.loop.load_state_dict(state["loop"], state["step"])
@@ -177,7 +182,7 @@ class Run:
         self._begin_new_sets(state["step"])
 
     def _load_engine(self) -> None:
-        with self._watch("first weight sync", 0, ""):
+        with progress("first weight sync"):
             self.loop.load_engine()
 
     def remaining_steps(self) -> Iterator[int]:
@@ -275,7 +280,7 @@ class Run:
         """The Hugging Face checkpoint, summary.json and the closing table. Collective."""
         self._finalize(blocking=True)
         hf, names = self._directory / "hf", self.loop.job.checkpoint.names
-        with self._watch(f"writing {hf}", len(names), "tensors") as advance:
+        with progress(f"writing {hf}", len(names), "tensors") as advance:
             weights = counted(self.loop.final_weights(), advance)
             source, architecture = self._config.model.hf_path, self.loop.job.architecture
             unwritten: OSError | UserError | None = None
@@ -331,7 +336,7 @@ class Run:
             say=self.progress.say,
         )
         now, allowed = job.data_fingerprint, job.config.checkpoint.may_change
-        with self._watch("verifying the newest checkpoint", 0, ""):
+        with progress("verifying the newest checkpoint"):
             self._origin = find_origin(
                 job.config, self._store, lambda saved, where: check_data(saved, now, allowed, where)
             )
@@ -383,7 +388,7 @@ class Run:
             state = {"step": step, "loop": self.loop.state_dict(), "summary": vars(self.summary), "record": record}
             settings = config_values(self._config), fingerprint(self._config)
             manifest = describe(step, *settings, self.loop.job.data_fingerprint, run=self._run)
-            with self._watch(f"saving the checkpoint of step {step}", 0, ""):
+            with progress(f"saving the checkpoint of step {step}"):
                 self._store.save(self.loop.actor, state, manifest)
         except (UserError, OSError, RuntimeError, CheckpointException) as error:
             return self._save_failed(error)
@@ -391,7 +396,7 @@ class Run:
 
     def _finalize(self, *, blocking: bool) -> None:
         try:
-            with self._watch("finishing the checkpoint", 0, ""):
+            with progress("finishing the checkpoint"):
                 self._store.finalize(blocking=blocking)
         except (UserError, OSError, RuntimeError, CheckpointException) as error:
             self._save_failed(error)

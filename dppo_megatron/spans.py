@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 
@@ -56,3 +57,24 @@ class Spans:
         """Those kept since the last call."""
         taken, self._spans = self._spans, []
         return taken
+
+
+_RECORDER: ContextVar[Spans] = ContextVar("recorder")
+
+
+def recorder() -> Spans:
+    """That of the run; outside of a run, one that keeps nothing.
+
+    A new thread begins with an empty context and finds none: what works in threads takes it when it is built.
+    """
+    return _RECORDER.get(None) or Spans()
+
+
+@contextmanager
+def recorded_by(spans: Spans) -> Iterator[None]:
+    """`spans` is the recorder in the block."""
+    token = _RECORDER.set(spans)
+    try:
+        yield
+    finally:
+        _RECORDER.reset(token)

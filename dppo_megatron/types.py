@@ -8,10 +8,9 @@ boundaries by pickling between the ranks of one job, so every class is a slotted
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dppo_megatron.texts import plain
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     FloatArray: TypeAlias = npt.NDArray[np.float64]
 else:  # numpy would be two thirds of the time of `dppo-megatron --help`
     BoolArray = IntArray = FloatArray = Any
-
-T = TypeVar("T")
 
 Label: TypeAlias = Literal["exact", "unbiased", "ratio", "biased"]
 """What a selection does to the expected gradient: nothing dropped; corrected; corrected up to O(1/n); changed."""
@@ -275,29 +272,3 @@ class StepCounts:
             "tokens/generated": float(self.tokens_generated),
             "tokens/trained": float(self.tokens_trained),
         }
-
-
-class Advance(Protocol):
-    """Tells a display how far a task is."""
-
-    def __call__(self, done: int, tokens: int = 0) -> None:
-        """So much of the total is done, with so many tokens."""
-
-
-Watch: TypeAlias = Callable[[str, int, str], AbstractContextManager[Advance]]
-"""Opens the display of a task that may take more than two seconds, by what it is, its total (0: not known) and the unit
-in the plural (empty: nothing to count, only how long it takes):
-`with watch("evaluation", 200, "answers") as advance: advance(20)`, `with watch("loading libraries", 0, ""): ...`."""
-
-
-@contextmanager
-def unwatched(what: str, total: int, unit: str) -> Iterator[Advance]:
-    """A `Watch` that shows nothing."""
-    yield lambda done, tokens=0: None
-
-
-def counted(items: Iterable[T], advance: Advance) -> Iterator[T]:
-    """`items`, one by one; `advance` is told how many there have been."""
-    for done, item in enumerate(items, start=1):
-        advance(done)
-        yield item

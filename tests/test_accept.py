@@ -22,7 +22,8 @@ import pytest
 from support.launch import run_ranks
 from support.processes import running
 
-from dppo_megatron.types import UserError, unwatched
+from dppo_megatron.progress import shown_by, unshown
+from dppo_megatron.types import UserError
 from dppo_megatron.workbench.accept import child, runner
 from dppo_megatron.workbench.accept.bars import STEPS
 from dppo_megatron.workbench.accept.record import Ran, Record, read_figures, read_record, write_page
@@ -72,13 +73,14 @@ def _run(record: Record, directory: Path, **settings: object) -> list[str]:
     """The steps that were begun."""
     begun: list[str] = []
 
-    def watch(what: str, total: int, unit: str) -> Any:
+    def display(what: str, total: int, unit: str) -> Any:
         begun.append(what.partition(":")[0])
-        return unwatched(what, total, unit)
+        return unshown(what, total, unit)
 
     options = {"hours": 0.5} | settings
     directory.mkdir(exist_ok=True)
-    runner.run_steps(record, directory, watch=watch, saved=lambda: None, **options)
+    with shown_by(display):
+        runner.run_steps(record, directory, saved=lambda: None, **options)
     return begun
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "dppo_megatron"
-GROUND = {"types", "config", "randomness", "safe_pickle", "files", "texts", "children", "frames"}
+GROUND = {"types", "config", "randomness", "safe_pickle", "files", "texts", "children", "frames", "progress"}
 """Imported by every package."""
 
 

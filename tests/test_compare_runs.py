@@ -15,6 +15,7 @@ from support.launch import run_ranks
 
 from dppo_megatron.config import load_config
 from dppo_megatron.observe.progress import Progress
+from dppo_megatron.progress import shown_by
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.compare.arms import parse_arms
 from dppo_megatron.workbench.compare.runs import run_all
@@ -40,8 +41,9 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.delenv("DPPO_PROGRESS", raising=False)
     shown = io.StringIO()
     later = partial(next, count(0.0, 10.0))  # a clock that jumps whenever it is read
-    watch = partial(Progress, stream=shown, clock=later, beat_s=0)
-    runs = run_all(config, CONFIG, overrides, arms, seeds=2, out=out, say=said.append, launch=_forked, watch=watch)
+    display = partial(Progress, stream=shown, clock=later, beat_s=0)
+    with shown_by(display):
+        runs = run_all(config, CONFIG, overrides, arms, seeds=2, out=out, say=said.append, launch=_forked)
     assert "compare: 2 of 6 runs, about " in shown.getvalue() and "compare: 6 runs in " in shown.getvalue()
     assert [(run.arm, run.seed) for run in runs] == [("grpo", 0), ("grpo", 1), ("dppo", 0), ("dppo", 1)]
     starts = {run.seed: run.curve[0] for run in runs}

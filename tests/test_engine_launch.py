@@ -191,7 +191,7 @@ def every_call_reaches_every_replica(engine: Any, config: Config) -> None:
 
 def _digests(reference: Reference) -> dict[str, tuple[str, ...]]:
     digests = Digests()
-    for _ in digests.watch(reference.weights()):
+    for _ in digests.tee(reference.weights()):
         pass
     return digests.result()
 

@@ -96,7 +96,7 @@ def test_digests_join_as_engines_do() -> None:
     stream = [(f"model.layers.0.self_attn.{n}_proj.weight", t) for n, t in zip("qkv", (q, k, v), strict=True)]
     stream += [("model.norm.weight", norm), ("model.embed_tokens.weight", embedding)]
     digests = Digests()
-    assert list(digests.watch(iter(stream))) == stream
+    assert list(digests.tee(iter(stream))) == stream
     sent = digests.result()
     held = {
         "model.layers.0.self_attn.qkv_proj.weight": digest(torch.cat([q, k, v])),

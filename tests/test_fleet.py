@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.intake import Ask, Event, Failed
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
-from dppo_megatron.spans import Spans
+from dppo_megatron.spans import Spans, recorded_by
 from dppo_megatron.types import GuardStop
 
 
@@ -82,17 +82,18 @@ def test_a_router_that_names_a_stranger_is_passed_by() -> None:
 
 
 def test_requests_are_on_timelines_by_server() -> None:
-    """From the asking to the answer, also one that failed, then the grading; nothing while nobody records."""
-    world = World()
-    fleet = world.fleet()
-    list(dispatch(fleet, work_of(groups(1))))
-    assert fleet.spans.drain() == []
-    fleet.spans = Spans(clock=lambda: world.now)
-    fleet.spans.on = True
-    began = world.now
-    world.reply = lambda ask: None if world.now < began + 3 else answered(ask)
-    list(dispatch(fleet, work_of(groups(1, 1))))
-    spans = fleet.spans.drain()
+    """From the asking to the answer, also one that failed, then the grading; nothing while nobody records. All of it
+    from a thread, as in a run: it has not the context in which the fleet was built."""
+    world, recorder = World(), Spans(clock=lambda: world.now)
+    with recorded_by(recorder), ThreadPoolExecutor(1) as rollout:
+        fleet = world.fleet()
+        rollout.submit(lambda: list(dispatch(fleet, work_of(groups(1))))).result()
+        assert recorder.drain() == []
+        recorder.on = True
+        began = world.now
+        world.reply = lambda ask: None if world.now < began + 3 else answered(ask)
+        rollout.submit(lambda: list(dispatch(fleet, work_of(groups(1, 1))))).result()
+    spans = recorder.drain()
     requests = [one for one in spans if one.track != "grading"]
     assert {(one.track, one.name) for one in requests} == {("requests a", "1-0-0"), ("requests b", "1-1-0")}
     assert all(one.start_s == began and one.end_s >= began + 3 for one in requests)

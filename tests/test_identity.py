@@ -51,7 +51,7 @@ from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.rollout.servers.vllm import own_chain, vllm_command
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 from dppo_megatron.rollout.transfer.groups import Meeting, listening_store
-from dppo_megatron.types import GuardStop, Prompt, UserError, unwatched
+from dppo_megatron.types import GuardStop, Prompt, UserError
 
 KEY = "s3cret-of-the-servers"
 
@@ -181,7 +181,7 @@ def test_another_nodes_server_whose_port_is_taken_is_not_ready(files: Path, tmp_
         [remote] = [replace(one, store=store) for one in supervisor.begin()]
         asked = make_server(rollout_config({"engine": "vllm"}), remote.url, remote.api_key, 19)
         with pytest.raises(UserError, match=f"{taken.url} ended with code 1 before it was ready(.|\n)*in use"):
-            _await_ready([remote], [asked], 60, unwatched)
+            _await_ready([remote], [asked], 60)
         taken.assert_it_got_questions_only()
     finally:
         supervisor.close()

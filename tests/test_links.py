@@ -28,7 +28,7 @@ from torch import float32
 
 from dppo_megatron.files import append_to
 from dppo_megatron.rollout.servers.health_file import ServerHealth
-from dppo_megatron.types import UserError, unwatched
+from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import HFWriter, assets, copy_assets
 from dppo_megatron.workbench.cli import main
@@ -49,7 +49,7 @@ PLANTED = (
 def original(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("original") / "run"
     run_whole(files, run_dir, 1, SETTINGS)
-    assert main(["report", str(run_dir)], watch=unwatched) == 0
+    assert main(["report", str(run_dir)]) == 0
     return run_dir
 
 
@@ -141,7 +141,7 @@ def test_every_command_leaves_what_links_lead_to(
         name, *rest = command
         target = run_dir / "trace.jsonl" if name == "simulate" else run_dir
         arguments = [name, str(target), *rest]
-        _quiet(outside, lambda arguments=arguments: main(arguments, watch=unwatched))  # type: ignore[misc]
+        _quiet(outside, lambda arguments=arguments: main(arguments))  # type: ignore[misc]
         printed = capfd.readouterr()
         assert "Traceback" not in printed.err and printed.err.count("error: ") <= 1
 
@@ -207,7 +207,7 @@ def test_what_links_lead_to_is_not_shown(tmp_path: Path, capfd: pytest.CaptureFi
             (tmp_path / "shown" / name).parent.mkdir(exist_ok=True)
             (tmp_path / "shown" / name).unlink(missing_ok=True)
             put(other / name, tmp_path / "shown" / name)
-            codes = {main([command, str(tmp_path / "shown"), *rest], watch=unwatched) for command, *rest in SHOWN}
+            codes = {main([command, str(tmp_path / "shown"), *rest]) for command, *rest in SHOWN}
             printed, page = capfd.readouterr(), tmp_path / "shown" / "report.html"
             text = printed.out + printed.err + (page.read_text(encoding="utf-8") if page.exists() else "")
             assert (mark in text) == (put is shutil.copy), (name, put)

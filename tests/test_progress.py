@@ -12,7 +12,9 @@ import struct
 import sys
 import termios
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -23,7 +25,7 @@ import pytest
 
 from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
 from dppo_megatron.observe.progress import Progress, RunProgress, duration
-from dppo_megatron.types import Advance
+from dppo_megatron.progress import Advance, progress, shown_by
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 _MARK = "\x06"
@@ -214,7 +216,7 @@ def test_a_part_of_a_run_below_its_bar(to_a_file: bool, terminal: Terminal, monk
         clock.now += 30.0
         run.step(step, METRICS)
     assert "12 of 20 steps, about 4 min left  reward 0.500  generated 8" in terminal.seen()
-    with run.watch("evaluation", 5, "answers") as advance:
+    with run.part("evaluation", 5, "answers") as advance:
         clock.now += 4.0
         advance(4)
         print("by a library", file=sys.stderr)
@@ -259,15 +261,35 @@ def test_a_conversion_counts_to_its_end(tmp_path: Path) -> None:
     totals: dict[str, int] = {}
 
     @contextmanager
-    def watch(what: str, total: int, unit: str) -> Iterator[Advance]:
+    def display(what: str, total: int, unit: str) -> Iterator[Advance]:
         key = f"{what} {len(seen)}"
         seen[key], totals[key] = [], total
         yield lambda done, tokens=0: seen[key].append(done)
 
     write_tiny_qwen3(tmp_path / "model", seed=0)
-    hf_to_megatron(tmp_path / "model", tmp_path / "megatron", verify=True, watch=watch)
-    megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", verify=True, watch=watch)
+    with shown_by(display):
+        hf_to_megatron(tmp_path / "model", tmp_path / "megatron", verify=True)
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", verify=True)
     flushing = f"flushing {tmp_path / 'megatron'} to the disk 2"
     assert list(seen) == ["converting 0", "verifying 1", flushing, "converting 3", "verifying 4"]
     for key, counts in seen.items():
         assert counts == list(range(1, totals[key] + 1)), key
+
+
+def test_threads_report_to_who_has_opened_the_task() -> None:
+    """A thread has none of its owner's context: it takes the task that is open, or the context."""
+    shown: list[tuple[str, int]] = []
+
+    @contextmanager
+    def display(what: str, total: int, unit: str) -> Iterator[Advance]:
+        yield lambda done, tokens=0: shown.append((what, done))
+
+    def work() -> None:
+        with progress("in the thread", 1, "answers") as advance:
+            advance(1)
+
+    with shown_by(display), ThreadPoolExecutor(1) as thread, progress("evaluation", 2, "answers") as advance:
+        thread.submit(advance, 2).result()
+        thread.submit(copy_context().run, work).result()
+    work()  # after the block nothing is shown
+    assert shown == [("evaluation", 2), ("in the thread", 1)]

@@ -27,9 +27,9 @@ from support.launch import run_ranks
 
 from dppo_megatron.job import prepare_job
 from dppo_megatron.observe.progress import Progress
+from dppo_megatron.progress import Display, shown_by
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
-from dppo_megatron.types import Watch
 from dppo_megatron.workbench import cli
 from dppo_megatron.workbench.cli import main
 
@@ -80,7 +80,7 @@ class Log:
 
     def __init__(self) -> None:
         self._stream = io.StringIO()
-        self.watch: Watch = partial(Progress, stream=self._stream, clock=jumping(), beat_s=0)
+        self.display: Display = partial(Progress, stream=self._stream, clock=jumping(), beat_s=0)
 
     def lacks(self, command: str) -> set[str]:
         """Phases of the table that did not report."""
@@ -96,9 +96,10 @@ def log_of_a_run(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     def job(steps: int) -> str:
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            watch = partial(Progress, clock=jumping(), beat_s=0)
             config = job_config(files, run_dir, **(SHORT | {"steps": steps, "checkpoint__may_change": "[steps]"}))
-            with Run(prepare_job(config, 1, watch=watch), jumping()) as run:
+            with shown_by(partial(Progress, clock=jumping(), beat_s=0)):
+                job = prepare_job(config, 1)
+            with Run(job, jumping()) as run:
                 train(run)
         return out.getvalue()
 
@@ -122,7 +123,7 @@ def test_a_run(log_of_a_run: tuple[Path, str]) -> None:
 
 def test_the_command_line_loads_libraries_aloud(files: Path, tmp_path: Path) -> None:
     log = Log()
-    assert main(["train", CONFIG, *settings(files, tmp_path / "run", **SHORT), "--dry-run"], log.watch) == 0
+    assert main(["train", CONFIG, *settings(files, tmp_path / "run", **SHORT), "--dry-run"], log.display) == 0
     assert not log.lacks("plan") - {"reading", "simulating grpo"} and "reading" not in log.lacks("plan")
 
 
@@ -133,9 +134,9 @@ def run_dir(log_of_a_run: tuple[Path, str]) -> Path:
 
 def test_eval(run_dir: Path, tmp_path: Path) -> None:
     log, out, again = Log(), tmp_path / "a", tmp_path / "b"
-    assert main(["eval", str(run_dir), "--limit", "2", "--out", str(out)], log.watch) == 0
-    assert main(["eval", "--rescore", str(out), "--out", str(again)], log.watch) == 0
-    assert main(["eval", "--compare", str(out), str(again)], log.watch) == 0
+    assert main(["eval", str(run_dir), "--limit", "2", "--out", str(out)], log.display) == 0
+    assert main(["eval", "--rescore", str(out), "--out", str(again)], log.display) == 0
+    assert main(["eval", "--compare", str(out), str(again)], log.display) == 0
     assert not log.lacks("eval")
 
 
@@ -143,24 +144,24 @@ def test_what_reads_a_run_or_the_source(run_dir: Path, files: Path, tmp_path: Pa
     trace = str(run_dir / "trace.jsonl")
     log = Log()
     costs = ["--rollout-cost", "1", "--update-cost", "1"]
-    assert main(["simulate", trace, "--methods", "grpo,dppo", *costs], log.watch) == 0
+    assert main(["simulate", trace, "--methods", "grpo,dppo", *costs], log.display) == 0
     assert not log.lacks("simulate")
     log = Log()
     plan = ["plan", CONFIG, *settings(files, tmp_path / "run", **SHORT), "--gpus", "1", "--dry-run", "--trace", trace]
-    assert main(plan, log.watch) == 0
+    assert main(plan, log.display) == 0
     assert not log.lacks("plan")
     log = Log()
-    assert main(["report", str(run_dir), "--out", str(tmp_path / "report.html")], log.watch) == 0
+    assert main(["report", str(run_dir), "--out", str(tmp_path / "report.html")], log.display) == 0
     assert not log.lacks("report")
     log = Log()
-    assert main(["watch", str(run_dir), "--once"], log.watch) == 0
+    assert main(["watch", str(run_dir), "--once"], log.display) == 0
     assert not log.lacks("watch")
 
 
 def test_convert(files: Path, tmp_path: Path) -> None:
     log, there, back = Log(), str(tmp_path / "there"), str(tmp_path / "back")
-    assert main(["convert", "to-megatron", "--hf", str(files / "model"), "--out", there, "--verify"], log.watch) == 0
-    assert main(["convert", "to-hf", "--checkpoint", there, "--out", back], log.watch) == 0
+    assert main(["convert", "to-megatron", "--hf", str(files / "model"), "--out", there, "--verify"], log.display) == 0
+    assert main(["convert", "to-hf", "--checkpoint", there, "--out", back], log.display) == 0
     assert not log.lacks("convert")
 
 
@@ -169,7 +170,7 @@ def test_data(tmp_path: Path) -> None:
     (tmp_path / "hub" / "data").mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "hub" / "data" / "test-00000-of-00001.parquet")
     log = Log()
-    assert main(["data", "aime25", "--from", str(tmp_path / "hub"), "--out", str(tmp_path / "out")], log.watch) == 0
+    assert main(["data", "aime25", "--from", str(tmp_path / "hub"), "--out", str(tmp_path / "out")], log.display) == 0
     assert not log.lacks("data")
     written = (tmp_path / "out" / "test.jsonl").read_text().splitlines()
     assert [json.loads(line)["problem"] for line in written] == ["p0", "p1", "p2"]
@@ -178,12 +179,12 @@ def test_data(tmp_path: Path) -> None:
 def test_doctor_and_quickstart(tmp_path: Path) -> None:
     """A quickstart up to its task, which something else is in the way of."""
     log = Log()
-    assert main(["doctor"], log.watch) == 0
+    assert main(["doctor"], log.display) == 0
     assert not log.lacks("doctor")
     (tmp_path / "task").mkdir()
     (tmp_path / "task" / "notes").touch()
     log = Log()
-    assert main(["quickstart", "--task", str(tmp_path / "task"), "--run-dir", str(tmp_path / "run")], log.watch) == 2
+    assert main(["quickstart", "--task", str(tmp_path / "task"), "--run-dir", str(tmp_path / "run")], log.display) == 2
     assert not log.lacks("quickstart")
 
 
@@ -198,5 +199,6 @@ def test_serve(files: Path, tmp_path: Path) -> None:
     values = {"engine": "vllm", "servers__addresses_from": tmp_path / "here", "servers__python": fake_python(files)}
     config = job_config(files, tmp_path / "run", **{f"rollout__{key}": value for key, value in values.items()})
     log = Log()
-    serve(config, "127.0.0.1", say, log.watch)
+    with shown_by(log.display):
+        serve(config, "127.0.0.1", say)
     assert not log.lacks("serve")

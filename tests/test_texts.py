@@ -34,7 +34,7 @@ from dppo_megatron.rewards.measures import log_failures
 from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth
 from dppo_megatron.rollout.servers.http import brief, excerpt
 from dppo_megatron.texts import entry, guard_errors, one_line, plain, reason, show
-from dppo_megatron.types import Grade, GuardStop, UserError, unwatched
+from dppo_megatron.types import Grade, GuardStop, UserError
 from dppo_megatron.workbench.accept import record as accept_page
 from dppo_megatron.workbench.accept.bars import STEPS
 from dppo_megatron.workbench.accept.record import Ran, Record
@@ -146,7 +146,7 @@ def test_texts_by_hand() -> None:
 
 def _ended(arguments: list[str]) -> int:
     try:
-        return main(arguments, watch=unwatched)
+        return main(arguments)
     except SystemExit as ended:  # argparse's
         return int(str(ended.code))
 
@@ -213,9 +213,9 @@ def test_what_files_hold(first: int, tmp_path: Path, capfd: pytest.CaptureFixtur
     (run / HEALTH).write_text(json.dumps({"at": 1e9, "servers": servers}))
     settings = {"model": {"hf_path": texts[1]}, "rollout": {"engine": texts[2]}, texts[3]: texts}
     (run / "config.yaml").write_text(json.dumps(settings))
-    assert main(["watch", str(run), "--once"], watch=unwatched) == 0
+    assert main(["watch", str(run), "--once"]) == 0
     check(capfd.readouterr().out, "watch")
-    assert main(["report", str(run)], watch=unwatched) == 0
+    assert main(["report", str(run)]) == 0
     failed = {step.name: Ran("failed", text) for step, text in zip(STEPS, texts, strict=False)}
     accept_page.write_page(
         tmp_path / "accept.html", Record({"model": ""}, {"device": texts[4], "report": [[texts[5], texts[6]]]}, failed)
@@ -231,7 +231,7 @@ def test_what_files_hold(first: int, tmp_path: Path, capfd: pytest.CaptureFixtur
     ]
     for name in ("a", "b"):
         write_samples(tmp_path / name / "samples.jsonl", samples)
-    assert main(["eval", "--compare", str(tmp_path / "a"), str(tmp_path / "b")], watch=unwatched) == 0
+    assert main(["eval", "--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     printed = capfd.readouterr()
     check(printed.out + printed.err, "report, eval")
     write_tiny_qwen3(tmp_path / "model", seed=0)

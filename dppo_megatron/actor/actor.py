@@ -38,7 +38,7 @@ from dppo_megatron.algorithms.objectives import Objective
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
 from dppo_megatron.distributed import to_rank_zero
 from dppo_megatron.platform.capabilities import this_machine
-from dppo_megatron.spans import Spans
+from dppo_megatron.spans import recorder
 from dppo_megatron.types import PackPlan, TrainSample, UpdateResult
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.sharded import DEFAULT_BUCKET_BYTES, WeightStream, load_hf_weights
@@ -50,7 +50,6 @@ class Actor:
     Args:
         get_weight: returns a full Hugging Face tensor by name; read shard by shard.
         dtype: parameters and activations; torch.float64 computes gradients but has no optimizer.
-        spans: gets each micro-batch, while it is on.
     """
 
     def __init__(
@@ -61,10 +60,8 @@ class Actor:
         get_weight: Callable[[str], Tensor],
         *,
         dtype: torch.dtype,
-        spans: Spans | None = None,
     ) -> None:
         self.layout = layout
-        self._spans = spans or Spans()
         self._config = config
         self._architecture = architecture
         self._dtype = dtype
@@ -130,15 +127,15 @@ class Actor:
         objective: Objective,
         *,
         temperature: float = 1.0,
-        watch: LogprobStore | None = None,
+        logprobs_out: LogprobStore | None = None,
     ) -> UpdateResult:
         """One optimizer step on the weighted objective of `samples`.
 
         Args:
             samples: at least those of this rank's data-parallel replica.
-            watch: takes the log-probabilities before the step, on the last pipeline stage.
+            logprobs_out: takes the log-probabilities before the step, on the last pipeline stage.
         """
-        sums = self.accumulate(samples, plan, objective, temperature=temperature, watch=watch)
+        sums = self.accumulate(samples, plan, objective, temperature=temperature, logprobs_out=logprobs_out)
         tokens = max(sums.pop("tokens", 0.0), 1.0)
         loss = sums.pop("loss", 0.0)
         # checked before the step: Megatron looks for infinities only when it scales an fp16 loss
@@ -165,7 +162,7 @@ class Actor:
         objective: Objective,
         *,
         temperature: float = 1.0,
-        watch: LogprobStore | None = None,
+        logprobs_out: LogprobStore | None = None,
     ) -> dict[str, float]:
         """Forward and backward over the whole plan, gradients reduced and left in the buffers; no optimizer step.
 
@@ -178,7 +175,7 @@ class Actor:
             model.train()
         if self._optimizer is not None:
             self._optimizer.zero_grad()
-        hook = LossHook(objective, self._scorer(temperature), self.layout, plan.num_microbatches, watch)
+        hook = LossHook(objective, self._scorer(temperature), self.layout, plan.num_microbatches, logprobs_out)
         self._run_schedule(samples, plan, hook, forward_only=False)
         return reduce_sums(hook.sums, self.layout)
 
@@ -372,7 +369,7 @@ class Actor:
             return output, partial(hook, pack)
 
         interleaved = len(self._model) > 1
-        timers = ScheduleTimers(self._spans, self.layout.device) if self._spans.on else None
+        timers = ScheduleTimers(recorder(), self.layout.device) if recorder().on else None
         for chunk in self._chunks:
             chunk.config.timers = timers
         get_forward_backward_func()(

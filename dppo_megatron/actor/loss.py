@@ -74,7 +74,7 @@ class LossHook:
     score: Scorer
     layout: Layout
     num_microbatches: int
-    watch: LogprobStore | None = None
+    logprobs_out: LogprobStore | None = None
     """Takes the log-probabilities of every pack."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Sums over this rank's completion tokens so far, float64: `loss` (weighted), `tokens`, and each diagnostic."""
@@ -99,8 +99,8 @@ class LossHook:
         trained = microbatch.trained
         # where, not a product: a user's loss may be infinite on a prompt position, and infinity times 0 is NaN
         loss = torch.where(microbatch.mask > 0, result.loss, 0.0) @ microbatch.coefficient.to(dtype)
-        if self.watch is not None:
-            self.watch.add(microbatch, logprobs)
+        if self.logprobs_out is not None:
+            self.logprobs_out.add(microbatch, logprobs)
         self._add("loss", loss.detach())
         self._add("tokens", trained.new_tensor(len(trained)))
         self._add("entropy", entropy.detach()[trained].sum())

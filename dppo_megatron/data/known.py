@@ -17,7 +17,8 @@ from typing import Any
 
 from dppo_megatron.data.fields import get_field
 from dppo_megatron.files import replacing
-from dppo_megatron.types import UserError, Watch, counted, unwatched
+from dppo_megatron.progress import counted, progress
+from dppo_megatron.types import UserError
 
 
 def as_is(value: Any) -> str:
@@ -164,9 +165,7 @@ def _reach(values: Any, path: str) -> Any:
     return get_field(values, path)
 
 
-def write_known_set(
-    name: str, out: Path, *, origin: str = "", overwrite: bool = False, watch: Watch = unwatched
-) -> Iterator[str]:
+def write_known_set(name: str, out: Path, *, origin: str = "", overwrite: bool = False) -> Iterator[str]:
     """Write the set's files into `out`; yields a line for each, with what was left out.
 
     All files of a set are read before one is written, each appears complete or not at all, and one that is there stays
@@ -188,14 +187,14 @@ def write_known_set(
         raise UserError(f"--from {origin}: no such directory")
     parts: dict[str, _Part] = {}
     for part, split in known.splits.items():
-        with watch(f"reading {origin or known.hub} ({split})", 0, "rows") as advance:
+        with progress(f"reading {origin or known.hub} ({split})", 0, "rows") as advance:
             parts[part] = _Part(counted(_rows(known, origin, split), advance), known, name)
     for part, split in known.splits.items():
         if not parts[part].rows:
             raise UserError(f"{origin or known.hub} ({split}): no row has the fields of this set; nothing was written")
     for part, path in files.items():
         rows = parts[part].rows
-        with watch(f"writing {path}", len(rows), "rows") as advance:
+        with progress(f"writing {path}", len(rows), "rows") as advance:
             _write(path, counted(rows, advance))
         yield f"{path}: {len(rows)} problems{parts[part].left_out()}"
 

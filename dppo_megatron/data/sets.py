@@ -32,7 +32,8 @@ from dppo_megatron.data.templates import (
     tokenize,
     turn_end_tokens,
 )
-from dppo_megatron.types import Advance, Prompt, TrainSample, UserError, Watch, unwatched
+from dppo_megatron.progress import Advance, progress
+from dppo_megatron.types import Prompt, TrainSample, UserError
 
 _BATCH = 1000
 """Rows tokenized in one call: a call for each took 3 times as long."""
@@ -62,7 +63,6 @@ def load_set(
     tokenizer: PreTrainedTokenizerBase,
     *,
     first_index: int = 0,
-    watch: Watch = unwatched,
 ) -> ProblemSet:
     """Read, render and tokenize one set. Its prompts are numbered from `first_index`.
 
@@ -71,7 +71,7 @@ def load_set(
     """
     check_template(settings, tokenizer)
     read = _Reading(settings, tokenizer, first_index)
-    with watch(f"reading {settings.path}", 0, "rows") as advance:
+    with progress(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance):
             read.add(rows)
     prompts = read.prompts
@@ -153,9 +153,7 @@ def read_set(settings: ResolvedSet, advance: Advance) -> Iterator[list[Row]]:
         advance(done)
 
 
-def load_train_sets(
-    config: Config, tokenizer: PreTrainedTokenizerBase, watch: Watch = unwatched
-) -> dict[str, ProblemSet]:
+def load_train_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, ProblemSet]:
     """All sets to train on, their prompts numbered consecutively.
 
     Raises:
@@ -165,7 +163,7 @@ def load_train_sets(
     settings = train_set_configs(config)
     for name, one in settings.items():
         first = sum(len(done.prompts) for done in sets.values())
-        sets[name] = load_set(name, one, tokenizer, first_index=first, watch=watch)
+        sets[name] = load_set(name, one, tokenizer, first_index=first)
     paths = ", ".join(one.path for one in settings.values())
     if too_few := too_few_prompts(config, sum(len(one.prompts) for one in sets.values()), paths):
         raise UserError(too_few)
@@ -174,16 +172,14 @@ def load_train_sets(
     return sets
 
 
-def load_eval_sets(
-    config: Config, tokenizer: PreTrainedTokenizerBase, watch: Watch = unwatched
-) -> dict[str, ProblemSet]:
+def load_eval_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, ProblemSet]:
     """All sets to evaluate on, each numbered from 0.
 
     Raises:
         UserError: as `load_set`.
     """
     sets = eval_set_configs(config)
-    return {name: load_set(name, settings, tokenizer, watch=watch) for name, settings in sets.items()}
+    return {name: load_set(name, settings, tokenizer) for name, settings in sets.items()}
 
 
 def set_sizes(sets: Mapping[str, ProblemSet]) -> dict[str, int]:
@@ -302,7 +298,6 @@ def load_examples(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_tokens: int,
-    watch: Watch = unwatched,
 ) -> list[TrainSample]:
     """Read worked solutions, as samples of weight and denominator 1. Each ends with the end-of-sequence token.
 
@@ -312,7 +307,7 @@ def load_examples(
     check_template(settings, tokenizer)
     samples: list[TrainSample] = []
     shared = shared_ids(tokenizer)
-    with watch(f"reading {settings.path}", 0, "rows") as advance:
+    with progress(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance):
             origins = [row.origin for row in rows]
             asked = render([problem_of(row, settings) for row in rows], origins, settings, tokenizer)

@@ -17,9 +17,10 @@ from dppo_megatron.distributed import gather_all
 from dppo_megatron.evaluation.samples import EvalSample, problem_ids
 from dppo_megatron.evaluation.statistics import EvalScores, score
 from dppo_megatron.job import Job
+from dppo_megatron.progress import progress
 from dppo_megatron.rewards.grading import Grader, GradeTask, deciding_reward, make_grader
 from dppo_megatron.rollout.engine import Engine, Request, Sampling, own_requests
-from dppo_megatron.types import Completion, Grade, Prompt, Watch, unwatched
+from dppo_megatron.types import Completion, Grade, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +50,19 @@ class Evaluator:
         self.sets = eval_sets(job)
         self._graders = SetGraders(job.config.reward, job.grade, {one.name: one.grader for one in self.sets})
 
-    def evaluate(
-        self, engine: Engine, names: Collection[str] | None = None, watch: Watch = unwatched
-    ) -> list[EvalScores]:
+    def evaluate(self, engine: Engine, names: Collection[str] | None = None) -> list[EvalScores]:
         """Scores of every set, or of those in `names`, on every rank. Collective.
 
         Ranks exchange outcomes, not texts: 2,000 answers of 8,000 tokens are 60 MB.
         """
-        outcomes = gather_all([(sample.set, sample.outcome) for sample in self.sample(engine, watch, names)])
+        outcomes = gather_all([(sample.set, sample.outcome) for sample in self.sample(engine, names)])
         return [
             score(one.name, len(one.prompts), one.samples, [outcome for of, outcome in outcomes if of == one.name])
             for one in self.sets
             if names is None or one.name in names
         ]
 
-    def sample(
-        self, engine: Engine, watch: Watch = unwatched, names: Collection[str] | None = None
-    ) -> list[EvalSample]:
+    def sample(self, engine: Engine, names: Collection[str] | None = None) -> list[EvalSample]:
         """This rank's samples of every set, or of those in `names`, graded; without other ranks, all samples."""
         items = [
             (one, problem, sample)
@@ -79,13 +76,13 @@ class Evaluator:
         tokens = 0
         fallback = Sampling(1, 0.0, 0)  # each request carries its own sampling
         total = len(requests) if engine.has_servers else len(own_requests(requests))
-        with watch("evaluation", total, "answers") as advance:
+        with progress("evaluation", total, "answers") as advance:
             for position, completion in engine.stream(requests, fallback):
                 completions[position] = completion
                 tokens += len(completion.token_ids)
                 advance(len(completions), tokens)
         samples = [_ungraded(*items[position], completions[position]) for position in sorted(completions)]
-        with watch("evaluation: grading", 0, ""):
+        with progress("evaluation: grading"):
             return self._graders.graded(samples)
 
     def close(self) -> None:

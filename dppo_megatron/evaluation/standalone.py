@@ -30,13 +30,14 @@ from dppo_megatron.evaluation.samples import (
 from dppo_megatron.evaluation.statistics import Estimate, EvalScores, percent
 from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.launched import launched_world_size
+from dppo_megatron.progress import counted, progress
 from dppo_megatron.rewards.grading import make_grader
 from dppo_megatron.rewards.start_checks import check_grader
 from dppo_megatron.rollout.engine import Engine
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.texts import one_line, show
-from dppo_megatron.types import Prompt, UserError, Watch, counted, unwatched
+from dppo_megatron.types import Prompt, UserError
 
 _FORMAT = "dppo_megatron evaluation 1"
 _GRADED_AT_ONCE = 1000
@@ -47,7 +48,7 @@ Levels = Mapping[str, Mapping[str, Estimate]]
 """Set to level to pass@1; levels rise."""
 
 
-def evaluate_model(given: EvalArguments, watch: Watch = unwatched) -> list[str]:
+def evaluate_model(given: EvalArguments) -> list[str]:
     """Evaluate, write results.json and samples.jsonl, and return lines to print.
 
     Raises:
@@ -60,24 +61,24 @@ def evaluate_model(given: EvalArguments, watch: Watch = unwatched) -> list[str]:
         raise UserError("there is no set to evaluate on: give --sets, or data.eval_sets in the config")
     if out is not None:
         check_out(out, RESULTS)
-    job = prepare_job(config, world_size=1, trains=False, watch=watch)
+    job = prepare_job(config, world_size=1, trains=False)
     # the first prompt of each set too: a wrong template costs more points than a wrong model
     show(*said, *(f"{name}: {len(of)} problems, the first: {of[0].text!r}" for name, of in job.eval_prompts.items()))
     with TemporaryDirectory(prefix="eval-") as scratch:
         job.config.run_dir = str(out or scratch)  # servers' logs and the sync directory
-        with closing(_engine(job, watch)) as engine, closing(Evaluator(job)) as evaluator:
+        with closing(_engine(job)) as engine, closing(Evaluator(job)) as evaluator:
             show(engine.description)
-            samples = evaluator.sample(engine, watch)
+            samples = evaluator.sample(engine)
     scores = scores_of(samples)
     lines = [*table(scores), *level_lines(by_level(samples))]
     if out is not None:
-        with watch(f"writing {out}", 0, ""):
+        with progress(f"writing {out}"):
             write_results(out, samples, scores, config, {"model": str(config.model.hf_path)})
         lines += ["", f"{out}/: {RESULTS}, {SAMPLES}"]
     return lines
 
 
-def rescore(path: Path, settings: Sequence[str], out: Path | None, watch: Watch = unwatched) -> list[str]:
+def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
     """Grade the samples of an evaluation again, without generating; returns lines to print.
 
     The reward settings are those of the results.json beside the samples, where there is one, changed by `settings`.
@@ -87,7 +88,7 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None, watch: Watch 
     """
     if out is not None:
         check_out(out, RESULTS)
-    with watch(f"reading {path}", 0, ""):
+    with progress(f"reading {path}"):
         samples = read_samples(path)
     beside = (path if path.is_dir() else path.parent) / RESULTS
     before = _read_results(beside) if beside.is_file() else {}
@@ -105,7 +106,7 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None, watch: Watch 
             one = samples[members[0]]
             origin = f"{one.set}:{one.problem}"
             check_grader(grader, Prompt(0, one.prompt, (), one.reference, "", row=one.row, origin=origin))
-        with watch("grading", len(samples), "answers") as advance:
+        with progress("grading", len(samples), "answers") as advance:
             for first in range(0, len(samples), _GRADED_AT_ONCE):
                 again += graders.graded(samples[first : first + _GRADED_AT_ONCE])
                 advance(len(again))
@@ -207,13 +208,13 @@ def level_lines(levels: Levels) -> list[str]:
     ]
 
 
-def _engine(job: Job, watch: Watch) -> Engine:
+def _engine(job: Job) -> Engine:
     names = job.checkpoint.names
     if job.config.rollout.engine == "hf":
-        return engine_from_files(job.config, job.tokenizer, job.checkpoint, watch)
-    engine = ServerEngine(job.config, job.architecture, job.tokenizer, watch=watch)
+        return engine_from_files(job.config, job.tokenizer, job.checkpoint)
+    engine = ServerEngine(job.config, job.architecture, job.tokenizer)
     try:
-        with watch("weights to the servers", len(names), "tensors") as advance:
+        with progress("weights to the servers", len(names), "tensors") as advance:
             engine.load_weights(lambda: ((name, job.checkpoint.get(name)) for name in counted(names, advance)))
     except BaseException:
         engine.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.files import write_text
-from dppo_megatron.spans import Spans
+from dppo_megatron.spans import recorder
 from dppo_megatron.texts import one_line
 
 _COUNTS = {
@@ -43,15 +43,10 @@ class StepTiming:
 
 
 class Timers:
-    """Seconds spent in each phase of a step.
+    """Seconds spent in each phase of a step; each phase is a span too."""
 
-    Args:
-        spans: gets each phase as a span too.
-    """
-
-    def __init__(self, spans: Spans | None = None) -> None:
+    def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self._spans = spans or Spans()
         self._open: list[str] = []
         self.tell: Callable[[str], None] | None = None
         """Takes the name of the innermost phase, whenever that changes; for people who watch."""
@@ -69,7 +64,7 @@ class Timers:
             self._open.pop()
             self._tell()
             self._add(name, end - start)
-            self._spans.add("phases", name, start, end)
+            recorder().add("phases", name, start, end)
             if cpu:
                 self._add(f"{name}_cpu", time.process_time() - cpu_start)
 

@@ -184,8 +184,8 @@ class RunProgress:
         if self._visible:
             print_line(text)
 
-    def watch(self, what: str, total: int, unit: str) -> Progress:
-        """The progress of a part of the run, below the bar of its steps; see `types.Watch`."""
+    def part(self, what: str, total: int, unit: str) -> Progress:
+        """The progress of a part of the run, below the bar of its steps; a `progress.Display`."""
         return Progress(what, total, unit, **self._how())
 
     @contextmanager

@@ -54,8 +54,9 @@ class StepRecorder:
         directory: that of the run.
     """
 
-    def __init__(self, settings: ObserveConfig, directory: Path, spans: Spans, say: Callable[[str], None]) -> None:
-        self._settings, self._directory, self._spans, self._say = settings, directory, spans, say
+    def __init__(self, settings: ObserveConfig, directory: Path, say: Callable[[str], None]) -> None:
+        self._settings, self._directory, self._say = settings, directory, say
+        self.spans = Spans()
         self._left = settings.timeline
         """Of the first steps, how many are still to be recorded."""
         self._recorded: int | None = None
@@ -66,12 +67,12 @@ class StepRecorder:
         every = self._settings.timeline_every
         wanted = self._left > 0 or (every > 0 and number % every == 0)
         self._left = max(0, self._left - 1)
-        self._spans.on = wanted
+        self.spans.on = wanted
         try:
             with self._profiled(number):
                 yield
         finally:
-            self._spans.on = False
+            self.spans.on = False
         self._recorded = number if wanted else None
 
     def write(self, number: int) -> None:
@@ -79,8 +80,8 @@ class StepRecorder:
         if self._recorded != number:
             return
         self._recorded = None
-        offset_s, within_s = clock_offset(self._spans.clock)
-        mine = RankSpans(rank(), socket.gethostname(), offset_s, within_s, self._spans.drain())
+        offset_s, within_s = clock_offset(self.spans.clock)
+        mine = RankSpans(rank(), socket.gethostname(), offset_s, within_s, self.spans.drain())
         if everyone := to_rank_zero(mine):
             path = self._directory / TIMELINE / f"step_{number:06d}.json.gz"
             try:

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dppo_megatron.config.reward import RewardConfig
+from dppo_megatron.progress import progress
 from dppo_megatron.rewards.grading import Grader, deciding_reward
-from dppo_megatron.types import Grade, GradeTask, Prompt, UserError, Watch, unwatched
+from dppo_megatron.types import Grade, GradeTask, Prompt, UserError
 
 MOST_REFERENCES = 2000
 """References of one set that are checked, evenly spread: 0.1 s of cheap gradings, and 99 % is known to 0.2 points."""
@@ -68,9 +69,7 @@ def check_grader(grader: Grader, prompt: Prompt, bounds: Bounds | None = None) -
             )
 
 
-def check_references(
-    grader: Grader, reward: RewardConfig, name: str, prompts: Sequence[Prompt], watch: Watch = unwatched
-) -> str:
+def check_references(grader: Grader, reward: RewardConfig, name: str, prompts: Sequence[Prompt]) -> str:
     """Grade the references of a set as if they were answers; returns a line that says how many were right.
 
     Raises:
@@ -84,7 +83,7 @@ def check_references(
     wrong = list(range(count))
     for how, form in _FORMS:
         grades: dict[int, Grade] = {}
-        with watch(f"start: grading the references of {name}, {how}", len(wrong), "references") as advance:
+        with progress(f"start: grading the references of {name}, {how}", len(wrong), "references") as advance:
             for first in range(0, len(wrong), _BATCH):
                 some = wrong[first : first + _BATCH]
                 grades |= zip(some, grader.grade([_as_answer(checked[i], form) for i in some]), strict=True)

@@ -22,13 +22,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
+from dppo_megatron.progress import counted, progress
 from dppo_megatron.randomness import uniform_rows
 from dppo_megatron.rollout.client.grading import Detokenizer
 from dppo_megatron.rollout.decoder import Decoder
 from dppo_megatron.rollout.engine import Engine, Request, Sampling, Weights, own_requests
 from dppo_megatron.rollout.kv_cache import Moves
-from dppo_megatron.spans import Spans
-from dppo_megatron.types import Completion, FinishReason, Grade, GradeTask, Watch, counted, unwatched
+from dppo_megatron.spans import recorder
+from dppo_megatron.types import Completion, FinishReason, Grade, GradeTask
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.hf_files import WeightReader, check_finite
 
@@ -53,9 +54,7 @@ class HFEngine(Engine):
         device: torch.device,
         max_concurrent_sequences: int,
         grade: Callable[[Sequence[GradeTask]], Future[list[Grade]]] | None = None,
-        spans: Spans | None = None,
     ) -> None:
-        self._spans = spans or Spans()
         self._decoder = Decoder(architecture, dtype=dtype, device=device)
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer.of(tokenizer)
@@ -89,7 +88,7 @@ class HFEngine(Engine):
             order.sort(key=lambda i: len(requests[i].prompt.token_ids))
             for start in range(0, len(order), self._batch):
                 chunk = order[start : start + self._batch]
-                with self._spans.span("generation", f"{len(chunk)} completions"):
+                with recorder().span("generation", f"{len(chunk)} completions"):
                     for row, completion in self._generate([requests[i] for i in chunk], how):
                         yield chunk[row], completion
 
@@ -222,13 +221,10 @@ def _distinct_prompts(requests: Sequence[Request]) -> tuple[list[tuple[int, ...]
     return list(index), prompt_of
 
 
-def engine_from_files(
-    config: Config, tokenizer: PreTrainedTokenizerBase, checkpoint: WeightReader, watch: Watch = unwatched
-) -> HFEngine:
+def engine_from_files(config: Config, tokenizer: PreTrainedTokenizerBase, checkpoint: WeightReader) -> HFEngine:
     """An engine with the checkpoint's own weights, without an actor: for scoring a finished model.
 
     Args:
-        watch: shows how many tensors have been read.
     """
     engine = HFEngine(
         read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys),
@@ -240,7 +236,7 @@ def engine_from_files(
 
     def finite() -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the checkpoint; raises UserError for one with NaN or infinity."""
-        with watch("reading the model", len(checkpoint.names), "tensors") as advance:
+        with progress("reading the model", len(checkpoint.names), "tensors") as advance:
             for name in counted(checkpoint.names, advance):
                 tensor = checkpoint.get(name)
                 check_finite(name, tensor)

@@ -22,12 +22,13 @@ from pathlib import Path
 from dppo_megatron.children import ignore_signals
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.config.schema import Config
+from dppo_megatron.progress import progress
 from dppo_megatron.rollout.job_nodes import check_network
 from dppo_megatron.rollout.servers.connect import make_server, make_servers
 from dppo_megatron.rollout.servers.directory import HEARTBEAT_S, Entry, Registration
 from dppo_megatron.rollout.servers.server_process import LaunchedServer, stop_all
 from dppo_megatron.texts import show
-from dppo_megatron.types import GuardStop, UserError, Watch, unwatched
+from dppo_megatron.types import GuardStop, UserError
 
 _READY_S = 5.0
 _LOOK_S = 0.5
@@ -36,13 +37,12 @@ _MOST_STARTS = 3
 """Starts in a row after which a server that ends again before it was ready ends this command."""
 
 
-def serve(config: Config, host: str, say: Callable[[str], None] = show, watch: Watch = unwatched) -> None:
+def serve(config: Config, host: str, say: Callable[[str], None] = show) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
         host: name or address to listen on.
         say: prints a line.
-        watch: shows how long the servers take to start.
 
     Raises:
         UserError: the address or directory cannot be used, or a server cannot be started.
@@ -64,7 +64,7 @@ def serve(config: Config, host: str, say: Callable[[str], None] = show, watch: W
         served = [Served(server, config, directory, f"{name}{index}", say) for index, server in enumerate(servers)]
         for one in served:
             undo.callback(one.withdraw)  # before stop_all: a trainer must not ask a server that is about to end
-        with watch("rollout servers", len(served), f"started ({servers[0].where})") as advance:
+        with progress("rollout servers", len(served), f"started ({servers[0].where})") as advance:
             while any(one.is_starting for one in served) and not asked_to_end.wait(_LOOK_S):
                 for one in served:
                     one.look()

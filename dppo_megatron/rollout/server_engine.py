@@ -60,9 +60,8 @@ from dppo_megatron.rollout.sync.channels import Channel, DiskChannel, drain, in_
 from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from dppo_megatron.spans import Spans
 from dppo_megatron.texts import show
-from dppo_megatron.types import Completion, Grade, GuardStop, Watch, unwatched
+from dppo_megatron.types import Completion, Grade, GuardStop
 from dppo_megatron.weights.architecture import Architecture
 
 _PROBE_S = 120.0
@@ -74,8 +73,6 @@ class ServerEngine(Engine):
     Args:
         say: prints a log line; used on rank 0.
         client_hook: makes what grades completions in the rollout clients; picklable.
-        spans: gets requests, gradings and syncs of rank 0, while it is on.
-        watch: shows how long launched servers take to start.
 
     Raises:
         UserError: a server cannot be reached, serves another model, is too old, or was started without what is needed.
@@ -90,10 +87,8 @@ class ServerEngine(Engine):
         tokenizer: PreTrainedTokenizerBase,
         say: Callable[[str], None] = show,
         client_hook: HookFactory | None = None,
-        spans: Spans | None = None,
-        watch: Watch = unwatched,
     ) -> None:
-        self._config, self._spans = config, spans or Spans()
+        self._config = config
         self._detokenizer, self._vocab_size = Detokenizer.of(tokenizer), architecture.vocab_size
         self._stop_ids = (int(tokenizer.eos_token_id),)
         self._nodes = _nodes()
@@ -114,8 +109,8 @@ class ServerEngine(Engine):
 
             def connected() -> tuple[Meeting, list[int], str, ChannelName, Seats]:
                 """On rank 0: reach every server, and wait for the clients from now on."""
-                found = connect(config, architecture, say, devices, launched, watch)
-                self._head = head = _Head(config, architecture, say, self._spans, found, launched, self._nodes.count)
+                found = connect(config, architecture, say, devices, launched)
+                self._head = head = _Head(config, architecture, say, found, launched, self._nodes.count)
                 return head.meeting, head.nodes, found.description, found.channel, found.seats
 
             meeting, self._owners, self.description, channel, seats = from_rank_zero(connected)
@@ -131,7 +126,7 @@ class ServerEngine(Engine):
             stop_all(launched)
             raise
         run, fleet = from_rank_zero(lambda: secrets.token_hex(4)), self._head.fleet if self._head is not None else None
-        self._sync = WeightSync(config.rollout, self._channel, fleet, self._settle_requests, self._spans, run)
+        self._sync = WeightSync(config.rollout, self._channel, fleet, self._settle_requests, run)
 
     @property
     def receivers(self) -> Sequence[int]:
@@ -316,7 +311,6 @@ class _Head:
         config: Config,
         architecture: Architecture,
         say: Callable[[str], None],
-        spans: Spans,
         found: Connection,
         launched: Sequence[ServerProcess],
         num_nodes: int,
@@ -343,7 +337,6 @@ class _Head:
             routers=found.routers,
             recruit=recruit,
             inspect=self._inspect,
-            spans=spans,
         )
 
     def await_clients(self, say: Callable[[str], None]) -> None:

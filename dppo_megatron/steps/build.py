@@ -19,13 +19,9 @@ from dppo_megatron.rewards.grading import GradeInClient
 from dppo_megatron.rollout.engine import Engine, Sampling
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.spans import Spans
-from dppo_megatron.types import Watch
 
 
-def make_engine(
-    job: Job, dtype: torch.dtype, device: torch.device, say: Callable[[str], None], watch: Watch, spans: Spans
-) -> Engine:
+def make_engine(job: Job, dtype: torch.dtype, device: torch.device, say: Callable[[str], None]) -> Engine:
     """The engine of `rollout.engine`. Raises UserError for servers that cannot be used."""
     config = job.config
     if config.rollout.engine == "hf":
@@ -35,11 +31,10 @@ def make_engine(
             dtype=dtype,
             device=device,
             max_concurrent_sequences=config.rollout.limits.max_concurrent_sequences,
-            spans=spans,
             grade=job.grade.submit,
         )
     grades = GradeInClient(config.reward, tuple(sys.path))
-    engine = ServerEngine(config, job.architecture, job.tokenizer, say, client_hook=grades, spans=spans, watch=watch)
+    engine = ServerEngine(config, job.architecture, job.tokenizer, say, client_hook=grades)
     say(engine.description)
     return engine
 

@@ -41,11 +41,11 @@ from dppo_megatron.observe.samples import add_actor_logprobs
 from dppo_megatron.observe.timeline import StepRecorder
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import Packable
+from dppo_megatron.progress import Advance, progress
 from dppo_megatron.rewards.grading import grade_groups
 from dppo_megatron.rollout.engine import Request
 from dppo_megatron.rollout.sync.receipts import Canary
 from dppo_megatron.selection import Chosen
-from dppo_megatron.spans import Spans
 from dppo_megatron.steps.build import make_engine, make_sampling, what_to_offload
 from dppo_megatron.steps.coordinator import Coordinator
 from dppo_megatron.steps.exchange import Replicas, exchange
@@ -53,15 +53,12 @@ from dppo_megatron.steps.outcomes import Outcomes
 from dppo_megatron.steps.step import Step, StepRecord, Update
 from dppo_megatron.texts import show
 from dppo_megatron.types import (
-    Advance,
     Completion,
     FloatArray,
     PackPlan,
     Prompt,
     SelectedPrompt,
     TrainSample,
-    Watch,
-    unwatched,
 )
 
 ShowPhases: TypeAlias = Callable[[int], AbstractContextManager[Callable[[str], None] | None]]
@@ -73,9 +70,7 @@ class Loop:
 
     Args:
         say: takes log lines, on rank 0.
-        watch: shows the progress of what takes long, on rank 0.
         phases: shows which phase a step is in, on rank 0.
-        spans: what is on timelines.
         recorder: records steps; None: none.
     """
 
@@ -83,26 +78,24 @@ class Loop:
         self,
         job: Job,
         say: Callable[[str], None] = show,
-        watch: Watch = unwatched,
         phases: ShowPhases | None = None,
-        spans: Spans | None = None,
         recorder: StepRecorder | None = None,
     ) -> None:
         config = job.config
-        self.job, self.say, self._watch, self._phases = job, say, watch, phases
-        self._spans, self._recorder = spans or Spans(), recorder
+        self.job, self.say, self._phases = job, say, phases
+        self._recorder = recorder
         dtype = getattr(torch, config.model.dtype)
         layout = build_layout(config.actor.layout, config.seed)
         connect_groups(config.actor, job.architecture, config.guard.rendezvous_timeout_s)
         # first: reports a bad server at once
-        self._engine = make_engine(job, dtype, layout.device, say, watch, self._spans)
+        self._engine = make_engine(job, dtype, layout.device, say)
         with ExitStack() as undo:
             undo.callback(self._engine.close)  # a model that cannot be built leaves no servers behind
             self._engine.rest()  # gives the actor the device
             self._offload = what_to_offload(config, layout.device.type)
-            with watch("building the actor", len(job.checkpoint.names), "tensors read") as advance:
+            with progress("building the actor", len(job.checkpoint.names), "tensors read") as advance:
                 get = _told(job.checkpoint.get, advance)
-                self.actor = Actor(config.actor, layout, job.architecture, get, dtype=dtype, spans=self._spans)
+                self.actor = Actor(config.actor, layout, job.architecture, get, dtype=dtype)
             undo.pop_all()
         self.objective = make_objective(config.objective, job.policy_loss)
         self._replicas = Replicas.agree(layout.data_parallel_rank)
@@ -135,7 +128,7 @@ class Loop:
                 warm_start_optimizer(config.actor.optimizer, warm.learning_rate, warm.lr_warmup_steps), warm.steps
             )
         order, position = PromptOrder(len(examples), config.seed), 0
-        with self._watch("warm start", warm.steps, "steps") as advance:
+        with progress("warm start", warm.steps, "steps") as advance:
             for done in range(1, warm.steps + 1):
                 chosen, position = order.take(position, warm.examples_per_step)
                 num_tokens = float(sum(examples[i].num_completion_tokens for i in chosen))
@@ -273,19 +266,19 @@ class Loop:
         first = not step.measured
         half_norm = self._half_norm(step, update) if first else None
         # first update only: after it the policy differs from the behaviour on purpose
-        watch = LogprobStore() if first and not needs_old_logprobs(self.job.config.objective) else None
+        seen = LogprobStore() if first and not needs_old_logprobs(self.job.config.objective) else None
         with step.record.timers.phase("update"):
             measured = self.actor.update(
                 update.samples,
                 update.plan.pack,
                 self.objective,
                 temperature=self.job.config.rollout.sampling.temperature,
-                watch=watch,
+                logprobs_out=seen,
             )
         metrics = step.record.metrics
         metrics.setdefault("mismatch/logprob_abs_diff_mean", measured.logprob_abs_diff)
-        if watch is not None:
-            self._measure_mismatch(step, [(update, watch)])
+        if seen is not None:
+            self._measure_mismatch(step, [(update, seen)])
         if measured.is_skipped:
             self.skipped_in_a_row += 1
             self.skipped_samples = _name_the_broken(update.samples.values())
@@ -319,7 +312,7 @@ class Loop:
 
     def evaluate(self, names: Collection[str] | None = None) -> list[EvalScores]:
         """Scores of every evaluation set, or of those in `names`."""
-        return self._evaluator.evaluate(self._engine, names, self._watch)
+        return self._evaluator.evaluate(self._engine, names)
 
     def pack(self, samples: Sequence[Packable]) -> PackPlan:
         """Micro-batches for every data-parallel rank, planned on rank 0."""
@@ -347,7 +340,7 @@ class Loop:
     # ---------------------------------------------------------------------------------------- inside
 
     def _new(self, number: int) -> Step:
-        return Step(number, record=StepRecord(timers=Timers(self._spans)))
+        return Step(number, record=StepRecord(timers=Timers()))
 
     def _release_weights(self) -> None:
         """The engine has copies of the actor's weights."""

@@ -17,8 +17,9 @@ from importlib import import_module
 from typing import NoReturn
 
 from dppo_megatron import __version__
+from dppo_megatron.progress import Display, shown_by
 from dppo_megatron.texts import one_line
-from dppo_megatron.types import GuardStop, UserError, Watch
+from dppo_megatron.types import GuardStop, UserError
 from dppo_megatron.workbench.commands.terminal import drop, say, show_progress
 
 _COMMANDS = {  # in the order of --help; each is a module of `commands`
@@ -40,8 +41,8 @@ _COMMANDS = {  # in the order of --help; each is a module of `commands`
 }
 
 
-def main(argv: list[str] | None = None, watch: Watch = show_progress) -> int:
-    """Run a subcommand; returns the exit code (docs/run_directory.md lists them)."""
+def main(argv: list[str] | None = None, display: Display = show_progress) -> int:
+    """Run a subcommand, whose progress `display` shows; returns the exit code (docs/run_directory.md lists them)."""
     _open_what_is_closed()
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -51,8 +52,9 @@ def main(argv: list[str] | None = None, watch: Watch = show_progress) -> int:
             complete(program())
         parser = program(argv[:1])
         arguments = parse(parser, argv)
-        arguments.watch, arguments.command = watch, argv[0]
-        code: int = arguments.run(arguments)
+        arguments.command = argv[0]
+        with shown_by(display):
+            code: int = arguments.run(arguments)
         sys.stdout.flush()  # so that a broken pipe is raised here and not at exit
         return code
     except UserError as error:

@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from dppo_megatron.progress import Advance, counted, progress
 from dppo_megatron.pruning.budget import floor_share
 from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.pruning.methods import with_method
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.steps.cost import RolloutCost
-from dppo_megatron.types import Advance, IntArray, UserError, Watch, counted, unwatched
+from dppo_megatron.types import IntArray, UserError
 from dppo_megatron.workbench.runs.trace import Trace
 
 _MOSTLY_ROLLOUT = 0.9
@@ -109,9 +110,9 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
     return CostModel(rollout, costs[1], fixed)
 
 
-def simulate(trace: Trace, method: str, costs: CostModel, watch: Watch = unwatched) -> Prediction:
+def simulate(trace: Trace, method: str, costs: CostModel) -> Prediction:
     """Replay `method` over the trace."""
-    with watch(f"simulating {method}", len(trace.steps), "steps") as advance:
+    with progress(f"simulating {method}", len(trace.steps), "steps") as advance:
         return _replay(trace, method, costs, advance)
 
 

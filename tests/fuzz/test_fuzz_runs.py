@@ -32,7 +32,7 @@ from dppo_megatron.evaluation.standalone import write_results
 from dppo_megatron.job import prepare_job
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
-from dppo_megatron.types import UserError, unwatched
+from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.compare.record import read_method_run
 
@@ -203,7 +203,7 @@ def _run(capsys: pytest.CaptureFixture[str], where: str, *arguments: str | Path)
     """Whether the command took it; else it must have said one sentence and ended with 2."""
     capsys.readouterr()
     try:
-        code = main([str(one) for one in arguments], watch=unwatched)
+        code = main([str(one) for one in arguments])
     except Exception as error:
         raise AssertionError(f"{where}: {arguments[0]}: {type(error).__name__}: {error}") from error
     said = capsys.readouterr()

@@ -20,6 +20,7 @@ import torch
 from dppo_megatron.config.rollout import RolloutConfig, check_endpoint
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.sets import longest_sequence
+from dppo_megatron.progress import progress
 from dppo_megatron.rollout.servers.directory import Addresses, Directory, Entry
 from dppo_megatron.rollout.servers.http import BadAnswer, Http, Refused, Unreachable, clean_key
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
@@ -30,7 +31,7 @@ from dppo_megatron.rollout.servers.server_process import LaunchedServer, ServerP
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer, vllm_command, vllm_environment
 from dppo_megatron.rollout.transfer import shared_memory
-from dppo_megatron.types import UserError, Watch, unwatched
+from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.torch_dist import is_torch_dist
 
@@ -60,7 +61,6 @@ def connect(
     say: Callable[[str], None],
     devices: Sequence[RankDevice],
     launched: Sequence[ServerProcess] = (),
-    watch: Watch = unwatched,
 ) -> Connection:
     """Reach every server and check it.
 
@@ -89,7 +89,7 @@ def connect(
             directory = partial(named_now, alone, routers, configured, rollout.engine)
     urls = list(addresses)
     servers: list[Server] = [make_server(rollout, url, key, architecture.vocab_size) for url, key in addresses.items()]
-    _await_ready(launched, servers, rollout.limits.start_timeout_s, watch)
+    _await_ready(launched, servers, rollout.limits.start_timeout_s)
     infos = [describe(server, rollout.servers.api_key_env) for server in servers]
     for server, info in zip(servers, infos, strict=True):
         check_server(server.http.url, info, config, architecture)
@@ -152,16 +152,16 @@ def check_entry(entry: Entry, rollout: RolloutConfig) -> None:
     check_endpoint(entry.url, rollout)
 
 
-def _await_ready(launched: Sequence[ServerProcess], servers: Sequence[Server], timeout_s: float, watch: Watch) -> None:
-    with watch("rollout servers", len(launched), f"started ({launched[0].where})" if launched else "") as say:
+def _await_ready(launched: Sequence[ServerProcess], servers: Sequence[Server], timeout_s: float) -> None:
+    with progress("rollout servers", len(launched), f"started ({launched[0].where})" if launched else "") as advance:
         for done, (own, server) in enumerate(zip(launched, servers, strict=False)):
 
             def is_ready(done: int = done, server: Server = server) -> None:
-                say(done)
+                advance(done)
                 server.healthy(timeout_s=_READY_S)
 
             own.wait_ready(is_ready, timeout_s)
-            say(done + 1)
+            advance(done + 1)
 
 
 def routed(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> tuple[list[str], list[RouterServer]]:

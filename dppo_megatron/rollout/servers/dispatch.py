@@ -161,7 +161,7 @@ class Dispatch:
         self._limits, self._clock = fleet.limits, fleet.clock
         self._pending = deque(index for index in range(len(work.groups)) if index not in work.done)
         self._attempts: dict[int, _Attempt] = {}
-        self._watched, self._outages, self._places = -math.inf, -1, fleet.places
+        self._checked_s, self._outages, self._places = -math.inf, -1, fleet.places
         self._landed_s: dict[int, float] = {}  # ticket -> when its answer came, on the clock of the spans
 
     def run(self) -> Iterator[int]:
@@ -178,7 +178,7 @@ class Dispatch:
                         yield landed
                 self._drop_the_lost()
                 self._cut_stragglers()
-                if self._watch():
+                if self._check_deadlines():
                     self._fleet.probe_all()
             if work.given_up:
                 self._intake.end(list(self._attempts))
@@ -317,7 +317,7 @@ class Dispatch:
                 )
             for event in self._intake.events(_TICK_S):
                 self._settle(event)
-            self._watch()
+            self._check_deadlines()
             fleet.restart_dead()
             fleet.revive()
 
@@ -330,11 +330,11 @@ class Dispatch:
             work.cut = True
             self._intake.end(list(self._attempts))
 
-    def _watch(self) -> bool:
+    def _check_deadlines(self) -> bool:
         now, limit_s = self._clock(), self._limits.request_timeout_s
-        if now - self._watched < _TICK_S:  # thousands may wait, and events come by the hundred
+        if now - self._checked_s < _TICK_S:  # thousands may wait, and events come by the hundred
             return False
-        self._watched = now
+        self._checked_s = now
         waiting = [*self._pending, *(attempt.index for attempt in self._attempts.values())]
         where = {attempt.index: f" on {attempt.member.name}" for attempt in self._attempts.values()}
         asked = self._work.first_asked

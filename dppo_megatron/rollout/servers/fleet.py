@@ -31,7 +31,7 @@ from dppo_megatron.rollout.servers.protocol import Server
 from dppo_megatron.rollout.servers.router import Router, RouterServer
 from dppo_megatron.rollout.servers.server_process import ServerProcess, stop_all
 from dppo_megatron.rollout.servers.wire import GenerateRequest
-from dppo_megatron.spans import Spans
+from dppo_megatron.spans import recorder
 from dppo_megatron.types import UserError
 
 _ANSWER_S = 30.0
@@ -67,7 +67,6 @@ class Fleet:
         recruit: lets servers in and go; called where a server that is back could be used at once.
         inspect: checks a server that was out and that this job has not started: it may be another one by now. Raises
             UserError for one that does not fit. In the thread of a probe.
-        spans: gets requests by server, and gradings, while it is on.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class Fleet:
         routers: Sequence[RouterServer] = (),
         recruit: Callable[[Fleet], None] = lambda fleet: None,
         inspect: Callable[[Member], None] = lambda member: None,
-        spans: Spans | None = None,
     ) -> None:
         self.lock = OwnedLock()
         """Held to change a member; never across a call to a server."""
@@ -91,7 +89,8 @@ class Fleet:
             Member(server, self.lock, clock, process) for server, process in zip_longest(servers, processes)
         ]
         self.routers = [Router(router, self.lock, clock) for router in routers]
-        self.say, self.intake, self.spans = say, intake, spans or Spans()
+        self.say, self.intake = say, intake
+        self.spans = recorder()  # kept here for the rollout thread, whose own context has none
         self._recruit, self._inspect = recruit, inspect
         self.limits, self.clock, self._health_file = config.limits, clock, health_file
         self._threads = threads or ThreadPoolExecutor(max_workers=max(32, len(servers)), thread_name_prefix="probe")

@@ -90,7 +90,7 @@ class Digests:
         self._waiting_bytes = 0
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="digests")
 
-    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    def tee(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """The same stream. Its tensors must stay as they are until they are hashed."""
         for name, tensor in tensors:
             yield name, tensor

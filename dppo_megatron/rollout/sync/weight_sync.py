@@ -34,7 +34,7 @@ from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory
 from dppo_megatron.rollout.servers.wire import version_name
 from dppo_megatron.rollout.sync.channels import FAILURES, Channel, Tensors, at_once, drain, on_each
 from dppo_megatron.rollout.sync.receipts import Digests, Receipt, differing
-from dppo_megatron.spans import Spans
+from dppo_megatron.spans import recorder
 from dppo_megatron.types import GuardStop
 
 Stage = Literal["done", "reviving", "waking", "pausing", "sending", "handed over", "finishing", "proving"]
@@ -48,7 +48,6 @@ class WeightSync:
         fleet: on rank 0; None elsewhere.
         settle_requests: called on rank 0 where requests are to finish first, with servers live as before: requests that
             still wait for room must be asked under the old weights too.
-        spans: gets the stages, on rank 0.
         run: prefix of the versions' names at the servers (`wire.version_name`).
 
     Example:
@@ -64,10 +63,9 @@ class WeightSync:
         channel: Channel,
         fleet: Fleet | None,
         settle_requests: Callable[[], None] = lambda: None,
-        spans: Spans | None = None,
         run: str = "",
     ) -> None:
-        self._spans = spans or Spans()
+        self._spans = recorder()
         self._reached_s = 0.0
         """When the present stage began, on the clock of the spans."""
         self._rollout, self._channel, self._all = rollout, channel, fleet
@@ -192,7 +190,7 @@ class WeightSync:
         from_rank_zero(lambda: attempt(lambda: members.extend(self._prepare())))
         if self._all is None:
             self._channel.take_part(stream)
-        attempt(lambda: self._send(digests.watch(stream) if digests else stream, members))
+        attempt(lambda: self._send(digests.tee(stream) if digests else stream, members))
         drain(stream)
         self._release()
         gather_all([self._channel.name])  # all have handed over

@@ -19,7 +19,7 @@ from typing import Any
 
 from dppo_megatron.children import package_environment, python_command
 from dppo_megatron.files import remove_tree
-from dppo_megatron.types import Watch
+from dppo_megatron.progress import progress
 from dppo_megatron.workbench.accept.bars import STEPS, Step
 from dppo_megatron.workbench.accept.record import Ran, Record, read_figures
 
@@ -39,7 +39,6 @@ def run_steps(
     *,
     only: Collection[str] = (),
     again: Collection[str] = (),
-    watch: Watch,
     saved: Callable[[], None],
 ) -> None:
     """Run what is missing, in order, as long as the time suffices; `saved` is called after each step.
@@ -64,7 +63,7 @@ def run_steps(
         else:
             record.steps[step.name] = Ran("begun")
             record.write(directory)
-            with watch(f"{step.name}: {step.what}, at most {limit_s:.0f} s", 0, ""):
+            with progress(f"{step.name}: {step.what}, at most {limit_s:.0f} s"):
                 record.steps[step.name] = _run(step, directory, limit_s, record)
         record.write(directory)
         saved()

@@ -58,7 +58,7 @@ def _accept(arguments: argparse.Namespace) -> int:
     record = read_record(out, {"model": arguments.model, "server_python": arguments.server_python})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a time limit of others: the step's process is ended too
     page, chosen = out / "accept.html", {"only": arguments.only, "again": arguments.again}
-    run_steps(record, out, arguments.hours, **chosen, watch=arguments.watch, saved=lambda: write_page(page, record))
+    run_steps(record, out, arguments.hours, **chosen, saved=lambda: write_page(page, record))
     rows = record.rows()
     for row in rows:
         if row.verdict != "not run":

@@ -8,9 +8,9 @@ import textwrap
 from pathlib import Path
 
 from dppo_megatron.config.paths import check_writable
+from dppo_megatron.progress import progress
 from dppo_megatron.pruning.methods import METHODS
 from dppo_megatron.texts import show
-from dppo_megatron.types import Watch
 from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, check_number, read_config
 
 _METHODS = "grpo,grpo_nonzero,cppo,greso,dppo_paper,dppo,dppo_auto"
@@ -47,8 +47,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     check_number("--seeds", arguments.seeds, "[1, 10000]")
     check_number("--steps-factor", arguments.steps_factor, "(0, 10000]")
     config = read_config(arguments.config, arguments.overrides, writes_run=False)
-    watch: Watch = arguments.watch
-    with watch("loading libraries", 0, ""):
+    with progress("loading libraries"):
         from dppo_megatron.workbench.compare.arms import parse_arms
         from dppo_megatron.workbench.compare.runs import in_a_process, run_all, shared_task
         from dppo_megatron.workbench.compare.table import results, table, write_page, write_results
@@ -67,8 +66,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     each = f"All seeds share one task: {shared}." if shared else "Each seed has a task, a model and a held-out set."
     notes = [each] if arguments.seeds > 1 else ["One seed: no interval over seeds."]
     given = config, arguments.config, arguments.overrides, arms
-    runs = run_all(*given, seeds=arguments.seeds, out=out, say=say, launch=in_a_process, watch=watch)
-    with watch("comparing", 0, ""):
+    runs = run_all(*given, seeds=arguments.seeds, out=out, say=say, launch=in_a_process)
+    with progress("comparing"):
         verdict = judge(runs, arms, same_problems=shared is not None)
         text, values = table(verdict), results(verdict, runs, notes)
     write_results(out / "results.json", values)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from dppo_megatron.config.paths import check_directory, check_writable
+from dppo_megatron.progress import progress
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import Commands, add_command, check_number
@@ -63,11 +64,11 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _converted(arguments: argparse.Namespace) -> list[str]:
-    with arguments.watch("loading libraries", 0, ""):
+    with progress("loading libraries"):
         from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
 
     ignored = [name for name in arguments.ignore_config_keys.split(",") if name]
-    how = {"ignored": ignored, "verify": arguments.verify, "watch": arguments.watch}
+    how = {"ignored": ignored, "verify": arguments.verify}
     if arguments.direction == "to-megatron":
         return hf_to_megatron(arguments.hf, arguments.out, arguments.tp, arguments.pp, arguments.ep, **how)
     return megatron_to_hf(

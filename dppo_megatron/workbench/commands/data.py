@@ -33,7 +33,6 @@ def _data(arguments: argparse.Namespace) -> int:
         arguments.out,
         origin=arguments.origin or "",
         overwrite=arguments.overwrite,
-        watch=arguments.watch,
     )
     for line in lines:
         show(line)

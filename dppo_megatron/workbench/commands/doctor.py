@@ -19,8 +19,9 @@ from dppo_megatron.launched import (
     place_from_slurm,
     set_cuda_variables,
 )
+from dppo_megatron.progress import progress
 from dppo_megatron.texts import show
-from dppo_megatron.types import UserError, Watch
+from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import (
     Commands,
     add_command,
@@ -73,7 +74,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         raise UserError("--json belongs to a job's check; give CONFIG, or start it with torchrun")
     from dppo_megatron.workbench.doctor.environment import report
 
-    with arguments.watch("looking at this machine", 0, ""):
+    with progress("looking at this machine"):
         found = report()
     show(*(f"{what:<20}{finding}" for what, finding in found))
     return 0
@@ -89,7 +90,7 @@ def _cluster(arguments: argparse.Namespace, config_path: str, settings: list[str
         check_comes_first(config_path)
         config = load_config(config_path, settings, writes_run=False, purpose="plan")
         check_world_size(config, launched_world_size())
-    with arguments.watch("loading libraries", 0, ""):
+    with progress("loading libraries"):
         from dppo_megatron.workbench.doctor.cluster import check_cluster
     size, began = launched_world_size(), time.monotonic()
 
@@ -102,7 +103,7 @@ def _cluster(arguments: argparse.Namespace, config_path: str, settings: list[str
             found = json.dumps({"world_size": size, "rows": [asdict(row) for row in rows]}, indent=1)
             Path(arguments.json).write_text(f"{found}\n", encoding="utf-8")
 
-    with arguments.watch("checking the job's machines", 0, ""):
+    with progress("checking the job's machines"):
         return check_cluster(config, arguments.limit_s, report)
 
 
@@ -110,18 +111,17 @@ def _gate(arguments: argparse.Namespace) -> int:
     check_launched()
     set_cuda_variables()
     config = read_config(arguments.fp8_gate, arguments.overrides, writes_run=False)
-    watch: Watch = arguments.watch
-    with watch("loading libraries", 0, ""):
+    with progress("loading libraries"):
         from dppo_megatron.job import prepare_job
-    job = prepare_job(config, launched_world_size(), watch=watch)
-    with watch("loading Megatron", 0, ""):
+    job = prepare_job(config, launched_world_size())
+    with progress("loading Megatron"):
         from dppo_megatron.actor.layout import build_layout, connect_groups, start_process_group, stop_process_group
         from dppo_megatron.workbench.doctor.fp8_gate import run_gate
-    with watch("waiting for all ranks", 0, ""):
+    with progress("waiting for all ranks"):
         start_process_group(config.guard.rendezvous_timeout_s)
     layout = build_layout(config.actor.layout, config.seed)
     connect_groups(config.actor, job.architecture, config.guard.rendezvous_timeout_s)
-    with watch("gate: packed against unpacked, forwards and backwards", 0, ""):
+    with progress("gate: packed against unpacked, forwards and backwards"):
         findings = run_gate(config, layout, job.architecture, job.checkpoint.get)
     if launched_rank() == 0:
         for finding in findings:

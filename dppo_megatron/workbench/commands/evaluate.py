@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from dppo_megatron.config.schema import Config
+from dppo_megatron.progress import progress
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import Commands, add_command, add_settings
@@ -79,19 +80,19 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             raise UserError(f"--compare reads two evaluations and nothing else; leave out {unread[0]}")
         from dppo_megatron.evaluation.versus import compare_evaluations
 
-        with arguments.watch("comparing the evaluations", 0, ""):
+        with progress("comparing the evaluations"):
             lines = compare_evaluations(*arguments.compare, out=arguments.out)
     elif arguments.rescore:
         if unread := [*models, *sets]:
             raise UserError(f"--rescore reads the samples of an evaluation and nothing else; leave out {unread[0]}")
-        with arguments.watch("loading libraries", 0, ""):
+        with progress("loading libraries"):
             from dppo_megatron.evaluation.standalone import rescore
-        lines = rescore(arguments.rescore, settings, arguments.out, arguments.watch)
+        lines = rescore(arguments.rescore, settings, arguments.out)
     else:
         if len(models) != 1:
             found = f", not {len(models)}: {', '.join(models)}" if models else " (or --compare, --rescore)"
             raise UserError(f"give a model, a run directory or a config file to evaluate{found}")
-        with arguments.watch("loading libraries", 0, ""):
+        with progress("loading libraries"):
             from dppo_megatron.evaluation.arguments import EvalArguments
             from dppo_megatron.evaluation.standalone import evaluate_model
         given = EvalArguments(
@@ -103,6 +104,6 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             out=arguments.out,
             limit=arguments.limit,
         )
-        lines = evaluate_model(given, arguments.watch)
+        lines = evaluate_model(given)
     show(*lines)
     return 0

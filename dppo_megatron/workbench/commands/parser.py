@@ -11,7 +11,8 @@ from dppo_megatron.config import load_config
 from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.ranges import Range
 from dppo_megatron.config.schema import Config
-from dppo_megatron.types import UserError, Watch
+from dppo_megatron.progress import progress
+from dppo_megatron.types import UserError
 
 if TYPE_CHECKING:  # it imports torch
     from dppo_megatron.platform.capabilities import Machine
@@ -70,7 +71,7 @@ def check_number(option: str, value: float | None, interval: str) -> None:
 
 
 def check_actor_settings(
-    config: Config, world_size: int, watch: Watch, machine: Machine, *, runs_here: bool, writes: bool
+    config: Config, world_size: int, machine: Machine, *, runs_here: bool, writes: bool
 ) -> list[str]:
     """Check `actor.megatron` and `actor.ddp` against the installed Megatron, before servers are started or ranks meet;
     returns a line that names those which are not tried, if there are any.
@@ -87,7 +88,7 @@ def check_actor_settings(
     actor = config.actor
     if not (actor.megatron or actor.ddp):
         return []
-    with watch("loading Megatron", 0, ""):
+    with progress("loading Megatron"):
         import torch
 
         from dppo_megatron import platform

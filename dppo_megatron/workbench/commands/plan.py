@@ -16,9 +16,10 @@ from dppo_megatron.config.load import load_config
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.config.schema import Config
 from dppo_megatron.launched import launched_world_size
+from dppo_megatron.progress import progress
 from dppo_megatron.pruning.methods import METHODS, parse_methods
 from dppo_megatron.texts import show
-from dppo_megatron.types import UserError, Watch
+from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import (
     Commands,
     add_command,
@@ -89,12 +90,12 @@ def add_dry_run(train: argparse.ArgumentParser) -> None:
     train.add_argument("--gpus", type=int, metavar="N", help="with --dry-run: " + _NUMBERS["gpus"][1])
 
 
-def dry_run(config: str, overrides: list[str], gpus: int | None, watch: Watch) -> int:
+def dry_run(config: str, overrides: list[str], gpus: int | None) -> int:
     """`train CONFIG --dry-run`."""
     parser = argparse.ArgumentParser()
     _add_options(parser)
     arguments = parser.parse_args([config, "--dry-run"])
-    arguments.overrides, arguments.gpus, arguments.watch = overrides, gpus, watch
+    arguments.overrides, arguments.gpus = overrides, gpus
     return _run(arguments)
 
 
@@ -107,10 +108,9 @@ def _run(arguments: argparse.Namespace) -> int:
     purpose: Purpose = "train" if arguments.dry_run else "plan"
     config = load_config(arguments.config, arguments.overrides, purpose=purpose, writes_run=arguments.dry_run)
     site = _site(arguments)
-    watch: Watch = arguments.watch
-    loaded = _load_job(config, site, arguments.gpu, watch) if arguments.dry_run else []
+    loaded = _load_job(config, site, arguments.gpu) if arguments.dry_run else []
     said: list[str] = []
-    with watch("loading libraries", 0, ""):
+    with progress("loading libraries"):
         from dppo_megatron.job import check_settings
         from dppo_megatron.weights.architecture import read_architecture
         from dppo_megatron.workbench.planning.plan import lines, make_plan
@@ -119,7 +119,7 @@ def _run(arguments: argparse.Namespace) -> int:
     architecture = read_architecture(config.model.hf_path, ignored=config.model.ignore_config_keys)
     if not loaded:
         machine = _assumed_machine(arguments.gpu)
-        said = check_actor_settings(config, site.gpus, watch, machine, runs_here=False, writes=False)
+        said = check_actor_settings(config, site.gpus, machine, runs_here=False, writes=False)
         check_settings(config, architecture, site.gpus, machine)
     plan = make_plan(
         config,
@@ -129,8 +129,7 @@ def _run(arguments: argparse.Namespace) -> int:
         completion_tokens=arguments.completion_tokens,
         prompt_tokens=arguments.prompt_tokens,
         methods=methods,
-        trace=read_trace(arguments.trace, watch) if arguments.trace else None,
-        watch=watch,
+        trace=read_trace(arguments.trace) if arguments.trace else None,
     )
     is_told = arguments.gpus or launched_world_size() > 1
     assumed = [] if is_told else [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
@@ -163,9 +162,9 @@ def _assumed_machine(gpu: str) -> Machine:
     return Machine(CHIPS[gpu].capability, "")
 
 
-def _load_job(config: Config, site: Site, gpu: str, watch: Watch) -> list[str]:
+def _load_job(config: Config, site: Site, gpu: str) -> list[str]:
     """Do what a run does before it starts; lines that say what was found, the first prompt at the end."""
-    with watch("loading libraries", 0, ""):
+    with progress("loading libraries"):
         from dppo_megatron.job import prepare_job
         from dppo_megatron.platform.capabilities import this_machine
     machine, note = this_machine(), []
@@ -173,8 +172,8 @@ def _load_job(config: Config, site: Site, gpu: str, watch: Watch) -> list[str]:
     if not runs_here:
         machine = _assumed_machine(gpu)
         note = [f"no CUDA device here: a machine of {gpu.upper()}s with Transformer Engine is assumed"]
-    note += check_actor_settings(config, site.gpus, watch, machine, runs_here=runs_here, writes=False)
-    job = prepare_job(config, site.gpus, watch=watch, machine=machine)
+    note += check_actor_settings(config, site.gpus, machine, runs_here=runs_here, writes=False)
+    job = prepare_job(config, site.gpus, machine=machine)
     try:
         first = next(iter(job.train_sets.values())).first_prompt
         said = [*note, *job.notes, *job.data_report]

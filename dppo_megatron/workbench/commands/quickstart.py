@@ -14,6 +14,7 @@ from dppo_megatron.children import package_environment, python_command
 from dppo_megatron.config import load_config
 from dppo_megatron.config.checks import check_world_size
 from dppo_megatron.config.paths import check_writable, shipped
+from dppo_megatron.progress import progress
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import Commands, add_command, add_settings, check_number
 
@@ -53,7 +54,7 @@ def _run(arguments: argparse.Namespace) -> int:
     check_writable("--run-dir", run_dir, directory=True)
     if run_dir.exists() and any(run_dir.iterdir()):
         _check_is_run(run_dir)
-    with arguments.watch(f"making {task}", 0, ""):
+    with progress(f"making {task}"):
         code = _call("dppo_megatron.workbench.quickstart.make", "--out", str(task), "--seed", str(arguments.seed))
     if code:
         return code

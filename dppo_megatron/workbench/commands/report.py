@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from dppo_megatron.config.paths import check_writable
+from dppo_megatron.progress import counted, progress
 from dppo_megatron.texts import show
-from dppo_megatron.types import counted
 from dppo_megatron.workbench.commands.parser import Commands, add_command
 
 _REPORT = """\
@@ -29,15 +29,15 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    with arguments.watch("loading libraries", 0, ""):
+    with progress("loading libraries"):
         from dppo_megatron.workbench.report.page import write_page
         from dppo_megatron.workbench.runs.record import read_run
     runs: list[Path] = arguments.runs
     out: Path = arguments.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-    with arguments.watch("reading", len(runs), "runs") as advance:
+    with progress("reading", len(runs), "runs") as advance:
         records = [read_run(run) for run in counted(runs, advance)]
     check_writable("--out", out, directory=False)
-    with arguments.watch(f"writing {out}", 0, ""):
+    with progress(f"writing {out}"):
         write_page(out, records)
     show(f"{out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser")
     return 0

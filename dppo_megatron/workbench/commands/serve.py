@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from dppo_megatron.progress import progress
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, read_config
 
@@ -34,7 +35,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.config, arguments.overrides, writes_run=False)
     if not config.rollout.servers.addresses_from:
         raise UserError("serve writes addresses for a trainer: set rollout.servers.addresses_from=DIR, as for train")
-    with arguments.watch("loading libraries", 0, ""):
+    with progress("loading libraries"):
         from dppo_megatron.rollout.serve import serve
-    serve(config, arguments.host, watch=arguments.watch)
+    serve(config, arguments.host)
     return 0

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from dppo_megatron.config.paths import check_writable
+from dppo_megatron.progress import progress
 from dppo_megatron.pruning.methods import parse_methods
 from dppo_megatron.texts import show
 from dppo_megatron.workbench.commands.parser import Commands, add_command, check_number
@@ -32,7 +33,7 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    with arguments.watch("loading libraries", 0, ""):
+    with progress("loading libraries"):
         from dppo_megatron.workbench.runs.trace import read_trace
         from dppo_megatron.workbench.simulate import as_json, fit_costs, simulate, table
     methods = parse_methods(arguments.methods)
@@ -40,9 +41,9 @@ def _simulate(arguments: argparse.Namespace) -> int:
         check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), "[0, 1e9]")
     if arguments.json is not None:
         check_writable("--json", arguments.json, directory=False)
-    trace = read_trace(arguments.trace, arguments.watch)
+    trace = read_trace(arguments.trace)
     costs = fit_costs(trace, arguments.rollout_cost, arguments.update_cost)
-    predictions = [simulate(trace, method, costs, arguments.watch) for method in methods]
+    predictions = [simulate(trace, method, costs) for method in methods]
     show(*table(predictions, costs).splitlines())
     if arguments.json is not None:
         Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager, suppress
 from typing import TextIO
 
 from dppo_megatron.launched import check_launched, launched_rank
+from dppo_megatron.progress import Advance, unshown
 from dppo_megatron.texts import show
-from dppo_megatron.types import Advance, UserError, unwatched
+from dppo_megatron.types import UserError
 
 
 def say(line: str) -> None:
@@ -30,9 +31,9 @@ def drop(stream: TextIO) -> None:
 
 
 def show_progress(what: str, total: int, unit: str) -> AbstractContextManager[Advance]:
-    """Progress on the terminal or log of the rank that prints (`say`); see `types.Watch`."""
+    """Progress on the terminal or log of the rank that prints (`say`); see `progress.Display`."""
     if not _speaks():
-        return unwatched(what, total, unit)
+        return unshown(what, total, unit)
     from dppo_megatron.observe.progress import Progress
 
     return Progress(what, total, unit)

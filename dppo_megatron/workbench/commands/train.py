@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dppo_megatron.launched import check_launched, launched_world_size, set_cuda_variables
+from dppo_megatron.progress import progress
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, check_actor_settings, read_config
 from dppo_megatron.workbench.commands.plan import add_dry_run, dry_run
@@ -39,19 +40,19 @@ def _train(arguments: argparse.Namespace) -> int:
     quiet_libraries()
     resume = [f"checkpoint.resume={arguments.resume}"] if arguments.resume else []
     if arguments.dry_run:
-        return dry_run(arguments.config, [*arguments.overrides, *resume], arguments.gpus, arguments.watch)
+        return dry_run(arguments.config, [*arguments.overrides, *resume], arguments.gpus)
     if arguments.gpus is not None:
         raise UserError("--gpus belongs to --dry-run; a run has as many GPUs as torchrun starts processes")
     check_launched()
     set_cuda_variables()
     config = read_config(arguments.config, [*arguments.overrides, *resume])
-    with arguments.watch("loading libraries", 0, ""):
+    with progress("loading libraries"):
         from dppo_megatron.job import prepare_job
         from dppo_megatron.platform.capabilities import this_machine
-    size, watch = launched_world_size(), arguments.watch
-    check_actor_settings(config, size, watch, this_machine(), runs_here=True, writes=True)
-    job = prepare_job(config, size, watch=watch)
-    with arguments.watch("loading Megatron", 0, ""):
+    size = launched_world_size()
+    check_actor_settings(config, size, this_machine(), runs_here=True, writes=True)
+    job = prepare_job(config, size)
+    with progress("loading Megatron"):
         from dppo_megatron.run import Run, Stopped
         from dppo_megatron.train import train
 

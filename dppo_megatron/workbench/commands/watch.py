@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dppo_megatron.progress import progress
 from dppo_megatron.workbench.commands.parser import Commands, add_command, check_number
 
 _WATCH = """\
@@ -48,7 +49,7 @@ def _watch(arguments: argparse.Namespace) -> int:
         is_utf = console.encoding.lower().startswith("utf")
         return frame(latest, View(console.width, members, is_utf, console.color_system is not None))
 
-    with arguments.watch(f"reading {arguments.watched}", 0, ""):
+    with progress(f"reading {arguments.watched}"):
         shown = picture(None)
     if arguments.once or not console.is_terminal or console.is_dumb_terminal or latest.record.status != "running":
         console.print(shown)

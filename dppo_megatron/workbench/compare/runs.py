@@ -30,7 +30,8 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.config.sets import eval_set_configs, train_set_configs
 from dppo_megatron.files import write_text
 from dppo_megatron.launched import launched_world_size
-from dppo_megatron.types import Advance, GuardStop, UserError, Watch, unwatched
+from dppo_megatron.progress import Advance, progress
+from dppo_megatron.types import GuardStop, UserError
 from dppo_megatron.workbench.compare.arms import Arm
 from dppo_megatron.workbench.compare.record import MethodRun, read_method_run
 from dppo_megatron.workbench.quickstart.make import read_recipe, write_quickstart
@@ -49,7 +50,7 @@ Launch: TypeAlias = Callable[[Path, list[str], Callable[[str], None]], None]
 
 
 @dataclass
-class Progress:
+class RunsLog:
     """Lines for the log: which run of how many, how far it is, what it scores. A display has the time that is left."""
 
     say: Callable[[str], None]
@@ -89,7 +90,6 @@ def run_all(
     out: Path,
     say: Callable[[str], None],
     launch: Launch,
-    watch: Watch = unwatched,
 ) -> list[MethodRun]:
     """Run every arm on every seed, in `out/seed<N>/<arm>`.
 
@@ -108,9 +108,9 @@ def run_all(
         load_config(config_path, [*overrides, *arm.settings], writes_run=False)
     warm, shared = bool(config.warm_start.steps), shared_task(config)
     total = seeds * (len(arms) + warm)
-    with watch("compare", total, "runs") as advance:
-        progress = Progress(say, total, advance)
-        train = partial(_train, config_path, progress=progress, launch=launch)
+    with progress("compare", total, "runs") as advance:
+        log = RunsLog(say, total, advance)
+        train = partial(_train, config_path, log=log, launch=launch)
         runs = []
         for offset in range(seeds):
             seed = config.seed + offset
@@ -146,18 +146,16 @@ def in_a_process(run_dir: Path, arguments: list[str], line: Callable[[str], None
     check_end(run_dir, process.returncode, said)
 
 
-def _train(
-    config_path: str, settings: list[str], run_dir: Path, progress: Progress, launch: Launch, start: str = ""
-) -> str:
+def _train(config_path: str, settings: list[str], run_dir: Path, log: RunsLog, launch: Launch, start: str = "") -> str:
     """Run it, or keep what is there; returns what it was a function of. `start` is that of the run it begins from."""
     name = f"{run_dir.parent.name} {run_dir.name}"
     wanted = _identity(config_path, settings, start)
     kept = _finished_as(run_dir) == wanted
-    progress.begin(name, kept=kept)
+    log.begin(name, kept=kept)
     if kept:
         return wanted
     _make_room(run_dir)
-    launch(run_dir, ["train", config_path, *settings, f"run_dir={run_dir}"], partial(progress.line, name))
+    launch(run_dir, ["train", config_path, *settings, f"run_dir={run_dir}"], partial(log.line, name))
     if not (
         run_dir / "summary.json"
     ).exists():  # a signal ended it with a checkpoint: exit code 0, but it is half a run

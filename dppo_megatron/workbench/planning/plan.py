@@ -20,7 +20,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.config.sets import longest_prompt_tokens
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts
-from dppo_megatron.types import UserError, Watch, unwatched
+from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.workbench.planning.advice import Advice, advise, advise_speed
 from dppo_megatron.workbench.planning.memory import PARTS, MemoryPlan, Phase, plan_memory
@@ -117,7 +117,6 @@ def make_plan(
     prompt_tokens: float | None = None,
     methods: list[str] | None = None,
     trace: Trace | None = None,
-    watch: Watch = unwatched,
 ) -> Plan:
     """Plan a checked config.
 
@@ -153,7 +152,7 @@ def make_plan(
     timing = plan_timing(config, architecture, site, memory.engine, lengths, speeds)
     fits = memory.largest.total <= site.gpu_memory  # else there is nothing to make faster
     faster = advise_speed(config, architecture, site, lengths, speeds, timing) if timing and fits else []
-    predictions = predict(config, timing, lengths, methods, trace, watch) if methods and timing else []
+    predictions = predict(config, timing, lengths, methods, trace) if methods and timing else []
     return Plan(
         parameters=whole_model(architecture),
         active=active_parameters(architecture),
@@ -283,7 +282,6 @@ def predict(
     lengths: Lengths,
     methods: list[str],
     trace: Trace | None,
-    watch: Watch = unwatched,
 ) -> list[Prediction]:
     """Each method's prediction, seconds on the machines of the plan."""
     if trace is None:
@@ -295,7 +293,7 @@ def predict(
     fixed_s = seconds["sync"] + seconds["checkpoint"] + seconds["other"]
     update_s_per_1k = update_s / scale / timing.tokens_trained * 1000
     costs = CostModel(timing.rollout.scaled(scale), update_s_per_1k, fixed_s, timing.overlaps)
-    return [simulate(trace, method, costs, watch) for method in methods]
+    return [simulate(trace, method, costs) for method in methods]
 
 
 def made_up_trace(config: Config, lengths: Lengths) -> Trace:

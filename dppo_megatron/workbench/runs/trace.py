@@ -14,10 +14,11 @@ from dppo_megatron.config.load import config_from_values
 from dppo_megatron.config.paths import check_file, json_reason
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.schema import Config
+from dppo_megatron.progress import counted, progress
 from dppo_megatron.pruning.interface import PromptFeatures
 from dppo_megatron.selection import Rollouts
 from dppo_megatron.steps.trace import FORMAT
-from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError, Watch, counted, unwatched
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError
 
 _T = TypeVar("_T")
 
@@ -60,14 +61,14 @@ def decoded(line: bytes, kind: type[_T], where: str) -> _T:
         raise UserError(f"{where}: not valid JSON: {json_reason(error)}") from None
 
 
-def read_trace(path: str, watch: Watch = unwatched) -> Trace:
+def read_trace(path: str) -> Trace:
     """Read a trace file.
 
     Raises:
         UserError: no such file, not a trace, a broken line (named), or no steps.
     """
     check_file("trace", path)
-    with open(path, "rb") as file, watch(f"reading {path}", 0, "lines") as advance:
+    with open(path, "rb") as file, progress(f"reading {path}", 0, "lines") as advance:
         lines = counted(file, advance)
         head = _read_head(next(iter(lines), b""), path)
         config = _read_config(head, path)
