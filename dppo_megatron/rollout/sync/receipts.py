@@ -32,6 +32,7 @@ from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import generate
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Sampled
 from dppo_megatron.rollout.sync.channels import FAILURES, at_once
+from dppo_megatron.texts import log
 from dppo_megatron.types import Completion, GuardStop, Prompt
 
 MOST_MISSED = 3
@@ -60,7 +61,7 @@ class Receipt:
         """Nobody answered the last time."""
         return self._missed > 0
 
-    def settle(self, answered: int, asked: int, say: Callable[[str], None]) -> None:
+    def settle(self, answered: int, asked: int) -> None:
         """Note how many of the servers that were asked have answered. Raises GuardStop for none too often."""
         if answered or not asked:
             self._missed = 0
@@ -71,7 +72,7 @@ class Receipt:
                 f"no rollout server has answered for its {self._name} after {self._missed} weight syncs in a row:"
                 " nothing shows that they generate with the actor's weights"
             )
-        say(
+        log(
             f"rollout: receipt not taken: none of {asked} servers answered for its {self._name};"
             " the next sync asks again"
         )
@@ -155,12 +156,12 @@ class Canary:
     actor's log-probabilities are. Made on every rank; all count alike, because all are told the same answers.
     """
 
-    def __init__(self, rollout: RolloutConfig, seed: int, stop_token_ids: tuple[int, ...], say: Callable[[str], None]):
+    def __init__(self, rollout: RolloutConfig, seed: int, stop_token_ids: tuple[int, ...]):
         self._bound = rollout.sync.max_canary_logprob_diff
         self._count = min(CANARY_COMPLETIONS, rollout.completions_per_prompt)
         tokens = min(CANARY_TOKENS, rollout.sampling.max_completion_tokens)
         self._sampling = Sampling(tokens, rollout.sampling.temperature, seed, stop_token_ids=stop_token_ids)
-        self._receipt, self._say = Receipt("canary"), say
+        self._receipt = Receipt("canary")
         self._prompt: Prompt | None = None
         self._answers: list[tuple[str, Completion]] = []
         """What servers said last, until it is judged."""
@@ -175,7 +176,7 @@ class Canary:
         asked = sum(state == "live" for state in engine.health().values())
         requests = [Request(prompt, index, 0) for index in range(self._count)]
         self._prompt, self._answers = prompt, engine.probe(requests, self._sampling)
-        self._receipt.settle(len({server for server, _ in self._answers}), asked, self._say)
+        self._receipt.settle(len({server for server, _ in self._answers}), asked)
 
     def judge(self, score: Score) -> dict[str, float]:
         """Compare what the last `ask` got; nothing if that was judged already. Collective, and before the actor's
@@ -221,7 +222,7 @@ def ask_for_canary(
     for member, answer in at_once(fleet.live, ask):
         error = answer.exception()
         if isinstance(error, FAILURES):
-            fleet.say(f"rollout: no answer to a canary request from {member.name}: {error}")
+            log(f"rollout: no answer to a canary request from {member.name}: {error}")
         else:
             found += answer.result()
     return found
