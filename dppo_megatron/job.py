@@ -74,13 +74,7 @@ class Job:
         return report_lines(self.train_sets, self.eval_sets, self.stop_token_ids, self.tokenizer)
 
 
-def prepare_job(
-    config: Config,
-    world_size: int,
-    *,
-    trains: bool = True,
-    machine: Machine | None = None,
-) -> Job:
+def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine: Machine | None = None) -> Job:
     """Load the data and read the checkpoint's headers.
 
     Args:

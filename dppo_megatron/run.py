@@ -11,7 +11,7 @@ import os
 import shlex
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -49,7 +49,7 @@ from dppo_megatron.spans import recorded_by
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import Step
 from dppo_megatron.steps.trace import trace_header, trace_seconds
-from dppo_megatron.texts import one_line, show
+from dppo_megatron.texts import log, logged, one_line, show
 from dppo_megatron.types import GuardStop, UserError
 from dppo_megatron.weights.hf_files import write_checkpoint
 
@@ -82,6 +82,7 @@ class Run:
         with ExitStack() as undo:  # undone in reverse order if a later line raises
             undo.callback(self._reached.close)
             self._reached.enter_context(shown_by(self.progress.part))
+            self._reached.enter_context(logged(self.progress.say))
             undo.callback(self.progress.close)
             if self._watchdog:
                 self._watchdog.start()
@@ -91,17 +92,12 @@ class Run:
                 changes = self._take_up(job)
             self.resumes = self._origin is not None
             self._samples = SampleWriter(
-                self._directory / SAMPLES,
-                dist.get_rank(),
-                dist.get_world_size(),
-                job.config.observe.samples,
-                self.progress.say if self._writes else show,
+                self._directory / SAMPLES, dist.get_rank(), dist.get_world_size(), job.config.observe.samples
             )
-            self.say(job.data_report)  # before waiting for servers, so that a wrong template is seen early
-            self._recorder = StepRecorder(job.config.observe, self._directory, self.progress.say)
+            log(*job.data_report)  # before waiting for servers, so that a wrong template is seen early
+            self._recorder = StepRecorder(job.config.observe, self._directory)
             self._reached.enter_context(recorded_by(self._recorder.spans))
-            shown = self.progress.say, self.progress.phases
-            self.loop = Loop(job, *shown, self._recorder)
+            self.loop = Loop(job, self.progress.phases, self._recorder)
             undo.pop_all()
         self.summary = Summary()
         self._warned: set[str] = set()
@@ -109,9 +105,9 @@ class Run:
         self._begun = False
         """Whether there is a state to save: the RL steps have begun, or a checkpoint was loaded."""
         changes += self._origin.data_changes if self._origin else ()
-        self.say(job.notes)
-        self.say(f"changed since the run began: {line}" for line in changes)
-        self.progress.say(self.loop.actor.description)
+        log(*job.notes)
+        log(*(f"changed since the run began: {line}" for line in changes))
+        log(self.loop.actor.description)
         self._trackers = self._start_trackers()
         """On rank 0, if there are any."""
 
@@ -152,12 +148,12 @@ class Run:
         """Supervised phase, then the RL optimizer and the first sync."""
         warm = self._config.warm_start.steps
         if warm:
-            self.progress.say(f"warm start: {warm} supervised steps")
+            log(f"warm start: {warm} supervised steps")
         start = time.perf_counter()
         self.loop.warm_start()
         self.summary.warm_start_s = time.perf_counter() - start
         if warm:
-            self.progress.say(f"warm start: done in {self.summary.warm_start_s:.1f} s")
+            log(f"warm start: done in {self.summary.warm_start_s:.1f} s")
         self.loop.start_rl()
         self._load_engine()
 
@@ -178,7 +174,7 @@ class Run:
         self.summary = Summary(**state["summary"])
         self._started -= self.summary.wall_s
         self._first_step, self._begun = state["step"] + 1, True
-        self.progress.say(f"resumed from {self._origin.directory}: going on at step {self._first_step}")
+        log(f"resumed from {self._origin.directory}: going on at step {self._first_step}")
         self._begin_new_sets(state["step"])
 
     def _load_engine(self) -> None:
@@ -212,7 +208,7 @@ class Run:
             self._files.begin_step()
             self.summary.add(record.metrics)
             self._files.write("trace.jsonl", record.trace | {"seconds": trace_seconds(record.timing)})
-            self.say(self._new_warnings(record.ledger))
+            log(*self._new_warnings(record.ledger))
             self.progress.step(step.number, record.metrics)
         self._write_metrics(step.number, record.line(), scores, step.samples)
 
@@ -229,7 +225,7 @@ class Run:
                 self._trackers.step(StepLine(step, time.time(), numbers(line), COLUMNS if shown else [], shown))
                 line |= {"observe/tracker_failures": self._trackers.failures}
             self._files.write("metrics.jsonl", {"step": step} | line)
-        self.say(f"step {step:>4}: {one.line()}" for one in scores)
+        log(*(f"step {step:>4}: {one.line()}" for one in scores))
 
     def _start_trackers(self) -> Trackers | None:
         observe = self._config.observe
@@ -245,12 +241,7 @@ class Run:
             config=settings(config_values(self._config)),
             resumed_step=self._origin.step if self._origin is not None and self._origin.own else None,
         )
-        return Trackers(observe.trackers, begin, observe.tracking.drain_s, self.progress.say)
-
-    def say(self, lines: Iterable[str]) -> None:
-        """Log lines."""
-        for line in lines:
-            self.progress.say(line)
+        return Trackers(observe.trackers, begin, observe.tracking.drain_s)
 
     def is_evaluation_step(self, step: int) -> bool:
         """The last step, and every `eval.every_steps`."""
@@ -321,7 +312,7 @@ class Run:
         self.summary.begin_sets(step, {one.name: one.avg.value for one in scores}, names)
         if step >= self._last_step:  # no further training: this is also the final score
             self.summary.eval_after |= {one.name: one.avg.value for one in scores}
-        self.say(f"step {step:>4}, first evaluation of a new set: {one.line()}" for one in scores)
+        log(*(f"step {step:>4}, first evaluation of a new set: {one.line()}" for one in scores))
 
     def _take_up(self, job: Job) -> list[str]:
         """Lock the run directory, find the checkpoint to resume from, open the record; returns changed settings."""
@@ -333,7 +324,6 @@ class Run:
             assets=Path(job.config.model.hf_path),
             keep=job.config.checkpoint.keep,
             async_save=job.config.checkpoint.async_save,
-            say=self.progress.say,
         )
         now, allowed = job.data_fingerprint, job.config.checkpoint.may_change
         with progress("verifying the newest checkpoint"):
@@ -345,7 +335,7 @@ class Run:
 
     def _open_directory(self) -> str:
         """On rank 0: lock the run directory; returns the run's id."""
-        self._files = RunDirectory(self._directory, self.progress.say)
+        self._files = RunDirectory(self._directory)
         return self._files.run
 
     def _open_record(self, job: Job) -> None:
@@ -372,7 +362,7 @@ class Run:
         """Save after a guard has stopped the run between two steps, or in the sync that ends one. Collective."""
         step = self.loop.current
         if step is not None and step.is_updated:  # the actor has its weights, though the engine does not
-            self.say(self.loop.finish(step))
+            log(*self.loop.finish(step))
             self.record(step)
         if self._begun and (number := self.loop.last_complete_step) is not None:
             self._save(number)
@@ -406,13 +396,13 @@ class Run:
             raise error
         self._store.abandon()
         why = one_line(str(error).strip().rpartition("\n")[2] or type(error).__name__)
-        self.progress.say(f"warning: no checkpoint could be written ({why}); the last complete one stays")
+        log(f"warning: no checkpoint could be written ({why}); the last complete one stays")
         return False
 
     def _check_guard(self, step: int) -> None:
         skipped, samples = self.loop.skipped_in_a_row, self.loop.skipped_samples
         if skipped:
-            self.progress.say(f"warning: step {step}: update skipped, not finite; samples {samples}")
+            log(f"warning: step {step}: update skipped, not finite; samples {samples}")
         if skipped and skipped >= self._config.guard.max_skipped_updates:
             raise GuardStop(
                 f"step {step}: {skipped} updates in a row had a loss or gradient that is not finite; samples of the"

@@ -10,10 +10,15 @@ import logging
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TextIO
 
 _LONGEST_ENTRY = 10_000
+_LOG = logging.getLogger("dppo_megatron.log")
+_LOG.setLevel(logging.INFO)
+_LOG.propagate = False  # a library that sets up the root's handlers would print every line once more
 
 
 def plain(text: str) -> str:
@@ -45,6 +50,26 @@ def entry(text: str) -> str:
 def show(*texts: str, file: TextIO | None = None) -> None:
     """Print entries, to stdout unless `file` is given, at once: nobody would see what waits in the buffer of a log."""
     print("\n".join(map(entry, texts)), file=file or sys.stdout, flush=True)
+
+
+def log(*lines: str) -> None:
+    """Log lines of a run or command, from any thread: `logged` decides on each rank where they go."""
+    for line in lines:
+        _LOG.info(line)
+
+
+@contextmanager
+def logged(write: Callable[[str], object]) -> Iterator[None]:
+    """In the block `write` takes the lines of `log`, and nothing else that took them before it."""
+    before, own = _LOG.handlers, [logging.Handler()]
+    # not wrapped in an `except`: when the reader of its log has gone, a run ends
+    own[0].emit = lambda record: write(record.getMessage())  # type: ignore[method-assign, assignment]
+    _LOG.handlers = own
+    try:
+        yield
+    finally:
+        if _LOG.handlers is own:
+            _LOG.handlers = before
 
 
 def guard_errors() -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dppo_megatron.texts import log
+
 if TYPE_CHECKING:  # importing Megatron takes seconds; reporting a mistake in the config should not
     from dppo_megatron.run import Run
 
@@ -31,7 +33,7 @@ def train(run: Run) -> None:
             for update in step.updates:
                 loop.update(step, update)
             loop.sync(step)
-        run.say(loop.finish(step))
+        log(*loop.finish(step))
         scores = loop.evaluate() if run.is_evaluation_step(number) else []
         run.record(step, scores)
         run.save_if_due(number)

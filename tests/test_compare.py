@@ -329,7 +329,7 @@ def compared(tmp_path: Path) -> Callable[..., list[str]]:
             leaves(run_dir)
 
         arms, out = parse_arms(names, config, 1.0), tmp_path / "out"
-        run_all(config, CONFIG, given, arms, seeds=1, out=out, say=lambda line: None, launch=launch)
+        run_all(config, CONFIG, given, arms, seeds=1, out=out, launch=launch)
         return started
 
     return compare

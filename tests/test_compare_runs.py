@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.job import REPOSITORY, settings, write_warm_job_files
 from support.launch import run_ranks
+from support.said import heard
 
 from dppo_megatron.config import load_config
 from dppo_megatron.observe.progress import Progress
@@ -36,14 +37,14 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     files, out = write_warm_job_files(tmp_path / "task"), tmp_path / "out"
     overrides = [s for s in settings(files, tmp_path / "unused", **EXTRA) if not s.startswith("run_dir")]
     config = load_config(CONFIG, overrides, writes_run=False)
-    said: list[str] = []
+    said = heard()
     arms = parse_arms("grpo,dppo", config, 1.0)
     monkeypatch.delenv("DPPO_PROGRESS", raising=False)
     shown = io.StringIO()
     later = partial(next, count(0.0, 10.0))  # a clock that jumps whenever it is read
     display = partial(Progress, stream=shown, clock=later, beat_s=0)
     with shown_by(display):
-        runs = run_all(config, CONFIG, overrides, arms, seeds=2, out=out, say=said.append, launch=_forked)
+        runs = run_all(config, CONFIG, overrides, arms, seeds=2, out=out, launch=_forked)
     assert "compare: 2 of 6 runs, about " in shown.getvalue() and "compare: 6 runs in " in shown.getvalue()
     assert [(run.arm, run.seed) for run in runs] == [("grpo", 0), ("grpo", 1), ("dppo", 0), ("dppo", 1)]
     starts = {run.seed: run.curve[0] for run in runs}

@@ -26,6 +26,7 @@ from support.engines.stub import Asked, Behaviour, StubServers
 from support.fake_fleet import Inline
 from support.job import job_config
 from support.launch import run_ranks
+from support.said import heard
 from support.settings import rollout_config
 
 from dppo_megatron.config.schema import Config
@@ -73,7 +74,7 @@ class Case:
     """The servers of one row: a damaged one each, by what is wrong with it, and a good one."""
 
     def __init__(self, row: Row, stubs: StubServers) -> None:
-        self.row, self.stubs, self.said = row, stubs, list[str]()
+        self.row, self.stubs, self.said = row, stubs, heard()
         damages = row.damages()
         self.must_be_found = {f"s{number}" for number, (_, _, found) in enumerate(damages) if found}
         self.wrong = {f"s{number}": (name, behave) for number, (name, behave, _) in enumerate(damages)}
@@ -111,8 +112,8 @@ def _config(files: Path, engine: str, **values: Any) -> Config:
     return job_config(files, files / "run", **(endpoints | values))
 
 
-def _fleet(servers: Sequence[Any], config: Config, said: list[str], **more: Any) -> Fleet:
-    return Fleet(servers, config.rollout, said.append, threads=Inline(), **more)
+def _fleet(servers: Sequence[Any], config: Config, **more: Any) -> Fleet:
+    return Fleet(servers, config.rollout, threads=Inline(), **more)
 
 
 def test_every_call_has_its_row() -> None:
@@ -162,7 +163,7 @@ def test_when_a_server_is_new_or_back(row: Row, stubs: StubServers, files: Path)
         except UserError as error:
             assert url in str(error) and len(str(error)) < 2000
             wrong.append(url)
-    fleet = _fleet([], config, case.said)
+    fleet = _fleet([], config)
     known = Connection([], [], "disk", "", {})
     entries = {url: Entry(url, "", row.engine) for url in case.urls.values()}
     Membership(lambda: entries, known, config, ARCHITECTURE, lambda _: None).update(fleet)
@@ -170,15 +171,13 @@ def test_when_a_server_is_new_or_back(row: Row, stubs: StubServers, files: Path)
     assert case.urls["good"] in members and len(fleet.members) == len(members)
     not_used = [url for url in case.urls.values() if url not in members]
     assert set(not_used) == set(wrong)
-    case.said = [line for line in case.said if "has come" not in line]
+    case.said[:] = [line for line in case.said if "has come" not in line]
     case.all_named(not_used)
 
     servers = [make_server(rollout_config({"engine": row.engine}), url, "", VOCABULARY) for url in case.urls.values()]
     case.said.clear()
     fleet.close()
-    fleet = _fleet(
-        servers, config, case.said, inspect=lambda member: inspect(member.server, known, config, ARCHITECTURE)
-    )
+    fleet = _fleet(servers, config, inspect=lambda member: inspect(member.server, known, config, ARCHITECTURE))
     for member in fleet.members:
         fleet.mark_out(member, "a test")
     fleet.revive()
@@ -201,7 +200,7 @@ def test_in_a_weight_sync(row: Row, stubs: StubServers, files: Path, tmp_path: P
     ]
     for server in servers:
         setattr(server, {"vllm": "_extended", "sglang": "_hashes_bytes"}[row.engine], True)
-    fleet = _fleet(servers, config, case.said)
+    fleet = _fleet(servers, config)
     channel = _channel(row, fleet, tmp_path, config)
     sync = WeightSync(config.rollout, channel, fleet)
     for _ in range(1 + (row.phase == "gloo")):  # the second group is joined after the first is left
@@ -243,7 +242,7 @@ def test_in_a_health_probe(row: Row, stubs: StubServers, files: Path) -> None:
         if row.phase == "routed"
         else [make_server(rollout_config({"engine": row.engine}), url, "", VOCABULARY) for url in urls]
     )
-    fleet = _fleet(servers, config, case.said, routers=routers if row.phase == "routed" else ())
+    fleet = _fleet(servers, config, routers=routers if row.phase == "routed" else ())
     case.damage()
     fleet.probe_all()
     fleet.probe_all()

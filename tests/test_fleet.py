@@ -222,7 +222,7 @@ class EndedOnce(LaunchedServer):
 def test_what_two_threads_have_seen_end_is_started_once(tmp_path: Path) -> None:
     """Else the first process would run on, unknown to the fleet, on the port of the second."""
     process = EndedOnce([], {}, tmp_path / "log")
-    fleet = Fleet([FakeServer("a")], rollout_config({}), print, processes=[process])  # type: ignore[list-item]
+    fleet = Fleet([FakeServer("a")], rollout_config({}), processes=[process])  # type: ignore[list-item]
     fleet.restart_dead()
     assert (process.looks, process.starts) == (2, 0) and fleet.members[0].state == "stale"
     fleet.close()

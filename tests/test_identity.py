@@ -29,6 +29,7 @@ from support.engines.servers import PYTHON, launch_servers, needs
 from support.impostor import WAYS, Impostor
 from support.job import job_config
 from support.processes import until
+from support.said import heard
 from support.settings import rollout_config
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -203,8 +204,8 @@ def test_a_port_that_is_taken_at_a_restart(files: Path, tmp_path: Path, monkeypa
         rollout__servers__count=2,
         rollout__limits__probe_every_s=0.1,
     )
-    job, said = prepare_job(config, 1), list[str]()
-    engine = ServerEngine(config, job.architecture, job.tokenizer, said.append)
+    job, said = prepare_job(config, 1), heard()
+    engine = ServerEngine(config, job.architecture, job.tokenizer)
     try:
         [first, second] = engine._fleet.members
         for step in range(1, 5):
@@ -232,7 +233,7 @@ def test_a_port_that_is_taken_at_a_restart_of_serve(
     addresses.mkdir()
     [server] = launch_servers(config)
     try:
-        served = serve.Served(server, config, addresses, "name", print)
+        served = serve.Served(server, config, addresses, "name")
         until(lambda: (served.look(), not served.is_starting)[1])
         assert list(addresses.iterdir())
         _kill(server)

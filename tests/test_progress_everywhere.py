@@ -29,6 +29,7 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.observe.progress import Progress
 from dppo_megatron.progress import Display, shown_by
 from dppo_megatron.run import Run
+from dppo_megatron.texts import logged
 from dppo_megatron.train import train
 from dppo_megatron.workbench import cli
 from dppo_megatron.workbench.cli import main
@@ -192,13 +193,13 @@ def test_serve(files: Path, tmp_path: Path) -> None:
     """Until its server answers; asked to end as soon as it is ready."""
     from dppo_megatron.rollout.serve import serve
 
-    def say(line: str) -> None:
+    def end_when_ready(line: str) -> None:
         if "is ready" in line:
             os.kill(os.getpid(), signal.SIGTERM)
 
     values = {"engine": "vllm", "servers__addresses_from": tmp_path / "here", "servers__python": fake_python(files)}
     config = job_config(files, tmp_path / "run", **{f"rollout__{key}": value for key, value in values.items()})
     log = Log()
-    with shown_by(log.display):
-        serve(config, "127.0.0.1", say)
+    with shown_by(log.display), logged(end_when_ready):
+        serve(config, "127.0.0.1")
     assert not log.lacks("serve")

@@ -19,7 +19,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of a quickstart whose task is there and whose earlier run is in `tmp_path/run`; it starts no process."""
     monkeypatch.setattr(quickstart, "_call", lambda *command, ranks=1: 0)
     write_job_files(tmp_path / "task")
-    RunDirectory(tmp_path / "run", print).close()
+    RunDirectory(tmp_path / "run").close()
     return ["quickstart", "--task", str(tmp_path / "task"), "--run-dir", str(tmp_path / "run")]
 
 

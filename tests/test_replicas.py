@@ -203,7 +203,7 @@ def _connected(fake: FakeVLLM, files: Path, channel: str, on_gpu: bool = False) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DPPO_ENGINE_API_KEY", KEY)
         patch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-        found = connect(config, job.architecture, print, [RankDevice(0, frozenset(("cpu",)))])
+        found = connect(config, job.architecture, [RankDevice(0, frozenset(("cpu",)))])
     return found
 
 

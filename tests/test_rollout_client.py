@@ -22,6 +22,7 @@ from support.hooks import ForgetfulHook, RaisingHook
 from support.job import job_config
 from support.launch import run_ranks
 from support.processes import until
+from support.said import heard
 from test_array_answers import packed
 
 from dppo_megatron.config.reward import RewardConfig
@@ -134,14 +135,13 @@ def test_a_kept_connection_that_breaks_is_no_outage(engine: str, stubs: StubServ
         rig.close()
 
 
-def _one_rank(files: Path, run_dir: Path, **values: object) -> tuple[ServerEngine, list[str]]:
-    """An engine whose server is named in `values`, synced once; and what it says."""
-    said: list[str] = []
+def _one_rank(files: Path, run_dir: Path, **values: object) -> ServerEngine:
+    """An engine whose server is named in `values`, synced once."""
     config = job_config(files, run_dir, rollout__engine="vllm", rollout__sync__verify_every=0, **values)
     job = prepare_job(config, 1)
-    engine = ServerEngine(config, job.architecture, job.tokenizer, said.append)
+    engine = ServerEngine(config, job.architecture, job.tokenizer)
     engine.load_weights(lambda: iter([("lm_head.weight", torch.zeros(2, 2))]))
-    return engine, said
+    return engine
 
 
 def _rollout(engine: ServerEngine, step: int) -> int:
@@ -164,7 +164,8 @@ def test_a_server_that_comes_back_is_looked_at_again(files: Path, tmp_path: Path
 
     stubs.behaviours["a"] = either
     stubs.pages[f"a/{path}"] = '{"form": 1}'
-    engine, said = _one_rank(
+    said = heard()
+    engine = _one_rank(
         files, tmp_path, rollout__servers__endpoints=f"[{stubs.url('a')}]", rollout__limits__engine_wait_s=2
     )
     try:
@@ -183,8 +184,9 @@ def test_a_server_that_comes_back_is_looked_at_again(files: Path, tmp_path: Path
 def test_two_runs_at_one_server(files: Path, tmp_path: Path, stubs: StubServers) -> None:
     """Both count their weights from 1. Whoever's are there, the other does not train on what they generate."""
     where = {"rollout__servers__endpoints": f"[{stubs.url('a')}]", "rollout__limits__engine_wait_s": 2}
-    first, said = _one_rank(files, tmp_path / "first", **where)
-    second, _ = _one_rank(files, tmp_path / "second", **where)
+    said = heard()
+    first = _one_rank(files, tmp_path / "first", **where)
+    second = _one_rank(files, tmp_path / "second", **where)
     try:
         assert _rollout(second, 1) == 16 and not said
         assert _rollout(first, 1) == 16, "after a sync of its own"

@@ -22,6 +22,7 @@ from support.engines.routers import real_router, relay
 from support.engines.stub import Asked, StubServers, good
 from support.job import job_config, write_job_files
 from support.processes import until
+from support.said import heard
 from support.settings import rollout_config
 
 from dppo_megatron.job import prepare_job
@@ -41,8 +42,8 @@ DIALECT: dict[str, AnyDialect] = {"vllm": VLLMDialect(), "sglang": SGLangDialect
 
 
 def _said(endpoints: list[str]) -> tuple[list[str], list[RouterServer], list[str]]:
-    said: list[str] = []
-    return *routed(rollout_config({"engine": "sglang", "servers.endpoints": endpoints}), "", said.append), said
+    said = heard()
+    return *routed(rollout_config({"engine": "sglang", "servers.endpoints": endpoints}), ""), said
 
 
 def test_a_router_names_its_workers() -> None:
@@ -218,7 +219,7 @@ def test_an_engine_over_a_router(tmp_path: Path) -> None:
             rollout__sync__verify_every=1000,
         )
         job = prepare_job(config, 1)
-        engine = ServerEngine(config, job.architecture, job.tokenizer, lambda line: None)
+        engine = ServerEngine(config, job.architecture, job.tokenizer)
         try:
             engine.load_weights(lambda: iter([("lm_head.weight", torch.zeros(2, 2))]))
             stubs.asked.clear()

@@ -21,6 +21,7 @@ import pytest
 import torch
 from support.launch import run_ranks
 from support.processes import in_child, kill
+from support.said import heard
 from support.tiny import Parallel, build_actor, write_model
 
 from dppo_megatron.actor.layout import start_process_group
@@ -131,7 +132,7 @@ def _as_nobody(path: Path) -> str:
     if os.getuid() == 0:
         os.setresuid(65534, 65534, 0)
     try:
-        RunDirectory(path, print)
+        RunDirectory(path)
     except UserError as error:
         return str(error)
     finally:
@@ -177,7 +178,7 @@ def test_a_trainer_whose_lock_was_removed_stops(tmp_path: Path) -> None:
 
 def _begun(path: Path, pipe: str) -> None:
     """A run's directory with a pipe in the place of a file, on which reading would wait for ever."""
-    RunDirectory(path, print).close()
+    RunDirectory(path).close()
     (path / pipe).unlink(missing_ok=True)
     os.mkfifo(path / pipe)
 
@@ -203,14 +204,14 @@ def test_a_directory_that_cannot_be_written_is_one_sentence(
 ) -> None:
     spoil(tmp_path)
     with pytest.raises(UserError, match=said) as refused:
-        RunDirectory(tmp_path / "run", print)
+        RunDirectory(tmp_path / "run")
     assert "\n" not in str(refused.value) and str(tmp_path / "run") in str(refused.value)
 
 
 def test_a_read_only_file_system(tmp_path: Path) -> None:
     """/proc takes no directories from anybody, root included."""
     with pytest.raises(UserError, match=r"run_dir = '/proc/dppo' cannot be written: "):
-        RunDirectory(Path("/proc/dppo"), print)
+        RunDirectory(Path("/proc/dppo"))
 
 
 @pytest.mark.parametrize("identity", ["", "5", "{}", '{"format": "x", "run": "y"}', "[" * 100_000, None])
@@ -219,14 +220,14 @@ def test_a_record_without_its_identity_is_left_alone(tmp_path: Path, identity: s
     if identity is not None:
         (tmp_path / "run.json").write_text(identity)
     with pytest.raises(UserError, match=r"holds metrics\.jsonl, but run\.json does not say which run that is"):
-        RunDirectory(tmp_path, print)
+        RunDirectory(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
 
 
 def test_a_run_that_begins_again_keeps_its_old_records(tmp_path: Path) -> None:
     for number in (1, 2, 3):
-        said: list[str] = []
-        files = RunDirectory(tmp_path, said.append)
+        said = heard()
+        files = RunDirectory(tmp_path)
         files.open_record(Config(), {"format": "x"}, None, {})
         files.write("metrics.jsonl", {"step": 0, "attempt": number})
         files.close()
@@ -246,8 +247,8 @@ def test_a_run_that_begins_again_keeps_its_old_records(tmp_path: Path) -> None:
 def _write_on_a_full_disk(run_dir: Path) -> dict[str, Any]:
     """On a rank: three lines, of which the second and third find no room until there is some again."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    said: list[str] = []
-    files = RunDirectory(run_dir, said.append)
+    said = heard()
+    files = RunDirectory(run_dir)
     files.open_record(Config(), {"format": "x"}, None, {})
     files.write("metrics.jsonl", {"step": 0})
     resource.setrlimit(resource.RLIMIT_FSIZE, (15, -1))
@@ -279,8 +280,8 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["deleted", "replaced", "a directory"])
 def test_a_record_that_is_taken_away_while_it_is_written_comes_back(tmp_path: Path, how: str) -> None:
     """By somebody who tidies up, or whose editor saves a copy under the same name."""
-    said: list[str] = []
-    files = RunDirectory(tmp_path, said.append)
+    said = heard()
+    files = RunDirectory(tmp_path)
     files.open_record(Config(), {"format": "x"}, None, {})
     path = tmp_path / "metrics.jsonl"
     for step in range(4):
@@ -382,9 +383,9 @@ def _save_with_strays(model: Path, root: Path, keep: int) -> list[str]:
     """On a rank: five saves among strays; after each, what is good, and what was said."""
     from dppo_megatron.checkpoint.store import CheckpointStore, describe
 
-    said: list[str] = []
+    said = heard()
     actor = build_actor(model, Parallel())
-    store = CheckpointStore(root, run="mine", assets=model, keep=keep, async_save=False, say=said.append)
+    store = CheckpointStore(root, run="mine", assets=model, keep=keep, async_save=False)
     for name in ("step_000900", "step_000000"):
         (root / name).mkdir(parents=True)
     for step in (1, 2, 3, 4, 5):
@@ -483,14 +484,14 @@ def test_a_rank_that_is_alone_ends() -> None:
 def test_a_start_that_fails_leaves_nothing_that_binds_the_next(tmp_path: Path) -> None:
     """An empty directory is left as it was, one that holds a run keeps all of it."""
     path = tmp_path / "new" / "run"
-    directory = RunDirectory(path, print)
+    directory = RunDirectory(path)
     directory.open_record(Config(), {"format": "x"}, None, {})
     assert (path / "config.yaml").exists()
     directory.take_back()
     assert not path.exists()
-    first = RunDirectory(path, print)
+    first = RunDirectory(path)
     first.open_record(Config(), {"format": "x"}, None, {})
     first.close()
     before = sorted(file.name for file in path.iterdir())
-    RunDirectory(path, print).take_back()
+    RunDirectory(path).take_back()
     assert sorted(file.name for file in path.iterdir()) == before

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.job import job_config, write_job_files
+from support.said import heard
 
 from dppo_megatron.config.observe import SamplesConfig
 from dppo_megatron.config.schema import Config
@@ -48,7 +49,7 @@ def _group(position: int, size: int = 2, tokens: int = 3, text: str = "answer") 
 
 
 def _writer(path: Path, **settings: Any) -> SampleWriter:
-    return SampleWriter(path / "samples", 0, 1, SamplesConfig(**settings), print)
+    return SampleWriter(path / "samples", 0, 1, SamplesConfig(**settings))
 
 
 def _write(path: Path, steps: range, **settings: Any) -> None:
@@ -187,15 +188,18 @@ def test_the_oldest_go_where_the_bound_is_reached(tmp_path: Path) -> None:
     assert sum(one.path.stat().st_size for one in files) <= 5.5 * one
 
 
-def test_trouble_is_said_once_and_stops_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 3])
+def test_trouble_is_said_once_and_stops_nothing(rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the writer's thread: in the log, or by a rank that has none on its own."""
     (tmp_path / "samples").write_text("a file where the directory should be")
-    said: list[str] = []
-    writer = SampleWriter(tmp_path / "samples", 3, 4, SamplesConfig(), said.append)
+    said = heard()
+    writer = SampleWriter(tmp_path / "samples", rank, 4, SamplesConfig())
     for step in range(3):
         writer.write(step, [_group(0)])
     writer.close()
-    assert len(said) == 1
-    assert "samples of step 0 cannot be written" in said[0] and "rank 3" in said[0]
+    printed = capsys.readouterr().out.splitlines()
+    [line] = printed if rank else said
+    assert "samples of step 0 cannot be written" in line and f"rank {rank}" in line and len(said + printed) == 1
 
 
 def test_less_than_a_hundredth_of_a_step() -> None:

@@ -36,7 +36,6 @@ class Saver:
     def __init__(self, model: Path, root: Path, asynchronous: bool) -> None:
         self._model, self._root, self._asynchronous = model, root, asynchronous
         self._actor = build_actor(model, Parallel(tp=dist.get_world_size()))
-        self.said: list[str] = []
         self.reopen()
         for step in (1, 2):
             assert self.save(step) == "saved"
@@ -47,9 +46,7 @@ class Saver:
         """As a trainer that starts."""
         from dppo_megatron.checkpoint.store import CheckpointStore
 
-        self._store = CheckpointStore(
-            self._root, run="mine", assets=self._model, keep=2, async_save=self._asynchronous, say=self.said.append
-        )
+        self._store = CheckpointStore(self._root, run="mine", assets=self._model, keep=2, async_save=self._asynchronous)
 
     def begin_again(self) -> None:
         dist.barrier()

@@ -299,7 +299,7 @@ def test_the_working_directory_is_not_searched(tmp_path: Path, monkeypatch: pyte
             run(rig.fleet([0], {}), requests(2))
         finally:
             rig.close()
-    trackers = Trackers(["tensorboard"], Begin("0" * 16, "trackers", "p", "n", [], True, {}, None), 300.0, print)
+    trackers = Trackers(["tensorboard"], Begin("0" * 16, "trackers", "p", "n", [], True, {}, None), 300.0)
     trackers.close(finished=True)
     assert trackers.failures == 0 and list((tmp_path / "trackers" / "tensorboard").iterdir())
     assert not (tmp_path / "touched").exists()

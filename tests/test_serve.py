@@ -19,6 +19,7 @@ from support.engines.fake_vllm import FakeVLLM, fake_python
 from support.job import REPOSITORY, job_config, settings, write_job_files
 from support.launch import run_ranks
 from support.processes import processes_of, until
+from support.said import heard
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
@@ -136,9 +137,9 @@ class Trainer:
     """The engine of a run of one rank, which syncs and generates."""
 
     def __init__(self, config: Config) -> None:
-        self.said: list[str] = []
+        self.said = heard()
         job = prepare_job(config, 1)
-        self.engine = ServerEngine(config, job.architecture, job.tokenizer, self.said.append)
+        self.engine = ServerEngine(config, job.architecture, job.tokenizer)
         self.step = 0
 
     def __call__(self) -> dict[str, str]:
@@ -201,8 +202,7 @@ def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) ->
     """Addresses that are none, answers that are not this engine's: each said once, and the run goes on. One that has
     trouble of its own is asked again; one whose file ends its address with a slash is the same one each time."""
     config = _config(files, tmp_path / "run", tmp_path)
-    said: list[str] = []
-    fleet = Fleet([], config.rollout, said.append)
+    said, fleet = heard(), Fleet([], config.rollout)
     known = Connection([], [], "disk", "", {})
     architecture = cast(Any, SimpleNamespace(name="any", vocab_size=19))
     introduced: list[str] = []

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib.resources import files as resources
 from pathlib import Path
@@ -33,7 +34,7 @@ from dppo_megatron.observe.progress import Progress, RunProgress, print_line
 from dppo_megatron.rewards.measures import log_failures
 from dppo_megatron.rollout.servers.health_file import HEALTH, ServerHealth
 from dppo_megatron.rollout.servers.http import brief, excerpt
-from dppo_megatron.texts import entry, guard_errors, one_line, plain, reason, show
+from dppo_megatron.texts import entry, guard_errors, log, logged, one_line, plain, reason, show
 from dppo_megatron.types import Grade, GuardStop, UserError
 from dppo_megatron.workbench.accept import record as accept_page
 from dppo_megatron.workbench.accept.bars import STEPS
@@ -102,6 +103,7 @@ WAYS: dict[str, Callable[[str], object]] = {
     "show": show,
     "say": say,
     "print_line": print_line,
+    "log": logged(show)(log),
     "a run's and a task's progress": _bar,
     "a grader's failure": _logged,
     "a traceback": lambda text: sys.excepthook(ValueError, ValueError(text), None),
@@ -113,6 +115,20 @@ WAYS: dict[str, Callable[[str], object]] = {
     "a server's bytes": lambda text: show(f"rollout: server 1: {excerpt(text.encode(errors='replace'))}"),
     "a server's exception": lambda text: show(f"rollout: server 1: {brief(ValueError(text))}"),
 }
+
+
+def test_the_log_has_one_place_for_all_threads() -> None:
+    """The innermost; and what printing raises is raised where the line was logged."""
+    outer: list[str] = []
+    inner: list[str] = []
+    with logged(outer.append), ThreadPoolExecutor(1) as thread:
+        with logged(inner.append):
+            thread.submit(log, "100 %s", "b").result()
+        thread.submit(log, "c").result()
+        with logged(lambda line: os.write(-1, line.encode())), pytest.raises(OSError, match="Bad file"):
+            log("d")
+    log("after a run")
+    assert (outer, inner) == (["c"], ["100 %s", "b"])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -296,7 +312,7 @@ def test_paths_in_advice_are_one_word_of_a_shell(tmp_path: Path) -> None:
     run._directory = run_dir
     advice = run._how_to_go_on().partition("or: ")[2]
     with pytest.raises(UserError) as ended:
-        Directory(run_dir).wait_for(1, 0.0, lambda _: True, print)
+        Directory(run_dir).wait_for(1, 0.0, lambda _: True)
     serving = str(ended.value).partition("Start them with: ")[2]
     for command, wanted in (
         (advice, ["train", str(run_dir / "config.yaml"), "--resume", "auto"]),

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.said import heard
 from support.wandb_reading import history, records
 
 from dppo_megatron.config import observe
@@ -64,9 +65,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.delenv("TRACKIO_DIR", raising=False)
         for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN"):
             patch.setenv(name, SECRET)
-        said: list[str] = []
+        said = heard()
         for resumed_step, steps, shift in ((None, range(6), 0.0), (3, range(4, 7), 0.5)):
-            trackers = Trackers(TOOLS, _begin(directory, resumed_step), 300.0, said.append)
+            trackers = Trackers(TOOLS, _begin(directory, resumed_step), 300.0)
             for step in steps:
                 trackers.step(_line(step, shift))
             trackers.close(finished=step == 6)
@@ -184,8 +185,8 @@ def test_a_run_that_begins_again_is_another_run(tmp_path: Path, monkeypatch: pyt
 def test_a_tool_that_cannot_begin(tmp_path: Path) -> None:
     """Said once, counted for every step, written down; the other tool gets all."""
     (tmp_path / "tensorboard").write_text("in the way")
-    said: list[str] = []
-    trackers = Trackers(["tensorboard", "trackio"], _begin(tmp_path), 300.0, said.append)
+    said = heard()
+    trackers = Trackers(["tensorboard", "trackio"], _begin(tmp_path), 300.0)
     for step in range(3):
         trackers.step(_line(step))
     trackers.close(finished=True)
@@ -211,8 +212,8 @@ def _program(text: str) -> Callable[..., subprocess.Popen[bytes]]:
 def test_a_tool_that_hangs_takes_no_time_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes nothing, for ever: steps are handed over all the same, and its process is ended."""
     monkeypatch.setattr(sink, "_start", _program("import time; time.sleep(10_000)"))
-    said: list[str] = []
-    trackers = Trackers(["wandb"], _begin(tmp_path), 0.2, said.append)
+    said = heard()
+    trackers = Trackers(["wandb"], _begin(tmp_path), 0.2)
     for step in range(500):
         trackers.step(_line(step))
     dropped = trackers.failures
@@ -228,7 +229,7 @@ def test_a_tool_that_hangs_takes_no_time_from_another(tmp_path: Path, monkeypatc
     """The first never answers and uses up all of the time at the end; the second has taken the end meanwhile."""
     programs = {"mlflow": "import time; time.sleep(10_000)", "wandb": f"while {ANSWER}: pass"}
     monkeypatch.setattr(sink, "_start", lambda name, limit_s: _program(programs[name])(name, limit_s))
-    trackers = Trackers(["mlflow", "wandb"], _begin(tmp_path), 6.0, print)
+    trackers = Trackers(["mlflow", "wandb"], _begin(tmp_path), 6.0)
     trackers.step(_line(0))
     trackers.close(finished=True)
     assert json.loads((tmp_path / "failures.json").read_text()).keys() == {"mlflow"}
@@ -237,8 +238,8 @@ def test_a_tool_that_hangs_takes_no_time_from_another(tmp_path: Path, monkeypatc
 def test_a_text_that_is_no_unicode_is_one_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name from a command line in another encoding: this step is lost, and the others arrive."""
     monkeypatch.setattr(sink, "_start", _program(f"while {ANSWER}: pass"))
-    said: list[str] = []
-    trackers = Trackers(["wandb"], _begin(tmp_path), 300.0, said.append)
+    said = heard()
+    trackers = Trackers(["wandb"], _begin(tmp_path), 300.0)
     trackers.step(StepLine(0, 0.0, {"eval/caf\udce9/pass@1": 1.0}, [], []))
     trackers.step(_line(1))
     trackers.close(finished=True)
@@ -248,8 +249,8 @@ def test_a_text_that_is_no_unicode_is_one_failure(tmp_path: Path, monkeypatch: p
 def test_a_tool_whose_process_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its first answer, as by the kernel for want of memory."""
     monkeypatch.setattr(sink, "_start", _program(ANSWER))
-    said: list[str] = []
-    trackers = Trackers(["wandb"], _begin(tmp_path), 300.0, said.append)
+    said = heard()
+    trackers = Trackers(["wandb"], _begin(tmp_path), 300.0)
     for step in range(5):
         trackers.step(_line(step))
     trackers.close(finished=True)
@@ -262,9 +263,9 @@ def test_a_failure_does_not_show_the_environment(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:{SECRET}@127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    said: list[str] = []
+    said = heard()
     begin = _begin(tmp_path)
-    trackers = Trackers(["mlflow"], Begin(**{**_fields(begin), "offline": False}), 300.0, said.append)
+    trackers = Trackers(["mlflow"], Begin(**{**_fields(begin), "offline": False}), 300.0)
     trackers.step(_line(0))
     trackers.close(finished=True)
     assert trackers.failures and len(said) == 1 and "127.0.0.1" in said[0]

@@ -204,7 +204,7 @@ def test_the_health_of_servers(tmp_path: Path) -> None:
     """From the fleet's own states to the picture; and nothing is written where no run is."""
     run = _running(write_record(tmp_path / "run", 3))
     (run / "run.json").write_text("{}")
-    fleet = Fleet([_Server()], RolloutConfig(), print, threads=_NoAnswer(), health_file=HealthFile(run))  # type: ignore[list-item]
+    fleet = Fleet([_Server()], RolloutConfig(), threads=_NoAnswer(), health_file=HealthFile(run))  # type: ignore[list-item]
     [member] = fleet.members
     fleet.expect("1")
     with fleet.lock:

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launch import run_ranks
+from support.said import heard
 from support.settings import rollout_config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -65,7 +66,7 @@ class Running:
 
     def __init__(self) -> None:
         self.servers: list[PipeServer] = []
-        self.said: list[str] = []
+        self.said = heard()
 
     def sync(self, *servers: PipeServer, **values: Any) -> tuple[WeightSync, Fleet, BroadcastChannel]:
         self.servers += servers
@@ -73,7 +74,7 @@ class Running:
             server.healthy(timeout_s=60)  # until it has started
             server.calls.clear()
         config = _config(**values)
-        fleet = Fleet(servers, config, self.said.append)  # type: ignore[arg-type]
+        fleet = Fleet(servers, config)  # type: ignore[arg-type]
         channel = BroadcastChannel(fleet, "gloo", BUCKET, config.limits.sync_timeout_s)
         return WeightSync(config, channel, fleet), fleet, channel
 
@@ -312,7 +313,7 @@ def test_a_colocated_server_that_was_started_again_sleeps_first() -> None:
     live, who has failed waits for the next sync: the actor's weights would be beside that one's cache."""
     good, bad = Told("a"), Told("b", fails=True)
     config = _config(**{"servers.colocate": True})
-    fleet = Fleet([cast(Any, good), cast(Any, bad)], config, print)
+    fleet = Fleet([cast(Any, good), cast(Any, bad)], config)
     sync = WeightSync(config, cast(Any, Telling(fleet)), fleet)
     sync.sleep()
     sync.to(lambda: _weights(1))
@@ -326,7 +327,7 @@ def test_a_colocated_server_that_was_started_again_sleeps_first() -> None:
 
 def test_requests_that_are_to_finish_are_asked_under_the_old_weights() -> None:
     """Servers are live until the rollout has ended, so that what still waits for room does not wait for the sync."""
-    fleet = Fleet([cast(Any, Told("a")), cast(Any, Told("b"))], _config(), print)
+    fleet = Fleet([cast(Any, Told("a")), cast(Any, Told("b"))], _config())
     seen: list[list[str]] = []
     sync = WeightSync(
         _config(), cast(Any, Telling(fleet)), fleet, lambda: seen.append([member.state for member in fleet.members])
@@ -341,7 +342,7 @@ def _meeting(config: RolloutConfig, directory: Path) -> list[bool]:
     told: list[bool] = []
     pushed, ended, is_first = directory / "pushed", directory / "ended", torch.distributed.get_rank() == 0
     server = Told("a", woken=lambda: told.append(ended.exists()))
-    fleet = Fleet([cast(Any, server)], config, print) if is_first else None
+    fleet = Fleet([cast(Any, server)], config) if is_first else None
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         yield "t", torch.ones(1)
@@ -396,7 +397,7 @@ def test_the_next_bucket_is_gathered_while_one_is_handed_over() -> None:
             assert number < 3 or len(channel.in_time) >= number - 2, "the stream runs away"
             yield str(number), torch.ones(1)
 
-    channel = OneBehind(Fleet([cast(Any, _Nameless())], _config(), print), asked)
+    channel = OneBehind(Fleet([cast(Any, _Nameless())], _config()), asked)
     assert channel.push(stream(), [], "1") == [] and channel.in_time == [True] * 5
 
 
@@ -417,7 +418,7 @@ def test_a_bucket_is_sent_as_it_lies() -> None:
 
 def _through_memory(config: RolloutConfig, servers: list[PipeServer]) -> Any:
     """Two ranks, a server beside each; rank 0 speaks to both over the pipes that it has inherited."""
-    fleet = Fleet(servers, config, print) if torch.distributed.get_rank() == 0 else None  # type: ignore[arg-type]
+    fleet = Fleet(servers, config) if torch.distributed.get_rank() == 0 else None  # type: ignore[arg-type]
     beside = {server.http.url: (rank,) for rank, server in enumerate(servers)}
     channel = SharedMemoryChannel(fleet, beside, _noted(vllm.offer), BUCKET, 60)
     sync = WeightSync(config, channel, fleet)
@@ -518,9 +519,9 @@ def _completion(logprob: float) -> Completion:
 def test_the_canary_is_short_and_silence_does_not_pass() -> None:
     """At most 64 tokens and no cut, whatever the run samples. One answer of two is compared and counted; none is said,
     is due again, and stops the run the third time in a row."""
-    said: list[str] = []
+    said = heard()
     values = {"sampling.max_completion_tokens": 32768, "sampling.top_p": 0.9, "completions_per_prompt": 16}
-    canary, engine = Canary(_config(**values), 0, (), said.append), Answering()
+    canary, engine = Canary(_config(**values), 0, ()), Answering()
     prompt = Prompt(0, "q", (1, 2), "a", "")
 
     def score(_: Prompt, completions: Sequence[Completion]) -> list[Any]:

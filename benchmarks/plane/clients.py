@@ -54,12 +54,12 @@ class Intake:
         self.clients = Clients(listener, addresses, [0] * servers)
         self._secret, self._path = listener.meeting.secret, listener.meeting.take_path(0)
         setup = Setup(0, listener.meeting.address, self._secret, self._path, detokenizer, hook)
-        self.node, self.said = NodeClient(setup), list[str]()
-        self.clients.start(self.said.append, groups_each)
+        self.node = NodeClient(setup)
+        self.clients.start(groups_each)
         config = RolloutConfig()
         config.limits.max_concurrent_sequences = groups_each * COUNT
         config.limits.probe_every_s = 1e9
-        self.fleet = Fleet(made, config, self.said.append, self.clients)
+        self.fleet = Fleet(made, config, self.clients)
         self.fleet.expect("1")
         with self.fleet.lock:
             for member in self.fleet.members:

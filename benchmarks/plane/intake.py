@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 
 from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, checked
+from dppo_megatron.texts import logged
 from plane.canned import COUNT, Canned, request_id
 from plane.clients import VOCABULARY, Intake, dialect_of
 from plane.common import Bar, cpu_s
@@ -59,6 +60,7 @@ def _apart(engine: str, servers: int, groups_each: int, tokens: int) -> list[Bar
     return bars
 
 
+@logged(lambda line: print(f"          {line}"))
 def _whole_path(pipe: Connection, engine: str, servers: int, groups_each: int, tokens: int) -> None:
     if servers > 8:
         resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES))
@@ -84,8 +86,6 @@ def _whole_path(pipe: Connection, engine: str, servers: int, groups_each: int, t
             Bar("intake", f"{label}: threads", threads, 16),
             Bar("intake", f"{label}: share that arrived", complete, 1.0, at_least=True),
         ]
-        for line in intake.said:
-            print(f"          {line}")
     finally:
         intake.close()
     pipe.send(bars)

@@ -55,7 +55,7 @@ def _times(count: int, hung: int, answer_s: float) -> dict[str, float]:
     try:
         for server in servers:
             server.healthy(timeout_s=120)
-        fleet = Fleet(servers, config, lambda line: None)  # type: ignore[arg-type]
+        fleet = Fleet(servers, config)  # type: ignore[arg-type]
         sync = WeightSync(config, BroadcastChannel(fleet, "gloo", 1 << 20, 60.0), fleet)
         sync.to(lambda: weights)
         group = GenerateRequest("0-0-0", (1, 2), 1, 0, 4, stop_token_ids=(1,))

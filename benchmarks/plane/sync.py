@@ -44,7 +44,7 @@ def _make(servers: list[PipeServer], bucket_mb: int) -> tuple[WeightSync, Fleet]
     config.limits.sync_timeout_s = 300.0
     for server in servers:
         server.healthy(timeout_s=120)
-    fleet = Fleet(servers, config, lambda line: None)  # type: ignore[arg-type]
+    fleet = Fleet(servers, config)  # type: ignore[arg-type]
     return WeightSync(config, BroadcastChannel(fleet, "gloo", bucket_mb << 20, 300.0), fleet), fleet
 
 

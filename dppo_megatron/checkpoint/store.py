@@ -10,7 +10,6 @@ import contextlib
 import inspect
 import os
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from dppo_megatron.checkpoint.writers import in_step, use_own_writers
 from dppo_megatron.distributed import from_rank_zero
 from dppo_megatron.files import make_directory
 from dppo_megatron.safe_pickle import tensors_only
-from dppo_megatron.texts import show
+from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.hf_files import check_space, copy_assets, publish
 from dppo_megatron.weights.torch_dist import read_metadata
@@ -83,14 +82,10 @@ class CheckpointStore:
         assets: directory whose config.json and tokenizer are copied into each checkpoint.
         keep: good checkpoints that stay; 0: all.
         async_save: return from `save` once the state is copied, and write in another process.
-        say: takes log lines, on rank 0.
     """
 
-    def __init__(
-        self, root: Path, *, run: str, assets: Path, keep: int, async_save: bool, say: Callable[[str], None] = show
-    ) -> None:
+    def __init__(self, root: Path, *, run: str, assets: Path, keep: int, async_save: bool) -> None:
         self._root, self._run, self._assets, self._keep, self._async = root, run, assets, keep, async_save
-        self._say = say
         self._queue = AsyncCallsQueue()
         self._pending: _Pending | None = None
         self._saved_step: int | None = None
@@ -167,7 +162,7 @@ class CheckpointStore:
     def put_aside(self, path: Path, why: str) -> None:
         """Move what is not a good checkpoint of this run to `aside/`. Raises OSError if that fails."""
         where = from_rank_zero(lambda: shelf.put_aside(path))
-        self._say(f"warning: checkpoint {path} is not used: {why}; it is now {where}")
+        log(f"warning: checkpoint {path} is not used: {why}; it is now {where}")
 
     def _judge(self, path: Path) -> str:
         """Why a directory is not a good checkpoint of this run; empty if it is one."""
@@ -210,19 +205,19 @@ class CheckpointStore:
         try:
             self._retire(manifest.step)
         except OSError as error:  # the new checkpoint is complete regardless
-            self._say(f"warning: an old checkpoint could not be removed or put aside ({error})")
+            log(f"warning: an old checkpoint could not be removed or put aside ({error})")
 
     def _name(self, aside: Path, manifest: Manifest) -> Path:
         """Rename a complete checkpoint to its final name. On rank 0."""
         write_manifest(aside, manifest)
         target = self._root / step_name(manifest.step)
         if target.exists() or target.is_symlink():
-            self._say(f"warning: {target} was in the way of a new checkpoint; it is now {shelf.put_aside(target)}")
+            log(f"warning: {target} was in the way of a new checkpoint; it is now {shelf.put_aside(target)}")
         publish(aside, target)
         try:
             shelf.point_at(self._root / "latest", target.name)
         except OSError as error:
-            self._say(f"warning: {self._root / 'latest'} cannot be made to point at {target.name} ({error.strerror})")
+            log(f"warning: {self._root / 'latest'} cannot be made to point at {target.name} ({error.strerror})")
         return target
 
     def _retire(self, newest: int) -> None:

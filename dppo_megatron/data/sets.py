@@ -58,11 +58,7 @@ class ProblemSet:
 
 
 def load_set(
-    name: str,
-    settings: ResolvedSet,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    first_index: int = 0,
+    name: str, settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase, *, first_index: int = 0
 ) -> ProblemSet:
     """Read, render and tokenize one set. Its prompts are numbered from `first_index`.
 
@@ -293,11 +289,7 @@ def _identity(problem: str | Messages) -> str:
 
 
 def load_examples(
-    settings: ResolvedSet,
-    completion_field: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_tokens: int,
+    settings: ResolvedSet, completion_field: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int
 ) -> list[TrainSample]:
     """Read worked solutions, as samples of weight and denominator 1. Each ends with the end-of-sequence token.
 

@@ -20,12 +20,11 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dppo_megatron.files import open_own
-from dppo_megatron.texts import show
+from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
 
 FILE = "lock.json"
@@ -40,7 +39,6 @@ class RunLock:
 
     Args:
         directory: the run directory; it exists.
-        say: takes log lines: why it waits.
         stale_s: age of the heartbeat, in seconds, from which a trainer on another host counts as dead.
 
     Raises:
@@ -51,12 +49,11 @@ class RunLock:
     def __init__(
         self,
         directory: Path,
-        say: Callable[[str], None] = show,
         *,
         stale_s: float = _STALE_S,
         heartbeat_s: float = _HEARTBEAT_S,
     ) -> None:
-        self._path, self._say, self._stale_s = directory / FILE, say, stale_s
+        self._path, self._stale_s = directory / FILE, stale_s
         self._descriptor, kernel_locks = self._open()
         try:
             before = _parse(os.pread(self._descriptor, 65536, 0))
@@ -135,7 +132,7 @@ class RunLock:
         said, deadline = False, time.monotonic() + self._stale_s  # a file with a time in the future never grows old
         while (self._clock_ns() - first) / 1e9 < self._stale_s and time.monotonic() < deadline:
             if not said:
-                self._say(f"{self._path}: waiting up to {self._stale_s:g} s for a sign of life of {_name(holder)}")
+                log(f"{self._path}: waiting up to {self._stale_s:g} s for a sign of life of {_name(holder)}")
                 said = True
             time.sleep(min(1.0, self._stale_s / 10))
             if os.fstat(self._descriptor).st_mtime_ns != first:

@@ -11,7 +11,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from dppo_megatron.observe.lock import RunLock
 from dppo_megatron.observe.record import OLD, JsonLines, move_to_old, put_first, rewind
 from dppo_megatron.observe.samples import SAMPLES, rewind_samples
 from dppo_megatron.observe.timeline import PROFILE, TIMELINE
+from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
 
 IDENTITY = "run.json"
@@ -48,13 +49,13 @@ class RunDirectory:
         UserError: it cannot be written, another trainer has it, or it holds a run without an id.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        self._path, self._say = path, say
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._lines: dict[str, JsonLines] = {}
         self._troubled: set[str] = set()
         with said_as_mistake(path):
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = RunLock(path, say)
+            self._lock = RunLock(path)
             try:
                 # only now: while this waited for the lock, another trainer may have begun a run here
                 self._held_nothing = all(held.name == LOCK for held in path.iterdir())
@@ -66,7 +67,7 @@ class RunDirectory:
                 self._lock.release()
                 raise
         if self._lock.took_over:
-            say(f"the last trainer of {path} ended without a word: {self._lock.took_over}")
+            log(f"the last trainer of {path} ended without a word: {self._lock.took_over}")
 
     def open_record(self, config: Config, header: dict[str, Any], resumed_step: int | None, sums: Sums) -> None:
         """Write config.yaml and open the logs: truncated to `resumed_step`, or empty for a new run.
@@ -83,19 +84,19 @@ class RunDirectory:
                 if resumed_step is not None:
                     said, kept = rewind(path, resumed_step, sums.get(name))
                     for line in said:
-                        self._say(line)
+                        log(line)
                 elif where := move_to_old(path):
-                    self._say(f"warning: {path} is the record of a run without a checkpoint; it is now {where}")
+                    log(f"warning: {path} is the record of a run without a checkpoint; it is now {where}")
                 if name == "trace.jsonl":
                     put_first(path, header)
                 self._lines[name] = JsonLines(path, kept)
             if resumed_step is not None:
                 for line in rewind_samples(self._path / SAMPLES, resumed_step, self._path / OLD):
-                    self._say(line)
+                    log(line)
                 return
             for name in _PRODUCTS:
                 if where := move_to_old(self._path / name):
-                    self._say(f"warning: {self._path / name} is of a run without a checkpoint; it is now {where}")
+                    log(f"warning: {self._path / name} is of a run without a checkpoint; it is now {where}")
 
     def write(self, name: str, row: dict[str, Any]) -> None:
         """Append a line to a log. If the disk is full the line waits, with one warning."""
@@ -104,14 +105,14 @@ class RunDirectory:
         except OSError as error:
             if name not in self._troubled:
                 self._troubled.add(name)
-                self._say(
+                log(
                     f"warning: {self._path / name} cannot be written ({error.strerror}): its lines wait in memory and"
                     " are tried again; until they are on the disk no checkpoint is saved"
                 )
             return
         if name in self._troubled:
             self._troubled.remove(name)
-            self._say(f"{self._path / name} is written again; no line is lost")
+            log(f"{self._path / name} is written again; no line is lost")
 
     def begin_step(self) -> None:
         """A further step makes the totals of an earlier end untrue: summary.json, by which others see that a run is
@@ -139,7 +140,7 @@ class RunDirectory:
     def _tell(self, name: str, restored: bool) -> None:
         if restored:
             path = self._path / name
-            self._say(
+            log(
                 f"warning: {path} was deleted or replaced while this run writes it; it is whole again, and what"
                 f" had its place, if anything, is in {self._path / OLD}"
             )
@@ -168,7 +169,7 @@ class RunDirectory:
             try:
                 self._tell(name, lines.flush())
             except OSError as error:
-                self._say(f"warning: {self._path / name} ends {lines.num_waiting} lines early ({error.strerror})")
+                log(f"warning: {self._path / name} ends {lines.num_waiting} lines early ({error.strerror})")
             lines.close()
         self._lines = {}
         self._lock.release()

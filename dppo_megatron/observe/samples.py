@@ -17,7 +17,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ import numpy as np
 from dppo_megatron.config.observe import SamplesConfig
 from dppo_megatron.files import make_directory, replacing
 from dppo_megatron.observe.record import OLD, move_to_old
-from dppo_megatron.texts import reason
+from dppo_megatron.texts import log, reason, show
 from dppo_megatron.types import BoolArray, Completion, FloatArray, Group, IntArray
 
 SAMPLES = "samples"
@@ -83,10 +83,9 @@ class SampleWriter:
         directory: `samples/` of the run; created with the first file.
     """
 
-    def __init__(
-        self, directory: Path, rank: int, world_size: int, settings: SamplesConfig, say: Callable[[str], None]
-    ) -> None:
-        self._directory, self._rank, self._world_size, self._say = directory, rank, world_size, say
+    def __init__(self, directory: Path, rank: int, world_size: int, settings: SamplesConfig) -> None:
+        self._directory, self._rank, self._world_size = directory, rank, world_size
+        self._log = show if rank else log  # of the other ranks only rank 0's log is printed
         self._max_bytes = int(settings.max_gb * 1e9 / world_size)
         self._queue: queue.Queue[tuple[int, list[RecordedGroup]] | threading.Event | None] = queue.Queue(_QUEUE)
         self._said: set[str] = set()
@@ -145,7 +144,7 @@ class SampleWriter:
             merged = self._directory / _name(singles[0].first, singles[-1].last, self._rank)
             read = [_read_or_move(one.path, self._directory.parent / OLD) for one in singles]
             for wrong in filter(None, (wrong for _, wrong in read)):
-                self._say(wrong)
+                self._log(wrong)
             if tables := [table for table, _ in read if table is not None]:
                 _store(tables, merged)
             for one in singles:
@@ -163,7 +162,7 @@ class SampleWriter:
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
-            self._say(f"warning: {text} (rank {self._rank}, said once)")
+            self._log(f"warning: {text} (rank {self._rank}, said once)")
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gzip
 import json
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from dppo_megatron.config.observe import ObserveConfig
 from dppo_megatron.distributed import clock_offset, rank, to_rank_zero
 from dppo_megatron.files import make_directory, replacing
 from dppo_megatron.spans import Span, Spans
+from dppo_megatron.texts import log
 
 TIMELINE, PROFILE = "timeline", "profile"
 """Directories, in that of the run."""
@@ -54,8 +55,8 @@ class StepRecorder:
         directory: that of the run.
     """
 
-    def __init__(self, settings: ObserveConfig, directory: Path, say: Callable[[str], None]) -> None:
-        self._settings, self._directory, self._say = settings, directory, say
+    def __init__(self, settings: ObserveConfig, directory: Path) -> None:
+        self._settings, self._directory = settings, directory
         self.spans = Spans()
         self._left = settings.timeline
         """Of the first steps, how many are still to be recorded."""
@@ -89,7 +90,7 @@ class StepRecorder:
                 with replacing(path) as out, gzip.open(out, "wt", encoding="utf-8", compresslevel=3) as file:
                     json.dump(trace(number, everyone), file)
             except OSError as error:
-                self._say(f"warning: {path} cannot be written: {error.strerror}")
+                log(f"warning: {path} cannot be written: {error.strerror}")
 
     @contextmanager
     def _profiled(self, number: int) -> Iterator[None]:
@@ -108,7 +109,7 @@ class StepRecorder:
             path.unlink(missing_ok=True)  # torch would write through a link
             profile.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
-            self._say(f"warning: {path} cannot be written: {error}")
+            log(f"warning: {path} cannot be written: {error}")
 
 
 def trace(step: int, ranks: Sequence[RankSpans]) -> dict[str, Any]:

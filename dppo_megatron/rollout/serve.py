@@ -14,7 +14,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from dppo_megatron.rollout.job_nodes import check_network
 from dppo_megatron.rollout.servers.connect import make_server, make_servers
 from dppo_megatron.rollout.servers.directory import HEARTBEAT_S, Entry, Registration
 from dppo_megatron.rollout.servers.server_process import LaunchedServer, stop_all
-from dppo_megatron.texts import show
+from dppo_megatron.texts import log
 from dppo_megatron.types import GuardStop, UserError
 
 _READY_S = 5.0
@@ -37,12 +36,11 @@ _MOST_STARTS = 3
 """Starts in a row after which a server that ends again before it was ready ends this command."""
 
 
-def serve(config: Config, host: str, say: Callable[[str], None] = show) -> None:
+def serve(config: Config, host: str) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
         host: name or address to listen on.
-        say: prints a line.
 
     Raises:
         UserError: the address or directory cannot be used, or a server cannot be started.
@@ -61,7 +59,7 @@ def serve(config: Config, host: str, say: Callable[[str], None] = show) -> None:
         undo.callback(stop_all, servers)
         for server in servers:
             server.start()
-        served = [Served(server, config, directory, f"{name}{index}", say) for index, server in enumerate(servers)]
+        served = [Served(server, config, directory, f"{name}{index}") for index, server in enumerate(servers)]
         for one in served:
             undo.callback(one.withdraw)  # before stop_all: a trainer must not ask a server that is about to end
         with progress("rollout servers", len(served), f"started ({servers[0].where})") as advance:
@@ -72,16 +70,14 @@ def serve(config: Config, host: str, say: Callable[[str], None] = show) -> None:
         while not asked_to_end.wait(_LOOK_S if any(one.is_starting for one in served) else HEARTBEAT_S):
             for one in served:
                 one.look()
-    say("serve: ended")
+    log("serve: ended")
 
 
 class Served:
     """One server of this command: starting, announced, or ended."""
 
-    def __init__(
-        self, server: LaunchedServer, config: Config, directory: Path, name: str, say: Callable[[str], None]
-    ) -> None:
-        self._server, self._directory, self._name, self._say = server, directory, name, say
+    def __init__(self, server: LaunchedServer, config: Config, directory: Path, name: str) -> None:
+        self._server, self._directory, self._name = server, directory, name
         self._entry = Entry(server.url, server.api_key, config.rollout.engine)
         self._ask = partial(make_server(config.rollout, server.url, server.api_key, 0).healthy, timeout_s=_READY_S)
         self._timeout_s = config.rollout.limits.start_timeout_s
@@ -108,7 +104,7 @@ class Served:
                 self._registration = Registration(self._directory, self._name, self._entry)
             except OSError as error:
                 raise UserError(f"the address of {server.url} cannot be written: {error}") from None
-            self._say(f"serve: {server.url} is ready; its address is in {self._directory}")
+            log(f"serve: {server.url} is ready; its address is in {self._directory}")
 
     def withdraw(self) -> None:
         if self._registration is not None:
@@ -122,7 +118,7 @@ class Served:
         if not self._was_ready or self._starts >= _MOST_STARTS:
             text = server.with_log(f"{problem} before it was ready")
             raise GuardStop(text) if self._was_ready else UserError(text)
-        self._say(f"serve: the rollout server at {server.url} {problem}; starting it again")
+        log(f"serve: the rollout server at {server.url} {problem}; starting it again")
         self._starts, self._deadline = self._starts + 1, time.monotonic() + self._timeout_s
         server.start()
 

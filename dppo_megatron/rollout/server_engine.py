@@ -60,7 +60,6 @@ from dppo_megatron.rollout.sync.channels import Channel, DiskChannel, drain, in_
 from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from dppo_megatron.texts import show
 from dppo_megatron.types import Completion, Grade, GuardStop
 from dppo_megatron.weights.architecture import Architecture
 
@@ -71,7 +70,6 @@ class ServerEngine(Engine):
     """vLLM or SGLang servers as configured in `rollout`. Collective, like every `Engine`.
 
     Args:
-        say: prints a log line; used on rank 0.
         client_hook: makes what grades completions in the rollout clients; picklable.
 
     Raises:
@@ -85,7 +83,6 @@ class ServerEngine(Engine):
         config: Config,
         architecture: Architecture,
         tokenizer: PreTrainedTokenizerBase,
-        say: Callable[[str], None] = show,
         client_hook: HookFactory | None = None,
     ) -> None:
         self._config = config
@@ -109,8 +106,8 @@ class ServerEngine(Engine):
 
             def connected() -> tuple[Meeting, list[int], str, ChannelName, Seats]:
                 """On rank 0: reach every server, and wait for the clients from now on."""
-                found = connect(config, architecture, say, devices, launched)
-                self._head = head = _Head(config, architecture, say, found, launched, self._nodes.count)
+                found = connect(config, architecture, devices, launched)
+                self._head = head = _Head(config, architecture, found, launched, self._nodes.count)
                 return head.meeting, head.nodes, found.description, found.channel, found.seats
 
             meeting, self._owners, self.description, channel, seats = from_rank_zero(connected)
@@ -119,7 +116,7 @@ class ServerEngine(Engine):
                 path, decode = self._take_path, self._detokenizer
                 client = Setup(self._nodes.node, meeting.address, meeting.secret, path, decode, client_hook)
                 self._client = NodeClient(client)
-            from_rank_zero(lambda: self._zero.await_clients(say))
+            from_rank_zero(lambda: self._zero.await_clients())
             self._channel = self._make_channel(channel, seats)
         except BaseException:
             self.close()
@@ -310,7 +307,6 @@ class _Head:
         self,
         config: Config,
         architecture: Architecture,
-        say: Callable[[str], None],
         found: Connection,
         launched: Sequence[ServerProcess],
         num_nodes: int,
@@ -330,7 +326,6 @@ class _Head:
         self.fleet = Fleet(
             found.servers,
             config.rollout,
-            say,
             self.clients,
             launched,
             health_file=HealthFile(Path(config.run_dir)),
@@ -339,10 +334,10 @@ class _Head:
             inspect=self._inspect,
         )
 
-    def await_clients(self, say: Callable[[str], None]) -> None:
+    def await_clients(self) -> None:
         """Raises GuardStop if one does not come."""
         widest = max((member.width for member in self.fleet.members), default=1)
-        self.clients.start(say, self._config.rollout.limits.max_concurrent_sequences * widest)
+        self.clients.start(self._config.rollout.limits.max_concurrent_sequences * widest)
 
     def _inspect(self, member: Member) -> None:
         """A server is back. Raises UserError if it is not one that this run can use."""

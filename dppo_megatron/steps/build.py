@@ -6,7 +6,6 @@ Apart from `loop.py`, so that a new engine is one branch here and no phase of th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -19,9 +18,10 @@ from dppo_megatron.rewards.grading import GradeInClient
 from dppo_megatron.rollout.engine import Engine, Sampling
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.texts import log
 
 
-def make_engine(job: Job, dtype: torch.dtype, device: torch.device, say: Callable[[str], None]) -> Engine:
+def make_engine(job: Job, dtype: torch.dtype, device: torch.device) -> Engine:
     """The engine of `rollout.engine`. Raises UserError for servers that cannot be used."""
     config = job.config
     if config.rollout.engine == "hf":
@@ -34,8 +34,8 @@ def make_engine(job: Job, dtype: torch.dtype, device: torch.device, say: Callabl
             grade=job.grade.submit,
         )
     grades = GradeInClient(config.reward, tuple(sys.path))
-    engine = ServerEngine(config, job.architecture, job.tokenizer, say, client_hook=grades)
-    say(engine.description)
+    engine = ServerEngine(config, job.architecture, job.tokenizer, client_hook=grades)
+    log(engine.description)
     return engine
 
 

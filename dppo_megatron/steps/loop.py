@@ -51,7 +51,7 @@ from dppo_megatron.steps.coordinator import Coordinator
 from dppo_megatron.steps.exchange import Replicas, exchange
 from dppo_megatron.steps.outcomes import Outcomes
 from dppo_megatron.steps.step import Step, StepRecord, Update
-from dppo_megatron.texts import show
+from dppo_megatron.texts import log
 from dppo_megatron.types import (
     Completion,
     FloatArray,
@@ -69,26 +69,18 @@ class Loop:
     """Engine, graders, selection and actor of one job.
 
     Args:
-        say: takes log lines, on rank 0.
         phases: shows which phase a step is in, on rank 0.
         recorder: records steps; None: none.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        say: Callable[[str], None] = show,
-        phases: ShowPhases | None = None,
-        recorder: StepRecorder | None = None,
-    ) -> None:
+    def __init__(self, job: Job, phases: ShowPhases | None = None, recorder: StepRecorder | None = None) -> None:
         config = job.config
-        self.job, self.say, self._phases = job, say, phases
-        self._recorder = recorder
+        self.job, self._phases, self._recorder = job, phases, recorder
         dtype = getattr(torch, config.model.dtype)
         layout = build_layout(config.actor.layout, config.seed)
         connect_groups(config.actor, job.architecture, config.guard.rendezvous_timeout_s)
         # first: reports a bad server at once
-        self._engine = make_engine(job, dtype, layout.device, say)
+        self._engine = make_engine(job, dtype, layout.device)
         with ExitStack() as undo:
             undo.callback(self._engine.close)  # a model that cannot be built leaves no servers behind
             self._engine.rest()  # gives the actor the device
@@ -103,7 +95,7 @@ class Loop:
         self._coordinator = Coordinator(job, packing_layout(config.actor, layout.world_size))
         self._sampling = make_sampling(job)
         self._group_size = config.rollout.completions_per_prompt
-        self._canary = Canary(config.rollout, config.seed, job.stop_token_ids, say)
+        self._canary = Canary(config.rollout, config.seed, job.stop_token_ids)
         self._receipts: dict[str, float] = {}
         """Figures from the weight syncs since the last finished step."""
         self.current: Step | None = None
@@ -386,7 +378,7 @@ class Loop:
         alarm = self.job.config.rollout.limits.mismatch_alarm
         difference = measured.get("mismatch/logprob_abs_diff_mean", 0.0)
         if self._engine.has_servers and difference > alarm:
-            self.say(f"warning: mean |log-probability difference| to the engine {difference:.3g} > {alarm:g}")
+            log(f"warning: mean |log-probability difference| to the engine {difference:.3g} > {alarm:g}")
 
     def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[FloatArray]:
         """Log-probabilities of `completions` under the actor's present weights, on every rank. Collective."""

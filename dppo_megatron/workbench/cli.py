@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from dppo_megatron import __version__
 from dppo_megatron.progress import Display, shown_by
-from dppo_megatron.texts import one_line
+from dppo_megatron.texts import logged, one_line, show
 from dppo_megatron.types import GuardStop, UserError
 from dppo_megatron.workbench.commands.terminal import drop, say, show_progress
 
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None, display: Display = show_progress) -> int
         parser = program(argv[:1])
         arguments = parse(parser, argv)
         arguments.command = argv[0]
-        with shown_by(display):
+        with shown_by(display), logged(show):
             code: int = arguments.run(arguments)
         sys.stdout.flush()  # so that a broken pipe is raised here and not at exit
         return code

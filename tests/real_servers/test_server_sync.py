@@ -16,6 +16,7 @@ import torch
 from support.engines.servers import Reference
 from support.job import QUICK, read_metrics
 from support.launch import run_ranks
+from support.said import heard
 from support.served import (
     LONG,
     Served,
@@ -147,14 +148,14 @@ def test_a_sync_that_fails_half_way_leaves_nobody_with_mixed_weights(served: Ser
     """One of two sleeping servers hangs after the first bucket: it is out, with a reason, and gets no request; the
     other has all of the new weights. A later sync takes it back, from the middle of the one it never finished, and
     wakes what of it still sleeps."""
-    said: list[str] = []
+    said = heard()
     config = served.config(
         tmp_path,
         rollout__sync__channel="gloo",
         rollout__limits__sync_timeout_s=6.0,
         rollout__limits__probe_timeout_s=3.0,
     )
-    engine, good, bad = served.engine(config, said), served.servers[0], served.servers[1]
+    engine, good, bad = served.engine(config), served.servers[0], served.servers[1]
     old, new, newer = (Reference(served.files / "model", seed) for seed in (13, 14, 15))
     engine.load_weights(old.weights)
 

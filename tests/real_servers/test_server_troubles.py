@@ -12,6 +12,7 @@ import pytest
 from support.engines.servers import API_KEY, Reference
 from support.job import QUICK, REPOSITORY, job_config, read_metrics, settings
 from support.launch import run_ranks
+from support.said import heard
 from support.served import (
     LONG,
     LONGEST,
@@ -107,14 +108,14 @@ def test_a_request_that_takes_too_long_is_named(served: Served, tmp_path: Path) 
 def test_a_hung_server_is_named_and_survived(served: Served, tmp_path: Path) -> None:
     """SIGSTOP in the middle of generation: every request is answered once, by the other server; after SIGCONT it can
     sleep in spite of what it still runs, is synced and takes part again."""
-    said: list[str] = []
+    said = heard()
     config = served.config(
         tmp_path,
         rollout__limits__probe_every_s=0.5,
         rollout__limits__probe_timeout_s=5.0,
         rollout__limits__sync_timeout_s=30,
     )
-    engine, reference = served.engine(config, said), Reference(served.files / "model", 6)
+    engine, reference = served.engine(config), Reference(served.files / "model", 6)
     engine.load_weights(reference.weights)
     requests = requests_for(prompts_of(config)[:24])
     expected = engine.generate(requests, Sampling(LONG, 1.0, 0))
@@ -137,9 +138,9 @@ def test_a_hung_server_is_named_and_survived(served: Served, tmp_path: Path) -> 
 
 def test_a_killed_server_loses_and_repeats_nothing(served: Served, tmp_path: Path) -> None:
     """kill -9 in the middle of generation: one completion for every request, with seeds the same as without it."""
-    said: list[str] = []
+    said = heard()
     config = served.config(tmp_path, rollout__limits__probe_every_s=0.5)
-    engine, reference = served.engine(config, said), Reference(served.files / "model", 8)
+    engine, reference = served.engine(config), Reference(served.files / "model", 8)
     engine.load_weights(reference.weights)
     requests = requests_for(prompts_of(config)[:24])
     expected = engine.generate(requests, Sampling(LONG, 1.0, 0))

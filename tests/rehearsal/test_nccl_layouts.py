@@ -126,7 +126,7 @@ def _life(model: Path, parallel: Parallel, root: Path, ways: list[tuple[str, boo
         server, world = Server(), dist.get_world_size()
         config = rollout_config({"engine": "vllm", "servers.launch": "local", "servers.colocate": colocated,
                                  "sync.verify_every": 0, "limits.sync_timeout_s": TIMEOUT_S})  # fmt: skip
-        fleet = Fleet([cast(Any, server)], config, print) if dist.get_rank() == 0 else None
+        fleet = Fleet([cast(Any, server)], config) if dist.get_rank() == 0 else None
         # beside all ranks, or beside one that is not rank 0
         seats = {server.http.url: tuple(range(world)) if colocated else (world - 1,)}
         channel = _channel(name, fleet, seats, root / str(number), model)

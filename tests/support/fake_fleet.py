@@ -17,6 +17,7 @@ from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Landed, Ready
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
+from support.said import heard
 from support.settings import rollout_config
 
 
@@ -84,13 +85,13 @@ class World:
     ended: list[int] = field(default_factory=list)
     late: list[Event] = field(default_factory=list)
     """Events that were on their way when their ticket was cancelled."""
-    said: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=heard)
     capacity: int = 1000
 
     def fleet(self, count: int = 2, routers: Sequence[FakeRouter] = (), **limits: Any) -> Fleet:
         config = rollout_config({f"limits.{name}": value for name, value in limits.items()})
         self.servers = [FakeServer(name) for name in "abcdefgh"[:count]]
-        given: Any = (self.servers, config, self.said.append, self, (), lambda: self.now, Inline(), None, routers)
+        given: Any = (self.servers, config, self, (), lambda: self.now, Inline(), None, routers)
         fleet = Fleet(*given)
         synced(fleet)
         return fleet

@@ -54,7 +54,7 @@ def write_record(
     metrics[-1] |= {"eval/math/pass@1": 0.6, "eval/math/pass@1_se": 0.03}
     for name, rows in (("metrics.jsonl", metrics), ("trace.jsonl", trace)):
         (run_dir / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    writer = SampleWriter(run_dir / "samples", 0, 1, SamplesConfig(), print)
+    writer = SampleWriter(run_dir / "samples", 0, 1, SamplesConfig())
     (run_dir / "samples").mkdir()
     for step in sampled or range(steps - 2, steps + 1):
         writer._write(step, [recorded_group(position, group, text) for position in range(prompts)])

@@ -41,17 +41,11 @@ class Served:
     def config(self, run_dir: Path, count: int = 2, **extra: Any) -> Config:
         return serving_config(self.name, self.files, run_dir, self.servers[:count], **extra)
 
-    def engine(self, config: Config, said: list[str] | None = None) -> ServerEngine:
+    def engine(self, config: Config) -> ServerEngine:
         """Closed at the end of the test, whatever happens: ranks are forked from this process, and a child that
         collects a broadcast group of its parent's waits for threads that it does not have."""
         job = prepare_job(config, 1)
-
-        def say(line: str) -> None:
-            print(line)
-            if said is not None:
-                said.append(line)
-
-        self.engines.append(ServerEngine(config, job.architecture, job.tokenizer, say))
+        self.engines.append(ServerEngine(config, job.architecture, job.tokenizer))
         return self.engines[-1]
 
     def same(self, ours: list[Completion], expected: list[Completion]) -> bool:

@@ -20,7 +20,7 @@ import queue
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from dppo_megatron.files import make_directory, write_text
 from dppo_megatron.frames import framed, read_frame
 from dppo_megatron.observe.samples import RecordedGroup, unicode_text
 from dppo_megatron.observe.trackers.messages import ANSWER, ENCODER, Begin, Cell, End, StepLine
+from dppo_megatron.texts import log
 
 TRACKERS = "trackers"
 """The directory, in that of the run."""
@@ -53,12 +54,12 @@ _LONGEST_TEXT = 4000
 class _Feed:
     """One tracker. `put`, `finish` and `close` are called by the main thread, the rest runs in a second one."""
 
-    def __init__(self, name: str, begin: Begin, limit_s: float, say: Callable[[str], None]) -> None:
+    def __init__(self, name: str, begin: Begin, limit_s: float) -> None:
         self.name = name
         self.first_failure = ""
         self._dropped, self._failed = 0, 0
         self._is_lost = False
-        self._begin, self._limit_s, self._say = begin, limit_s, say
+        self._begin, self._limit_s = begin, limit_s
         self._queue: queue.SimpleQueue[StepLine | End] = queue.SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -127,7 +128,7 @@ class _Feed:
     def _note(self, failure: str) -> None:
         if not self.first_failure:
             self.first_failure = failure
-            self._say(f"warning: tracker {self.name}: {failure} (logged once; the run goes on)")
+            log(f"warning: tracker {self.name}: {failure} (logged once; the run goes on)")
 
 
 class Trackers:
@@ -136,12 +137,11 @@ class Trackers:
     Args:
         names: `observe.trackers`; their packages are installed (`config/observe.py` has looked).
         limit_s: for what is left to be sent at the end, of all of them together.
-        say: prints a log line; called from any thread.
     """
 
-    def __init__(self, names: Sequence[str], begin: Begin, limit_s: float, say: Callable[[str], None]) -> None:
+    def __init__(self, names: Sequence[str], begin: Begin, limit_s: float) -> None:
         self._directory, self._limit_s = Path(begin.directory), limit_s
-        self._feeds = [_Feed(name, begin, limit_s, say) for name in names]
+        self._feeds = [_Feed(name, begin, limit_s) for name in names]
 
     @property
     def failures(self) -> int:

@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -52,6 +52,7 @@ from dppo_megatron.rollout.client.messages import (
 )
 from dppo_megatron.rollout.client.process import OWN_FILES, Setup
 from dppo_megatron.rollout.servers.intake import Ask, Event
+from dppo_megatron.texts import log
 from dppo_megatron.types import GuardStop
 
 _START_S = 120.0
@@ -230,7 +231,7 @@ class Clients:
         """Ticket -> client, of those that may still be cancelled."""
         self._lock = threading.Lock()
 
-    def start(self, say: Callable[[str], None], wanted_per_server: int) -> None:
+    def start(self, wanted_per_server: int) -> None:
         """Wait for every client that owns a server, and send it its servers.
 
         Raises:
@@ -250,7 +251,7 @@ class Clients:
             self._send(node, Servers(mine))
             room = max(1, self._sockets[node] // max(1, len(mine)))
             if room < wanted_per_server:
-                say(
+                log(
                     f"rollout: the limit on open files (ulimit -n = {self._sockets[node] + OWN_FILES} on node {node})"
                     f" lets each of its {len(mine)} servers have {room} requests in flight of {wanted_per_server}"
                     f" that it would take; {len(mine) * wanted_per_server + OWN_FILES} would be enough for all"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from dppo_megatron.rollout.servers.server_process import LaunchedServer, ServerP
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer, vllm_command, vllm_environment
 from dppo_megatron.rollout.transfer import shared_memory
+from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.torch_dist import is_torch_dist
@@ -56,11 +57,7 @@ class Connection:
 
 
 def connect(
-    config: Config,
-    architecture: Architecture,
-    say: Callable[[str], None],
-    devices: Sequence[RankDevice],
-    launched: Sequence[ServerProcess] = (),
+    config: Config, architecture: Architecture, devices: Sequence[RankDevice], launched: Sequence[ServerProcess] = ()
 ) -> Connection:
     """Reach every server and check it.
 
@@ -76,12 +73,12 @@ def connect(
     directory: Addresses | None = None
     if rollout.servers.addresses_from:
         files = Directory(Path(rollout.servers.addresses_from))
-        directory, addresses = files.entries, _registered(files, rollout, say)
+        directory, addresses = files.entries, _registered(files, rollout)
     elif launched:
         addresses = {server.url: server.api_key for server in launched}
     else:
         configured = configured_key(rollout)
-        known, routers = routed(rollout, configured, say)
+        known, routers = routed(rollout, configured)
         addresses = dict.fromkeys(known, configured)
         if routers:
             behind = {name for router in routers for name in router.named}
@@ -93,7 +90,7 @@ def connect(
     infos = [describe(server, rollout.servers.api_key_env) for server in servers]
     for server, info in zip(servers, infos, strict=True):
         check_server(server.http.url, info, config, architecture)
-    routers = [router for router in routers if _passes(router, servers, say)]
+    routers = [router for router in routers if _passes(router, servers)]
     on_gpu = torch.cuda.is_available()
     found = _seats(launched, infos, devices)
     unequal = {url: dppo_nccl.difference(info.nccl) for url, info in zip(urls, infos, strict=True)}
@@ -121,15 +118,15 @@ def connect(
     )
 
 
-def _passes(router: RouterServer, servers: Sequence[Server], say: Callable[[str], None]) -> bool:
+def _passes(router: RouterServer, servers: Sequence[Server]) -> bool:
     """Whether requests go through it; else a log line, and its workers are asked themselves."""
     if through(router, [server.dialect for server in servers]):
         return True
-    say(f"rollout: {router.http.url} passes no requests of this engine on; its workers are asked themselves")
+    log(f"rollout: {router.http.url} passes no requests of this engine on; its workers are asked themselves")
     return False
 
 
-def _registered(directory: Directory, rollout: RolloutConfig, say: Callable[[str], None]) -> dict[str, str]:
+def _registered(directory: Directory, rollout: RolloutConfig) -> dict[str, str]:
     """Key by address of the servers that have come and may be asked."""
 
     def answers(entry: Entry) -> bool:
@@ -141,7 +138,7 @@ def _registered(directory: Directory, rollout: RolloutConfig, say: Callable[[str
             return False
         return True
 
-    entries = directory.wait_for(rollout.servers.wait_for, rollout.limits.start_timeout_s, answers, say)
+    entries = directory.wait_for(rollout.servers.wait_for, rollout.limits.start_timeout_s, answers)
     return {url: entry.api_key for url, entry in entries.items()}
 
 
@@ -164,7 +161,7 @@ def _await_ready(launched: Sequence[ServerProcess], servers: Sequence[Server], t
             advance(done + 1)
 
 
-def routed(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> tuple[list[str], list[RouterServer]]:
+def routed(rollout: RolloutConfig, key: str) -> tuple[list[str], list[RouterServer]]:
     """The servers among the configured endpoints, with the workers of its routers; and the routers (`router.py`).
 
     Raises:
@@ -179,7 +176,7 @@ def routed(rollout: RolloutConfig, key: str, say: Callable[[str], None]) -> tupl
         if named == []:
             raise UserError(f"rollout.servers.endpoints: {url} is a router without workers")
         if named:
-            say(f"rollout: {url} is a router of {len(named)} servers: {', '.join(named)}")
+            log(f"rollout: {url} is a router of {len(named)} servers: {', '.join(named)}")
             routers.append(RouterServer(Http(url, key), named=frozenset(named)))
         servers += named or [url]
     if len(set(servers)) < len(servers):

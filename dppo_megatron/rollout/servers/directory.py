@@ -24,6 +24,7 @@ from typing import TypeAlias
 
 from dppo_megatron.config.paths import shown
 from dppo_megatron.files import open_to_read, replacing
+from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
 
 HEARTBEAT_S = 5.0
@@ -106,9 +107,7 @@ class Directory:
                 found[entry.url] = stamp, entry
         return {url: entry for url, (_, entry) in found.items()}
 
-    def wait_for(
-        self, count: int, timeout_s: float, answers: Callable[[Entry], bool], say: Callable[[str], None]
-    ) -> dict[str, Entry]:
+    def wait_for(self, count: int, timeout_s: float, answers: Callable[[Entry], bool]) -> dict[str, Entry]:
         """The servers by address that answer, as soon as there are `count` of them.
 
         Args:
@@ -132,7 +131,7 @@ class Directory:
                     f" dppo-megatron serve CONFIG rollout.servers.addresses_from={shlex.quote(str(self._path))}"
                 )
             if state != said:
-                say(f"rollout: waiting for servers; {state}")
+                log(f"rollout: waiting for servers; {state}")
                 said = state
             time.sleep(_LOOK_S)
 

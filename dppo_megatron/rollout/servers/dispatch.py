@@ -33,6 +33,7 @@ from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.intake import Ask, Event, Failed, Landed, Ready
 from dppo_megatron.rollout.servers.member import Endpoint
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
+from dppo_megatron.texts import log
 from dppo_megatron.types import GuardStop
 
 _TICK_S = 0.2
@@ -304,7 +305,7 @@ class Dispatch:
     def _wait_for_anyone(self) -> None:
         fleet, wait_s = self._fleet, self._limits.engine_wait_s
         deadline = self._clock() + wait_s
-        fleet.say(f"rollout: no server with the present weights; waiting up to {wait_s:g} s for one")
+        log(f"rollout: no server with the present weights; waiting up to {wait_s:g} s for one")
         while not fleet.live and not self._work.given_up:
             if any(member.state == "stale" for member in fleet.members):
                 raise NeedsWeights

@@ -32,6 +32,7 @@ from dppo_megatron.rollout.servers.router import Router, RouterServer
 from dppo_megatron.rollout.servers.server_process import ServerProcess, stop_all
 from dppo_megatron.rollout.servers.wire import GenerateRequest
 from dppo_megatron.spans import recorder
+from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
 
 _ANSWER_S = 30.0
@@ -57,7 +58,6 @@ class Fleet:
     """All servers of a run.
 
     Args:
-        say: prints a log line.
         intake: has the servers asked; needed for rollouts only.
         processes: the processes of `servers`, if the trainer has started them.
         clock: seconds that only grow.
@@ -73,7 +73,6 @@ class Fleet:
         self,
         servers: Sequence[Server],
         config: RolloutConfig,
-        say: Callable[[str], None],
         intake: Intake | None = None,
         processes: Sequence[ServerProcess] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -89,7 +88,7 @@ class Fleet:
             Member(server, self.lock, clock, process) for server, process in zip_longest(servers, processes)
         ]
         self.routers = [Router(router, self.lock, clock) for router in routers]
-        self.say, self.intake = say, intake
+        self.intake = intake
         self.spans = recorder()  # kept here for the rollout thread, whose own context has none
         self._recruit, self._inspect = recruit, inspect
         self.limits, self.clock, self._health_file = config.limits, clock, health_file
@@ -146,7 +145,7 @@ class Fleet:
         with self.lock:
             news = member.failed(reason)
         if news:
-            self.say(f"rollout: {member.name} is out: {reason}")
+            log(f"rollout: {member.name} is out: {reason}")
         member.server.http.close()
 
     def revive(self) -> None:
@@ -180,7 +179,7 @@ class Fleet:
         with self.lock:
             news = member.left(reason)
         if news:
-            self.say(f"rollout: {member.name}: {reason}")
+            log(f"rollout: {member.name}: {reason}")
             member.server.http.close()
 
     def restart_dead(self) -> None:
@@ -188,7 +187,7 @@ class Fleet:
         for member in self.members:
             own = member.process
             if own is not None and not own.is_running and self._starter.submit(own.start_if_ended).result():
-                self.say(f"rollout: the launched server {member.name} had ended; it is started again")
+                log(f"rollout: the launched server {member.name} had ended; it is started again")
                 with self.lock:
                     self._probing[member.name] = _Probe()  # an earlier question was to the process before
                     member.restarted()
@@ -251,7 +250,7 @@ class Fleet:
             self._is_back(asked)
         elif isinstance(error, (UserError, NotProven)):
             if asked.reason != str(error):
-                self.say(f"rollout: {asked.name} answers again and is not used: {error}")
+                log(f"rollout: {asked.name} answers again and is not used: {error}")
             with self.lock:
                 asked.misfits(str(error))
 
@@ -261,4 +260,4 @@ class Fleet:
         # a probe that was begun while it hung may fail only now, and would mark it out again
         self._probing[member.name].answer = None
         waits_for = "after a weight sync" if isinstance(member, Member) else "when all of its workers do"
-        self.say(f"rollout: {member.name} answers again; it gets requests {waits_for}")
+        log(f"rollout: {member.name} answers again; it gets requests {waits_for}")

@@ -23,6 +23,7 @@ from dppo_megatron.rollout.servers.http import BadAnswer, NotProven, Refused, Un
 from dppo_megatron.rollout.servers.in_engine import dppo_nccl
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Server
+from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
 
@@ -74,7 +75,7 @@ class Membership:
         try:
             self._update(fleet)
         except (OSError, UserError) as error:  # a file system that hangs, a file of another user
-            fleet.say(f"rollout: the addresses of servers cannot be read: {error}")
+            log(f"rollout: the addresses of servers cannot be read: {error}")
         finally:
             self._busy.release()
 
@@ -109,11 +110,11 @@ class Membership:
         except UserError as error:
             return self._reject(fleet, entry, str(error), for_good=True)
         self._introduce(fleet.let_in(server))
-        fleet.say(f"rollout: {entry.url} has come; it gets requests after a weight sync")
+        log(f"rollout: {entry.url} has come; it gets requests after a weight sync")
 
     def _reject(self, fleet: Fleet, entry: Entry, why: str, *, for_good: bool) -> None:
         """Log it once. Unless it is `for_good` (the server does not fit), it is asked again at the next sync."""
         one = entry.url, entry.api_key
         if one not in self._rejected:
-            fleet.say(f"rollout: a new server is not used{'' if for_good else ' yet'}: {why}")
+            log(f"rollout: a new server is not used{'' if for_good else ' yet'}: {why}")
         self._rejected[one] = for_good

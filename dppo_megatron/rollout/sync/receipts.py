@@ -32,6 +32,7 @@ from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import generate
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Sampled
 from dppo_megatron.rollout.sync.channels import FAILURES, at_once
+from dppo_megatron.texts import log
 from dppo_megatron.types import Completion, GuardStop, Prompt
 
 MOST_MISSED = 3
@@ -62,7 +63,7 @@ class Receipt:
         """No server answered the last time."""
         return self._missed > 0
 
-    def settle(self, answered: int, asked: int, say: Callable[[str], None]) -> None:
+    def settle(self, answered: int, asked: int) -> None:
         """Record how many servers have answered. Raises GuardStop after `MOST_MISSED` times none in a row."""
         if answered or not asked:
             self._missed = 0
@@ -73,7 +74,7 @@ class Receipt:
                 f"no rollout server has answered for its {self._name} after {self._missed} weight syncs in a row:"
                 " nothing shows that they generate with the actor's weights"
             )
-        say(
+        log(
             f"rollout: receipt not taken: none of {asked} servers answered for its {self._name};"
             " the next sync asks again"
         )
@@ -157,12 +158,12 @@ class Canary:
     actor's log-probabilities are. Made on every rank; all count alike, because all get the same answers.
     """
 
-    def __init__(self, rollout: RolloutConfig, seed: int, stop_token_ids: tuple[int, ...], say: Callable[[str], None]):
+    def __init__(self, rollout: RolloutConfig, seed: int, stop_token_ids: tuple[int, ...]):
         self._bound = rollout.sync.max_canary_logprob_diff
         self._count = min(CANARY_COMPLETIONS, rollout.completions_per_prompt)
         tokens = min(CANARY_TOKENS, rollout.sampling.max_completion_tokens)
         self._sampling = Sampling(tokens, rollout.sampling.temperature, seed, stop_token_ids=stop_token_ids)
-        self._receipt, self._say = Receipt("canary"), say
+        self._receipt = Receipt("canary")
         self._prompt: Prompt | None = None
         self._answers: list[tuple[str, Completion]] = []
         """Of the last `ask`, until they are judged."""
@@ -177,7 +178,7 @@ class Canary:
         asked = sum(state == "live" for state in engine.health().values())
         requests = [Request(prompt, index, 0) for index in range(self._count)]
         self._prompt, self._answers = prompt, engine.probe(requests, self._sampling)
-        self._receipt.settle(len({server for server, _ in self._answers}), asked, self._say)
+        self._receipt.settle(len({server for server, _ in self._answers}), asked)
 
     def judge(self, score: Score) -> dict[str, float]:
         """Compare the answers of the last `ask`; nothing if they were judged already. Collective, and before the
@@ -223,7 +224,7 @@ def ask_for_canary(
     for member, answer in at_once(fleet.live, ask):
         error = answer.exception()
         if isinstance(error, FAILURES):
-            fleet.say(f"rollout: no answer to a canary request from {member.name}: {error}")
+            log(f"rollout: no answer to a canary request from {member.name}: {error}")
         else:
             found += answer.result()
     return found

@@ -35,6 +35,7 @@ from dppo_megatron.rollout.servers.wire import version_name
 from dppo_megatron.rollout.sync.channels import FAILURES, Channel, Tensors, at_once, drain, on_each
 from dppo_megatron.rollout.sync.receipts import Digests, Receipt, differing
 from dppo_megatron.spans import recorder
+from dppo_megatron.texts import log
 from dppo_megatron.types import GuardStop
 
 Stage = Literal["done", "reviving", "waking", "pausing", "sending", "handed over", "finishing", "proving"]
@@ -259,7 +260,7 @@ class WeightSync:
         for member, answer in at_once(live, lambda m: m.server.checksums(timeout_s=self._timeout_s)):
             error = answer.exception()
             if isinstance(error, FAILURES):
-                self._fleet.say(f"rollout: no checksums of weight sync {self.version} from {member.name}: {error}")
+                log(f"rollout: no checksums of weight sync {self.version} from {member.name}: {error}")
                 continue
             answered += 1
             for replica, held in enumerate(answer.result()):
@@ -270,7 +271,7 @@ class WeightSync:
                         f" {', '.join(names[:8])} ({len(names)} of {compared} tensors compared)"
                     )
         self._tensors_verified = compared
-        self._checksums.settle(answered, len(live), self._fleet.say)
+        self._checksums.settle(answered, len(live))
 
     def _needs_another_pass(self, problem: Exception | None, passes: int, wait_until: float) -> bool:
         """On rank 0. Raises GuardStop if no server has the weights and none has come for them."""

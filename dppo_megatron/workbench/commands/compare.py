@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 from dppo_megatron.config.paths import check_writable
 from dppo_megatron.progress import progress
 from dppo_megatron.pruning.methods import METHODS
-from dppo_megatron.texts import show
+from dppo_megatron.texts import logged, show
 from dppo_megatron.workbench.commands.parser import Commands, add_command, add_config, check_number, read_config
 
 _METHODS = "grpo,grpo_nonzero,cppo,greso,dppo_paper,dppo,dppo_auto"
@@ -59,14 +60,12 @@ def _compare(arguments: argparse.Namespace) -> int:
         check_writable("--out", out / name, directory=not name)
     out.mkdir(parents=True, exist_ok=True)
 
-    def say(line: str) -> None:
-        show(line, file=sys.stderr)
-
     shared = shared_task(config)
     each = f"All seeds share one task: {shared}." if shared else "Each seed has a task, a model and a held-out set."
     notes = [each] if arguments.seeds > 1 else ["One seed: no interval over seeds."]
     given = config, arguments.config, arguments.overrides, arms
-    runs = run_all(*given, seeds=arguments.seeds, out=out, say=say, launch=in_a_process)
+    with logged(partial(show, file=sys.stderr)):
+        runs = run_all(*given, seeds=arguments.seeds, out=out, launch=in_a_process)
     with progress("comparing"):
         verdict = judge(runs, arms, same_problems=shared is not None)
         text, values = table(verdict), results(verdict, runs, notes)

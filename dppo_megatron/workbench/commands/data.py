@@ -28,12 +28,7 @@ def add(commands: Commands[argparse.ArgumentParser], summary: str) -> None:
 
 
 def _data(arguments: argparse.Namespace) -> int:
-    lines = write_known_set(
-        arguments.name,
-        arguments.out,
-        origin=arguments.origin or "",
-        overwrite=arguments.overwrite,
-    )
+    lines = write_known_set(arguments.name, arguments.out, origin=arguments.origin or "", overwrite=arguments.overwrite)
     for line in lines:
         show(line)
     return 0

@@ -31,6 +31,7 @@ from dppo_megatron.config.sets import eval_set_configs, train_set_configs
 from dppo_megatron.files import write_text
 from dppo_megatron.launched import launched_world_size
 from dppo_megatron.progress import Advance, progress
+from dppo_megatron.texts import log
 from dppo_megatron.types import GuardStop, UserError
 from dppo_megatron.workbench.compare.arms import Arm
 from dppo_megatron.workbench.compare.record import MethodRun, read_method_run
@@ -50,10 +51,9 @@ Launch: TypeAlias = Callable[[Path, list[str], Callable[[str], None]], None]
 
 
 @dataclass
-class RunsLog:
+class RunLog:
     """Lines for the log: which run of how many, how far it is, what it scores. A display has the time that is left."""
 
-    say: Callable[[str], None]
     total: int
     advance: Advance
     """Takes the number of runs that have ended."""
@@ -76,7 +76,7 @@ class RunsLog:
             self._say(f"{name}: {' '.join(line.split())}")
 
     def _say(self, said: str) -> None:
-        self.say(f"compare: {self.done}/{self.total} {said}")
+        log(f"compare: {self.done}/{self.total} {said}")
         self._last = time.monotonic()
 
 
@@ -88,7 +88,6 @@ def run_all(
     *,
     seeds: int,
     out: Path,
-    say: Callable[[str], None],
     launch: Launch,
 ) -> list[MethodRun]:
     """Run every arm on every seed, in `out/seed<N>/<arm>`.
@@ -109,8 +108,8 @@ def run_all(
     warm, shared = bool(config.warm_start.steps), shared_task(config)
     total = seeds * (len(arms) + warm)
     with progress("compare", total, "runs") as advance:
-        log = RunsLog(say, total, advance)
-        train = partial(_train, config_path, log=log, launch=launch)
+        lines = RunLog(total, advance)
+        train = partial(_train, config_path, lines=lines, launch=launch)
         runs = []
         for offset in range(seeds):
             seed = config.seed + offset
@@ -146,16 +145,16 @@ def in_a_process(run_dir: Path, arguments: list[str], line: Callable[[str], None
     check_end(run_dir, process.returncode, said)
 
 
-def _train(config_path: str, settings: list[str], run_dir: Path, log: RunsLog, launch: Launch, start: str = "") -> str:
+def _train(config_path: str, settings: list[str], run_dir: Path, lines: RunLog, launch: Launch, start: str = "") -> str:
     """Run it, or keep what is there; returns what it was a function of. `start` is that of the run it begins from."""
     name = f"{run_dir.parent.name} {run_dir.name}"
     wanted = _identity(config_path, settings, start)
     kept = _finished_as(run_dir) == wanted
-    log.begin(name, kept=kept)
+    lines.begin(name, kept=kept)
     if kept:
         return wanted
     _make_room(run_dir)
-    launch(run_dir, ["train", config_path, *settings, f"run_dir={run_dir}"], partial(log.line, name))
+    launch(run_dir, ["train", config_path, *settings, f"run_dir={run_dir}"], partial(lines.line, name))
     if not (
         run_dir / "summary.json"
     ).exists():  # a signal ended it with a checkpoint: exit code 0, but it is half a run

@@ -277,11 +277,7 @@ _PROMPTS = 64
 
 
 def predict(
-    config: Config,
-    timing: Timing,
-    lengths: Lengths,
-    methods: list[str],
-    trace: Trace | None,
+    config: Config, timing: Timing, lengths: Lengths, methods: list[str], trace: Trace | None
 ) -> list[Prediction]:
     """Each method's prediction, seconds on the machines of the plan."""
     if trace is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,6 @@ class Rig:
         addresses: Sequence[tuple[str, str]],
         hook: HookFactory | None = None,
         detokenizer: Detokenizer | None = None,
-        say: Callable[[str], None] = print,
         routers: Sequence[RouterServer] = (),
     ) -> None:
         self.routers = routers
@@ -61,18 +60,18 @@ class Rig:
         self.clients = Clients(listener, known, [0] * len(known))
         self.secret, self.path = listener.meeting.secret, listener.meeting.take_path(0)
         self.node = NodeClient(Setup(0, listener.meeting.address, self.secret, self.path, detokenizer, hook))
-        self.clients.start(say, 512)
+        self.clients.start(512)
 
     def close(self) -> None:
         self.clients.close()
         self.node.close()
 
-    def fleet(self, places: Sequence[int], limits: dict[str, Any], say: Callable[[str], None] = print) -> Fleet:
+    def fleet(self, places: Sequence[int], limits: dict[str, Any]) -> Fleet:
         """A fleet of some of the servers, all live with version 1."""
         servers = [server_of(self.engines[place], self.urls[place]) for place in places]
         values = {f"limits.{name}": value for name, value in limits.items()}
         there = [*places, *range(len(self.urls), len(self.urls) + len(self.routers))]
-        fleet = Fleet(servers, rollout_config(values), say, _Some(self.clients, there), routers=self.routers)
+        fleet = Fleet(servers, rollout_config(values), _Some(self.clients, there), routers=self.routers)
         sync(fleet)
         return fleet
 
