@@ -28,12 +28,13 @@ from dppo_megatron.rewards.math.answers import (
     Words,
     as_items,
 )
-from dppo_megatron.rewards.math.evaluate import rational, same
+from dppo_megatron.rewards.math.equality import same
+from dppo_megatron.rewards.math.evaluate import Work, rational
 from dppo_megatron.rewards.math.trees import Node, renamed, symbols
-from dppo_megatron.rewards.math.values import EXACT, Rules, Verdict, all_of, any_of, equal_nodes, equal_values
+from dppo_megatron.rewards.math.values import Rules, Verdict, all_of, any_of, equal_nodes, equal_values
 
 
-def equal(gold: Answer, other: Answer, rules: Rules = EXACT) -> Verdict:
+def equal(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     """Whether `other` is the reference."""
     if gold == other:
         return True
@@ -42,19 +43,19 @@ def equal(gold: Answer, other: Answer, rules: Rules = EXACT) -> Verdict:
     if isinstance(gold, Row) or isinstance(other, Row):
         return _rows(gold, other, rules)
     if isinstance(gold, Grid) or isinstance(other, Grid):
-        return _grids(gold, other)
+        return _grids(gold, other, rules)
     if isinstance(gold, Spans) or isinstance(other, Spans):
-        return _spans(gold, other)
+        return _spans(gold, other, rules)
     if isinstance(gold, Words) or isinstance(other, Words):
         return _words(gold, other)
     if isinstance(gold, Clock) or isinstance(other, Clock):
-        return _clocks(gold, other)
+        return _clocks(gold, other, rules)
     if isinstance(gold, Based) or isinstance(other, Based):
-        return _based(gold, other)
+        return _based(gold, other, rules)
     if isinstance(gold, Ratio) or isinstance(other, Ratio):
-        return _ratios(gold, other)
+        return _ratios(gold, other, rules)
     if isinstance(gold, Relation) or isinstance(other, Relation):
-        return _relations(gold, other)
+        return _relations(gold, other, rules)
     if isinstance(gold, Chain) or isinstance(other, Chain):
         return _chains(gold, other, rules)
     assert isinstance(gold, Value) and isinstance(other, Value)
@@ -69,13 +70,13 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> Verdict:
             return False
         other = _with_variable(other, gold)
         verdict = equal(gold.value, other.value, rules)
-        return verdict if verdict is not False else _as_relations(gold, other)
+        return verdict if verdict is not False else _as_relations(gold, other, rules)
     named, plain = (gold, other) if isinstance(gold, Named) else (other, gold)
     assert isinstance(named, Named)
     if isinstance(plain, Relation):
-        return _as_relations(gold, other)
+        return _as_relations(gold, other, rules)
     if isinstance(plain, Spans) and isinstance(named.value, Value):
-        return _spans(gold.value if isinstance(gold, Named) else gold, plain if plain is other else named.value)
+        return _spans(gold.value if isinstance(gold, Named) else gold, plain if plain is other else named.value, rules)
     if isinstance(gold, Named):
         return equal(gold.value, other, rules)
     return equal(gold, named.value, rules)
@@ -94,12 +95,12 @@ def _with_variable(other: Named, gold: Named) -> Named:
     return Named(gold.name, replace(other.value, node=renamed(other.value.node, theirs[1], ours[1])))
 
 
-def _as_relations(gold: Answer, other: Answer) -> Verdict:
+def _as_relations(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     """y = 2x + 3 and y - 2x = 3."""
     sides = [_relation(gold), _relation(other)]
     if sides[0] is None or sides[1] is None:
         return False
-    return _relations(sides[0], sides[1])
+    return _relations(sides[0], sides[1], rules)
 
 
 def _relation(answer: Answer) -> Relation | None:
@@ -110,14 +111,16 @@ def _relation(answer: Answer) -> Relation | None:
     return None
 
 
-def _relations(gold: Answer, other: Answer) -> Verdict:
+def _relations(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     """Equations with the same solutions up to a constant factor; inequalities up to a positive one."""
     if isinstance(gold, Relation) and isinstance(other, Value):
         # xy = 6 names its value; x^2 + y = 0 does not
-        return same(gold.right, other.node) if gold.op == "=" and _only_names(gold.left) else False
+        return same(gold.right, other.node, rules.work) if gold.op == "=" and _only_names(gold.left) else False
     if isinstance(gold, Value) and isinstance(other, Relation) and not symbols(gold.node) | symbols(other.right):
         # m + n = 12 for 12; the reference x + y = 12 is a line
-        return same(gold.node, other.right) if other.op == "=" and _only_names(other.left, "*/+-") else False
+        return (
+            same(gold.node, other.right, rules.work) if other.op == "=" and _only_names(other.left, "*/+-") else False
+        )
     if not isinstance(gold, Relation) or not isinstance(other, Relation):
         return False
     left, right = _difference(gold), _difference(other)
@@ -125,7 +128,7 @@ def _relations(gold: Answer, other: Answer) -> Verdict:
         return False
     if symbols(left[1]) != symbols(right[1]):
         return False
-    ratio = _constant_ratio(left[1], right[1])
+    ratio = _constant_ratio(left[1], right[1], rules.work)
     if ratio is None or ratio is False:
         return ratio
     return ratio > 0 or gold.op in ("=", "\\ne")
@@ -142,27 +145,27 @@ def _difference(relation: Relation) -> tuple[str, Node]:
     return relation.op, ("+", relation.right, ("-", relation.left))
 
 
-def _constant_ratio(left: Node, right: Node) -> Fraction | Verdict:
+def _constant_ratio(left: Node, right: Node, work: Work) -> Fraction | Verdict:
     """The constant c with left = c * right; False if there is none, None if that cannot be said."""
     names = sorted(symbols(left))
     for values in ([Fraction(p, 7) for p in (11, 17, 5, 23, 29, 3)], [Fraction(p, 5) for p in (3, 13, 7, 2, 17, 11)]):
         point = dict(zip(names, values, strict=False))
         if len(names) > len(point):
             return None
-        above, below = rational(left, point), rational(right, point)
+        above, below = rational(left, point, work), rational(right, point, work)
         if above is None or below is None:
-            return True if same(left, right) else None
+            return True if same(left, right, work) else None
         if above and below:
-            return above / below if same(left, ("*", ("n", above / below), right)) else False
+            return above / below if same(left, ("*", ("n", above / below), right), work) else False
     return None
 
 
 def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     """Order matters in tuples only; how often something is listed matters in lists only."""
     if isinstance(gold, Spans) or isinstance(other, Spans):
-        return _spans(gold, other)
+        return _spans(gold, other, rules)
     if isinstance(gold, Grid) or isinstance(other, Grid):
-        return _grids(gold, other)
+        return _grids(gold, other, rules)
     if not isinstance(gold, Row) and not isinstance(other, Row):
         return None
     gold, other = _alone(gold), _alone(other)
@@ -185,7 +188,7 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     if "set" in kinds:
         return all_of([_covered(ours, theirs, rules), _covered(theirs, ours, rules)])
     if len(theirs) > len(ours) and all(isinstance(item, Row) for item in ours):
-        theirs = _distinct(theirs)  # a solution listed twice is still one solution
+        theirs = _distinct(theirs, rules)  # a solution listed twice is still one solution
     if len(ours) != len(theirs):
         return False
     return _matched(ours, theirs, rules)
@@ -198,10 +201,10 @@ def _alone(answer: Answer) -> Answer:
     return answer
 
 
-def _distinct(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
+def _distinct(items: tuple[Answer, ...], rules: Rules) -> tuple[Answer, ...]:
     kept: list[Answer] = []
     for item in items:
-        if not any(equal(item, other) for other in kept):
+        if not any(equal(item, other, rules) for other in kept):
             kept.append(item)
     return tuple(kept)
 
@@ -238,7 +241,7 @@ def _covered(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> V
     return all_of([any_of([equal(item, candidate, rules) for candidate in other]) for item in gold])
 
 
-def _spans(gold: Answer, other: Answer) -> Verdict:
+def _spans(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     left, right = _as_spans(gold), _as_spans(other)
     if left is None or right is None:
         return False
@@ -246,7 +249,7 @@ def _spans(gold: Answer, other: Answer) -> Verdict:
         return False
     if len(left.pieces) != len(right.pieces):
         return False
-    return _pieces_matched(list(left.pieces), list(right.pieces))
+    return _pieces_matched(list(left.pieces), list(right.pieces), rules)
 
 
 def _as_spans(answer: Answer) -> Spans | None:
@@ -264,23 +267,23 @@ def _as_spans(answer: Answer) -> Spans | None:
     return None
 
 
-def _pieces_matched(gold: list[Piece], other: list[Piece]) -> Verdict:
+def _pieces_matched(gold: list[Piece], other: list[Piece], rules: Rules) -> Verdict:
     doubtful = False
     for piece in gold:
-        verdicts: list[Verdict] = [_piece(piece, candidate) for candidate in other]
+        verdicts: list[Verdict] = [_piece(piece, candidate, rules) for candidate in other]
         if True not in verdicts:
             return None if None in verdicts or doubtful else False
         other = [candidate for index, candidate in enumerate(other) if index != verdicts.index(True)]
     return True
 
 
-def _piece(gold: Piece, other: Piece) -> Verdict:
+def _piece(gold: Piece, other: Piece, rules: Rules) -> Verdict:
     if (gold.low_closed, gold.high_closed) != (other.low_closed, other.high_closed):
         return False
-    return all_of([equal_nodes(gold.low, other.low, EXACT), equal_nodes(gold.high, other.high, EXACT)])
+    return all_of([equal_nodes(gold.low, other.low, rules.exact()), equal_nodes(gold.high, other.high, rules.exact())])
 
 
-def _grids(gold: Answer, other: Answer) -> Verdict:
+def _grids(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     left, right = _cells(gold), _cells(other)
     if left is None or right is None:
         return False
@@ -291,7 +294,7 @@ def _grids(gold: Answer, other: Answer) -> Verdict:
         return False
     if len(left) != len(right):
         return False
-    return all_of([equal_nodes(a, b, EXACT) for a, b in zip(left, right, strict=True)])
+    return all_of([equal_nodes(a, b, rules.exact()) for a, b in zip(left, right, strict=True)])
 
 
 def _is_vector(answer: Answer) -> bool:
@@ -334,7 +337,7 @@ def _folded(text: str) -> str:
     return "".join(words)
 
 
-def _clocks(gold: Answer, other: Answer) -> Verdict:
+def _clocks(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     if isinstance(gold, Clock) and isinstance(other, Clock):
         if (gold.hour, gold.minute) == (other.hour, other.minute):
             return gold.half == other.half or not gold.half or not other.half
@@ -342,10 +345,10 @@ def _clocks(gold: Answer, other: Answer) -> Verdict:
     clock, plain = (gold, other) if isinstance(gold, Clock) else (other, gold)
     assert isinstance(clock, Clock)
     if isinstance(plain, Value) and clock is gold and clock.half and not clock.minute:
-        return same(("n", Fraction(clock.hour)), plain.node)  # 9 for 9 a.m.
+        return same(("n", Fraction(clock.hour)), plain.node, rules.work)  # 9 for 9 a.m.
     if isinstance(plain, (Value, Ratio)) and not clock.half and clock.minute:
         ratio = Ratio((("n", Fraction(clock.hour)), ("n", Fraction(clock.minute))))
-        return _ratios(ratio, plain) if clock is gold else _ratios(plain, ratio)
+        return _ratios(ratio, plain, rules) if clock is gold else _ratios(plain, ratio, rules)
     return False
 
 
@@ -356,7 +359,7 @@ def _day_minutes(clock: Clock) -> int:
     return hour % 24 * 60 + clock.minute
 
 
-def _based(gold: Answer, other: Answer) -> Verdict:
+def _based(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     """Digits and base; a number in base ten may leave the base out. Another base is another answer: a question that
     asks for a conversion would else be answered by itself."""
     if isinstance(gold, Based) and isinstance(other, Based):
@@ -365,7 +368,7 @@ def _based(gold: Answer, other: Answer) -> Verdict:
     assert isinstance(based, Based)
     if based.base != 10 or not isinstance(plain, Value):
         return False
-    return same(("n", Fraction(based.digits)), plain.node)
+    return same(("n", Fraction(based.digits)), plain.node, rules.work)
 
 
 def _digits(number: Based) -> str:
@@ -374,12 +377,13 @@ def _digits(number: Based) -> str:
     return sign + (digits.rstrip("0").rstrip(".") if "." in digits else digits)
 
 
-def _ratios(gold: Answer, other: Answer) -> Verdict:
+def _ratios(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     """3 : 1 is 6 : 2 and 3/1."""
     left, right = _parts(gold), _parts(other)
     if left is None or right is None or len(left) != len(right):
         return False
-    return all_of([same(("*", left[0], b), ("*", a, right[0])) for a, b in zip(left[1:], right[1:], strict=True)])
+    pairs = zip(left[1:], right[1:], strict=True)
+    return all_of([same(("*", left[0], b), ("*", a, right[0]), rules.work) for a, b in pairs])
 
 
 def _parts(answer: Answer) -> tuple[Node, ...] | None:
@@ -396,11 +400,11 @@ def _chains(gold: Answer, other: Answer, rules: Rules) -> Verdict:
             if gold.ops != turned or len(gold.sides) != len(other.sides):
                 return False
             other = Chain(tuple(reversed(other.sides)), turned)
-        return all_of([equal_nodes(a, b, EXACT) for a, b in zip(gold.sides, other.sides, strict=True)])
+        return all_of([equal_nodes(a, b, rules.exact()) for a, b in zip(gold.sides, other.sides, strict=True)])
     chain, plain = (gold, other) if isinstance(gold, Chain) else (other, gold)
     assert isinstance(chain, Chain)
     if not isinstance(plain, Value) or set(chain.ops) != {"="}:
         return False
     last = Value(chain.sides[-1])
-    holds = all_of([same(chain.sides[-1], side) for side in chain.sides[:-1]])
+    holds = all_of([same(chain.sides[-1], side, rules.work) for side in chain.sides[:-1]])
     return all_of([holds, equal_values(last, plain, rules) if chain is gold else equal_values(plain, last, rules)])

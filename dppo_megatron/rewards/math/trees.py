@@ -2,11 +2,13 @@
 
 `("n", Fraction)`, `("s", name)`, `("c", "pi" | "e" | "i" | "inf")`, `("+", a, b)`, `("*", a, b)`, `("/", a, b)`,
 `("^", a, b)`, `("-", a)`, `("pm", a)` (plus or minus a), `("mp", a)`, `("deg", a)`, `("f", name, a)`,
-`("root", n, a)`, `("log", base or None, a)`, `("binom", n, k)`.
+`("root", n, a)`, `("log", base or None, a)`, `("binom", n, k)`,
+`("of", "max" | "min" | "gcd" | "lcm" | "mod", a, b ...)`, `("big", "sum" | "prod", name, from, to, body)`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 Node = tuple[Any, ...]
@@ -26,7 +28,14 @@ def symbols(node: Node) -> frozenset[str]:
     for part in node[1:]:
         if isinstance(part, tuple):
             found |= symbols(part)
-    return found
+    return found - {node[2]} | symbols(node[3]) | symbols(node[4]) if node[0] == "big" else found
+
+
+def contains(node: Node, kinds: Collection[str], test: Callable[[Node], bool] = bool) -> bool:
+    """Whether a node of one of the kinds, that the test holds for, is anywhere in the tree."""
+    if node[0] in kinds and test(node):
+        return True
+    return any(contains(part, kinds, test) for part in node[1:] if isinstance(part, tuple))
 
 
 def signs(node: Node) -> list[Node]:

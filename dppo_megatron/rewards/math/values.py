@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import INFINITY, Value
-from dppo_megatron.rewards.math.evaluate import approximate, is_too_big, rational, same
+from dppo_megatron.rewards.math.equality import same
+from dppo_megatron.rewards.math.evaluate import Work, approximate, rational
 from dppo_megatron.rewards.math.numbers import rounds_to
 from dppo_megatron.rewards.math.trees import Node, renamed, symbols
 from dppo_megatron.rewards.math.units import Unit
@@ -33,15 +34,18 @@ class Rules:
     """Places to which a decimal reference may be rounded, if the answer is an exact form that no decimal equals."""
     their_digits: int = 0
     """Significant digits of an answer that is a decimal."""
+    work: Work = field(default_factory=Work, compare=False)
+    """Operations that are left for all of the grading's comparisons."""
 
     def item(self, index: int) -> Rules:
         """The rules for one item of a list."""
         if len(self.tolerances) < 2:
             return self
-        return Rules(self.tolerances[index : index + 1], self.digits, self.unit, self.decimals, self.their_digits)
+        return replace(self, tolerances=self.tolerances[index : index + 1])
 
-
-EXACT = Rules()
+    def exact(self) -> Rules:
+        """For what has to be equal whatever the row says: ends of intervals, cells of matrices."""
+        return Rules(work=self.work)
 
 
 _NO_UNIT = Unit("")
@@ -55,7 +59,7 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> Verdict:
         return _percents(gold, gold_unit, other, other_unit, rules)
     if {gold_unit.dimension, other_unit.dimension} == {"angle", "angle:radian"}:
         degrees, radians = (gold, other) if gold_unit.dimension == "angle" else (other, gold)
-        return same(("deg", degrees.node), radians.node)
+        return same(("deg", degrees.node), radians.node, rules.work)
     if gold_unit.dimension and other_unit.dimension:
         if gold_unit.dimension != other_unit.dimension:
             return False
@@ -73,7 +77,7 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> Verdict:
         return equal_nodes(gold.node, other.node[1], rules)  # 5m without \\text
     for angle, plain in ((gold, other), (other, gold)):  # 90 degrees and pi/2
         if angle.unit is not None and angle.unit.words == "degrees" and plain.unit is None and _has_pi(plain.node):
-            return same(("deg", angle.node), plain.node)
+            return same(("deg", angle.node), plain.node, rules.work)
     return verdict
 
 
@@ -106,33 +110,21 @@ def equal_nodes(gold: Node, other: Node, rules: Rules) -> Verdict:
         return _infinite_sign(gold) == _infinite_sign(other)
     if (rules.tolerances or rules.digits) and not symbols(gold) | symbols(other):
         return _rounded(gold, other, rules)
-    verdict = same(gold, other)
+    verdict = same(gold, other, rules.work)
     if verdict is False and rules.decimals and not symbols(gold) | symbols(other):
         return _is_rounding(gold, other, rules.decimals)
     if verdict is False and rules.their_digits >= _FULL_PRECISION and not symbols(gold):
         return _is_full_precision(gold, other, rules.their_digits)
     if verdict is False and _has_pi(gold):
-        verdict = same(gold, _with_index(other, symbols(gold), symbols(other)))
+        verdict = same(gold, _with_index(other, symbols(gold), symbols(other)), rules.work)
     if verdict is False and (constant := _with_constant(gold, other)) is not None:
-        verdict = same(gold, constant)
-    if verdict is None and (is_too_big(other) or is_too_big(gold)):
-        return _towers(gold, other)  # Math-Verify would hang on it
+        verdict = same(gold, constant, rules.work)
     return verdict
-
-
-def _towers(gold: Node, other: Node) -> bool:
-    """Numbers that are too large to be computed: equal if their logarithms are, where they are plain powers."""
-    if gold[0] != "^" or other[0] != "^":
-        return False
-    if gold[1] == other[1]:
-        return equal_nodes(gold[2], other[2], EXACT) is True
-    logarithms = [("*", node[2], ("f", "ln", node[1])) for node in (gold, other)]
-    return same(*logarithms) is True
 
 
 def _rounded(gold: Node, other: Node, rules: Rules) -> Verdict:
     """Within the row's tolerance, or rounding to the reference at its own digits."""
-    verdict = same(gold, other)
+    verdict = same(gold, other, rules.work)
     if verdict:
         return True
     stated, value = rational(gold), _decimal_value(other)

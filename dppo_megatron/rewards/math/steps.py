@@ -1,0 +1,205 @@
+"""Where a function of one variable changes its branch: the places that a comparison by values must look at on both
+sides. |x - 5| and 5 - x agree at every point below 5."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+
+from dppo_megatron.rewards.math.evaluate import (
+    Discrete,
+    Doubles,
+    Evaluation,
+    Irrational,
+    TooBig,
+    Undefined,
+    Unsure,
+    Work,
+    rational,
+)
+from dppo_megatron.rewards.math.trees import Node, symbols
+
+_MAX_DEGREE = 8
+_MAX_PLACES = 40
+_GRID = [Fraction(size) for size in ("0.01", "0.2", "0.6", 1, 2, 4, 8, 16, 40, 100, 300, 1000, 5000, 10**5, 10**7)]
+_STAIRS = {("f", "floor"), ("f", "ceil")}  # whose own steps are all that they have
+Polynomial = list[Fraction]
+"""Coefficients from the constant up."""
+
+
+def breaks(
+    node: Node, name: str, fixed: Mapping[str, Fraction], drawn: random.Random, work: Work
+) -> Iterator[Fraction]:
+    """A point of `name` in each piece between two neighbouring steps of the tree, and beyond the outermost ones.
+
+    Args:
+        fixed: values of the other variables.
+    """
+    places: set[Fraction] = set()
+    for inside, is_stair in dict.fromkeys(_steps(node)):
+        if name in symbols(inside) and (inside[0], inside[1]) not in _STAIRS:
+            places.update(_zeros(inside, name, fixed, is_stair, drawn, work))
+    if not places:
+        return
+    ordered = sorted(places if len(places) <= _MAX_PLACES else drawn.sample(sorted(places), _MAX_PLACES))
+    yield ordered[0] - 1 - abs(ordered[0]) * Fraction(drawn.randrange(1, 997), 997)
+    for low, high in itertools.pairwise(ordered):
+        yield low + (high - low) * Fraction(drawn.randrange(1, 997), 997)
+    yield ordered[-1] + 1 + abs(ordered[-1]) * Fraction(drawn.randrange(1, 997), 997)
+
+
+def _steps(node: Node) -> Iterator[tuple[Node, bool]]:
+    """What has a step where it is zero, or (True) at every whole number."""
+    if node[0] == "f" and node[1] in ("abs", "floor", "ceil"):
+        yield node[2], node[1] != "abs"
+    elif node[0] == "root" or (node[0] == "^" and (node[2][0] != "n" or node[2][1].denominator != 1)):
+        yield (node[2] if node[0] == "root" else node[1]), False
+    elif node[0] == "of" and node[1] in ("max", "min"):
+        for one, two in itertools.combinations(node[2:], 2):
+            yield ("+", one, ("-", two)), False
+    elif node[0] == "of" and node[1] == "mod":
+        yield ("/", node[2], node[3]), True
+    elif node[0] == "big":
+        return  # defined for whole numbers only
+    for part in node[1:]:
+        if isinstance(part, tuple):
+            yield from _steps(part)
+
+
+def _zeros(
+    inside: Node, name: str, fixed: Mapping[str, Fraction], is_stair: bool, drawn: random.Random, work: Work
+) -> list[Fraction]:
+    targets = [Fraction(0)]
+    if is_stair:
+        there = rational(inside, {**fixed, name: Fraction(drawn.randrange(1, 10**6), 7)}, work)
+        far = math.floor(there) if there is not None else drawn.randrange(100)
+        targets = [Fraction(whole) for whole in (*range(-4, 8), far, far + 1)]
+    try:
+        above, below = _quotient(inside, name, fixed, work)
+    except _NoPolynomial:
+        return [place for target in targets[:3] for place in _crossings(inside, name, fixed, target, work)]
+    found = _roots(below, work)
+    for target in targets:
+        found += _roots(_sum(above, [-target * part for part in below]), work)
+    return found
+
+
+class _NoPolynomial(Exception):
+    """No quotient of polynomials of a small degree."""
+
+
+def _quotient(node: Node, name: str, fixed: Mapping[str, Fraction], work: Work) -> tuple[Polynomial, Polynomial]:
+    """Numerator and denominator as polynomials of the variable."""
+    work.spend()
+    kind, one = node[0], [Fraction(1)]
+    if name not in symbols(node):
+        value = rational(node, fixed, work)
+        if value is None:
+            near = _double(node, fixed, work)
+            if near is None:
+                raise _NoPolynomial
+            value = Fraction(near)
+        return [value], one
+    if kind == "s":
+        return [Fraction(0), Fraction(1)], one
+    if kind == "-":
+        above, below = _quotient(node[1], name, fixed, work)
+        return [-part for part in above], below
+    if kind in ("+", "*", "/"):
+        a, b = _quotient(node[1], name, fixed, work)
+        c, d = _quotient(node[2], name, fixed, work)
+        if kind == "+":
+            return (_sum(a, c), b) if b == d else (_sum(_times(a, d), _times(c, b)), _times(b, d))
+        return (_times(a, c), _times(b, d)) if kind == "*" else (_times(a, d), _times(b, c))
+    if kind == "^" and node[2][0] == "n" and node[2][1].denominator == 1 and 0 <= node[2][1] <= _MAX_DEGREE:
+        above, below = _quotient(node[1], name, fixed, work)
+        result = (one, one)
+        for _ in range(int(node[2][1])):
+            result = _times(result[0], above), _times(result[1], below)
+        return result
+    raise _NoPolynomial
+
+
+def _sum(one: Polynomial, two: Polynomial) -> Polynomial:
+    return [a + b for a, b in itertools.zip_longest(one, two, fillvalue=Fraction(0))]
+
+
+def _times(one: Polynomial, two: Polynomial) -> Polynomial:
+    if len(one) + len(two) - 2 > _MAX_DEGREE:
+        raise _NoPolynomial
+    product = [Fraction(0)] * (len(one) + len(two) - 1)
+    for (i, a), (j, b) in itertools.product(enumerate(one), enumerate(two)):
+        product[i + j] += a * b
+    return product
+
+
+def _roots(polynomial: Polynomial, work: Work) -> list[Fraction]:
+    """The real roots, between those of the derivative; to 15 digits from degree two on."""
+    while polynomial and not polynomial[-1]:
+        polynomial = polynomial[:-1]
+    if len(polynomial) < 2:
+        return []
+    if len(polynomial) == 2:
+        return [-polynomial[0] / polynomial[1]]
+    size = 1 + max(abs(part / polynomial[-1]) for part in polynomial)
+    turns = _roots([part * power for power, part in enumerate(polynomial)][1:], work)
+    edges = sorted({-size, *turns, size})
+    found = [edge for edge in edges if not _value(polynomial, edge)]
+    for low, high in itertools.pairwise(edges):
+        below, above = _value(polynomial, low), _value(polynomial, high)
+        if below * above < 0:
+            found.append(_bisected(polynomial, low, high, below < 0, work))
+    return found
+
+
+def _bisected(polynomial: Polynomial, low: Fraction, high: Fraction, rises: bool, work: Work) -> Fraction:
+    floats = [float(part) for part in polynomial]
+    a, b = float(low), float(high)
+    for _ in range(70):
+        work.spend(1)
+        middle = (a + b) / 2
+        value = sum(part * middle**power for power, part in enumerate(floats))
+        a, b = (middle, b) if (value < 0) == rises else (a, middle)
+    return Fraction(a)
+
+
+def _value(polynomial: Polynomial, at: Fraction) -> Fraction:
+    value = Fraction(0)
+    for part in reversed(polynomial):
+        value = value * at + part
+    return value
+
+
+def _crossings(inside: Node, name: str, fixed: Mapping[str, Fraction], target: Fraction, work: Work) -> list[Fraction]:
+    """Where something else than a polynomial crosses a value, between points of a wide grid."""
+    found, before = [], None
+    for place in (*(-size for size in reversed(_GRID)), *_GRID):
+        value = _double(inside, {**fixed, name: place}, work)
+        now = None if value is None else (place, value - float(target))
+        if before is not None and now is not None and before[1] * now[1] <= 0:
+            low, high = before[0], now[0]
+            for _ in range(12):
+                middle = (low + high) / 2
+                at = _double(inside, {**fixed, name: middle}, work)
+                if at is None:
+                    break
+                low, high = (middle, high) if (at < target) == (before[1] < 0) else (low, middle)
+            found.append(low)
+        before = now
+    return found
+
+
+def _double(node: Node, values: Mapping[str, Fraction], work: Work) -> float | None:
+    try:
+        value = Evaluation(values, Doubles, work).of(node)
+    except (Undefined, Discrete, Unsure, Irrational, OverflowError, ZeroDivisionError, ValueError):
+        return None
+    except TooBig:
+        if work.left < 0:
+            raise
+        return None
+    value = value if isinstance(value, Fraction) else value if not value.imag else math.nan
+    return float(value.real) if math.isfinite(value.real) else None
