@@ -24,7 +24,9 @@ from dppo_megatron.rewards.math.trees import Node, symbols
 
 _MAX_DEGREE = 8
 _MAX_PLACES = 40
-_GRID = [Fraction(size) for size in ("0.01", "0.2", "0.6", 1, 2, 4, 8, 16, 40, 100, 300, 1000, 5000, 10**5, 10**7)]
+_GRID = [
+    Fraction(size) for size in ("0.01", "0.2", "0.6", 1, 2, 4, 8, 16, 40, 100, 300, 1000, 5000, 10**5, 10**7, 10**13)
+]
 _STAIRS = {("f", "floor"), ("f", "ceil")}  # whose own steps are all that they have
 Polynomial = list[Fraction]
 """Coefficients from the constant up."""
@@ -40,15 +42,16 @@ def breaks(
     """
     places: set[Fraction] = set()
     for inside, is_stair in dict.fromkeys(_steps(node)):
-        if name in symbols(inside) and (inside[0], inside[1]) not in _STAIRS:
+        if name in symbols(inside) and inside[:2] not in _STAIRS:
             places.update(_zeros(inside, name, fixed, is_stair, drawn, work))
     if not places:
         return
     ordered = sorted(places if len(places) <= _MAX_PLACES else drawn.sample(sorted(places), _MAX_PLACES))
-    yield ordered[0] - 1 - abs(ordered[0]) * Fraction(drawn.randrange(1, 997), 997)
     for low, high in itertools.pairwise(ordered):
         yield low + (high - low) * Fraction(drawn.randrange(1, 997), 997)
-    yield ordered[-1] + 1 + abs(ordered[-1]) * Fraction(drawn.randrange(1, 997), 997)
+    for size in (1, 1, 1, 1, 1, 1, 10, 10**3, 10**6):
+        yield ordered[0] - (size + abs(ordered[0])) * Fraction(drawn.randrange(1, 997), 997)
+        yield ordered[-1] + (size + abs(ordered[-1])) * Fraction(drawn.randrange(1, 997), 997)
 
 
 def _steps(node: Node) -> Iterator[tuple[Node, bool]]:
@@ -105,6 +108,8 @@ def _quotient(node: Node, name: str, fixed: Mapping[str, Fraction], work: Work) 
         return [value], one
     if kind == "s":
         return [Fraction(0), Fraction(1)], one
+    if node[:2] in _STAIRS:
+        return _quotient(node[2], name, fixed, work)  # less than 1 off
     if kind == "-":
         above, below = _quotient(node[1], name, fixed, work)
         return [-part for part in above], below
