@@ -30,6 +30,7 @@ from dppo_megatron.rewards.math.answers import (
 )
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import Work, rational
+from dppo_megatron.rewards.math.sets import normal
 from dppo_megatron.rewards.math.trees import Node, renamed, symbols
 from dppo_megatron.rewards.math.values import Rules, Verdict, all_of, any_of, equal_nodes, equal_values
 
@@ -247,6 +248,7 @@ def _spans(gold: Answer, other: Answer, rules: Rules) -> Verdict:
         return False
     if left.name and right.name and left.name != right.name:
         return False
+    left, right = normal(left), normal(right)
     if len(left.pieces) != len(right.pieces):
         return False
     return _pieces_matched(list(left.pieces), list(right.pieces), rules)
@@ -259,6 +261,11 @@ def _as_spans(answer: Answer) -> Spans | None:
         low, high = answer.items
         if isinstance(low, Value) and isinstance(high, Value):
             return Spans((Piece(low.node, False, high.node, False),))
+    if isinstance(answer, Row) and answer.kind == "list":  # (-oo, 1), (2, oo)
+        parts = [_as_spans(item) for item in answer.items]
+        if None in parts or not any(isinstance(item, Spans) for item in answer.items):
+            return None
+        return Spans(tuple(piece for part in parts if part for piece in part.pieces))
     if isinstance(answer, Row) and answer.kind == "set":
         points = [item.node for item in as_items(answer) if isinstance(item, Value)]
         if len(points) < len(answer.items):  # a set of points of the plane, say

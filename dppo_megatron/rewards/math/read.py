@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import re
 from dataclasses import replace
 from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import (
-    INFINITY,
     Answer,
     Chain,
     Grid,
@@ -18,13 +17,13 @@ from dppo_megatron.rewards.math.answers import (
     Row,
     Spans,
     Value,
-    as_items,
 )
 from dppo_megatron.rewards.math.clean import closing, split_top
-from dppo_megatron.rewards.math.inequalities import meeting, read_inequality, read_ratio
+from dppo_megatron.rewards.math.inequalities import read_inequality, read_ratio
 from dppo_megatron.rewards.math.numbers import read_number
 from dppo_megatron.rewards.math.parse import parse
-from dppo_megatron.rewards.math.special import EVERY_REAL, WRAPPED_TEXT, read_special, read_words, without_sentence
+from dppo_megatron.rewards.math.sets import complement, intersection, whole_members
+from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_special, read_words, without_sentence
 from dppo_megatron.rewards.math.trees import Node, Unreadable, signs, symbols
 from dppo_megatron.rewards.math.units import MULTIPLIERS, Unit, is_glued, read_unit
 
@@ -143,7 +142,8 @@ def _read_separated(text: str, depth: int) -> Answer | None:
     if spans and _ANY_OR.search(text):
         return Spans(tuple(piece for item in read for piece in _pieces(item)), spans[0].name)
     if len(spans) == len(read) == 2 and spans[0].name and spans[0].name == spans[1].name:
-        if (both := meeting(spans[0], spans[1])) is not None:  # x > 1 and x < 5
+        both = intersection(spans[0], spans[1])
+        if both is not None and (both.pieces or _ANY_AND.search(text)):  # x > 1 and x < 5
             return both
         if not _ANY_AND.search(text):  # x < 1, x > 5
             return Spans(spans[0].pieces + spans[1].pieces, spans[0].name)
@@ -192,6 +192,8 @@ def _read_relation(text: str, depth: int) -> Answer | None:
     if ops == ["\\in"]:
         found = read_answer(sides[1], depth=depth + 1)
         name = re.sub(r"\s", "", sides[0])
+        if isinstance(found, Row) and found.kind == "tuple" and len(found.items) == 2 and len(name) == 1:
+            found = Spans(_pieces(found))  # x in (1, 2)
         return replace(found, name=name) if isinstance(found, Spans) else found
     if any(op not in ("=", "<", ">", "\\le", "\\ge", "\\ne") for op in ops):
         raise Unreadable("a relation that is not known here")
@@ -208,6 +210,7 @@ _NAME = re.compile(
 )
 
 
+_OVER = re.compile(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{([RZN])\})?")
 _SUM_OF_NAMES = re.compile(r"[A-Za-z](?:\s*[+-]\s*[A-Za-z])+")
 
 
@@ -297,8 +300,11 @@ def _set(inner: str, depth: int) -> Answer:
     if not inner:
         return Spans(())
     conditions = split_top(inner, _BAR)
-    if len(conditions) == 2 and re.fullmatch(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{R\})?", conditions[0].strip()):
-        return read_answer(conditions[1], depth=depth + 1)
+    if len(conditions) == 2 and (over := _OVER.fullmatch(conditions[0].strip())):
+        found = read_answer(conditions[1], depth=depth + 1)
+        if over[1] in (None, "R") or not isinstance(found, Spans):
+            return found
+        return whole_members(found, -math.inf if over[1] == "Z" else 1)
     items: list[Answer] = []
     for part in split_top(inner, _MEMBERS):
         item = read_answer(part, depth=depth + 1)
@@ -309,25 +315,14 @@ def _set(inner: str, depth: int) -> Answer:
 
 
 def _without_points(text: str, depth: int) -> Answer:
-    """All reals without some points, as the intervals between."""
+    """A set of reals without a set or some points."""
     whole, _, points = text.partition("\\setminus")
     answer = read_answer(_without_membership(whole), depth=depth + 1)
-    removed = read_answer(points, depth=depth + 1)
-    if not isinstance(answer, Spans) or answer.pieces != EVERY_REAL:
+    removed = complement(Spans(_pieces(read_answer(points, depth=depth + 1))))
+    left = removed and intersection(Spans(_pieces(answer), _membership(whole)), removed)
+    if left is None:
         raise Unreadable("a difference of sets")
-    if isinstance(removed, Spans) and len(removed.pieces) == 1:
-        (gap,) = removed.pieces
-        if INFINITY not in (gap.high, gap.low) and ("-", INFINITY) not in (gap.high, gap.low):
-            below = Piece(("-", INFINITY), False, gap.low, not gap.low_closed)
-            return Spans((below, Piece(gap.high, not gap.high_closed, INFINITY, False)), _membership(whole))
-    values = []
-    for item in as_items(removed):
-        if not isinstance(item, Value) or item.node[0] not in "n-":
-            raise Unreadable("a difference of sets")
-        values.append(item.node)
-    values.sort(key=lambda node: node[1] if node[0] == "n" else -node[1][1])
-    edges = [("-", INFINITY), *values, INFINITY]
-    return Spans(tuple(Piece(low, False, high, False) for low, high in itertools.pairwise(edges)), _membership(whole))
+    return left
 
 
 def _membership(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import INFINITY, Answer, Based, Clock, Grid, Piece, Spans, Value, Words
 from dppo_megatron.rewards.math.number_words import read_number_words
@@ -10,60 +11,35 @@ from dppo_megatron.rewards.math.parse import parse
 from dppo_megatron.rewards.math.trees import Unreadable
 
 WRAPPED_TEXT = re.compile(r"\\text\{([^{}]*)\}")
-
-
 _CLOCK = re.compile(
     r"(\d{1,2})(?::(\d\d))?\s*(?:\\text\{)?\s*([AaPp])\.?\s*[Mm]\.?\s*\}?|(\d{1,2}):(\d\d)|(\d{1,2}) o'?clock"
 )
-
-
 _BASED = re.compile(
     r"\(?(-?[0-9A-Za-z]{0,99}[0-9][0-9A-Za-z]{0,99}(?:\.[0-9A-Za-z]+)?)\)?\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\}?"
 )
-
-
 _BASED_WORDS = re.compile(r"([0-9A-Fa-f]+)\s*(?:\\text\{)?\s*\(?(?:in )?base\s*\}?\s*(\d+|[a-z]+)\)?\}?")
-
-
 _ENVIRONMENT = re.compile(
     r"\\begin\s*\{([pbB]?(?:small)?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}", re.DOTALL
 )
-
-
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
-
-
 _CHOICE_TEXT = re.compile(r"\\text\{\s*\(?\s*([A-Za-z])\s*\)?\s*[.:]?\s*\}|\(\s*(?:\\text\{\s*)?([A-Za-z])\s*\}?\s*\)")
-
-
 _LED_CHOICE = re.compile(r"\(?(?:\\text\{\s*)?\(?([A-Z])\)?\s*[).:]\s*\}?\s*(.+)", re.DOTALL)
-
-
 _LEAD = re.compile(
     r"(?:so|thus|hence|therefore)?,?\s*(?:the\s+)?(?:final\s+)?(?:correct\s+)?(?:answer|solution|result)s?(?![A-Za-z])"
     r"(?:\s+set)?\s*(?:is|are|:|=)?\s*:?\s*",
     re.IGNORECASE,
 )
-
-
 _SENTENCE = re.compile(
     r"(?:\\text\{)?[A-Z][A-Za-z ,'-]+(?:\b(?:is|are|equals)|:)\s*\}?\s+(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
 )
-
-
 _EMPTY = frozenset(
     ["\\emptyset", "empty set", "the empty set", "no solution", "no solutions", "no real solutions", "no real solution"]
 )
-
-
 _EVERYTHING = frozenset(
     ["\\mathbb{r}", "all real numbers", "all reals", "all real", "the real numbers", "the set of all real numbers"]
 )
-
-
+_HALF_LINE = re.compile(r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?))")
 _ENDLESS = frozenset(["infinitely many", "infinite", "infinity", "infinitely many solutions"])
-
-
 EVERY_REAL = (Piece(("-", INFINITY), False, INFINITY, False),)
 
 
@@ -72,6 +48,12 @@ def read_special(text: str, depth: int) -> Answer | None:
     plain = plain_words(text)
     if text == "\\emptyset" or text == "\\{ \\}" or text == "\\{\\}" or plain in _EMPTY:
         return Spans(())
+    if match := _HALF_LINE.fullmatch(text):
+        sign = match[1] or match[2] or "+"
+        closed = "e" in sign
+        if ">" in sign or "+" in sign or "g" in sign:
+            return Spans((Piece(("n", Fraction(0)), closed, INFINITY, False),))
+        return Spans((Piece(("-", INFINITY), False, ("n", Fraction(0)), closed),))
     if text.lower() in _EVERYTHING or plain in _EVERYTHING:
         return Spans(EVERY_REAL)
     if plain in _ENDLESS:
