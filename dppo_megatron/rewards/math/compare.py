@@ -6,6 +6,7 @@ difference that is understood here is not to be overruled by a looser comparison
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,8 +16,10 @@ from dppo_megatron.rewards.math.answers import (
     TURNED,
     Answer,
     Based,
+    Cases,
     Chain,
     Clock,
+    Congruence,
     Grid,
     Named,
     Piece,
@@ -31,8 +34,16 @@ from dppo_megatron.rewards.math.answers import (
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import Work, rational
 from dppo_megatron.rewards.math.sets import normal
-from dppo_megatron.rewards.math.trees import Node, renamed, symbols
-from dppo_megatron.rewards.math.values import Rules, Verdict, all_of, any_of, equal_nodes, equal_values
+from dppo_megatron.rewards.math.trees import Node, renamed, substituted, symbols
+from dppo_megatron.rewards.math.values import (
+    Rules,
+    Verdict,
+    all_of,
+    any_of,
+    equal_nodes,
+    equal_values,
+    parameter_turn,
+)
 
 
 def equal(gold: Answer, other: Answer, rules: Rules) -> Verdict:
@@ -43,6 +54,10 @@ def equal(gold: Answer, other: Answer, rules: Rules) -> Verdict:
         return _named(gold, other, rules)
     if isinstance(gold, Row) or isinstance(other, Row):
         return _rows(gold, other, rules)
+    if isinstance(gold, Congruence) or isinstance(other, Congruence):
+        return _congruences(gold, other, rules)
+    if isinstance(gold, Cases) or isinstance(other, Cases):
+        return _cases(gold, other, rules)
     if isinstance(gold, Grid) or isinstance(other, Grid):
         return _grids(gold, other, rules)
     if isinstance(gold, Spans) or isinstance(other, Spans):
@@ -66,11 +81,13 @@ def equal(gold: Answer, other: Answer, rules: Rules) -> Verdict:
 def _named(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     """x = 5 and 5 are the same; x = 5 and y = 5 are not; f(x) = 2x and y = 2x are."""
     if isinstance(gold, Named) and isinstance(other, Named):
-        single = all(len(name) == 1 or "_" in name or name.startswith("\\") for name in (gold.name, other.name))
+        single = all(
+            len(name) == 1 or "_" in name or name[0] == "\\" or name[-1] == ":" for name in (gold.name, other.name)
+        )
         if gold.name != other.name and single:
             return False
         other = _with_variable(other, gold)
-        verdict = equal(gold.value, other.value, rules)
+        verdict = _functions(gold, other.value, rules)
         return verdict if verdict is not False else _as_relations(gold, other, rules)
     named, plain = (gold, other) if isinstance(gold, Named) else (other, gold)
     assert isinstance(named, Named)
@@ -79,8 +96,26 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     if isinstance(plain, Spans) and isinstance(named.value, Value):
         return _spans(gold.value if isinstance(gold, Named) else gold, plain if plain is other else named.value, rules)
     if isinstance(gold, Named):
-        return equal(gold.value, other, rules)
+        return _functions(gold, other, rules)
     return equal(gold, named.value, rules)
+
+
+def _functions(gold: Named, other: Answer, rules: Rules) -> Verdict:
+    """f(x) = kx for f(x) = cx: the letters of a function's constants are nobody's."""
+    verdict, of = equal(gold.value, other, rules), _OF.fullmatch(gold.name)
+    if verdict is not False or not of or not isinstance(gold.value, Value) or not isinstance(other, Value):
+        return verdict
+    ours = sorted(symbols(gold.value.node) - symbols(other.node))
+    theirs = sorted(symbols(other.node) - symbols(gold.value.node))
+    if not len(ours) == len(theirs) in (1, 2) or of[1] in ours:
+        return False
+    for names in itertools.permutations(ours):
+        node = other.node
+        for old, new in zip(theirs, names, strict=True):
+            node = renamed(node, old, new)
+        if equal(gold.value, Value(node, other.unit), rules):
+            return True
+    return False
 
 
 _OF = re.compile(r"[A-Za-z]\(([a-z])\)")
@@ -94,6 +129,47 @@ def _with_variable(other: Named, gold: Named) -> Named:
     if ours[1] in symbols(other.value.node):
         return other
     return Named(gold.name, replace(other.value, node=renamed(other.value.node, theirs[1], ours[1])))
+
+
+def _congruences(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+    """x = 5k + 3 is x congruent 3 modulo 5; and 3 modulo 5 is 3, where that is asked for."""
+    if isinstance(gold, Congruence) and isinstance(other, Congruence):
+        return gold == other
+    class_, plain = (gold, other) if isinstance(gold, Congruence) else (other, gold)
+    assert isinstance(class_, Congruence)
+    if not isinstance(plain, Value):
+        return False
+    if not symbols(plain.node):
+        return class_ is other and same(plain.node, ("n", Fraction(class_.remainder)), rules.work)
+    turn = parameter_turn(
+        ("+", ("*", ("n", Fraction(class_.modulus)), ("s", "k")), ("n", Fraction(class_.remainder))),
+        plain.node,
+        rules.work,
+    )
+    if turn is None:
+        return False
+    return same(
+        ("+", ("*", ("n", Fraction(class_.modulus)), ("s", "k")), ("n", Fraction(class_.remainder))),
+        substituted(plain.node, *turn),
+        rules.work,
+    )
+
+
+def _cases(gold: Answer, other: Answer, rules: Rules) -> Verdict:
+    if not isinstance(gold, Cases) or not isinstance(other, Cases) or len(gold.rows) != len(other.rows):
+        return False
+    return all_of(
+        [
+            any_of(
+                [all_of([_condition(a, b, rules) for a, b in zip(row, theirs, strict=True)]) for theirs in other.rows]
+            )
+            for row in gold.rows
+        ]
+    )
+
+
+def _condition(gold: Answer | None, other: Answer | None, rules: Rules) -> Verdict:
+    return gold is other if gold is None or other is None else equal(gold, other, rules.exact())
 
 
 def _as_relations(gold: Answer, other: Answer, rules: Rules) -> Verdict:
@@ -182,6 +258,10 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     if "tuple" in kinds and (gold.signs or other.signs):
         return False  # the point (3, -3) for plus-minus 3
     theirs, ours = _as_named(other.items, gold.items), gold.items
+    if not any(isinstance(item, Named) for item in other.items) and _are_labelled(ours):
+        ours = _as_named(ours, ())
+    if "tuple" in kinds and len(ours) == len(theirs):
+        theirs = _with_parameter(ours, theirs, rules)
     if "tuple" in kinds:
         if len(ours) != len(theirs):
             return False
@@ -193,6 +273,23 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     if len(ours) != len(theirs):
         return False
     return _matched(ours, theirs, rules)
+
+
+def _are_labelled(items: tuple[Answer, ...]) -> bool:
+    return all(isinstance(item, Named) and item.name.endswith(":") for item in items)
+
+
+def _with_parameter(gold: tuple[Answer, ...], other: tuple[Answer, ...], rules: Rules) -> tuple[Answer, ...]:
+    """(3 + x, 4 - x) for (2 + t, 5 - t): a parameter has no name of its own, and may be a whole number further."""
+    ours = [item.node for item in gold if isinstance(item, Value)]
+    theirs = [item.node for item in other if isinstance(item, Value)]
+    if len(ours) < len(gold) or len(theirs) < len(other):
+        return other
+    mine = frozenset[str]().union(*map(symbols, ours))
+    for mine_node, node in zip(ours, theirs, strict=True):
+        if len(mine) == 1 and (turn := parameter_turn(mine_node, node, rules.work)):
+            return tuple(Value(substituted(node, *turn)) for node in theirs)
+    return other
 
 
 def _alone(answer: Answer) -> Answer:

@@ -131,6 +131,8 @@ def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None
         unread = str(error)
     if isinstance(gold, Row) and isinstance(theirs, Value) and "," in other:
         theirs = read_answer(other.replace(",", ", "))  # 45,135 is one number only where one is asked for
+    if isinstance(gold, Row) and isinstance(theirs, Row) and ", " in other and len(theirs.items) > len(gold.items):
+        theirs = _read(re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", other)) or theirs  # (1,000, 2,000)
     if isinstance(gold, Value) and isinstance(theirs, Row):
         theirs = _ungrouped(other, theirs)
     elif isinstance(gold, Row) and isinstance(theirs, Value):
@@ -151,7 +153,7 @@ def _unjudged(other: str, gold: Answer | None, theirs: Answer | None, unread: st
 _UNDONE = re.compile(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 
 
-_GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
+_GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?![\d,])")  # 12,34,567 in India
 # (C) \frac{1}{2} is a choice with its value, not a product
 _LED = re.compile(
     r"(?:\\text\{\s*)?\(?(?P<letter>[A-Z])(?:\)\s*\}?|:)(?:\s+-)?\s*(?:\d|\\(?:frac|sqrt|pi)(?![A-Za-z]))"

@@ -5,7 +5,18 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from dppo_megatron.rewards.math.answers import INFINITY, Answer, Based, Clock, Grid, Piece, Spans, Value, Words
+from dppo_megatron.rewards.math.answers import (
+    INFINITY,
+    Answer,
+    Based,
+    Clock,
+    Congruence,
+    Grid,
+    Piece,
+    Spans,
+    Value,
+    Words,
+)
 from dppo_megatron.rewards.math.number_words import read_number_words
 from dppo_megatron.rewards.math.parse import parse
 from dppo_megatron.rewards.math.trees import Unreadable
@@ -30,7 +41,7 @@ _LEAD = re.compile(
     re.IGNORECASE,
 )
 _SENTENCE = re.compile(
-    r"(?:\\text\{)?[A-Z][A-Za-z ,'-]+(?:\b(?:is|are|equals)|:)\s*\}?\s+(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
+    r"(?:\\text\{)?[A-Z][A-Za-z ,'-]+(?:\b(?:is|are|equals)|:)(?:\s*\}\s*|\s+)(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
 )
 _EMPTY = frozenset(
     ["\\emptyset", "empty set", "the empty set", "no solution", "no solutions", "no real solutions", "no real solution"]
@@ -39,6 +50,10 @@ _EVERYTHING = frozenset(
     ["\\mathbb{r}", "all real numbers", "all reals", "all real", "the real numbers", "the set of all real numbers"]
 )
 _HALF_LINE = re.compile(r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?))")
+_CONGRUENCE = re.compile(
+    r"(?:[a-zA-Z]\s*(?:\\equiv|=)\s*)?(-?\s*\d{1,9})\s*"
+    r"(?:\\pmod\s*\{?\s*(\d{1,9})\s*\}?|\(?\s*\\?(?:text\{\s*)?b?mod\s*\}?\s*\{?\s*(\d{1,9})\s*\}?\s*\)?)"
+)
 _ENDLESS = frozenset(["infinitely many", "infinite", "infinity", "infinitely many solutions"])
 EVERY_REAL = (Piece(("-", INFINITY), False, INFINITY, False),)
 
@@ -73,6 +88,9 @@ def read_special(text: str, depth: int) -> Answer | None:
             return Words(text)  # 7_7 is no number
     if (match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip())) and depth == 0:
         return read_clock(match)
+    if match := _CONGRUENCE.fullmatch(text):
+        modulus = int(match[2] or match[3])
+        return Congruence(int(match[1].replace(" ", "")) % modulus, modulus) if modulus else None
     if match := _ENVIRONMENT.fullmatch(text.strip("[]() ") if text[:1] in "[(" and "\\begin" in text else text):
         return read_grid(match[2])
     return None
@@ -82,7 +100,9 @@ def without_sentence(text: str) -> str:
     """What `the solution is ...` or `The largest n is ...` says."""
     if (lead := _LEAD.match(text)) and lead.end() < len(text):
         text = text[lead.end() :].strip()
-    match = _SENTENCE.fullmatch(text) if " is " in text or " are " in text or ": " in text else None
+    match = (
+        _SENTENCE.fullmatch(text) if text.count(":") < 2 and " is " in text or " are " in text or ": " in text else None
+    )
     if match and re.search(r"[\d\\]", match["rest"]):
         return match["rest"].strip()
     return text

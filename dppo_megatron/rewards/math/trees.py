@@ -77,6 +77,13 @@ def _choose(node: Any, minus: list[bool], seen: list[int]) -> Any:
 
 def renamed(node: Node, old: str, new: str) -> Node:
     """The tree with another name for one of its variables."""
-    if node == ("s", old):
-        return ("s", new)
-    return (node[0], *(renamed(part, old, new) if isinstance(part, tuple) else part for part in node[1:]))
+    return substituted(node, old, ("s", new))
+
+
+def substituted(node: Node, name: str, by: Node) -> Node:
+    """The tree with another tree for one of its variables."""
+    if node == ("s", name):
+        return by
+    if node[0] == "big" and node[2] == name:
+        return node
+    return (node[0], *(substituted(part, name, by) if isinstance(part, tuple) else part for part in node[1:]))
