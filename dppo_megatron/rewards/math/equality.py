@@ -161,7 +161,7 @@ def _same_functions(gold: Node, other: Node, names: list[str], work: Work) -> bo
     drawn = random.Random(_SECRET + repr(names).encode())
     has_roots = contains(pair, {"root", "log"}) or contains(pair, {"^", "f"}, _is_branched)
     outcomes = []
-    for point in itertools.chain(_points(names, drawn), _around_breaks(pair, names, drawn, work)):
+    for point in itertools.chain(_points(names, _largest(pair), drawn), _around_breaks(pair, names, drawn, work)):
         if has_roots and sum(value < 0 for value in point.values()) > 1:
             continue
         found = _at(gold, other, point, work)
@@ -183,8 +183,10 @@ def _is_branched(node: Node) -> bool:
     return node[1] in ("ln", "arcsin", "arccos")
 
 
-def _points(names: Sequence[str], drawn: random.Random) -> Iterator[dict[str, Fraction]]:
-    """Positive ones, then ones of which one, then all are negative, of growing size."""
+def _points(names: Sequence[str], large: Fraction, drawn: random.Random) -> Iterator[dict[str, Fraction]]:
+    """Some beyond the largest number; positive ones, then ones of which one, then all are negative, of growing size."""
+    for _ in range(8 if large > 10 else 0):
+        yield {name: large * Fraction(drawn.randrange(-9970, 9970), 331) for name in names}
     for size, negative in _SIZES:
         point = {name: Fraction(drawn.randrange(1, 997), 997) * size for name in names}
         if negative == 1:
@@ -195,12 +197,16 @@ def _points(names: Sequence[str], drawn: random.Random) -> Iterator[dict[str, Fr
 
 def _around_breaks(pair: Node, names: Sequence[str], drawn: random.Random, work: Work) -> Iterator[dict[str, Fraction]]:
     """Along each variable, with the others fixed twice, a point in every piece between two steps."""
-    for name, size in itertools.product(names, (1, 1000)):
+    for name, size in itertools.product(names, (1, 1000, _largest(pair) * 9) if len(names) > 1 else (1,)):
         fixed = {other: Fraction(drawn.randrange(-997, 997), 331) * size for other in names if other != name}
         for place in breaks(pair, name, fixed, drawn, work):
             yield {**fixed, name: place}
-        if len(names) == 1:
-            break
+
+
+def _largest(node: Node) -> Fraction:
+    if node[0] == "n":
+        return abs(node[1])
+    return max((_largest(part) for part in node[1:] if isinstance(part, tuple)), default=Fraction(1))
 
 
 def _whole_points_agree(gold: Node, other: Node, names: Sequence[str], drawn: random.Random, work: Work) -> bool:

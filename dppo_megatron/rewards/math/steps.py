@@ -30,6 +30,7 @@ _GRID = [
 _STAIRS = {("f", "floor"), ("f", "ceil")}  # whose own steps are all that they have
 Polynomial = list[Fraction]
 """Coefficients from the constant up."""
+_Quotient = tuple[Polynomial, Polynomial]
 
 
 def breaks(
@@ -81,12 +82,14 @@ def _zeros(
         far = math.floor(there) if there is not None else drawn.randrange(100)
         targets = [Fraction(whole) for whole in (*range(-4, 8), far, far + 1)]
     try:
-        above, below = _quotient(inside, name, fixed, work)
+        pieces = _quotients(inside, name, fixed, work)
     except _NoPolynomial:
         return [place for target in targets[:3] for place in _crossings(inside, name, fixed, target, work)]
-    found = _roots(below, work)
-    for target in targets:
-        found += _roots(_sum(above, [-target * part for part in below]), work)
+    found = []
+    for above, below in pieces:
+        found += _roots(below, work)
+        for target in targets:
+            found += _roots(_sum(above, [-target * part for part in below]), work)
     return found
 
 
@@ -94,8 +97,8 @@ class _NoPolynomial(Exception):
     """No quotient of polynomials of a small degree."""
 
 
-def _quotient(node: Node, name: str, fixed: Mapping[str, Fraction], work: Work) -> tuple[Polynomial, Polynomial]:
-    """Numerator and denominator as polynomials of the variable."""
+def _quotients(node: Node, name: str, fixed: Mapping[str, Fraction], work: Work) -> list[_Quotient]:
+    """The quotients of polynomials of the variable that the tree is made of, one in each of its pieces."""
     work.spend()
     kind, one = node[0], [Fraction(1)]
     if name not in symbols(node):
@@ -105,27 +108,50 @@ def _quotient(node: Node, name: str, fixed: Mapping[str, Fraction], work: Work) 
             if near is None:
                 raise _NoPolynomial
             value = Fraction(near)
-        return [value], one
+        return [([value], one)]
     if kind == "s":
-        return [Fraction(0), Fraction(1)], one
+        return [([Fraction(0), Fraction(1)], one)]
     if node[:2] in _STAIRS:
-        return _quotient(node[2], name, fixed, work)  # less than 1 off
-    if kind == "-":
-        above, below = _quotient(node[1], name, fixed, work)
-        return [-part for part in above], below
+        return _quotients(node[2], name, fixed, work)  # less than 1 off
+    if node[:2] in (("of", "max"), ("of", "min")):
+        return _few([piece for part in node[2:] for piece in _quotients(part, name, fixed, work)])
+    if kind == "root" and node[2][0] == "^" and node[1] == node[2][2]:
+        return _signed(_quotients(node[2][1], name, fixed, work), both=True)
+    if kind == "-" or node[:2] == ("f", "abs"):
+        return _signed(_quotients(node[-1], name, fixed, work), both=kind == "f")
     if kind in ("+", "*", "/"):
-        a, b = _quotient(node[1], name, fixed, work)
-        c, d = _quotient(node[2], name, fixed, work)
-        if kind == "+":
-            return (_sum(a, c), b) if b == d else (_sum(_times(a, d), _times(c, b)), _times(b, d))
-        return (_times(a, c), _times(b, d)) if kind == "*" else (_times(a, d), _times(b, c))
+        left, right = _quotients(node[1], name, fixed, work), _quotients(node[2], name, fixed, work)
+        return _few([_combined(kind, *both) for both in itertools.product(left, right)])
     if kind == "^" and node[2][0] == "n" and node[2][1].denominator == 1 and 0 <= node[2][1] <= _MAX_DEGREE:
-        above, below = _quotient(node[1], name, fixed, work)
-        result = (one, one)
-        for _ in range(int(node[2][1])):
-            result = _times(result[0], above), _times(result[1], below)
-        return result
+        powers = []
+        for base in _quotients(node[1], name, fixed, work):
+            result = (one, one)
+            for _ in range(int(node[2][1])):
+                result = _combined("*", result, base)
+            powers.append(result)
+        return powers
     raise _NoPolynomial
+
+
+def _combined(kind: str, left: _Quotient, right: _Quotient) -> _Quotient:
+    (a, b), (c, d) = left, right
+    if kind == "+":
+        return (_sum(a, c), b) if b == d else (_sum(_times(a, d), _times(c, b)), _times(b, d))
+    return (_times(a, c), _times(b, d)) if kind == "*" else (_times(a, d), _times(b, c))
+
+
+def _signed(pieces: list[_Quotient], *, both: bool) -> list[_Quotient]:
+    return _few([*(pieces if both else []), *(([-part for part in above], below) for above, below in pieces)])
+
+
+def _few(pieces: list[_Quotient]) -> list[_Quotient]:
+    kept: list[_Quotient] = []
+    for piece in pieces:
+        if piece not in kept:
+            kept.append(piece)
+    if len(kept) > 12:
+        raise _NoPolynomial
+    return kept
 
 
 def _sum(one: Polynomial, two: Polynomial) -> Polynomial:
