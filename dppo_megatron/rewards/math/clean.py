@@ -104,6 +104,8 @@ _SPELLINGS = (
 _MACROS = {name: spelling for spelling, names in _SPELLINGS for name in names.split()}
 _MACROS |= {f"var{name}": f"\\{name} " for name in ("epsilon", "theta", "phi", "rho", "pi", "sigma", "kappa")}
 _MACRO = re.compile(r"\\([A-Za-z]+)")
+# \text read as a tab and ext, \frac as a form feed and rac
+_READ_ESCAPE = re.compile(r"[\t\x0c\x08](?=ext|imes|heta|frac|rac|box|oxed|eta|egin|inom)")
 # on its way through JSON, say
 _ESCAPED_TWICE = re.compile(
     r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|pi|text|left|right|cdot|times|infty|circ|boxed|sin|cos|tan|log|ln|pm|leq?|geq?"
@@ -115,10 +117,6 @@ _FONTS = ("\\math", "\\bo", "\\bm", "\\pmb", "\\rm", "\\bf", "\\operatorname")
 _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
     ((needs,) if isinstance(needs, str) else needs, re.compile(pattern), replacement)
     for needs, pattern, replacement in (
-        # escapes that a program has read on the way: \text as a tab and ext, \frac as a form feed and rac
-        ("\t", r"\t(?=ext|imes|heta|frac)", r"\\t"),
-        ("\x0c", r"\x0c(?=rac|box)", r"\\f"),
-        ("\x08", r"\x08(?=oxed|eta|egin|inom)", r"\\b"),
         (("left", "right", "middle"), r"\\left\s*\.|\\right\s*\.|\\(?:left|right|middle)(?![A-Za-z])\s*", ""),
         (
             ("color", "arge", "LARGE", "uge", "small"),
@@ -151,6 +149,8 @@ _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
             r"\\binom{\1\2}{\3\4}",
         ),
         ("\\text{", r"\\text\{\s*C\s*\}\s*(?=\(\s*\w+\s*,)", "C"),
+        ("cis", r"\\(?:text|mbox)\{\s*cis\s*\}", r"\\cis "),
+        ("triangle", r"\A\s*\\triangle\s*(?=[A-Z]{3}\s*\Z)", ""),
         ("const", r"\+\s*(?:\\text\{\s*const(?:ant|\.)?\s*\}|const(?:ant|\.)?)\s*\Z", "+C"),
         ("C", r"(?<![\w.])(\d+)\s*C\s*(\d+)(?![\w.])", r"\\binom{\1}{\2}"),
         ("P", rf"{_BEFORE}[\^_]\s*{_INDEX}\s*P\s*_\s*{_INDEX}", r"\\frac{\1\2!}{(\1\2-\3\4)!}"),
@@ -205,7 +205,7 @@ _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
         (_FONTS, rf"\\(?:{_FONT})\s*\{{\s*([A-Za-z])\s*\}}", r" \1"),
         (
             _FONTS,
-            rf"\\(?:{_FONT})\s*\{{\s*(sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan|lcm|gcd|max|min)\s*\}}",
+            rf"\\(?:{_FONT})\s*\{{\s*(sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan|lcm|gcd|max|min|cis)\s*\}}",
             r"\\\1 ",
         ),
         (_FONTS, rf"\\(?:{_FONT})\s*\{{", r"\\text{"),
@@ -227,7 +227,8 @@ _RULES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = tuple(
             r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}",
             r"\\text{\1}/\\text{\2}",
         ),
-        ("\\mathbb{R}", r"(\\mathbb\{R\})\s*[-/]\s*(?=\\\{)", r"\1\\setminus "),
+        ("\\{", r"(\\mathbb\{R\}|\\\})\s*[-/]\s*(?=\\\{)", r"\1\\setminus "),
+        ("\\mathbb", r"\\mathbb\s*([ZNQ])(?![A-Za-z])", r"\\mathbb{\1}"),
         ("\\text{", r"\\text\{\s*([,;])\s*\}", r"\1 "),
         (
             "nswer",
@@ -262,8 +263,7 @@ def clean(text: str) -> str:
     if fraction := _FRACTION.fullmatch(text):
         return "\\frac" + fraction[1]
     if not _PLAIN.fullmatch(text):
-        if "\\" in text:
-            text = _commands(text)
+        text = _commands(text)
         for needs, pattern, replacement in _RULES:
             for need in needs:
                 if need in text:
@@ -277,6 +277,7 @@ def clean(text: str) -> str:
 
 def _commands(text: str) -> str:
     """With one name for each command."""
+    text = _READ_ESCAPE.sub(lambda sign: {"\t": "\\t", "\f": "\\f", "\b": "\\b"}[sign.group()], text)
     return _MACRO.sub(lambda command: _MACROS.get(command[1], command[0]), _ESCAPED_TWICE.sub(r"\\", text))
 
 

@@ -6,6 +6,7 @@ difference that is understood here is not to be overruled by a looser comparison
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -252,7 +253,8 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> Verdict:
         assert isinstance(row, Row)
         if len(row.items) == 1 and row.kind == "set":  # {5} and 5
             return equal(row.items[0], other, rules) if row is gold else equal(gold, row.items[0], rules)
-        return False
+        plain = other if row is gold else gold
+        return isinstance(plain, Value) and row.kind == "tuple" and _grids(gold, other, rules)
     if kinds == {"tuple", "set"}:
         return False
     if "tuple" in kinds and (gold.signs or other.signs):
@@ -390,7 +392,8 @@ def _piece(gold: Piece, other: Piece, rules: Rules) -> Verdict:
 def _grids(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     left, right = _cells(gold), _cells(other)
     if left is None or right is None:
-        return False
+        cells, sum_ = (left, other) if isinstance(other, Value) else (right, gold)
+        return _along_axes(cells, sum_, rules) if cells else False
     if isinstance(gold, Grid) and isinstance(other, Grid):
         if [len(row) for row in gold.rows] != [len(row) for row in other.rows]:
             return False
@@ -399,6 +402,15 @@ def _grids(gold: Answer, other: Answer, rules: Rules) -> Verdict:
     if len(left) != len(right):
         return False
     return all_of([equal_nodes(a, b, rules.exact()) for a, b in zip(left, right, strict=True)])
+
+
+def _along_axes(cells: list[Node], other: Answer, rules: Rules) -> Verdict:
+    """i - 2j + 3k for (1, -2, 3)."""
+    if len(cells) not in (2, 3) or not isinstance(other, Value) or not symbols(other.node) & {"j", "k"}:
+        return False
+    axes: tuple[Node, ...] = (("c", "i"), ("s", "j"), ("s", "k"))
+    terms = [("*", cell, axis) for cell, axis in zip(cells, axes, strict=False)]
+    return same(functools.reduce(lambda one, two: ("+", one, two), terms), other.node, rules.work)
 
 
 def _is_vector(answer: Answer) -> bool:
@@ -422,7 +434,7 @@ def _words(gold: Answer, other: Answer) -> Verdict:
     if isinstance(gold, Words) and isinstance(other, Words):
         if gold.letters:
             return gold.letters == other.letters
-        return _folded(gold.text) == _folded(other.text)
+        return _folded(gold.text) == _folded(other.text) or _answers(gold.text, other.text)
     words, plain = (gold, other) if isinstance(gold, Words) else (other, gold)
     assert isinstance(words, Words)
     if words.letters and isinstance(plain, Value):
@@ -434,11 +446,29 @@ def _words(gold: Answer, other: Answer) -> Verdict:
 
 
 _ARTICLES = {"the", "a", "an"}
+_MONTHS = frozenset(["january", "february", "march", "april", "may", "june", "july", "august", "september", "october"])
+_MONTHS |= {"november", "december"}
+_NEGATIONS = frozenset(["not", "no", "never", "neither", "nor"])
 
 
 def _folded(text: str) -> str:
+    if text in ("dne", "d n e"):
+        return "doesnotexist"
     words = [word for word in text.replace("-", " ").split() if word not in _ARTICLES]
+    if _MONTHS & set(words):  # 12th of May
+        words = sorted(re.sub(r"(?<=\d)(?:st|nd|rd|th)$", "", word) for word in words if word not in ("of", "on"))
     return "".join(words)
+
+
+def _answers(gold: str, other: str) -> bool:
+    """Whether a sentence states a short reference: yes or no as its first word, or what something is."""
+    words = other.split()
+    if gold in ("yes", "no", "true", "false"):
+        return len(words) > 1 and words[0] == gold and not {"yes", "no", "true", "false"} & set(words[1:])
+    if len(gold.split()) > 3 or _NEGATIONS & set(words):
+        return False
+    _, found, said = re.sub(r"^(?:the|this|it|its|that)\b", "", other).partition(" is ")
+    return bool(found) and other.split()[0] in ("the", "this", "it", "that") and _folded(said) == _folded(gold)
 
 
 def _clocks(gold: Answer, other: Answer, rules: Rules) -> Verdict:

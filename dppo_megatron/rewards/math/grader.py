@@ -96,7 +96,11 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[Verdict, st
     gold, theirs, unread = _read_both(reference, other)
     if (letter := _choice(reference, gold)) and (led := _LED.fullmatch(other)):
         return led["letter"] == letter, "words"
-    if isinstance(gold, Words) and not gold.letters and (words := as_words(other)):
+    if (
+        isinstance(gold, Words)
+        and not gold.letters
+        and (words := as_words(other, with_digits=bool(_has_digit(gold.text))))
+    ):
         theirs = words  # `odd` without \\text reads as a product of letters
     if gold is not None and theirs is not None:
         if rules is None:
@@ -153,6 +157,7 @@ def _unjudged(other: str, gold: Answer | None, theirs: Answer | None, unread: st
 _UNDONE = re.compile(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 
 
+_has_digit = re.compile(r"\d").search
 _GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?![\d,])")  # 12,34,567 in India
 # (C) \frac{1}{2} is a choice with its value, not a product
 _LED = re.compile(

@@ -15,7 +15,7 @@ from dppo_megatron.rewards.math.trees import Node, Unreadable
 MAX_CHARS = 1500
 _MAX_DEPTH = 40
 
-_FUNCTION_WORDS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln exp abs floor ceil Re Im arg"
+_FUNCTION_WORDS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln exp abs floor ceil Re Im arg cis"
 FUNCTIONS = frozenset(_FUNCTION_WORDS.split())
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 _SPELLED = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "cosec": "csc", "tg": "tan", "ctg": "cot"}
@@ -415,6 +415,8 @@ class _Reader:
         node: Node
         if name == "log":
             node = ("log", base, inside)
+        elif name == "cis":
+            node = ("+", ("f", "cos", inside), ("*", ("c", "i"), ("f", "sin", inside)))
         elif power == ("-", ("n", Fraction(1))) and name in _INVERSE:
             return ("f", _INVERSE[name], inside)
         else:

@@ -41,7 +41,8 @@ _LEAD = re.compile(
     re.IGNORECASE,
 )
 _SENTENCE = re.compile(
-    r"(?:\\text\{)?[A-Z][A-Za-z ,'-]+(?:\b(?:is|are|equals)|:)(?:\s*\}\s*|\s+)(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
+    r"(?:\\text\{)?[A-Z][A-Za-z ,'-]+(?:\b(?:is|are|equals)|:)"
+    r"(?:\s*\}\s*|\s+)(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
 )
 _EMPTY = frozenset(
     ["\\emptyset", "empty set", "the empty set", "no solution", "no solutions", "no real solutions", "no real solution"]
@@ -49,7 +50,7 @@ _EMPTY = frozenset(
 _EVERYTHING = frozenset(
     ["\\mathbb{r}", "all real numbers", "all reals", "all real", "the real numbers", "the set of all real numbers"]
 )
-_HALF_LINE = re.compile(r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?))")
+_HALF_LINE = re.compile(r"\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
 _CONGRUENCE = re.compile(
     r"(?:[a-zA-Z]\s*(?:\\equiv|=)\s*)?(-?\s*\d{1,9})\s*"
     r"(?:\\pmod\s*\{?\s*(\d{1,9})\s*\}?|\(?\s*\\?(?:text\{\s*)?b?mod\s*\}?\s*\{?\s*(\d{1,9})\s*\}?\s*\)?)"
@@ -100,9 +101,8 @@ def without_sentence(text: str) -> str:
     """What `the solution is ...` or `The largest n is ...` says."""
     if (lead := _LEAD.match(text)) and lead.end() < len(text):
         text = text[lead.end() :].strip()
-    match = (
-        _SENTENCE.fullmatch(text) if text.count(":") < 2 and " is " in text or " are " in text or ": " in text else None
-    )
+    says = text.count(":") < 2 and any(sign in text for sign in (" is ", " are ", " is}", " are}", ": "))
+    match = _SENTENCE.fullmatch(text) if says else None
     if match and re.search(r"[\d\\]", match["rest"]):
         return match["rest"].strip()
     return text
@@ -120,10 +120,10 @@ def read_words(text: str) -> Answer:
     return Words(plain)
 
 
-def as_words(text: str) -> Words | None:
+def as_words(text: str, *, with_digits: bool = False) -> Words | None:
     """The text as words, whatever else it might be; None if it has mathematical signs."""
     plain = plain_words(text)
-    return Words(plain) if re.fullmatch(r"[a-z' -]+", plain) else None
+    return Words(plain) if re.fullmatch(r"[a-z0-9' -]+" if with_digits else r"[a-z' -]+", plain) else None
 
 
 def plain_words(text: str) -> str:
