@@ -56,7 +56,7 @@ _END_OF_TURN = re.compile(r"(?:\s*<\|\w{1,20}\|>\s*(?:user|assistant)?)+\s*\Z")
 _SAYS = re.compile(r"(?:The|There) (?:[^=]*[a-z}$]) (?:is|are) ([^=]{1,80})")
 _CONCLUSION = re.compile(
     r"(?:\A|(?<=\s))(?:So|Thus|Hence|Therefore), the [^.?!\n]{1,150} (?:is|are|equals) "
-    r"(\$[^$.]{1,60}\$|-?\$?\d[\d,./]{0,20}(?:\.\d+)?)\s*\Z"
+    r"(\$[^$.=]{1,60}\$|-?\$?\d[\d,./]{0,20}(?:\.\d+)?)\s*\Z"
 )
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|\n")
 _FULL_STOP = re.compile(r"(?:\.\s*(?:\$\$?|\\\]|\\\))?|\$\$?|\\\]|\\\))\s*\Z")

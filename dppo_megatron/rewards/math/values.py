@@ -205,8 +205,8 @@ def _with_constant(gold: Node, other: Node) -> Node | None:
     mine = [name for name in ("C", "c") if name in ours - theirs and _is_term(gold, name)]
     known = ours & theirs
     added = [name for name in theirs - ours if name in _CONSTANTS and _is_term(other, name)]
-    if [name.lower() for name in ours - theirs] == [name.lower() for name in theirs - ours] == ["c"]:
-        return renamed(other, *(theirs - ours), *(ours - theirs))
+    if ours - theirs == {"C"} and theirs - ours == {"c"} and gold[0] == "*":
+        return renamed(other, "c", "C")  # 2Cx^2
     if len(mine) != 1 or len(added) != 1 or (mine == ["c"] and (known & {"a", "b"} or added != ["C"])):
         return None
     return renamed(other, added[0], mine[0])
