@@ -6,6 +6,7 @@ difference that is understood here is not to be overruled by a looser comparison
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import re
@@ -320,12 +321,19 @@ def _as_named(items: tuple[Answer, ...], gold: tuple[Answer, ...]) -> tuple[Answ
 
 
 def _matched(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> Verdict:
-    """One to one in any order."""
-    left = list(other)
-    doubtful = False
+    """One to one in any order; first those that are written alike, since a long list would take n^2 comparisons."""
+    left = collections.Counter(other)
+    open_ones: list[tuple[int, Answer]] = []
     for index, item in enumerate(gold):
+        if left[item] and len(rules.tolerances) < 2:
+            left[item] -= 1
+        else:
+            open_ones.append((index, item))
+    candidates = list(left.elements())
+    doubtful = False
+    for index, item in open_ones:
         found = None
-        for position, candidate in enumerate(left):
+        for position, candidate in enumerate(candidates):
             verdict = equal(item, candidate, rules.item(index))
             if verdict:
                 found = position
@@ -333,12 +341,18 @@ def _matched(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> V
             doubtful |= verdict is None
         if found is None:
             return None if doubtful else False
-        left.pop(found)
+        candidates.pop(found)
     return True
 
 
 def _covered(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> Verdict:
-    return all_of([any_of([equal(item, candidate, rules) for candidate in other]) for item in gold])
+    written = set(other)
+    for item in gold:
+        if item not in written:
+            found = any_of([equal(item, candidate, rules) for candidate in other])
+            if not found:
+                return found
+    return True
 
 
 def _spans(gold: Answer, other: Answer, rules: Rules) -> Verdict:

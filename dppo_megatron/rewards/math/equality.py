@@ -159,7 +159,7 @@ def _same_functions(gold: Node, other: Node, names: list[str], work: Work) -> bo
     products of roots; who writes them means positive numbers."""
     pair = ("+", gold, other)
     drawn = random.Random(_SECRET + repr(names).encode())
-    has_roots = contains(pair, {"root", "log"}) or contains(pair, {"^", "f"}, _is_branched)
+    has_roots = contains(pair, {"root", "log", "^", "f"}, _is_branched)
     outcomes = []
     for point in itertools.chain(_points(names, _largest(pair), drawn), _around_breaks(pair, names, drawn, work)):
         if has_roots and sum(value < 0 for value in point.values()) > 1:
@@ -178,9 +178,11 @@ def _same_functions(gold: Node, other: Node, names: list[str], work: Work) -> bo
 
 
 def _is_branched(node: Node) -> bool:
+    if node[0] == "root":  # of a square it is an absolute value
+        return node[2][0] != "^" or node[2][2] != node[1]
     if node[0] == "^":
         return node[2][0] != "n" or node[2][1].denominator != 1
-    return node[1] in ("ln", "arcsin", "arccos")
+    return node[0] == "log" or node[1] in ("ln", "arcsin", "arccos")
 
 
 def _points(names: Sequence[str], large: Fraction, drawn: random.Random) -> Iterator[dict[str, Fraction]]:

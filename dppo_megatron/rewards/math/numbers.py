@@ -13,8 +13,10 @@ MAX_EXPONENT = 5000
 _PLAIN = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|[+-]?\.\d+", re.ASCII)
 _SLASHED = re.compile(r"([+-]?\d+)\s*/\s*(-?\d+)", re.ASCII)
 _FRAC = re.compile(r"([+-]?)\s*\\frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(-?\d+)\s*\}", re.ASCII)
-_POWER_OF_TEN = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))\s*(?:\*|x)\s*10\s*\^\s*(?:\{\s*([+-]?\d+)\s*\}|(\d))", re.ASCII)
-_E_NOTATION = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-]?\d+)", re.ASCII)
+_POWER_OF_TEN = re.compile(
+    r"([+-]?(?:\d++\.?\d*+|\.\d++))\s*(?:\*|x)\s*10\s*\^\s*(?:\{\s*([+-]?\d+)\s*\}|(\d))", re.ASCII
+)
+_E_NOTATION = re.compile(r"([+-]?(?:\d++\.?\d*+|\.\d++))[eE]([+-]?\d+)", re.ASCII)
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
 _DOTTED = re.compile(r"[+-]?[1-9]\d{0,2}(?:(?:\.\d{3}){2,}|(?:\.\d{3})+,\d+)", re.ASCII)
 _ENDLESS = re.compile(r"([+-]?\d*\.\d*?)(?:(\d)\2{2,}|(\d{2,6}?)\3+)\s*\\ldots", re.ASCII)

@@ -7,7 +7,7 @@ import math
 from fractions import Fraction
 
 from dppo_megatron.rewards.math.answers import INFINITY, Answer, Piece, Row, Spans, Value
-from dppo_megatron.rewards.math.evaluate import approximate, rational
+from dppo_megatron.rewards.math.evaluate import Work, approximate, rational
 from dppo_megatron.rewards.math.trees import Node, Unreadable, symbols
 
 _MAX_MEMBERS = 200
@@ -95,8 +95,8 @@ def _place(node: Node) -> Fraction | float | None:
         return math.inf if node == INFINITY else -math.inf
     if symbols(node):
         return None
-    value = rational(node)
+    value = rational(node, None, Work(300))
     if value is not None:
         return value
-    near = approximate(node)
+    near = approximate(node, Work(300))
     return None if near is None else round(Fraction(near), 12)  # two spellings of one number are one place
