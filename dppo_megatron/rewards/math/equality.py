@@ -39,7 +39,20 @@ from dppo_megatron.rewards.math.trees import Node, contains, symbols
 _SECRET = os.urandom(16)
 _WHOLE = frozenset("nmkljNMK")
 _MAX_NAMES = 12
-_SIZES = ((1, 0), (1, 1), (4, 0), (1, 0), (1, 9), (1, 0), (30, 0), (3, 1), (300, 0), (10**6, 0), (10**5, 1), (10**6, 9))
+_SIZES = (
+    (1, 0),
+    (1, 1),
+    (4, 0),
+    (1, 0),
+    (1, 9),
+    (1, 0),
+    (30, 0),
+    (3, 1),
+    (300, 0),
+    (10**6, 0),
+    (10**5, 1),
+    (10**15, 0),
+)
 _ENOUGH = 3
 """Points at which two functions have to be equal; of whole numbers, four times as many."""
 _ERRORS = (ZeroDivisionError, ValueError)
@@ -222,7 +235,7 @@ def _whole_points_agree(gold: Node, other: Node, names: Sequence[str], drawn: ra
 def _same_wholes(gold: Node, other: Node, names: Sequence[str], drawn: random.Random, work: Work) -> bool | None:
     """Equal for whole numbers: runs of small ones, large ones, and both sides of every step."""
     points = [dict.fromkeys(names, Fraction(both)) for both in range(1, 13)]
-    bounds = (*(12,) * 12 * (len(names) - 1), 30, 90, 300, 1000, 10**6)
+    bounds = (*(12,) * 12 * (len(names) - 1), 30, 90, 300, 1000, 10**6, 10**13, 10**20)
     points += [{name: Fraction(drawn.randrange(1, bound)) for name in names} for bound in bounds]
     points += [{name: Fraction(-drawn.randrange(1, bound)) for name in names} for bound in (30, 10**4)]
     for point in _around_breaks(("+", gold, other), names, drawn, work):

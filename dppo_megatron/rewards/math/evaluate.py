@@ -20,8 +20,8 @@ _MAX_BITS = 40_000
 _MAX_FACTORIAL = 3000
 _ALONE = 1000
 """Operations of a constant that is looked at by itself, while reading: a text has hundreds of them at most."""
-WORK = 16_000
-"""Operations of one grading: about 25 ms."""
+WORK = 20_000
+"""Operations of one grading: about 30 ms."""
 
 
 class TooBig(Exception):

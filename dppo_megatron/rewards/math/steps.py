@@ -47,9 +47,13 @@ def breaks(
             places.update(_zeros(inside, name, fixed, is_stair, drawn, work))
     if not places:
         return
-    ordered = sorted(places if len(places) <= _MAX_PLACES else drawn.sample(sorted(places), _MAX_PLACES))
+    most = _MAX_PLACES // 2 if fixed else _MAX_PLACES
+    ordered = sorted(places if len(places) <= most else drawn.sample(sorted(places), most))
     for low, high in itertools.pairwise(ordered):
         yield low + (high - low) * Fraction(drawn.randrange(1, 997), 997)
+        if len(ordered) < most // 2:  # where two steps cross is not always found exactly
+            yield low + (high - low) * Fraction(drawn.randrange(1, 997), 99_700)
+            yield high - (high - low) * Fraction(drawn.randrange(1, 997), 99_700)
     for size in (1, 1, 1, 1, 1, 1, 10, 10**3, 10**6):
         yield ordered[0] - (size + abs(ordered[0])) * Fraction(drawn.randrange(1, 997), 997)
         yield ordered[-1] + (size + abs(ordered[-1])) * Fraction(drawn.randrange(1, 997), 997)
