@@ -361,7 +361,9 @@ def _spans(gold: Answer, other: Answer, rules: Rules) -> Verdict:
         return False
     if left.name and right.name and left.name != right.name:
         return False
-    left, right = normal(left), normal(right)
+    merged = normal(left), normal(right)
+    if all(merged_one.pieces for merged_one in merged):  # else ends in the wrong order, which is no interval
+        left, right = merged
     if len(left.pieces) != len(right.pieces):
         return False
     return _pieces_matched(list(left.pieces), list(right.pieces), rules)
