@@ -63,7 +63,7 @@ def test_model_responses() -> None:
 
 @pytest.mark.slow
 def test_grader_cases() -> None:
-    """Hard pairs: 99 %. The two accepted against their label: Math-Verify accepts both (docs/math.md)."""
+    """Hard pairs: 99 %. The two accepted against their label: see docs/math.md."""
     cases = [row for row in rows("grader_cases") if not row.get("ambiguous")]
     wrong = []
     for row in cases:

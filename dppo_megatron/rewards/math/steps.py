@@ -42,8 +42,10 @@ def breaks(
         fixed: values of the other variables.
     """
     places: set[Fraction] = set()
+    has_stairs = False
     for inside, is_stair in dict.fromkeys(_steps(node)):
         if name in symbols(inside) and inside[:2] not in _STAIRS:
+            has_stairs |= is_stair
             places.update(_zeros(inside, name, fixed, is_stair, drawn, work))
     if not places:
         return
@@ -54,7 +56,7 @@ def breaks(
         if len(ordered) < most // 2:  # where two steps cross is not always found exactly
             yield low + (high - low) * Fraction(drawn.randrange(1, 997), 99_700)
             yield high - (high - low) * Fraction(drawn.randrange(1, 997), 99_700)
-    for size in (1, 1, 1, 1, 1, 1, 10, 10**3, 10**6):
+    for size in (*(1,) * (20 if has_stairs else 2), 10, 10**3, 10**6):
         yield ordered[0] - (size + abs(ordered[0])) * Fraction(drawn.randrange(1, 997), 997)
         yield ordered[-1] + (size + abs(ordered[-1])) * Fraction(drawn.randrange(1, 997), 997)
 
