@@ -192,9 +192,9 @@ def _same_functions(gold: Node, other: Node, names: list[str], work: Work) -> bo
 
 def _is_branched(node: Node) -> bool:
     if node[0] == "root":  # of a square it is an absolute value
-        return node[2][0] != "^" or node[2][2] != node[1]
+        return bool(node[2][0] != "^" or node[2][2] != node[1])
     if node[0] == "^":
-        return node[2][0] != "n" or node[2][1].denominator != 1
+        return bool(node[2][0] != "n" or node[2][1].denominator != 1)
     return node[0] == "log" or node[1] in ("ln", "arcsin", "arccos")
 
 
@@ -212,7 +212,8 @@ def _points(names: Sequence[str], large: Fraction, drawn: random.Random) -> Iter
 
 def _around_breaks(pair: Node, names: Sequence[str], drawn: random.Random, work: Work) -> Iterator[dict[str, Fraction]]:
     """Along each variable, with the others fixed twice, a point in every piece between two steps."""
-    for name, size in itertools.product(names, (1, 1000, _largest(pair) * 9) if len(names) > 1 else (1,)):
+    sizes = (Fraction(1), Fraction(1000), _largest(pair) * 9)
+    for name, size in itertools.product(names, sizes if len(names) > 1 else sizes[:1]):
         fixed = {other: Fraction(drawn.randrange(-997, 997), 331) * size for other in names if other != name}
         for place in breaks(pair, name, fixed, drawn, work):
             yield {**fixed, name: place}
@@ -220,7 +221,7 @@ def _around_breaks(pair: Node, names: Sequence[str], drawn: random.Random, work:
 
 def _largest(node: Node) -> Fraction:
     if node[0] == "n":
-        return abs(node[1])
+        return Fraction(abs(node[1]))
     return max((_largest(part) for part in node[1:] if isinstance(part, tuple)), default=Fraction(1))
 
 
