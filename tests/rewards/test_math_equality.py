@@ -208,6 +208,8 @@ def test_rewritten_functions_are_found_equal(cases: Choose) -> None:
         ("\\lfloor n^2/4 \\rfloor", "\\lfloor n^2/5 \\rfloor", 0),
         ("mn-\\lfloor m/2\\rfloor", "mn-\\lfloor m/3\\rfloor", 0),
         ("\\max(a,b)", "b", 0),
+        ("\\lceil x/2 \\rceil", "\\lfloor x/2 \\rfloor + 1", 0),
+        ("-1", "\\lfloor x \\rfloor + \\lfloor -x \\rfloor", 0),
         ("|e^x-5|", "5-e^x", 0),
         ("i|x|", "ix", 0),
         ("x+2^{127}-1", "x", 0),

@@ -1,4 +1,4 @@
-"""Answers as the grammar has them: sets, labels, parameters, clauses, number locales, compound units, congruences, pieces."""
+"""Answers as the grammar has them: sets, labels, parameters, clauses, number locales, compound units, pieces."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ _Quotient = tuple[Polynomial, Polynomial]
 
 def breaks(
     node: Node, name: str, fixed: Mapping[str, Fraction], drawn: random.Random, work: Work
-) -> Iterator[Fraction]:
-    """A point of `name` in each piece between two neighbouring steps of the tree, and beyond the outermost ones.
+) -> Iterator[tuple[Fraction, bool]]:
+    """Each step of the tree along `name` (True), and points (False) between two neighbours and beyond the outermost.
 
     Args:
         fixed: values of the other variables.
@@ -49,16 +49,17 @@ def breaks(
             places.update(_zeros(inside, name, fixed, is_stair, drawn, work))
     if not places:
         return
-    most = _MAX_PLACES // 2 if fixed else _MAX_PLACES
+    most = _MAX_PLACES // 3 if fixed else _MAX_PLACES
     ordered = sorted(places if len(places) <= most else drawn.sample(sorted(places), most))
+    yield from ((place, True) for place in ordered)
     for low, high in itertools.pairwise(ordered):
-        yield low + (high - low) * Fraction(drawn.randrange(1, 997), 997)
-        if len(ordered) < most // 2:  # where two steps cross is not always found exactly
-            yield low + (high - low) * Fraction(drawn.randrange(1, 997), 99_700)
-            yield high - (high - low) * Fraction(drawn.randrange(1, 997), 99_700)
-    for size in (*(1,) * (20 if has_stairs else 2), 10, 10**3, 10**6):
-        yield ordered[0] - (size + abs(ordered[0])) * Fraction(drawn.randrange(1, 997), 997)
-        yield ordered[-1] + (size + abs(ordered[-1])) * Fraction(drawn.randrange(1, 997), 997)
+        yield low + (high - low) * Fraction(drawn.randrange(1, 997), 997), False
+        if len(ordered) < most // 2 and not fixed:  # where two steps cross is not always found exactly
+            yield low + (high - low) * Fraction(drawn.randrange(1, 997), 99_700), False
+            yield high - (high - low) * Fraction(drawn.randrange(1, 997), 99_700), False
+    for size in (*(1,) * (5 if fixed else 15 if has_stairs else 2), 10, 10**3, 10**6):
+        yield ordered[0] - (size + abs(ordered[0])) * Fraction(drawn.randrange(1, 997), 997), False
+        yield ordered[-1] + (size + abs(ordered[-1])) * Fraction(drawn.randrange(1, 997), 997), False
 
 
 def _steps(node: Node) -> Iterator[tuple[Node, bool]]:
