@@ -32,8 +32,9 @@ from dppo_megatron.rewards.math.evaluate import (
     Work,
     digits,
     exact,
+    rational,
 )
-from dppo_megatron.rewards.math.steps import breaks
+from dppo_megatron.rewards.math.steps import breaks, has_steps
 from dppo_megatron.rewards.math.trees import Node, contains, symbols
 
 _SECRET = os.urandom(16)
@@ -174,7 +175,7 @@ def _same_functions(gold: Node, other: Node, names: list[str], work: Work) -> bo
     drawn = random.Random(_SECRET + repr(names).encode())
     has_roots = contains(pair, {"root", "log", "^", "f"}, _is_branched)
     outcomes = []
-    anywhere = ((point, False) for point in _points(names, _largest(pair), drawn))
+    anywhere = ((point, False) for point in _points(names, _largest(pair) if has_steps(pair) else Fraction(0), drawn))
     for point, is_step in itertools.chain(anywhere, _around_breaks(pair, names, drawn, work)):
         if has_roots and sum(value < 0 for value in point.values()) > 1:
             continue
@@ -203,8 +204,13 @@ def _is_branched(node: Node) -> bool:
 
 def _points(names: Sequence[str], large: Fraction, drawn: random.Random) -> Iterator[dict[str, Fraction]]:
     """Some beyond the largest number; positive ones, then ones of which one, then all are negative, of growing size."""
-    for _ in range(8 if large > 10 else 0):
-        yield {name: large * Fraction(drawn.randrange(-9970, 9970), 331) for name in names}
+    if large:  # there are steps: each variable beyond the largest number, then each of a size of its own
+        for _ in range(8):
+            yield {name: large * Fraction(drawn.randrange(-9970, 9970), 331) for name in names}
+        for _ in range(16 if len(names) > 1 else 4):
+            yield {
+                name: Fraction(drawn.randrange(-997, 997)) * Fraction(10) ** drawn.randrange(-9, 16) for name in names
+            }
     for size, negative in _SIZES:
         point = {name: Fraction(drawn.randrange(1, 997), 997) * size for name in names}
         if negative == 1:
@@ -225,8 +231,9 @@ def _around_breaks(
 
 
 def _largest(node: Node) -> Fraction:
-    if node[0] == "n":
-        return Fraction(abs(node[1]))
+    """Number in the tree, carried out."""
+    if not symbols(node):
+        return abs(rational(node) or Fraction(1))
     return max((_largest(part) for part in node[1:] if isinstance(part, tuple)), default=Fraction(1))
 
 

@@ -62,6 +62,11 @@ def breaks(
         yield ordered[-1] + (size + abs(ordered[-1])) * Fraction(drawn.randrange(1, 997), 997), False
 
 
+def has_steps(node: Node) -> bool:
+    """Whether it changes its branch anywhere."""
+    return next(_steps(node), None) is not None
+
+
 def _steps(node: Node) -> Iterator[tuple[Node, bool]]:
     """What has a step where it is zero, or (True) at every whole number."""
     if node[0] == "f" and node[1] in ("abs", "floor", "ceil"):
@@ -106,7 +111,7 @@ class _NoPolynomial(Exception):
 
 def _quotients(node: Node, name: str, fixed: Mapping[str, Fraction], work: Work) -> list[_Quotient]:
     """The quotients of polynomials of the variable that the tree is made of, one in each of its pieces."""
-    work.spend()
+    work.spend(3)
     kind, one = node[0], [Fraction(1)]
     if name not in symbols(node):
         value = rational(node, fixed, work)
