@@ -24,6 +24,7 @@ CASES = [
         [r"\{x|x<3/2\}-\{-6\}", r"x<\frac{3}{2}, x\ne -6", r"(-\infty,3/2)\setminus\{-6\}"],
         [r"x<\frac32"],
     ),
+    case("(a,b)", ["(a, b)"], ["(b,a)"]),
     case(r"1, 2", ["1 and 2"], [r"x \in (1,2)"]),
     case(r"(-1,5)", [r"|x-2|<3"], [r"|x-2|>3", r"|x-2|\le 3"]),
     case("1,3", [r"\text{Minimum: }1, \text{Maximum: }3", "Minimum: 1, Maximum: 3"], ["Minimum: 1, Maximum: 4"]),

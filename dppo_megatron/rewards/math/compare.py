@@ -1,7 +1,6 @@
 """Whether two answers are the same, decided by the reference's own kind.
 
-Every comparison says True, False, or None where it cannot know; None is a question for Math-Verify, False is not: a
-difference that is understood here is not to be overruled by a looser comparison.
+Every comparison says True, False, or None where it cannot know, which is no reward either.
 """
 
 from __future__ import annotations
