@@ -223,11 +223,14 @@ def _around_breaks(
     pair: Node, names: Sequence[str], drawn: random.Random, work: Work
 ) -> Iterator[tuple[dict[str, Fraction], bool]]:
     """Along each variable, with the others fixed three times, every step (True) and points beside it."""
-    sizes = (Fraction(1), Fraction(1000), _largest(pair) * 9)
-    for name, size in itertools.product(names, sizes if len(names) > 1 else sizes[:1]):
-        fixed = {other: Fraction(drawn.randrange(-997, 997), 331) * size for other in names if other != name}
-        for place, is_step in breaks(pair, name, fixed, drawn, work):
-            yield {**fixed, name: place}, is_step
+    far = Fraction(1)  # the farthest step so far: others depend on it where one step is in another
+    for turn in range(3 if len(names) > 1 else 1):
+        for name in names:
+            size = (Fraction(1), _largest(pair) * 9, far)[turn]
+            fixed = {other: Fraction(drawn.randrange(-997, 997), 331) * size for other in names if other != name}
+            for place, is_step in breaks(pair, name, fixed, drawn, work):
+                far = max(far, abs(place))
+                yield {**fixed, name: place}, is_step
 
 
 def _largest(node: Node) -> Fraction:
